@@ -1,0 +1,7 @@
+"""`python -m metagpu` is `metagpu`."""
+
+import sys
+
+from metagpu.cli import main
+
+sys.exit(main())

@@ -1,0 +1,147 @@
+"""The composition root: from settings to a running agent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from metagpu import __version__, host
+from metagpu.core import config as configuration
+from metagpu.core import report
+from metagpu.core.backend import Backend, installed_backends
+from metagpu.core.driver import Driver
+from metagpu.core.errors import ConfigError
+from metagpu.core.facts import GpusFound
+from metagpu.core.health import HealthWatch
+from metagpu.core.injection import Injection
+from metagpu.core.layout import Layout, lay_out
+from metagpu.core.model import ResourceName
+from metagpu.core.registry import Registry
+from metagpu.core.server import serve
+from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.plugins.endpoints import serve_offers
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the agent finds the kubelet and the host, and may be found itself."""
+
+    kubelet: Path = kubelet_directory.DEFAULT_DIRECTORY
+    pod_resources: Path = podresources.DEFAULT_SOCKET
+    run: Path = control.DEFAULT_RUN_DIR
+    dev_root: Path | None = None
+
+
+@dataclass
+class Agent:
+    """One node's agent: a registry, those who tell it facts, and those who offer what it holds.
+
+    Attributes:
+        config_file: read at start and at every reload; `None` means the defaults.
+        handlers: control commands beside the agent's own.
+    """
+
+    config_file: Path | None
+    driver: Driver
+    places: Places = field(default_factory=Places)
+    handlers: Mapping[str, control.Handler] = field(default_factory=dict)
+    registry: Registry = field(default_factory=Registry)
+
+    def __post_init__(self) -> None:
+        self._kinds = installed_backends()
+        self.config = configuration.load(self.config_file, self._kinds)
+        self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
+        self.layout = Layout((), {}, ())
+        self._backends: dict[ResourceName, Backend] = {}
+
+    async def run(self) -> None:
+        """Serve the node until a signal says stop.
+
+        Raises:
+            MetagpuError: if another agent runs here, or the configuration does not fit the GPUs
+                found at start.
+        """
+        log.info("metagpu starts", version=__version__, config=self.config.file)
+        own = {"status": self._status, "acknowledge": self._acknowledge}
+
+        async with control.controlled(self.places.run, {**own, **self.handlers}):
+            await serve(self.health.run, self._offer, self._leases, reload=self.reload)
+
+    async def look(self) -> None:
+        """Read the GPUs once and lay the configuration over them, without serving anything.
+
+        Raises:
+            DriverError: if NVML cannot be used.
+            ConfigError: if the configuration does not fit the GPUs.
+        """
+        async with self.driver.session():
+            await self.health.survey()
+        self._lay_out(self.config)
+
+    async def reload(self) -> None:
+        """Read the configuration again; one that is wrong is told, and the present one stays."""
+        try:
+            config = configuration.load(self.config_file, self._kinds)
+            self._lay_out(config)
+        except ConfigError as error:
+            log.error("the configuration was not taken; the last good one stays", error=str(error))
+        else:
+            self.config = config
+            self.health.settings = config.envelope.health
+            log.info("configuration read", config=config.file)
+
+    def backend(self, resource: ResourceName) -> Backend:
+        """Give the backend that cuts a resource, also while its endpoint is being taken down."""
+        return self._backends[resource]
+
+    def _lay_out(self, config: configuration.Config) -> None:
+        injection = Injection(
+            dev_root=str(self.places.dev_root or ""),
+            present=host.device_nodes(self.places.dev_root),
+        )
+        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        layout = lay_out(config, gpus, injection)
+        wire.check_size(layout, config.file)
+
+        self.layout = layout
+        self._backends.update(layout.backends)
+        self.registry.apply(layout.offered)
+
+    async def _offer(self) -> None:
+        """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
+        await self.health.surveyed.wait()
+        self._lay_out(self.config)
+        for resource, offer in self.registry.snapshot.offers.items():
+            log.info("on offer", resource=resource, shares=len(offer.shares))
+
+        async with anyio.create_task_group() as group:
+            directory = kubelet_directory.KubeletDirectory(self.places.kubelet)
+            group.start_soon(serve_offers, self.registry, directory, self.backend)
+
+            with self.registry.news.subscribe() as news:
+                async for fact in news:
+                    if isinstance(fact, GpusFound):
+                        self._take_in_gpus()
+
+    def _take_in_gpus(self) -> None:
+        try:
+            self._lay_out(self.config)
+        except ConfigError as error:
+            log.error("new GPUs are not offered", error=str(error))
+
+    async def _leases(self) -> None:
+        await self.health.surveyed.wait()
+        await podresources.follow_leases(self.registry, self.places.pod_resources)
+
+    async def _status(self, _: Mapping[str, Any]) -> object:
+        return report.status(self.registry.snapshot, self.layout)
+
+    async def _acknowledge(self, request: Mapping[str, Any]) -> object:
+        gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+        await self.health.acknowledge(gpu)
+        return f"GPU {self.registry.snapshot.gpus[gpu].gpu} is back in service"

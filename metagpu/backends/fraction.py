@@ -1,0 +1,203 @@
+"""Fractions: a GPU cut into equal shares; a pod that asks for half of them gets half of one GPU."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import ClassVar, Final
+
+from metagpu.backends.fraction_placement import Placement, Seat, gather, place, splits
+from metagpu.core.backend import Backend, Options
+from metagpu.core.errors import FractionSplit
+from metagpu.core.injection import Injection
+from metagpu.core.model import MIB, Gpu, GpuId, Grant, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.units import Bytes
+
+DEFAULT_SHARES: Final = 100
+_ENV_LIMIT: Final = 120_000
+"""Bytes; Linux refuses an environment string of 128 KiB (MAX_ARG_STRLEN), so the container."""
+
+
+class Split(StrEnum):
+    """What to do with a set of shares that spreads one fraction over several GPUs."""
+
+    REFUSE = "refuse"
+    ACCEPT = "accept"
+
+
+class FractionOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """What a pool may say to fractions.
+
+    Attributes:
+        shares_per_gpu: how many shares every GPU has, 100 unless `memory_unit` is given.
+        memory_unit: size of one share instead, as `1Gi`: larger GPUs have more shares, so the same
+            request means the same memory on every model.
+        placement: which GPU to take when several would do.
+        split: what to do when the kubelet's choice would spread one fraction over several GPUs.
+        metagpu_env: whether to set MetaGPU's own variables too.
+    """
+
+    resource: str = "cnvrg.io/metagpu"
+    shares_per_gpu: int | None = None
+    memory_unit: Bytes | None = None
+    placement: Placement = Placement.BINPACK
+    split: Split = Split.REFUSE
+    metagpu_env: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shares_per_gpu is not None and self.memory_unit is not None:
+            raise ValueError("sharesPerGpu and memoryUnit contradict each other; give one of them")
+        if self.shares_per_gpu is not None and self.shares_per_gpu < 1:
+            raise ValueError(f"sharesPerGpu is {self.shares_per_gpu}; it must be 1 or more")
+        if self.memory_unit is not None and self.memory_unit < MIB:
+            raise ValueError("memoryUnit must be 1Mi or more")
+
+
+class FractionBackend(Backend):
+    """Cuts a GPU into shares of equal memory. Ids are `GPU-<uuid>::m07`."""
+
+    name: ClassVar[str] = "fraction"
+    options_type: ClassVar[type[Options]] = FractionOptions
+
+    def __init__(self, options: FractionOptions, injection: Injection) -> None:
+        self._options = options
+        self._injection = injection
+        self._resource = ResourceName(options.resource)
+
+    @classmethod
+    def configured(cls, options: Options, injection: Injection) -> "FractionBackend":
+        """Make it from a pool's options."""
+        if not isinstance(options, FractionOptions):
+            raise TypeError(f"fraction cannot read {type(options).__name__}")
+        return cls(options, injection)
+
+    @property
+    def resources(self) -> tuple[ResourceName, ...]:
+        """The one resource name of this pool's fractions."""
+        return (self._resource,)
+
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Cut a GPU; one smaller than the memory unit has no share."""
+        unit, count = self._options.memory_unit, self._options.shares_per_gpu
+        number_of = gpu.memory // unit if unit else count or DEFAULT_SHARES
+        memory = unit or gpu.memory // number_of
+
+        return [
+            Share(
+                # Two digits at least and never more than needed: an id outlives a change of count.
+                id=ShareId(f"{gpu.id}::m{number:02d}"),
+                gpu=gpu.id,
+                resource=self._resource,
+                backend=self.name,
+                number=number,
+                footprint=frozenset((f"m{number:02d}",)),
+                memory=memory,
+            )
+            for number in range(number_of)
+        ]
+
+    def prefer(
+        self,
+        available: Sequence[Share],
+        required: Sequence[Share],
+        size: int,
+        snapshot: Snapshot,
+    ) -> Sequence[Share]:
+        """Choose shares of one GPU, or of whole GPUs and one part; faulty GPUs come last."""
+        seats = self._seats(available, required, snapshot)
+        sound = [seat for seat in seats if snapshot.gpus[seat.gpu.id].verdict.healthy]
+
+        largest = max(map(len, snapshot.offers[self._resource].by_gpu.values()), default=0)
+        placed = place(size, sound, self._options.placement, largest)
+
+        return placed or gather(size, [*sound, *seats])
+
+    def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+        """Refuse a set that spreads one fraction over several GPUs, unless it is to be accepted.
+
+        Raises:
+            FractionSplit: saying what is free where.
+        """
+        taken = _by_gpu(shares)
+        if len(taken) == 1 or self._options.split is Split.ACCEPT:
+            return
+
+        on_offer = snapshot.offers[self._resource].by_gpu
+        counts = [(len(those), len(on_offer[gpu])) for gpu, those in taken.items()]
+
+        if splits(counts, max(map(len, on_offer.values()))):
+            chosen = {snapshot.gpus[gpu].gpu.index: len(those) for gpu, those in taken.items()}
+            raise FractionSplit(self._resource, len(shares), _told(chosen), self._free(snapshot))
+
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Give the GPUs, and say how much memory of each the container should keep to."""
+        taken = sorted(_by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
+        gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
+        memory = [
+            self._memory_mib(gpu, len(those)) for gpu, (_, those) in zip(gpus, taken, strict=True)
+        ]
+        base = self._injection.grant(gpus)
+        envs = {
+            **base.envs,
+            "METAGPU_MEMORY_MIB": ",".join(
+                f"{gpu.id}={mib}" for gpu, mib in zip(gpus, memory, strict=True)
+            ),
+        }
+
+        if self._options.metagpu_env:
+            envs["METAGPU_MAX_MEM"] = str(sum(memory))
+            names = _metagpu_names(gpus, dict(taken))
+            if len(names) <= _ENV_LIMIT:
+                envs["CNVRG_META_GPU_DEVICES"] = names
+
+        return Grant(envs, base.mounts, base.nodes, base.annotations, base.cdi_names)
+
+    def _memory_mib(self, gpu: Gpu, count: int) -> int:
+        if self._options.memory_unit:
+            return self._options.memory_unit * count // MIB
+
+        # Rounded once, at the end: thirty hundredths of 40960 MiB are 12288, not 12287.
+        return gpu.memory * count // (self._options.shares_per_gpu or DEFAULT_SHARES) // MIB
+
+    def _seats(
+        self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
+    ) -> list[Seat]:
+        on_offer = snapshot.offers[self._resource].by_gpu
+        must = _by_gpu(required)
+
+        return [
+            Seat(
+                snapshot.gpus[gpu].gpu,
+                len(on_offer[gpu]),
+                free,
+                frozenset(must.get(gpu, ())),
+            )
+            for gpu, free in _by_gpu([*available, *required] if required else available).items()
+        ]
+
+    def _free(self, snapshot: Snapshot) -> str:
+        free = {
+            state.gpu.index: state.free(self._resource) if state.verdict.healthy else "unhealthy"
+            for state in snapshot.gpus.values()
+            if state.gpu.id in snapshot.offers[self._resource].by_gpu
+        }
+        return _told(free)
+
+
+def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
+    found: dict[GpuId, list[Share]] = {}
+
+    for share in dict.fromkeys(shares):
+        found.setdefault(share.gpu, []).append(share)
+    return found
+
+
+def _metagpu_names(gpus: Sequence[Gpu], taken: Mapping[GpuId, Sequence[Share]]) -> str:
+    """Name the shares as MetaGPU did, for images that read them."""
+    return ",".join(
+        f"cnvrg-meta-{gpu.index}-{share.number}-{gpu.id}"
+        for gpu in gpus
+        for share in sorted(taken[gpu.id], key=lambda share: share.number)
+    )
+
+
+def _told(by_index: Mapping[int, object]) -> str:
+    return ", ".join(f"GPU {index}: {value}" for index, value in sorted(by_index.items()))

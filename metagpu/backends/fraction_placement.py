@@ -1,0 +1,135 @@
+"""Where a fraction goes: a pure choice among free shares.
+
+The rule: what fits on one GPU lands on ONE GPU; what is larger takes whole GPUs and at most one
+part of another.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from metagpu.core.model import Gpu, Share
+
+
+class Placement(StrEnum):
+    """Which GPU to take when several would do.
+
+    - binpack: the fullest that still has room, so that whole GPUs stay free for large requests.
+    - spread: the emptiest, so that neighbours disturb each other least.
+    """
+
+    BINPACK = "binpack"
+    SPREAD = "spread"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One GPU as the choice sees it.
+
+    Attributes:
+        whole: how many shares the GPU is cut into.
+        free: the shares that may be taken from it, required ones among them.
+        required: those that must be taken.
+    """
+
+    gpu: Gpu
+    whole: int
+    free: Sequence[Share]
+    required: frozenset[Share] = frozenset()
+
+    def take(self, count: int) -> list[Share]:
+        """Take `count` shares: the required ones, then those of the lowest numbers."""
+        ranked = sorted(self.free, key=lambda s: (s not in self.required, s.number))
+        return ranked[:count]
+
+
+def place(
+    size: int, seats: Sequence[Seat], placement: Placement, largest: int
+) -> list[Share] | None:
+    """Choose `size` shares by the rule; `None` when the free shares do not allow it.
+
+    `largest` is how many shares the largest GPU on offer is cut into, be it free or not.
+
+    Deterministic: equal seats are told apart by their index. Requests over several GPUs stay on one
+    NUMA node when one has room.
+    """
+    if size <= largest:
+        return _on_one(size, seats, placement)
+
+    for together in _numa_groups(seats):
+        chosen = _on_several(size, together, placement)
+        if chosen is not None:
+            return chosen
+    return None
+
+
+def splits(counts: Iterable[tuple[int, int]], largest: int) -> bool:
+    """Tell whether a chosen set breaks the rule.
+
+    Args:
+        counts: for each GPU touched, how many shares are taken and how many it is cut into.
+        largest: how many shares the largest GPU on offer is cut into.
+    """
+    pairs = list(counts)
+    if len(pairs) <= 1:
+        return False
+
+    parts = sum(taken < whole for taken, whole in pairs)
+    return sum(taken for taken, _ in pairs) <= largest or parts > 1
+
+
+def gather(size: int, seats: Sequence[Seat]) -> list[Share]:
+    """Choose `size` shares from as few GPUs as possible, when the rule cannot be kept."""
+    ordered = sorted(seats, key=lambda s: (not s.required, -len(s.free), s.gpu.index))
+    required = [share for seat in ordered for share in sorted(seat.required, key=_number)]
+    others = [share for seat in ordered for share in seat.take(seat.whole)]
+
+    return list(dict.fromkeys([*required, *others]))[:size]
+
+
+def _on_one(size: int, seats: Sequence[Seat], placement: Placement) -> list[Share] | None:
+    bound = [seat for seat in seats if seat.required]
+    if len(bound) > 1:
+        return None
+
+    roomy = [seat for seat in bound or seats if len(seat.free) >= size]
+    return min(roomy, key=_rank(placement)).take(size) if roomy else None
+
+
+def _on_several(size: int, seats: Sequence[Seat], placement: Placement) -> list[Share] | None:
+    chosen: list[Share] = []
+    rest = sorted(seats, key=lambda s: (not s.required, -s.whole, s.gpu.index))
+
+    for seat in list(rest):
+        if len(seat.free) == seat.whole <= size - len(chosen):
+            chosen += seat.take(seat.whole)
+            rest.remove(seat)
+
+    missing = size - len(chosen)
+    if missing:
+        part = _on_one(missing, rest, placement)
+        if part is None:
+            return None
+        chosen += part
+
+    taken = set(chosen)
+    return chosen if all(seat.required <= taken for seat in seats) else None
+
+
+def _numa_groups(seats: Sequence[Seat]) -> Iterator[Sequence[Seat]]:
+    """Give the GPUs of each NUMA node that holds all required shares, then all GPUs."""
+    required_on = {seat.gpu.numa_node for seat in seats if seat.required}
+
+    for node in sorted({s.gpu.numa_node for s in seats if s.gpu.numa_node is not None}):
+        if required_on <= {node}:
+            yield [seat for seat in seats if seat.gpu.numa_node == node]
+    yield seats
+
+
+def _rank(placement: Placement) -> Callable[[Seat], tuple[int, int]]:
+    sign = 1 if placement is Placement.BINPACK else -1
+    return lambda seat: (sign * len(seat.free), seat.gpu.index)
+
+
+def _number(share: Share) -> int:
+    return share.number

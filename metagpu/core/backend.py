@@ -1,0 +1,105 @@
+"""The contract of a way of cutting GPUs: two things it must say, the rest has a default.
+
+A backend is a class registered under the entry-point group `metagpu.backends`; its entry point's
+name is its `name` and what a pool's `backend:` says. Built-in ones come through the same door.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import ClassVar
+
+import msgspec
+
+from metagpu.core.injection import Injection
+from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
+
+GROUP = "metagpu.backends"
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """What a pool may say about one of its backends; each backend adds its own keys."""
+
+    backend: str
+
+
+class Backend(ABC):
+    """One way of cutting GPUs, as one pool configured it.
+
+    Attributes:
+        name: how the configuration calls it.
+        options_type: what a pool may say to it; an instance arrives as `options`.
+        pre_start: whether the kubelet shall call before every container start.
+    """
+
+    name: ClassVar[str]
+    options_type: ClassVar[type[Options]]
+    pre_start: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def configured(cls, options: Options, injection: Injection) -> "Backend":
+        """Make the backend from a pool's options.
+
+        Raises:
+            ValueError: if the options contradict each other; says which and what is allowed.
+        """
+
+    @property
+    @abstractmethod
+    def resources(self) -> tuple[ResourceName, ...]:
+        """The resource names it offers, also while there is no GPU to cut."""
+
+    @abstractmethod
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Cut one GPU. Pure: the same GPU and options give the same shares, with the same ids."""
+
+    @abstractmethod
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Say what a container gets that holds exactly these shares.
+
+        The same shares give the same grant. Answers from memory unless hardware has to change.
+
+        Raises:
+            RequestError: if it cannot be; the text reaches the pod.
+        """
+
+    def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+        """Refuse a set of shares that the kubelet chose and that may not be granted together.
+
+        Raises:
+            RequestError: saying why, and what would be possible.
+        """
+
+    def prefer(
+        self,
+        available: Sequence[Share],
+        required: Sequence[Share],
+        size: int,
+        snapshot: Snapshot,  # noqa: ARG002 - for backends that look at the GPUs
+    ) -> Sequence[Share]:
+        """Choose `size` of the available shares, all the required ones among them.
+
+        Never fails: with fewer than `size` available it gives what there is.
+        """
+        chosen = dict.fromkeys([*required, *available])
+        return list(chosen)[:size]
+
+
+def installed_backends() -> Mapping[str, type[Backend]]:
+    """Load every backend that is installed, ours and anyone's, by name.
+
+    Raises:
+        TypeError: if an entry point under `metagpu.backends` is no Backend, or its name differs.
+    """
+    found: dict[str, type[Backend]] = {}
+
+    for entry in entry_points(group=GROUP):
+        backend = entry.load()
+        if not (isinstance(backend, type) and issubclass(backend, Backend)):
+            raise TypeError(f"the entry point {entry.value} of {GROUP} is no Backend")
+        if backend.name != entry.name:
+            raise TypeError(f"{entry.value} calls itself {backend.name}, not {entry.name}")
+        found[entry.name] = backend
+
+    return found

@@ -1,0 +1,60 @@
+"""News for whoever listens: every event once, in order, and never a publisher that waits."""
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import anyio
+
+EventT = TypeVar("EventT")
+
+
+class Subscription(Generic[EventT]):
+    """What one listener has not read yet. Iterate over it.
+
+    Attributes:
+        lost: events dropped, oldest first, because the listener was too slow.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._waiting: deque[EventT] = deque(maxlen=depth)
+        self._arrived = anyio.Event()
+        self.lost = 0
+
+    def _offer(self, event: EventT) -> None:
+        if len(self._waiting) == self._waiting.maxlen:
+            self.lost += 1
+        self._waiting.append(event)
+        self._arrived.set()
+
+    async def __aiter__(self) -> AsyncIterator[EventT]:
+        while True:
+            while self._waiting:
+                yield self._waiting.popleft()
+
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+
+
+class Bus(Generic[EventT]):
+    """A typed fan-out inside one event loop."""
+
+    def __init__(self) -> None:
+        self._subscriptions: list[Subscription[EventT]] = []
+
+    def publish(self, event: EventT) -> None:
+        """Give an event to every subscription; a full one loses its oldest and counts it."""
+        for subscription in self._subscriptions:
+            subscription._offer(event)  # noqa: SLF001 - the two classes are one mechanism
+
+    @contextmanager
+    def subscribe(self, depth: int = 1024) -> Iterator[Subscription[EventT]]:
+        """Listen while the block lasts; `depth` events may wait to be read."""
+        subscription: Subscription[EventT] = Subscription(depth)
+        self._subscriptions.append(subscription)
+
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.remove(subscription)

@@ -1,0 +1,252 @@
+"""The configuration: `version: metagpu/v1`, read once, frozen.
+
+The envelope is described here; what a pool says to a backend is described by that backend.
+"""
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from metagpu.core.backend import Backend, Options
+from metagpu.core.document import Document
+from metagpu.core.errors import ConfigError
+from metagpu.core.injection import DeviceListStrategy, Injection
+from metagpu.core.model import Gpu
+from metagpu.core.units import Bytes, Duration
+from metagpu.core.xid import Severity
+
+VERSION: Final = "metagpu/v1"
+
+DEFAULT: Final = """\
+version: metagpu/v1
+pools:
+  - name: all
+    gpus: all
+    backends:
+      - backend: fraction
+        resource: cnvrg.io/metagpu
+        sharesPerGpu: 100
+"""
+"""What runs without a file: MetaGPU's behaviour, 100 shares of every GPU."""
+
+
+class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Which GPUs a pool takes: those for which everything given is true.
+
+    Attributes:
+        index: numbers and ranges, as in `0-3,6`.
+        uuid: one or several NVML uuids.
+        pci: one or several bus ids, as `0000:07:00.0`.
+        product: a pattern for the product name with `*` and `?`, in any case: `*A100*`.
+        min_memory: least total memory, as `40Gi`.
+    """
+
+    index: str | int | tuple[str | int, ...] | None = None
+    uuid: str | tuple[str, ...] | None = None
+    pci: str | tuple[str, ...] | None = None
+    product: str | tuple[str, ...] | None = None
+    min_memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        if all(getattr(self, name) is None for name in self.__struct_fields__):
+            raise ValueError("an empty selector selects nothing; write `gpus: all`")
+
+        for part in _listed(self.index):
+            _index_range(part)
+
+    def refusal(self, gpu: Gpu) -> str | None:
+        """Say why a GPU is not selected, `None` when it is."""
+        if self.index is not None and not any(
+            gpu.index in _index_range(part) for part in _listed(self.index)
+        ):
+            return f"index {gpu.index} is not in {_shown(self.index)}"
+        if self.uuid is not None and gpu.id not in _listed(self.uuid):
+            return f"uuid {gpu.id} is not listed"
+        if self.pci is not None and gpu.pci_bus_id not in map(str.lower, _listed(self.pci)):
+            return f"PCI bus id {gpu.pci_bus_id} is not listed"
+        if self.product is not None and not any(
+            fnmatchcase(gpu.name.lower(), pattern.lower()) for pattern in _listed(self.product)
+        ):
+            return f"{gpu.name} does not match {_shown(self.product)}"
+        if self.min_memory is not None and gpu.memory < self.min_memory:
+            return f"{gpu.memory} bytes of memory are less than {self.min_memory}"
+        return None
+
+    def __str__(self) -> str:
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ", ".join(f"{k} {_shown(v)}" for k, v in given.items() if v is not None)
+
+
+class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """When a GPU goes out of service and when it comes back.
+
+    Attributes:
+        quiet_period: how long a GPU must pass its checks, without a new fault, before it serves
+            again; 60 s is longer than the gap between the XIDs of one incident.
+        rescan_period: how often all GPUs are looked at even when nothing was heard.
+        xids: severities that differ from the table in `core/xid.py`.
+    """
+
+    quiet_period: Duration = Duration(60)
+    rescan_period: Duration = Duration(30)
+    xids: dict[int, Severity] = msgspec.field(default_factory=dict)
+
+
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Some GPUs and the backends that may cut them. A GPU is in the first pool that selects it."""
+
+    name: str
+    backends: tuple[dict[str, Any], ...]
+    gpus: Literal["all"] | Selector = "all"
+
+    def refusal(self, gpu: Gpu) -> str | None:
+        """Say why a GPU is not in this pool, `None` when it is."""
+        return None if self.gpus == "all" else self.gpus.refusal(gpu)
+
+
+class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The file as a whole, before the backends have read their part."""
+
+    version: Literal["metagpu/v1"]
+    pools: tuple[Pool, ...]
+    health: Health = Health()
+    device_list_strategy: DeviceListStrategy | tuple[DeviceListStrategy, ...] = (
+        DeviceListStrategy.ENVVAR
+    )
+    pass_device_specs: bool = True
+    cdi_kind: str = "nvidia.com/gpu"
+
+    def injection(self, base: Injection) -> Injection:
+        """Give the node's injection: the file's choices on what `base` knows of the host."""
+        return Injection(
+            strategies=frozenset(_listed(self.device_list_strategy)),
+            pass_device_specs=self.pass_device_specs,
+            cdi_kind=self.cdi_kind,
+            dev_root=base.dev_root,
+            present=base.present,
+        )
+
+
+class Config:
+    """A configuration that can be used: every part was read by who understands it.
+
+    Attributes:
+        file: where it came from, for messages.
+        envelope: the file's own keys.
+        options: for each pool, the options of its backends, in order.
+    """
+
+    def __init__(self, document: Document, backends: Mapping[str, type[Backend]]) -> None:
+        self._document = document
+        self._backends = backends
+        self.file = document.file
+        self.envelope = document.decode(Envelope)
+        self.options: dict[str, tuple[Options, ...]] = {}
+
+        if not self.envelope.pools:
+            raise document.error("pools", "there is no pool; give at least one")
+        if DeviceListStrategy.CDI_CRI in _listed(self.envelope.device_list_strategy) and (
+            DeviceListStrategy.CDI_ANNOTATIONS in _listed(self.envelope.device_list_strategy)
+        ):
+            raise document.error(
+                "deviceListStrategy", "cdi-cri and cdi-annotations inject twice; choose one of them"
+            )
+
+        for number, pool in enumerate(self.envelope.pools):
+            path = f"pools[{number}]"
+            if pool.name in self.options:
+                raise document.error(f"{path}.name", f"{pool.name!r} is taken; name each pool once")
+            if not pool.backends:
+                raise document.error(f"{path}.backends", "there is no backend; give at least one")
+            self.options[pool.name] = tuple(
+                self._options(f"{path}.backends[{place}]", given.get("backend"))
+                for place, given in enumerate(pool.backends)
+            )
+        self.pools(Injection())  # what the backends have to say against their options is said now
+
+    def _options(self, path: str, name: object) -> Options:
+        if name not in self._backends:
+            known = ", ".join(sorted(self._backends))
+            problem = f"{name!r} is no backend" if name else "missing key `backend`"
+            raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}")
+
+        return self._document.decode(self._backends[str(name)].options_type, path)
+
+    def pools(self, injection: Injection) -> list[tuple[Pool, list[Backend]]]:
+        """Make the backends of every pool, ready to cut GPUs.
+
+        Raises:
+            ConfigError: if a backend refuses its options.
+        """
+        made = []
+
+        for number, pool in enumerate(self.envelope.pools):
+            backends = []
+            for place, options in enumerate(self.options[pool.name]):
+                try:
+                    kind = self._backends[options.backend]
+                    backends.append(kind.configured(options, injection))
+                except ValueError as error:
+                    path = f"pools[{number}].backends[{place}]"
+                    raise self._document.error(path, str(error)) from None
+            made.append((pool, backends))
+
+        return made
+
+
+def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config:
+    """Read a configuration.
+
+    Raises:
+        ConfigError: naming file, line and path, what is wrong and what is allowed.
+    """
+    return Config(Document(text, file), backends)
+
+
+def load(file: Path | None, backends: Mapping[str, type[Backend]]) -> Config:
+    """Read a configuration file, or the default without one.
+
+    Raises:
+        ConfigError: as `parse`, and if the file cannot be read.
+    """
+    if file is None:
+        return parse(DEFAULT, "<default>", backends)
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        raise ConfigError(f"cannot be read: {problem}", file=str(file)) from error
+
+    return parse(text, str(file), backends)
+
+
+def _listed(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 - one or several of anything
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _shown(value: object) -> str:
+    return ",".join(str(part) for part in _listed(value))
+
+
+def _index_range(part: str | int) -> frozenset[int]:
+    """Read `3`, `0-3` or `0-3,6`.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    found: set[int] = set()
+
+    for piece in str(part).split(","):
+        ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", piece)
+        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+            raise ValueError(f"{part!r} is no index; write one like 3, 0-3 or 0-3,6")
+        found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+
+    return frozenset(found)

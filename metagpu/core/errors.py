@@ -1,0 +1,94 @@
+"""Every error of ours; a class says whose fault it is or what its reader can do.
+
+MetagpuError
+├── ConfigError          the operator's: a file says something we cannot follow
+├── RequestError         the pod's: what it asks for cannot be given (its text reaches the pod)
+│   ├── UnknownShare     an id that is not, or no longer, on offer
+│   ├── GpuUnhealthy     the share's GPU is out of service
+│   ├── ShareTaken       another backend or an overlapping share holds the GPU
+│   └── FractionSplit    the ids would spread one fraction over several GPUs
+├── DriverError          the machine's: NVML could not do it
+│   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
+│   ├── GpuLost          this GPU does not answer any more, or wants a reset first
+│   └── DriverTimeout    this call did not come back in time
+└── KubeletError         the kubelet's: it refused us, or is not there
+"""
+
+
+class MetagpuError(Exception):
+    """Base of all errors that metagpu raises on purpose."""
+
+
+class ConfigError(MetagpuError):
+    """Raised when a configuration cannot be used; says where, what is wrong, what is allowed.
+
+    Attributes:
+        file: path as the operator gave it, or `<default>`.
+        line: 1-based line in that file, 0 when the whole file is meant.
+        path: keys to the value, as in `pools[0].backends[0].resource`; empty for the document.
+        problem: what is wrong and what is allowed, one line.
+    """
+
+    def __init__(self, problem: str, *, file: str = "", line: int = 0, path: str = "") -> None:
+        self.file, self.line, self.path, self.problem = file, line, path, problem
+        where = [part for part in (file, str(line) if line else "", path) if part]
+        super().__init__(": ".join([*where, problem]))
+
+
+class RequestError(MetagpuError):
+    """Raised when a pod's request cannot be met; the message is written for the pod's owner."""
+
+
+class UnknownShare(RequestError):
+    """Raised when the kubelet names an id that the resource does not offer."""
+
+    def __init__(self, resource: str, share: str) -> None:
+        super().__init__(
+            f"{resource}: no share has the id {share!r}; the list of shares was sent again, "
+            "a new pod will get one that exists"
+        )
+
+
+class GpuUnhealthy(RequestError):
+    """Raised when a share is asked for whose GPU is out of service."""
+
+    def __init__(self, resource: str, gpu: str, reason: str) -> None:
+        super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
+
+
+class ShareTaken(RequestError):
+    """Raised when a share conflicts with one that is held already."""
+
+    def __init__(self, share: str, holder: str) -> None:
+        super().__init__(f"share {share} cannot be given: {holder}")
+
+
+class FractionSplit(RequestError):
+    """Raised when the kubelet's choice would spread one fraction over several GPUs."""
+
+    def __init__(self, resource: str, wanted: int, chosen: str, free: str) -> None:
+        super().__init__(
+            f"{resource}: {wanted} shares do not fit on the GPUs as a fraction should "
+            f"(the kubelet chose {chosen}); free now: {free}. Ask for less, wait for a pod to end, "
+            "or set `split: accept` in the pool's backend"
+        )
+
+
+class DriverError(MetagpuError):
+    """Raised when NVML could not do what was asked."""
+
+
+class DriverUnavailable(DriverError):
+    """Raised when NVML as a whole cannot be used; the session has to be opened again."""
+
+
+class GpuLost(DriverError):
+    """Raised when one GPU does not answer any more or needs a reset before it will."""
+
+
+class DriverTimeout(DriverError):
+    """Raised when an NVML call did not come back within its deadline."""
+
+
+class KubeletError(MetagpuError):
+    """Raised when the kubelet refuses a registration or cannot be reached."""

@@ -1,0 +1,271 @@
+"""What can happen, and what each happening makes of a snapshot.
+
+`reduce` is the whole mutation of the daemon: no clock, no logger, no waiting. It gives the next
+snapshot and the news that others hear; a fact that says nothing new gives the same snapshot
+object and no news.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import assert_never
+
+from metagpu.core.model import (
+    Gpu,
+    GpuId,
+    GpuState,
+    Holder,
+    Lease,
+    Offer,
+    ResourceName,
+    Share,
+    ShareId,
+    Snapshot,
+    Verdict,
+    contended,
+    gpu_of,
+    withheld,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpusFound:
+    """NVML was read: these GPUs exist. One known before and missing now stays known."""
+
+    gpus: tuple[Gpu, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFaulted:
+    """A GPU went out of service. While it is out, the first reason and time stand."""
+
+    gpu: GpuId
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRecovered:
+    """A GPU is fit to serve again; `reason` says what that rests on."""
+
+    gpu: GpuId
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharesOffered:
+    """The configuration was laid over the GPUs: this is on offer from now on.
+
+    `resources` names every resource, also those without a share.
+    """
+
+    resources: tuple[ResourceName, ...]
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharesGranted:
+    """A container was given these shares."""
+
+    shares: tuple[Share, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharesReleased:
+    """Nobody holds these shares any more: the pod is gone, the grant failed, or was never used."""
+
+    shares: tuple[Share, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesObserved:
+    """The kubelet's own account of who holds what, complete.
+
+    A lease that it does not name ends, but a grant younger than `patience` seconds is kept: the
+    kubelet tells of a pod only once it is admitted.
+    """
+
+    holders: Mapping[ShareId, Holder]
+    at: float
+    patience: float = 60.0
+
+
+Fact = (
+    GpusFound
+    | GpuFaulted
+    | GpuRecovered
+    | SharesOffered
+    | SharesGranted
+    | SharesReleased
+    | LeasesObserved
+)
+
+
+def reduce(  # noqa: PLR0911 - one return for each kind of fact
+    snapshot: Snapshot, fact: Fact
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Give the snapshot that follows from a fact, and the news in it.
+
+    News are facts that changed something: `LeasesObserved` becomes `SharesReleased` for what ended.
+    A fact about a GPU that is not known changes nothing.
+    """
+    match fact:
+        case GpusFound():
+            return _found(snapshot, fact)
+        case GpuFaulted():
+            return _judged(
+                snapshot, fact, Verdict(healthy=False, since=fact.at, reason=fact.reason)
+            )
+        case GpuRecovered():
+            return _judged(snapshot, fact, Verdict(healthy=True, since=fact.at))
+        case SharesOffered():
+            return _offered(snapshot, fact)
+        case SharesGranted():
+            granted = [Lease(share, fact.at) for share in fact.shares]
+            return _with_leases(snapshot, fact.at, started=granted)
+        case SharesReleased():
+            return _with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
+        case LeasesObserved():
+            return _observed(snapshot, fact)
+        case _:
+            assert_never(fact)
+
+
+def _found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fact, ...]]:
+    states = dict(snapshot.gpus)
+
+    for gpu in fact.gpus:
+        known = states.get(gpu.id)
+        if known is None:
+            states[gpu.id] = GpuState(gpu, Verdict(healthy=True, since=fact.at))
+        elif known.gpu != gpu:
+            states[gpu.id] = replace(known, gpu=gpu)
+
+    if states == snapshot.gpus:
+        return snapshot, ()
+
+    ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
+    gpus = MappingProxyType({state.gpu.id: state for state in ordered})
+    return replace(snapshot, gpus=gpus), (fact,)
+
+
+def _judged(
+    snapshot: Snapshot, fact: GpuFaulted | GpuRecovered, verdict: Verdict
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    state = snapshot.gpus.get(fact.gpu)
+    if state is None or state.verdict.healthy == verdict.healthy:
+        return snapshot, ()
+
+    return _with_states(snapshot, [replace(state, verdict=verdict)]), (fact,)
+
+
+def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[Fact, ...]]:
+    states = []
+
+    for state in snapshot.gpus.values():
+        shares = tuple(share for share in fact.shares if share.gpu == state.gpu.id)
+        states.append(
+            state
+            if shares == state.shares
+            else replace(
+                state,
+                shares=shares,
+                contended=contended(shares),
+                withheld=withheld(shares, state.leases),
+            )
+        )
+
+    offers = {resource: _offer(resource, fact.shares) for resource in fact.resources}
+    if offers == snapshot.offers:
+        return snapshot, ()
+
+    # An offer that stays the same stays the same object: its readers are not woken.
+    kept = {
+        resource: snapshot.offers[resource] if snapshot.offers.get(resource) == offer else offer
+        for resource, offer in offers.items()
+    }
+    return replace(_with_states(snapshot, states), offers=MappingProxyType(kept)), (fact,)
+
+
+def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:
+    mine = {share.id: share for share in shares if share.resource == resource}
+    by_gpu: dict[GpuId, list[Share]] = {}
+
+    for share in mine.values():
+        by_gpu.setdefault(share.gpu, []).append(share)
+
+    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, mine)
+
+
+def _observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
+    started: list[Lease] = []
+    ended: list[ShareId] = []
+
+    for state in snapshot.gpus.values():
+        on_offer = {share.id: share for share in state.shares}
+
+        for share_id, lease in state.leases.items():
+            if share_id in fact.holders:
+                on_offer.setdefault(share_id, lease.share)
+            elif lease.holder is not None or fact.at - lease.since >= fact.patience:
+                ended.append(share_id)
+
+        for share_id in on_offer.keys() & fact.holders.keys():
+            holder, lease_known = fact.holders[share_id], state.leases.get(share_id)
+            if lease_known is None or lease_known.holder != holder:
+                since = lease_known.since if lease_known else fact.at
+                started.append(Lease(on_offer[share_id], since, holder))
+
+    return _with_leases(snapshot, fact.at, started=started, ended=ended)
+
+
+def _with_leases(
+    snapshot: Snapshot,
+    at: float,
+    *,
+    started: Iterable[Lease] = (),
+    ended: Iterable[ShareId] = (),
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    starting: dict[GpuId, list[Lease]] = {}
+    ending: dict[GpuId, list[ShareId]] = {}
+    for lease in started:
+        starting.setdefault(lease.share.gpu, []).append(lease)
+    for share_id in ended:
+        ending.setdefault(gpu_of(share_id), []).append(share_id)
+
+    states: list[GpuState] = []
+    granted: list[Share] = []
+    released: list[Share] = []
+
+    for gpu in dict.fromkeys([*ending, *starting]):
+        if (state := snapshot.gpus.get(gpu)) is None:
+            continue
+
+        held = dict(state.leases)
+        released += [held.pop(i).share for i in ending.get(gpu, ()) if i in held]
+        granted += [new.share for new in starting.get(gpu, ()) if new.share.id not in held]
+        held.update((new.share.id, new) for new in starting.get(gpu, ()))
+        if held != state.leases:
+            states.append(_holding(state, held))
+
+    if not states:
+        return snapshot, ()
+    news: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
+    news += [SharesGranted(tuple(granted), at)] if granted else []
+    return _with_states(snapshot, states), tuple(news)
+
+
+def _holding(state: GpuState, leases: Mapping[ShareId, Lease]) -> GpuState:
+    # Only on a contended GPU can a lease take shares away from others.
+    lost = withheld(state.shares, leases) if state.contended else state.withheld
+    return replace(state, leases=MappingProxyType(leases), withheld=lost)
+
+
+def _with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
+    gpus = dict(snapshot.gpus)
+    gpus.update((state.gpu.id, state) for state in states)
+    return replace(snapshot, gpus=MappingProxyType(gpus))

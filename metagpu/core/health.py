@@ -1,0 +1,284 @@
+"""Whether each GPU may serve: from faults heard and checks made to verdicts.
+
+A GPU goes out of service when a fatal XID or an uncorrected memory error is heard, when NVML says
+it needs a recovery action, or when it does not answer. It comes back only when NVML asks for no
+action and the device check has passed for a quiet period, or when an operator acknowledges. On
+drivers that report no recovery action, silence proves nothing after a fatal XID: there only an
+operator, or a restart of the daemon, brings the GPU back.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+import structlog
+
+from metagpu.core.config import Health
+from metagpu.core.driver import (
+    Condition,
+    Driver,
+    DriverEvent,
+    EccError,
+    RecoveryAction,
+    RecoveryActionChanged,
+    Survey,
+    Xid,
+)
+from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
+from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound
+from metagpu.core.model import GpuId
+from metagpu.core.registry import Registry
+from metagpu.core.xid import Severity, XidRule, rule_for
+
+RETRY: Final = 5.0
+"""Seconds between tries to reach an NVML that is not there."""
+BACK_OFF: Final = 1.0
+"""Seconds to wait after NVML failed to wait for events, so that a broken one costs no CPU."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What an event means: a fault with its reason, or only something to tell."""
+
+    gpu: GpuId | None
+    reason: str
+    fatal: bool
+
+
+def judge_event(event: DriverEvent, health: Health) -> Heard:
+    """Say what an event means for its GPU's verdict. Pure."""
+    match event:
+        case Xid(gpu, code, gpu_instance):
+            rule: XidRule = rule_for(code, health.xids)
+            where = "" if gpu_instance is None else f" in MIG instance {gpu_instance}"
+            reason = f"XID {code}{where}: {rule.meaning}"
+            return Heard(gpu, reason, rule.severity is Severity.FATAL)
+        case EccError(gpu, double_bit):
+            kind = "uncorrected (double-bit)" if double_bit else "corrected (single-bit)"
+            return Heard(gpu, f"{kind} memory error", double_bit)
+        case RecoveryActionChanged(gpu):
+            return Heard(gpu, "the recovery action changed", fatal=False)
+
+
+def judge_condition(condition: Condition) -> str | None:
+    """Say why a GPU in this condition may not serve, `None` when it may. Pure."""
+    action = condition.recovery_action
+    if action not in (None, RecoveryAction.NONE):
+        return f"NVML asks for a recovery action: {action}"
+    if condition.remapped_rows is not None and condition.remapped_rows.failed:
+        return "a row of its memory could not be remapped"
+    return None
+
+
+@dataclass(slots=True)
+class Patient:
+    """A GPU out of service, as the recovery rule sees it.
+
+    Attributes:
+        proof: whether NVML must say that no action is needed; silence will not do.
+        clean_since: when the present run of passed checks began.
+        told: whether an operator was told that it is waiting for them.
+    """
+
+    proof: bool = False
+    clean_since: float | None = None
+    told: bool = False
+
+    def checked(self, now: float, condition: Condition | None, quiet_period: float) -> bool:
+        """Take a check's result, `None` for a failed one; tell whether the GPU has recovered."""
+        clean = (
+            condition is not None
+            and judge_condition(condition) is None
+            and not (self.proof and condition.recovery_action is None)
+        )
+        if not clean:
+            self.clean_since = None
+            return False
+
+        self.clean_since = now if self.clean_since is None else self.clean_since
+        return now - self.clean_since >= quiet_period
+
+
+@dataclass
+class HealthWatch:
+    """Keeps the registry's GPUs and verdicts true.
+
+    Attributes:
+        settings: the rules; a reload replaces them.
+        surveyed: set once NVML has been read for the first time.
+    """
+
+    driver: Driver
+    registry: Registry
+    settings: Health = field(default_factory=Health)
+    clock: Callable[[], float] = time.time
+    surveyed: anyio.Event = field(default_factory=anyio.Event)
+    _patients: dict[GpuId, Patient] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Watch until cancelled; an NVML that is missing or lost is tried again."""
+        told = ""
+
+        while True:
+            try:
+                async with self.driver.session():
+                    told = ""
+                    await self._session()
+            except* DriverUnavailable as group:
+                reason = str(_first(group))
+                if reason != told:
+                    told = reason
+                    log.error(
+                        "NVML cannot be used; trying again", error=reason, every=f"{RETRY:g}s"
+                    )
+                for gpu in self.registry.snapshot.gpus:
+                    self._fault(gpu, reason, proof=False)
+                await anyio.sleep(RETRY)
+
+    async def acknowledge(self, gpu: GpuId) -> None:
+        """Take a GPU back into service on an operator's word, if it passes the device check.
+
+        Raises:
+            MetagpuError: if it is in service already, or NVML still says it needs something.
+            DriverError: if it fails the check.
+        """
+        if self.registry.snapshot.gpus[gpu].verdict.healthy:
+            raise MetagpuError(f"GPU {gpu} is in service; there is nothing to acknowledge")
+
+        refusal = judge_condition(await self.driver.condition(gpu))
+        if refusal is not None:
+            raise MetagpuError(f"GPU {gpu} cannot come back: {refusal}")
+        self._recovered(gpu, "acknowledged by an operator")
+
+    async def _session(self) -> None:
+        await self.survey()
+        self.surveyed.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._listen)
+            group.start_soon(self._rescan)
+            group.start_soon(self._nurse)
+
+    async def survey(self) -> None:
+        """Read all GPUs once, inside a session of the driver, and judge each by its condition."""
+        survey = await self.driver.survey()
+        now = self.clock()
+        self.registry.apply(GpusFound(survey.gpus, now))
+
+        for unreadable in survey.unreadable:
+            log.warning("a GPU cannot be read", index=unreadable.index, reason=unreadable.reason)
+        for gpu, reason in self._missing(survey):
+            self._fault(gpu, reason, proof=False)
+        for found in survey.gpus:
+            await self._check(found.id)
+
+    def _missing(self, survey: Survey) -> list[tuple[GpuId, str]]:
+        """Find GPUs that were known and are not there now: their ids stay listed, unhealthy."""
+        there = {gpu.id for gpu in survey.gpus}
+        why = {unreadable.index: unreadable.reason for unreadable in survey.unreadable}
+
+        return [
+            (gpu, why.get(state.gpu.index, "NVML does not list it any more"))
+            for gpu, state in self.registry.snapshot.gpus.items()
+            if gpu not in there
+        ]
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                events = await self.driver.events()
+            except DriverUnavailable:
+                raise
+            except DriverError as error:
+                log.warning("NVML does not deliver events", error=str(error))
+                await anyio.sleep(BACK_OFF)
+                continue
+
+            concerned = [gpu for event in events for gpu in self._hear(event)]
+            for gpu in dict.fromkeys(concerned):
+                await self._check(gpu)
+
+    def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
+        """Act on an event at once; give the GPUs whose condition should now be read."""
+        heard = judge_event(event, self.settings)
+        say = log.error if heard.fatal else log.warning
+        say("NVML reports", gpu=heard.gpu, event=heard.reason)
+
+        if heard.gpu is None:
+            # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
+            return tuple(self.registry.snapshot.gpus)
+        if heard.fatal:
+            self._fault(heard.gpu, heard.reason, proof=True)
+        return (heard.gpu,)
+
+    async def _rescan(self) -> None:
+        while True:
+            await anyio.sleep(self.settings.rescan_period)
+            await self.survey()
+
+    async def _nurse(self) -> None:
+        """Check the GPUs that are out of service until each has recovered."""
+        while True:
+            quiet = float(self.settings.quiet_period)
+            await anyio.sleep(min(max(quiet / 4, 0.05), 5.0))
+
+            for gpu in list(self._patients):
+                condition = await self._condition(gpu)
+                patient = self._patients.get(gpu)
+                if patient is None:
+                    continue
+                if patient.checked(anyio.current_time(), condition, quiet):
+                    self._recovered(gpu, f"passed its checks for {quiet:g} s")
+                elif condition is not None and condition.recovery_action is None:
+                    self._call_for_operator(gpu, patient)
+
+    async def _check(self, gpu: GpuId) -> None:
+        """Read a GPU's condition and take it out of service if that demands it."""
+        try:
+            refusal = judge_condition(await self.driver.condition(gpu))
+        except DriverUnavailable:
+            raise
+        except DriverError as error:
+            refusal = str(error)
+
+        if refusal is not None:
+            self._fault(gpu, refusal, proof=False)
+
+    async def _condition(self, gpu: GpuId) -> Condition | None:
+        try:
+            return await self.driver.condition(gpu)
+        except DriverUnavailable:
+            raise
+        except DriverError:
+            return None
+
+    def _fault(self, gpu: GpuId, reason: str, *, proof: bool) -> None:
+        patient = self._patients.setdefault(gpu, Patient())
+        patient.proof = patient.proof or proof
+        patient.clean_since = None
+
+        if self.registry.apply(GpuFaulted(gpu, reason, self.clock())):
+            log.error("GPU out of service", gpu=gpu, reason=reason)
+
+    def _call_for_operator(self, gpu: GpuId, patient: Patient) -> None:
+        if patient.proof and not patient.told:
+            patient.told = True
+            log.warning(
+                "this driver does not report recovery actions, so the GPU waits for an operator",
+                gpu=gpu,
+                mend=f"repair or reset it, then run: metagpu acknowledge {gpu}",
+            )
+
+    def _recovered(self, gpu: GpuId, reason: str) -> None:
+        self._patients.pop(gpu, None)
+        if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
+            log.info("GPU back in service", gpu=gpu, reason=reason)
+
+
+def _first(group: BaseExceptionGroup[DriverUnavailable]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

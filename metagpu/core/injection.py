@@ -1,0 +1,99 @@
+"""How a container gets to see a real GPU: the part of a grant that every backend shares."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from metagpu.core.model import DeviceNode, Gpu, Grant, Mount
+
+VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
+CONTROL_NODES: Final = (
+    "/dev/nvidiactl",
+    "/dev/nvidia-uvm",
+    "/dev/nvidia-uvm-tools",
+    "/dev/nvidia-modeset",
+)
+"""Device nodes that every CUDA program opens beside the GPU's own."""
+
+_VOLUME_MOUNTS: Final = "/var/run/nvidia-container-devices"
+"""Where NVIDIA's container runtime looks for GPUs that are named by mounts."""
+_NO_DEVICES: Final = "void"
+"""Tells NVIDIA's container runtime to add nothing: CDI does it."""
+
+
+class DeviceListStrategy(StrEnum):
+    """The ways of telling the container runtime which GPU a container sees (NVIDIA's words)."""
+
+    ENVVAR = "envvar"
+    VOLUME_MOUNTS = "volume-mounts"
+    CDI_CRI = "cdi-cri"
+    CDI_ANNOTATIONS = "cdi-annotations"
+
+
+CDI_STRATEGIES: Final = frozenset({DeviceListStrategy.CDI_CRI, DeviceListStrategy.CDI_ANNOTATIONS})
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """The node's way of giving GPUs to containers.
+
+    Attributes:
+        strategies: one or several; where CDI is one of them, CDI alone adds the device nodes.
+        pass_device_specs: also name the device nodes to the kubelet, so that the container's
+            device rules outlive a `systemctl daemon-reload`.
+        cdi_kind: vendor and class of the CDI names, `nvidia.com/gpu` where NVIDIA's toolkit
+            writes the specification.
+        dev_root: where `/dev` of the host stands, empty for the root.
+        present: device nodes that exist; others are never named, a container would not start.
+    """
+
+    strategies: frozenset[DeviceListStrategy] = frozenset({DeviceListStrategy.ENVVAR})
+    pass_device_specs: bool = True
+    cdi_kind: str = "nvidia.com/gpu"
+    dev_root: str = ""
+    present: frozenset[str] = frozenset()
+
+    def grant(self, gpus: Sequence[Gpu]) -> Grant:
+        """Give whole GPUs to a container, in the order of their index."""
+        ids = [gpu.id for gpu in gpus]
+        names = tuple(f"{self.cdi_kind}={gpu_id}" for gpu_id in ids)
+        by_cdi = bool(self.strategies & CDI_STRATEGIES)
+        envs: dict[str, str] = {}
+        mounts: tuple[Mount, ...] = ()
+
+        if DeviceListStrategy.ENVVAR in self.strategies:
+            envs[VISIBLE_DEVICES] = ",".join(ids)
+        elif DeviceListStrategy.VOLUME_MOUNTS in self.strategies:
+            envs[VISIBLE_DEVICES] = _VOLUME_MOUNTS
+        elif by_cdi:
+            envs[VISIBLE_DEVICES] = _NO_DEVICES
+
+        if DeviceListStrategy.VOLUME_MOUNTS in self.strategies:
+            mounts = tuple(Mount(f"{_VOLUME_MOUNTS}/{gpu_id}", "/dev/null") for gpu_id in ids)
+
+        return Grant(
+            envs=envs,
+            mounts=mounts,
+            nodes=() if by_cdi or not self.pass_device_specs else self._nodes(gpus),
+            annotations=_annotation(names)
+            if DeviceListStrategy.CDI_ANNOTATIONS in self.strategies
+            else {},
+            cdi_names=names if DeviceListStrategy.CDI_CRI in self.strategies else (),
+        )
+
+    def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
+        own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]
+
+        return tuple(
+            DeviceNode(path, f"{self.dev_root}{path}")
+            for path in (*CONTROL_NODES, *own)
+            if path in self.present
+        )
+
+
+def _annotation(names: Sequence[str]) -> dict[str, str]:
+    """Build the CDI annotation; its key depends on the names alone, so a replay is the same."""
+    digest = hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
+    return {f"cdi.k8s.io/metagpu_{digest}": ",".join(names)}

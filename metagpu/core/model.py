@@ -1,0 +1,234 @@
+"""The words of metagpu, as frozen values, and the pure functions that give them meaning.
+
+- **Gpu**: a physical GPU of this node.
+- **Share**: one id offered to the kubelet; it stands for a piece of one GPU.
+- **Footprint**: the slots of a GPU that a share occupies.
+- **Offer**: all shares under one resource name.
+- **Grant**: what a container gets for its shares: the answer to Allocate.
+- **Lease**: a share that is held: by whom, since when.
+- **Owner**: the backend whose leases sit on a GPU; an idle GPU has none.
+- **Verdict**: whether a GPU is healthy, why not, since when.
+- **Snapshot**: everything known, at one moment.
+- **Fact**: something that happened (`core/facts.py`).
+
+Times are seconds since the epoch, memory is in bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NewType
+
+GpuId = NewType("GpuId", str)
+"""NVML's uuid: `GPU-` and 36 characters."""
+ShareId = NewType("ShareId", str)
+"""`GPU-<uuid>::<slot>`, or `GPU-<uuid>` for a whole GPU; at most 63 characters."""
+ResourceName = NewType("ResourceName", str)
+"""The name a pod asks for, such as `cnvrg.io/metagpu`."""
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What never changes about a GPU while the driver is loaded; `None` where it does not say.
+
+    Attributes:
+        index: NVML's number for it, by PCI order; people name GPUs by it.
+        minor: N of its device node `/dev/nvidiaN`.
+        memory: total memory; `reserved` of it belongs to the driver and firmware.
+        compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
+        listens: whether NVML delivers this GPU's XID events.
+    """
+
+    id: GpuId
+    index: int
+    name: str
+    memory: int
+    reserved: int | None = None
+    minor: int | None = None
+    pci_bus_id: str = ""
+    numa_node: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    architecture: str | None = None
+    mig_enabled: bool | None = None
+    listens: bool = True
+
+    def __str__(self) -> str:
+        """Name it as messages do: index first, as people count, then the uuid."""
+        return f"{self.index} ({self.id})"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One id on offer: a piece of `gpu` that `backend` cuts and `resource` names.
+
+    Attributes:
+        number: its place among the shares of this GPU and resource, from 0.
+        footprint: the slots of the GPU it occupies; two shares of one backend that have a slot in
+            common exclude each other.
+        memory: bytes of GPU memory it stands for.
+    """
+
+    id: ShareId
+    gpu: GpuId
+    resource: ResourceName
+    backend: str
+    number: int
+    footprint: frozenset[str]
+    memory: int
+
+    def __hash__(self) -> int:
+        """Hash the id alone: sets of shares are made while the kubelet waits."""
+        return hash(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The container that holds a share."""
+
+    namespace: str
+    pod: str
+    container: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.pod} ({self.container})"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A share that is held. `holder` is `None` from the grant until the kubelet tells who it was."""
+
+    share: Share
+    since: float
+    holder: Holder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a GPU may serve; `reason` says why not, `since` when that began."""
+
+    healthy: bool
+    since: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A path of the host to be seen in the container."""
+
+    container_path: str
+    host_path: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device file of the host to be opened from the container; permissions of `r`, `w`, `m`."""
+
+    container_path: str
+    host_path: str
+    permissions: str = "rw"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a container gets.
+
+    The kubelet keeps it and replays it at every container start: nothing in it may depend on the
+    moment.
+    """
+
+    envs: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    nodes: tuple[DeviceNode, ...] = ()
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    cdi_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """One GPU with everything that changes about it.
+
+    Attributes:
+        shares: all shares on offer from it, of every resource.
+        leases: those that are held, and held ones that are no longer on offer.
+        withheld: shares that conflict with a lease, so nobody may have them now.
+        contended: whether any two of its shares could conflict at all.
+    """
+
+    gpu: Gpu
+    verdict: Verdict
+    shares: tuple[Share, ...] = ()
+    leases: Mapping[ShareId, Lease] = MappingProxyType({})
+    withheld: frozenset[ShareId] = frozenset()
+    contended: bool = False
+
+    @property
+    def owner(self) -> str | None:
+        """The backend that has this GPU, `None` when it is idle."""
+        return next((lease.share.backend for lease in self.leases.values()), None)
+
+    def free(self, resource: ResourceName) -> int:
+        """Count the shares of a resource that could be granted now."""
+        if not self.verdict.healthy:
+            return 0
+
+        return sum(
+            share.resource == resource
+            and share.id not in self.leases
+            and share.id not in self.withheld
+            for share in self.shares
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One resource: its shares in order, grouped by GPU."""
+
+    resource: ResourceName
+    by_gpu: Mapping[GpuId, tuple[Share, ...]]
+    shares: Mapping[ShareId, Share]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything known at one moment. GPUs are in the order of their index."""
+
+    gpus: Mapping[GpuId, GpuState] = MappingProxyType({})
+    offers: Mapping[ResourceName, Offer] = MappingProxyType({})
+
+
+def gpu_of(share: ShareId) -> GpuId:
+    """Tell which GPU an id is about: the id itself says it."""
+    return GpuId(share.partition("::")[0])
+
+
+def conflicts(a: Share, b: Share) -> bool:
+    """Tell whether two shares exclude each other: the one rule of sharing.
+
+    They do when they sit on the same GPU and belong to different backends (an idle GPU belongs to
+    nobody, a held one to whoever came first) or occupy a slot in common.
+    """
+    return a.gpu == b.gpu and (a.backend != b.backend or not a.footprint.isdisjoint(b.footprint))
+
+
+def withheld(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> frozenset[ShareId]:
+    """Find the shares of one GPU that nobody may have while these leases last."""
+    owners = {lease.share.backend for lease in leases.values()}
+    taken = {slot for lease in leases.values() for slot in lease.share.footprint}
+
+    # `conflicts` with any of the held shares, said for all of them at once.
+    return frozenset(
+        share.id
+        for share in shares
+        if share.id not in leases
+        and (not owners <= {share.backend} or not share.footprint.isdisjoint(taken))
+    )
+
+
+def contended(shares: Sequence[Share]) -> bool:
+    """Tell whether any two shares of one GPU could conflict."""
+    slots = [slot for share in shares for slot in share.footprint]
+
+    return len({share.backend for share in shares}) > 1 or len(slots) != len(set(slots))

@@ -1,0 +1,106 @@
+"""A snapshot as plain data, for people and programs: what `explain` and `status` say."""
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.layout import Layout
+from metagpu.core.model import MIB, GpuId, GpuState, ResourceName, Snapshot
+
+
+def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
+    """Say what the kubelet is, or would be, offered, and why each GPU is in its pool."""
+    why = {assignment.gpu.id: assignment for assignment in layout.assignments}
+
+    return {
+        "resources": {
+            resource: {
+                "capacity": len(offer.shares),
+                "allocatable": sum(
+                    len(shares) - sum(share.id in state.withheld for share in shares)
+                    for gpu, shares in offer.by_gpu.items()
+                    if (state := snapshot.gpus[gpu]).verdict.healthy
+                ),
+            }
+            for resource, offer in snapshot.offers.items()
+        },
+        "gpus": [
+            {
+                **_gpu(state),
+                "pool": why[gpu].pool if gpu in why else None,
+                "why": why[gpu].why if gpu in why else "not laid out yet",
+                "shares": _shares(snapshot, gpu),
+            }
+            for gpu, state in snapshot.gpus.items()
+        ],
+    }
+
+
+def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
+    """Say what `explanation` does, and who holds what."""
+    held = Counter(
+        (str(lease.share.resource), lease.share.gpu, str(lease.holder) if lease.holder else "")
+        for state in snapshot.gpus.values()
+        for lease in state.leases.values()
+    )
+
+    return {
+        **explanation(snapshot, layout),
+        "leases": [
+            {
+                "resource": resource,
+                "gpu": snapshot.gpus[gpu].gpu.index,
+                "uuid": gpu,
+                "shares": count,
+                "holder": holder or None,
+            }
+            for (resource, gpu, holder), count in held.items()
+        ],
+    }
+
+
+def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
+    """Find a GPU by index or uuid.
+
+    Raises:
+        MetagpuError: if there is none of that name; says which there are.
+    """
+    for gpu, state in snapshot.gpus.items():
+        if name in (gpu, str(state.gpu.index)):
+            return gpu
+
+    known = ", ".join(str(state.gpu.index) for state in snapshot.gpus.values()) or "none"
+    raise MetagpuError(f"there is no GPU {name!r} here; there are: {known}")
+
+
+def _gpu(state: GpuState) -> Mapping[str, Any]:
+    since = datetime.fromtimestamp(state.verdict.since, UTC).isoformat(timespec="seconds")
+
+    return {
+        "index": state.gpu.index,
+        "uuid": state.gpu.id,
+        "product": state.gpu.name,
+        "memoryMiB": state.gpu.memory // MIB,
+        "numaNode": state.gpu.numa_node,
+        "healthy": state.verdict.healthy,
+        "reason": state.verdict.reason,
+        "since": since,
+        "owner": state.owner,
+    }
+
+
+def _shares(snapshot: Snapshot, gpu: GpuId) -> dict[ResourceName, dict[str, int]]:
+    state = snapshot.gpus[gpu]
+    leased = Counter(lease.share.resource for lease in state.leases.values())
+
+    return {
+        resource: {
+            "capacity": len(offer.by_gpu[gpu]),
+            "held": leased[resource],
+            "free": state.free(resource),
+        }
+        for resource, offer in snapshot.offers.items()
+        if gpu in offer.by_gpu
+    }

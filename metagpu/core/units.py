@@ -1,0 +1,62 @@
+"""Durations and amounts of memory as people write them: `30s`, `5m`, `1Gi`, `512Mi`."""
+
+import re
+from typing import Any, Final, Self
+
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES: Final = {
+    "": 1,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+}
+
+
+class Duration(float):
+    """A length of time in seconds."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Read `250ms`, `30s`, `5m`, `1h`, or a plain number of seconds.
+
+        Raises:
+            ValueError: if it is none of these; the message lists them.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip())
+        if found is None:
+            raise ValueError(f"{text!r} is no duration; write one like 250ms, 30s, 5m or 1h")
+
+        return cls(float(found[1]) * _SECONDS[found[2] or "s"])
+
+    def __str__(self) -> str:
+        return f"{float(self):g}s"
+
+
+class Bytes(int):
+    """An amount of memory in bytes."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Read a Kubernetes quantity such as `1Gi`, `512Mi`, `16G`, or a plain number of bytes.
+
+        Raises:
+            ValueError: if it is none of these; the message lists them.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?", str(text).strip())
+        if found is None:
+            raise ValueError(f"{text!r} is no amount of memory; write one like 512Mi, 1Gi or 16G")
+
+        return cls(float(found[1]) * _BYTES[found[2] or ""])
+
+
+def decode_unit(wanted: type, value: object) -> Any:  # noqa: ANN401 - the shape of msgspec's hook
+    """Decode our units for msgspec (its `dec_hook`)."""
+    if issubclass(wanted, (Duration, Bytes)):
+        return wanted.parse(value)
+
+    raise NotImplementedError(f"no unit {wanted}")

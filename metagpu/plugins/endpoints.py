@@ -1,0 +1,47 @@
+"""Every resource on offer at the kubelet: one endpoint each, started and ended as offers change."""
+
+from collections.abc import Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+from metagpu.core.backend import Backend
+from metagpu.core.model import ResourceName
+from metagpu.core.registry import Registry
+from metagpu.plugins.endpoint import Endpoint
+from metagpu.plugins.kubelet_directory import KubeletDirectory
+from metagpu.plugins.service import Service
+
+
+async def serve_offers(
+    registry: Registry,
+    directory: KubeletDirectory,
+    backend: Callable[[ResourceName], Backend],
+) -> None:
+    """Serve and register whatever the registry offers, until cancelled.
+
+    A resource that stays on offer is not touched when others come or go.
+    """
+    running: dict[ResourceName, anyio.CancelScope] = {}
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(directory.watch)
+
+        async for resources in registry.watch(lambda snapshot: tuple(snapshot.offers)):
+            for resource in running.keys() - set(resources):
+                running.pop(resource).cancel()
+            for resource in resources:
+                if resource not in running:
+                    endpoint = Endpoint(Service(resource, registry, backend), directory)
+                    running[resource] = _start(group, endpoint)
+
+
+def _start(group: TaskGroup, endpoint: Endpoint) -> anyio.CancelScope:
+    scope = anyio.CancelScope()
+
+    async def run() -> None:
+        with scope:
+            await endpoint.run()
+
+    group.start_soon(run)
+    return scope

@@ -1,0 +1,190 @@
+"""Protobuf by hand, for the calls the kubelet waits in and the lists that are long.
+
+`proto/deviceplugin.proto` is the truth: the tests hold every function here against the generated
+messages. Decoding 800 ids takes a tenth of what the generic decoder takes, and a list is joined
+from pieces that were encoded once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from metagpu.core.model import Grant
+
+_SHORT: Final = 0x80
+"""Lengths below this are one byte; every id of ours is."""
+_FIELD_1, _FIELD_2, _FIELD_3, _FIELD_4, _FIELD_5 = b"\x0a", b"\x12", b"\x1a", b"\x22", b"\x2a"
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """One container's question: choose `size` of `available`, all of `required` among them."""
+
+    available: Sequence[str]
+    required: Sequence[str]
+    size: int
+
+
+def allocate_request(data: bytes) -> list[list[str]]:
+    """Decode an AllocateRequest: for each container the ids it shall get.
+
+    Raises:
+        ValueError: if the bytes are no such message.
+    """
+    return [_container(part)[0] for part in _parts(data)]
+
+
+def preferred_request(data: bytes) -> list[Preference]:
+    """Decode a PreferredAllocationRequest.
+
+    Raises:
+        ValueError: if the bytes are no such message.
+    """
+    return [Preference(*_container(part)) for part in _parts(data)]
+
+
+def allocate_response(grants: Iterable[Grant]) -> bytes:
+    """Encode an AllocateResponse, one container response for each grant."""
+    return b"".join(_framed(_FIELD_1, _grant(grant)) for grant in grants)
+
+
+def preferred_response(choices: Iterable[Iterable[str]]) -> bytes:
+    """Encode a PreferredAllocationResponse, one container response for each choice."""
+    return b"".join(
+        _framed(_FIELD_1, b"".join(_text(_FIELD_1, share) for share in choice))
+        for choice in choices
+    )
+
+
+def device(share_id: str, *, healthy: bool, numa_node: int | None) -> bytes:
+    """Encode one Device as it stands in a list: its bytes can be joined with others'.
+
+    Without a NUMA node there is no TopologyInfo at all: an empty one makes the kubelet drop the
+    device from PodResources.
+    """
+    body = _text(_FIELD_1, share_id) + _text(_FIELD_2, "Healthy" if healthy else "Unhealthy")
+    if numa_node is not None:
+        node = b"\x08" + _varint(numa_node) if numa_node else b""
+        body += _framed(_FIELD_3, _framed(_FIELD_1, node))
+
+    return _framed(_FIELD_1, body)
+
+
+def _parts(data: bytes) -> list[bytes]:
+    """Split a message of repeated field 1 into the field's values."""
+    parts = []
+    at = 0
+
+    while at < len(data):
+        tag, start = _read_varint(data, at)
+        stop = _end(data, tag, start)
+        if tag == _FIELD_1[0]:
+            length, start = _read_varint(data, start)
+            parts.append(data[start : start + length])
+        at = stop
+
+    return parts
+
+
+def _container(data: bytes) -> tuple[list[str], list[str], int]:
+    """Decode fields 1 and 2 (repeated strings) and 3 (an int) of either container request."""
+    texts: dict[int, list[str]] = {_FIELD_1[0]: [], _FIELD_2[0]: []}
+    text = data.decode("latin-1")  # once for all ids: they are ASCII, or unknown anyway
+    size, at, end = 0, 0, len(data)
+
+    while at < end:
+        tag = data[at]
+        into = texts.get(tag)
+
+        if into is not None and at + 1 < end and data[at + 1] < _SHORT:
+            start = at + 2
+            at = start + data[at + 1]
+            if at > end:
+                raise ValueError("a text is cut off")
+            into.append(text[start:at])
+            continue
+
+        tag, start = _read_varint(data, at)
+        at = _end(data, tag, start)
+        if into is not None:
+            length, start = _read_varint(data, start)
+            into.append(text[start : start + length])
+        elif tag == 0x18:  # noqa: PLR2004 - field 3, a varint
+            size = _read_varint(data, start)[0]
+
+    return texts[_FIELD_1[0]], texts[_FIELD_2[0]], size
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Read a varint; give it and where it ends."""
+    value = shift = 0
+
+    while True:
+        if at >= len(data):
+            raise ValueError("a number is cut off")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < _SHORT:
+            return value, at
+        shift += 7
+
+
+def _end(data: bytes, tag: int, start: int) -> int:
+    """Find where the field that begins at `start`, behind its tag, ends."""
+    match tag & 7:
+        case 0:
+            end = _read_varint(data, start)[1]
+        case 1:
+            end = start + 8
+        case 2:
+            length, behind = _read_varint(data, start)
+            end = behind + length
+        case 5:
+            end = start + 4
+        case kind:
+            raise ValueError(f"there is no wire type {kind}")
+
+    if end > len(data):
+        raise ValueError("a field is cut off")
+    return end
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= _SHORT:
+        out.append(value & 0x7F | _SHORT)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _framed(tag: bytes, body: bytes) -> bytes:
+    return tag + _varint(len(body)) + body
+
+
+def _text(tag: bytes, text: str) -> bytes:
+    """Encode a string field; protobuf leaves an empty one out."""
+    return _framed(tag, text.encode()) if text else b""
+
+
+def _map(tag: bytes, entries: Mapping[str, str]) -> bytes:
+    return b"".join(
+        _framed(tag, _text(_FIELD_1, key) + _text(_FIELD_2, value))
+        for key, value in entries.items()
+    )
+
+
+def _grant(grant: Grant) -> bytes:
+    parts = [_map(_FIELD_1, grant.envs)]
+
+    for mount in grant.mounts:
+        body = _text(_FIELD_1, mount.container_path) + _text(_FIELD_2, mount.host_path)
+        parts.append(_framed(_FIELD_2, body + (b"\x18\x01" if mount.read_only else b"")))
+    for node in grant.nodes:
+        body = _text(_FIELD_1, node.container_path) + _text(_FIELD_2, node.host_path)
+        parts.append(_framed(_FIELD_3, body + _text(_FIELD_3, node.permissions)))
+
+    parts.append(_map(_FIELD_4, grant.annotations))
+    parts += [_framed(_FIELD_5, _text(_FIELD_1, name)) for name in grant.cdi_names]
+    return b"".join(parts)

@@ -1,0 +1,93 @@
+"""The kubelet's device-plugins folder, watched: sockets come and go in it, and so may it itself."""
+
+import math
+import os
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import anyio
+from asyncinotify import Inotify, Mask
+
+from metagpu.plugins.serving import identity_of
+
+KUBELET_SOCKET: Final = "kubelet.sock"
+DEFAULT_DIRECTORY: Final = Path("/var/lib/kubelet/device-plugins")
+POLL: Final = 1.0
+"""Seconds after which readers look again even if inotify said nothing."""
+_PATH_LIMIT: Final = 107
+"""Bytes of a unix socket's path (sun_path, less its closing zero)."""
+_WHAT: Final = (
+    Mask.CREATE | Mask.DELETE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE_SELF | Mask.MOVE_SELF
+)
+
+
+class KubeletDirectory:
+    """Says when a socket came or went in the folder; readers then look for themselves.
+
+    inotify only wakes: what counts is what the folder holds when it is looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._changed = anyio.Event()
+        # Sockets of different daemons, one after the other or side by side, never share a name.
+        self._names = (f"{os.getpid():x}-{number}" for number in count(1))
+
+    @property
+    def kubelet_socket(self) -> Path:
+        """Where the kubelet takes registrations."""
+        return self.path / KUBELET_SOCKET
+
+    def kubelet(self) -> tuple[int, int, int] | None:
+        """Identify the kubelet's present socket, `None` when there is none."""
+        return identity_of(self.kubelet_socket)
+
+    def fresh(self, resource: str) -> Path:
+        """Give a socket path that was not used before, one for each time we register.
+
+        The kubelet cannot tell two registrations under one path apart.
+        """
+        while True:
+            ending = f"-{next(self._names)}.sock"
+            room = _PATH_LIMIT - len(os.fsencode(self.path / f"metagpu-{ending}"))
+            path = self.path / f"metagpu-{resource.replace('/', '_')[: max(room, 0)]}{ending}"
+            if identity_of(path) is None:
+                return path
+
+    async def changed(self, within: float = POLL) -> None:
+        """Wait until a socket may have come or gone, at most `within` seconds."""
+        with anyio.move_on_after(within):
+            await self._changed.wait()
+
+    async def watch(self) -> None:
+        """Follow the folder for ever, through its absence and its being made anew."""
+        while True:
+            with Inotify() as inotify, anyio.move_on_after(math.inf) as waiting:
+                if not _add(inotify, self.path):
+                    # Not there yet: its nearest ancestor says when to look again.
+                    waiting.deadline = anyio.current_time() + POLL
+                    _add(inotify, _nearest(self.path))
+
+                self._notice()
+                async for event in inotify:
+                    if event.name is None or event.name.suffix == ".sock":
+                        self._notice()
+                    if event.name is None or waiting.deadline < math.inf:
+                        break  # the watched folder itself came or went
+
+    def _notice(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def _add(inotify: Inotify, path: Path) -> bool:
+    try:
+        inotify.add_watch(path, _WHAT)
+    except OSError:
+        return False
+    return True
+
+
+def _nearest(path: Path) -> Path:
+    return next((parent for parent in path.parents if parent.is_dir()), Path("/"))

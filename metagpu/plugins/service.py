@@ -1,0 +1,179 @@
+"""What the kubelet calls for one resource: the DevicePlugin service.
+
+Everything is answered from the registry's snapshot; only `Backend.grant` may wait for hardware.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import structlog
+from grpclib.const import Cardinality
+from grpclib.const import Handler as Method
+
+from metagpu.core.backend import Backend
+from metagpu.core.errors import GpuUnhealthy, RequestError, ShareTaken, UnknownShare
+from metagpu.core.facts import SharesGranted, SharesReleased
+from metagpu.core.model import Grant, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.registry import Registry
+from metagpu.plugins import hot, wire
+from metagpu.plugins.serving import Calls
+
+if TYPE_CHECKING:
+    from grpclib.server import Stream
+
+TELL_DEADLINE: Final = 1.0
+"""Seconds that a refusal waits for the list it should follow."""
+
+log = structlog.get_logger()
+
+
+class Service:
+    """Answers for one resource. `backend` is asked for at each call: a reload may change it."""
+
+    def __init__(
+        self,
+        resource: ResourceName,
+        registry: Registry,
+        backend: Callable[[ResourceName], Backend],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.resource = resource
+        self._registry = registry
+        self._backend = backend
+        self._clock = clock
+        self._list = wire.DeviceList(resource)
+        self._senders: set[Callable[[], Awaitable[None]]] = set()
+        self._log = log.bind(resource=resource)
+
+    @property
+    def pre_start(self) -> bool:
+        """Whether the kubelet shall call before every container start."""
+        return self._backend(self.resource).pre_start
+
+    def methods(self, calls: Calls) -> dict[str, Method]:
+        """Give the service's methods by gRPC path; lists register with `calls`."""
+
+        async def list_and_watch(stream: "Stream[bytes, bytes]") -> None:
+            await stream.recv_message()
+            with calls.lasting():
+                await self._send_lists(stream)
+
+        unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
+        return {
+            f"/v1beta1.DevicePlugin/{name}": Method(call, cardinality, bytes, bytes)
+            for name, call, cardinality in (
+                ("GetDevicePluginOptions", self._answering(self._options), unary),
+                ("ListAndWatch", list_and_watch, streaming),
+                ("GetPreferredAllocation", self._answering(self._preferred), unary),
+                ("Allocate", self._answering(self._allocate), unary),
+                ("PreStartContainer", self._answering(self._pre_start), unary),
+            )
+        }
+
+    @staticmethod
+    def _answering(
+        answer: Callable[[bytes], Awaitable[bytes]],
+    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
+        async def call(stream: "Stream[bytes, bytes]") -> None:
+            request = await stream.recv_message()
+            with wire.errors_as_status():
+                reply = await answer(request or b"")
+            await stream.send_message(reply)
+
+        return call
+
+    async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
+        sending = anyio.Lock()
+
+        async def send() -> None:
+            async with sending:  # two messages at once would mix on the stream
+                view = self._list.view(self._registry.snapshot)
+                await stream.send_message(self._list.encode(view))
+
+        self._senders.add(send)
+        try:
+            async for _ in self._registry.watch(self._list.view):
+                await send()
+        finally:
+            self._senders.discard(send)
+
+    async def _tell(self) -> None:
+        """Send the present list on every stream, so that the kubelet hears it before a refusal."""
+        with anyio.move_on_after(TELL_DEADLINE):
+            for send in list(self._senders):
+                await send()
+
+    async def _options(self, _: bytes) -> bytes:
+        return wire.options(pre_start=self.pre_start)
+
+    async def _pre_start(self, _: bytes) -> bytes:
+        return b""
+
+    async def _preferred(self, request: bytes) -> bytes:
+        return hot.preferred_response(map(self._choice, hot.preferred_request(request)))
+
+    def _choice(self, asked: hot.Preference) -> Sequence[str]:
+        """Choose exactly as many ids as asked for, the required ones among them.
+
+        Never fails: any error here would fail the pod, and a preference is only a wish.
+        """
+        chosen: list[str] = []
+        snapshot = self._registry.snapshot
+        offer = snapshot.offers.get(self.resource)
+
+        if offer is not None:
+            known = offer.shares.get
+            available = [share for i in asked.available if (share := known(ShareId(i)))]
+            required = [share for i in asked.required if (share := known(ShareId(i)))]
+            try:
+                backend = self._backend(self.resource)
+                preferred = backend.prefer(available, required, asked.size, snapshot)
+                chosen = [share.id for share in preferred]
+            except Exception:  # noqa: BLE001 - whatever it is, the pod shall not fail of it
+                self._log.exception("no preference could be made; the kubelet's order is used")
+
+        if len(chosen) == asked.size:
+            return chosen
+        return list(dict.fromkeys([*asked.required, *chosen, *asked.available]))[: asked.size]
+
+    async def _allocate(self, request: bytes) -> bytes:
+        """Grant to each container what it asks for, or nothing to any of them."""
+        claimed: list[Share] = []
+
+        try:
+            requests = hot.allocate_request(request)
+            grants = [await self._grant(ids, claimed) for ids in requests]
+        except BaseException as error:
+            if claimed:
+                self._registry.apply(SharesReleased(tuple(claimed), self._clock()))
+            if isinstance(error, RequestError):
+                self._log.warning("request refused", error=str(error))
+                await self._tell()
+            raise
+        return hot.allocate_response(grants)
+
+    async def _grant(self, ids: Sequence[str], claimed: list[Share]) -> Grant:
+        """Claim the shares, then ask the backend: while it waits, nobody else can have them."""
+        snapshot = self._registry.snapshot
+        backend = self._backend(self.resource)
+        shares = [self._share(share_id, snapshot) for share_id in sorted(ids)]
+        backend.check(shares, snapshot)
+
+        claimed += [s for s in shares if s.id not in snapshot.gpus[s.gpu].leases]
+        self._registry.apply(SharesGranted(tuple(shares), self._clock()))
+        return await backend.grant(shares, snapshot)
+
+    def _share(self, share_id: str, snapshot: Snapshot) -> Share:
+        offer = snapshot.offers.get(self.resource)
+        share = offer.shares.get(ShareId(share_id)) if offer else None
+        if share is None:
+            raise UnknownShare(self.resource, share_id)
+
+        state = snapshot.gpus[share.gpu]
+        if not state.verdict.healthy:
+            raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
+        if share.id in state.withheld:
+            raise ShareTaken(share.id, f"GPU {state.gpu} is in use by {state.owner}")
+        return share

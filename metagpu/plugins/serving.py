@@ -1,0 +1,189 @@
+"""A gRPC service on a unix socket, as a block: what is open when the block ends is closed.
+
+grpclib's `Server.close()` ends neither streams nor connections, and a kubelet whose connection stays
+open goes on counting our devices and waits for ever in a call that nobody will answer. So this
+module drives grpclib's protocol and handler itself, and keeps account of the connections.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Final
+
+import anyio
+import h2.config
+from grpclib.config import Configuration
+from grpclib.const import Handler as Method
+from grpclib.events import _DispatchServerEvents
+from grpclib.protocol import H2Protocol
+from grpclib.server import Handler
+
+from metagpu.plugins.wire import RawCodec
+
+LINGER: Final = 1.0
+"""Seconds a peer has to close its connection after our streams have ended."""
+
+_H2: Final = h2.config.H2Configuration(
+    client_side=False,
+    header_encoding="ascii",
+    # The kubelet's own headers would pass; checking them costs time in every call.
+    validate_inbound_headers=False,
+    validate_outbound_headers=False,
+    normalize_inbound_headers=False,
+    normalize_outbound_headers=False,
+)
+_GRPC: Final = Configuration().__for_server__()
+
+
+class Calls:
+    """The calls of one service that last, such as ListAndWatch."""
+
+    def __init__(self) -> None:
+        self._scopes: set[anyio.CancelScope] = set()
+        self._changed = anyio.Event()
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Run a call's body until it ends or the service does; then the call returns as usual."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            self._notice()
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+                self._notice()
+
+    async def opened(self) -> None:
+        """Wait until there is such a call."""
+        while not self._scopes:
+            await self._changed.wait()
+
+    async def ended(self) -> None:
+        """Wait until there is none."""
+        while self._scopes:
+            await self._changed.wait()
+
+    def end(self) -> None:
+        """End them all."""
+        for scope in list(self._scopes):
+            scope.cancel()
+
+    def _notice(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+class _Connection(H2Protocol):
+    """One peer, accounted for while it is there."""
+
+    def __init__(self, handler: Handler, peers: "_Peers") -> None:
+        super().__init__(handler, _GRPC, _H2)
+        self._peers = peers
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if isinstance(transport, asyncio.Transport):
+            self._transport = transport
+        self._peers.came(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._peers.left(self)
+
+    def abort(self) -> None:
+        """Hang up without waiting for anything still to be sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Peers:
+    """All connections of one service."""
+
+    def __init__(self, methods: Mapping[str, Method]) -> None:
+        self._methods = dict(methods)
+        self._open: set[_Connection] = set()
+        self._changed = anyio.Event()
+
+    def connection(self) -> _Connection:
+        """Make the protocol for one more peer."""
+        handler = Handler(self._methods, RawCodec(), None, _DispatchServerEvents())
+        return _Connection(handler, self)
+
+    def came(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
+    def left(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def gone(self) -> None:
+        """Wait until nobody is connected."""
+        while self._open:
+            await self._changed.wait()
+
+    def abort(self) -> None:
+        for connection in list(self._open):
+            connection.abort()
+
+
+@asynccontextmanager
+async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> AsyncIterator[None]:
+    """Serve on a socket file that only root may open, until the block ends.
+
+    On leaving, in this order: the file is removed and nobody new comes in; lasting calls end with a
+    status; peers may close their connections, which tells us that they saw the end; after `LINGER`
+    the rest is cut, and callers still waiting hear an error instead of nothing.
+
+    Raises:
+        OSError: if the socket cannot be bound; a path of more than 107 bytes cannot.
+    """
+    peers = _Peers(methods)
+    listener = _bound(path)
+    identity = identity_of(path)
+    server = await asyncio.get_running_loop().create_unix_server(peers.connection, sock=listener)
+
+    try:
+        yield
+    finally:
+        server.close()
+        if identity_of(path) == identity:
+            path.unlink(missing_ok=True)
+        calls.end()
+
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(LINGER):
+                await peers.gone()
+            peers.abort()
+            await peers.gone()
+
+
+def identity_of(path: Path) -> tuple[int, int, int] | None:
+    """Tell one file from another of the same name, `None` when there is none.
+
+    The inode number alone is used again at once when a kubelet restarts. The time of the last change
+    to the content is a socket's birthday: unlike the change time it survives a chmod.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _bound(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(16)
+        listener.setblocking(False)  # noqa: FBT003 - the socket module's signature
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,131 @@
+"""Which devices a container gets: `devicesToAllocate` of the device manager, without I/O (§1.5)."""
+
+import random
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+
+from metagpu.sim.kubelet_ledger import Ledger
+from metagpu.sim.kubelet_pods import DeviceError
+from metagpu.sim.kubelet_topology import split
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A container's request for one resource.
+
+    `reusable` are devices of the pod's earlier init containers, `nodes` the NUMA nodes that the
+    topology policy settled on. `running` is said of a container that the runtime was found
+    running while the kubelet started: it keeps what it has, unchecked.
+    """
+
+    uid: str
+    container: str
+    resource: str
+    count: int
+    reusable: Collection[str] = ()
+    nodes: frozenset[int] | None = None
+    running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What GetPreferredAllocation is asked, if the plugin announced it (case 45)."""
+
+    available: Collection[str]
+    must_include: Collection[str]
+    size: int
+
+
+Choice = Generator[Question, Collection[str], frozenset[str]]
+
+
+def choose(ledger: Ledger, request: Request, rng: random.Random) -> Choice:
+    """Choose devices and mark them allocated; ask at most one question on the way.
+
+    Send the preferred ids as the answer, an empty collection for no preference. Returns the
+    chosen ids: none when there is nothing to allocate.
+
+    Raises:
+        DeviceError: the request cannot be met; what was picked so far stays marked.
+    """
+    if request.running:
+        return frozenset()
+    _check(ledger, request)
+    if request.count == 0 or ledger.held(request.uid, request.container, request.resource):
+        return frozenset()
+    pick = _Pick(ledger, request, rng)
+    if pick.take(request.reusable):
+        return pick.done()
+    available = ledger.available(request.resource)
+    if len(available) < pick.missing:
+        raise DeviceError(
+            f"requested number of devices unavailable for {request.resource}. "
+            f"Requested: {pick.missing}, Available: {len(available)}"
+        )
+    aligned, unaligned, rootless = split(ledger, request.resource, available, request.nodes)
+    if pick.missing < len(aligned):
+        preferred = yield pick.question(aligned)
+        _ = pick.take(aligned.intersection(preferred)) or pick.take(aligned)
+        return pick.done()
+    if pick.take(aligned):
+        return pick.done()
+    preferred = yield pick.question(available)
+    _ = pick.take(available.intersection(preferred)) or pick.take(unaligned) or pick.take(rootless)
+    return pick.done()
+
+
+def _check(ledger: Ledger, request: Request) -> None:
+    resource = request.resource
+    held = ledger.held(request.uid, request.container, resource)
+    if held is not None and len(held) != request.count:
+        raise DeviceError(
+            f'pod "{request.uid}" container "{request.container}" changed request for resource '
+            f'"{resource}" from {len(held)} to {request.count}'
+        )
+    healthy = ledger.healthy.get(resource)
+    if healthy is None:
+        raise DeviceError(f"cannot allocate unregistered device {resource}")
+    if not healthy:
+        raise DeviceError(
+            f"no healthy devices present; cannot allocate unhealthy devices {resource}"
+        )
+    if held and not healthy >= held:
+        raise DeviceError(
+            "previously allocated devices are no longer healthy; "
+            f"cannot allocate unhealthy devices {resource}"
+        )
+
+
+class _Pick:
+    """The devices picked so far for one request."""
+
+    def __init__(self, ledger: Ledger, request: Request, rng: random.Random) -> None:
+        self._ledger = ledger
+        self._request = request
+        self._rng = rng
+        self._picked: set[str] = set()
+
+    @property
+    def missing(self) -> int:
+        return self._request.count - len(self._picked)
+
+    def take(self, devices: Collection[str]) -> bool:
+        """Take as many as are missing, at random; tell whether that completes the request."""
+        fresh = sorted(set(devices) - self._picked)
+        chosen = self._rng.sample(fresh, min(self.missing, len(fresh)))
+        self._picked.update(chosen)
+        # Looked up each time: a recount while the plugin is asked replaces the sets.
+        self._ledger.allocated.setdefault(self._request.resource, set()).update(chosen)
+        return self.missing == 0
+
+    def question(self, devices: Collection[str]) -> Question:
+        picked = frozenset(self._picked)
+        return Question(picked.union(devices), picked, self._request.count)
+
+    def done(self) -> frozenset[str]:
+        if self.missing:
+            raise DeviceError(
+                "unexpectedly allocated less resources than required. Requested: "
+                f"{self._request.count}, Got: {len(self._picked)}"
+            )
+        return frozenset(self._picked)

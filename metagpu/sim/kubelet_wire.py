@@ -1,0 +1,258 @@
+"""The simulated kubelet's rim: the sockets it serves, and its client of a device plugin.
+
+Both ends can vanish as a dead process would, which grpclib's own closing does not do: it leaves
+open streams and connections as they are.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from anyio import to_thread
+from grpclib.client import Channel
+from grpclib.const import Status
+from grpclib.encoding.proto import ProtoCodec
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
+from grpclib.server import Server
+
+from metagpu.plugins.pb import v1beta1
+from metagpu.sim.kubelet_pods import DeviceError
+
+if TYPE_CHECKING:
+    from grpclib._typing import IServable
+
+RECEIVE_LIMIT = 4 * 1024 * 1024  # grpc-go's default; the kubelet does not change it
+_CLOSING = ("Canceled", "grpc: the client connection is closing")
+BACK_OFF = 1.0  # grpc-go's first pause between two attempts to connect
+
+
+# ---- serving -------------------------------------------------------------------------------
+
+
+class Door(Server):
+    """A gRPC server on one unix socket that can drop every connection at once."""
+
+    def __init__(self, services: "list[IServable]") -> None:
+        super().__init__(services)
+        self._protocols: list[H2Protocol] = []
+
+    def _protocol_factory(self) -> H2Protocol:
+        protocol = super()._protocol_factory()
+        self._protocols.append(protocol)
+        return protocol
+
+    async def open(self, path: Path, *, wipe: Path | None = None) -> None:
+        """Replace what is at `path` by a listening socket and serve there.
+
+        With `wipe`, all sockets directly in that directory are deleted first, `path` before the
+        others, as the kubelet does at its start (§2): regular files and sub-directories stay.
+
+        Raises:
+            OSError: the socket cannot be bound; paths are limited to 107 bytes.
+        """
+        await self.start(sock=await to_thread.run_sync(_listen, path, wipe))
+
+    async def vanish(self) -> None:
+        """Stop as by SIGKILL: nothing is answered any more and the socket file stays behind."""
+        self.close()
+        for protocol in self._protocols:
+            if hasattr(protocol, "connection"):  # else its connection is not made yet
+                _abort(protocol)
+        await self.wait_closed()
+
+
+def _listen(path: Path, wipe: Path | None) -> socket.socket:
+    path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    for other in wipe.iterdir() if wipe is not None else ():
+        with contextlib.suppress(FileNotFoundError):  # its owner may delete it too
+            if stat.S_ISSOCK(other.stat().st_mode):
+                other.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(100)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _abort(protocol: H2Protocol) -> None:
+    if not protocol.connection.is_closing():
+        protocol.connection._transport.abort()  # noqa: SLF001  grpclib offers a polite end only
+    protocol.processor.close()
+
+
+# ---- calling -------------------------------------------------------------------------------
+
+
+class _Greeted(H2Protocol):
+    """A client connection that tells when the server has spoken, or hung up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.greeted = asyncio.Event()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.greeted.set()
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self.greeted.set()
+
+
+class _LocalChannel(Channel):
+    """A channel that says what the kubelet says: `:authority: localhost` (§1.2)."""
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002  grpclib's signature
+        return "localhost"
+
+    def _protocol_factory(self) -> H2Protocol:
+        plain = super()._protocol_factory()
+        return _Greeted(plain.handler, plain.config, plain.h2_config)
+
+    async def greet(self) -> None:
+        """Connect and wait for the server's first frame, as grpc-go does before it is ready.
+
+        Raises:
+            OSError: nobody listens, or whoever did hung up.
+        """
+        protocol = cast("_Greeted", await self.__connect__())
+        await protocol.greeted.wait()
+        if not self._connected:
+            raise ConnectionResetError
+
+
+class _LimitedCodec(ProtoCodec):
+    """Refuses messages over grpc-go's receive limit, which ends their stream (§1.2)."""
+
+    def decode(self, data: bytes, message_type: Any) -> Any:  # noqa: ANN401  grpclib's signature
+        if len(data) > RECEIVE_LIMIT:
+            raise GRPCError(
+                Status.RESOURCE_EXHAUSTED,
+                f"grpc: received message larger than max ({len(data)} vs. {RECEIVE_LIMIT})",
+            )
+        return super().decode(data, message_type)
+
+
+class Plugin:
+    """The kubelet's client of one registered device plugin socket.
+
+    Every call raises DeviceError with the text that grpc-go would give, and has no deadline
+    unless it takes one.
+    """
+
+    def __init__(self, resource: str, path: str) -> None:
+        self.resource = resource
+        self.path = path
+        self._channel = _LocalChannel(path=path, codec=_LimitedCodec())
+        self._closed = False
+        self._stub = v1beta1.DevicePluginStub(self._channel)
+
+    async def dial(self, timeout: float) -> None:  # noqa: ASYNC109  it becomes an error of ours
+        """Connect; go on trying until somebody answers.
+
+        Raises:
+            DeviceError: nobody did in time.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    with contextlib.suppress(OSError):
+                        return await self._channel.greet()
+                    await asyncio.sleep(BACK_OFF)
+        except TimeoutError:
+            raise DeviceError("failed to dial device plugin: context deadline exceeded") from None
+
+    async def options(self) -> v1beta1.DevicePluginOptions:
+        """Call GetDevicePluginOptions."""
+        with self._calling():
+            return await self._stub.get_device_plugin_options()
+
+    async def lists(self) -> AsyncGenerator[list[v1beta1.Device], None]:
+        """Call ListAndWatch; end when the stream does, however it does."""
+        with contextlib.suppress(DeviceError), self._calling():
+            stream = cast(
+                "AsyncGenerator[v1beta1.ListAndWatchResponse, None]", self._stub.list_and_watch()
+            )
+            async with contextlib.aclosing(stream) as messages:
+                async for message in messages:
+                    yield message.devices
+
+    async def prefer(self, available: list[str], must_include: list[str], size: int) -> list[str]:
+        """Call GetPreferredAllocation; no response means no preference."""
+        question = v1beta1.ContainerPreferredAllocationRequest(
+            available_deviceIDs=available, must_include_deviceIDs=must_include, allocation_size=size
+        )
+        request = v1beta1.PreferredAllocationRequest(container_requests=[question])
+        with self._calling():
+            answer = await self._stub.get_preferred_allocation(request)
+        return answer.container_responses[0].device_i_ds if answer.container_responses else []
+
+    async def allocate(self, ids: list[str]) -> list[v1beta1.ContainerAllocateResponse]:
+        """Call Allocate for one container."""
+        container = v1beta1.ContainerAllocateRequest(devices_ids=ids)
+        with self._calling():
+            answer = await self._stub.allocate(
+                v1beta1.AllocateRequest(container_requests=[container])
+            )
+        return answer.container_responses
+
+    async def pre_start(self, ids: list[str], timeout: float) -> None:  # noqa: ASYNC109  on the wire
+        """Call PreStartContainer with a deadline."""
+        with self._calling():
+            await self._stub.pre_start_container(
+                v1beta1.PreStartContainerRequest(devices_ids=ids), timeout=timeout
+            )
+
+    def close(self) -> None:
+        """End all calls and the connection; later calls fail. May be called again."""
+        self._closed = True
+        self._channel.close()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        if self._closed:  # else grpclib would connect anew
+            raise _rpc_error(*_CLOSING)
+        with _as_go():
+            yield
+
+
+@contextlib.contextmanager
+def _as_go() -> Iterator[None]:
+    """Turn grpclib's errors into the texts of grpc-go."""
+    try:
+        yield
+    except GRPCError as error:
+        raise _rpc_error(_go_name(error.status), error.message or "") from error
+    except TimeoutError as error:
+        raise _rpc_error("DeadlineExceeded", "context deadline exceeded") from error
+    except StreamTerminatedError as error:
+        if str(error) == "Connection closed":
+            raise _rpc_error(*_CLOSING) from error
+        if str(error).startswith("Stream reset"):
+            code = str(error).rpartition(" ")[2]
+            text = f"stream terminated by RST_STREAM with error code: {code}"
+            raise _rpc_error("Internal", text) from error
+        raise _rpc_error("Unavailable", "error reading from server: EOF") from error
+    except OSError as error:
+        text = f'connection error: desc = "transport: {os.strerror(error.errno or 0)}"'
+        raise _rpc_error("Unavailable", text) from error
+
+
+def _rpc_error(code: str, text: str) -> DeviceError:
+    return DeviceError(f"rpc error: code = {code} desc = {text}")
+
+
+def _go_name(status: Status) -> str:
+    if status is Status.CANCELLED:
+        return "Canceled"
+    return "OK" if status is Status.OK else status.name.title().replace("_", "")

@@ -1,0 +1,1 @@
+"""End-to-end tests of metagpu on a real one-node Kubernetes."""

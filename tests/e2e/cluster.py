@@ -1,0 +1,265 @@
+"""The node, the daemon and the pods of a test, in the words the tests are written in."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.images import BUSYBOX_IMAGE
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.node import Node
+from tests.e2e.rig.waiting import wait_for
+
+RESOURCE = "cnvrg.io/metagpu"
+NAMESPACE = "cnvrg"
+GPUS = 8
+SHARES_PER_GPU = 100
+ALL_SHARES = GPUS * SHARES_PER_GPU
+MODEL = "a100-40gb"
+
+CONFIGURATION = f"""\
+version: metagpu/v1
+health:
+  quietPeriod: 1s
+pools:
+  - name: all
+    gpus: all
+    backends:
+      - backend: fraction
+        resource: {RESOURCE}
+        sharesPerGpu: {SHARES_PER_GPU}
+"""
+
+# Process 1 of a container gets no SIGTERM that it does not ask for, and pods should go quickly.
+IDLE_COMMAND = ["sh", "-c", "trap 'exit 0' TERM; sleep 1000000000 & wait"]
+
+SHARE_ID = re.compile(r"cnvrg-meta-(?P<index>\d+)-(?P<slot>\d+)-(?P<gpu>GPU-[0-9a-f-]+)")
+
+AMOUNTS_S = 30.0
+RUNNING_S = 60.0
+GONE_S = 60.0
+
+
+def container(name: str, shares: int, command: Sequence[str] = IDLE_COMMAND) -> Document:
+    """A container that holds SHARES while it runs COMMAND."""
+    return {
+        "name": name,
+        "image": BUSYBOX_IMAGE,
+        "command": list(command),
+        "resources": {"limits": {RESOURCE: str(shares)}},
+    }
+
+
+def pod(name: str, *containers: Document, **spec: object) -> Document:
+    """A pod of these containers; further fields of its spec may be given."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"containers": list(containers), **spec},
+    }
+
+
+def idle_pod(name: str, shares: int) -> Document:
+    """A pod that holds SHARES and otherwise idles."""
+    return pod(name, container("main", shares))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a running container has of the node's GPUs, as seen from inside it."""
+
+    pod: str
+    environment: Mapping[str, str]
+    devices: frozenset[str]
+
+    @property
+    def share_ids(self) -> tuple[str, ...]:
+        """The ids of its shares, in the order in which the container is told them."""
+        return tuple(self.environment["CNVRG_META_GPU_DEVICES"].split(","))
+
+    @property
+    def visible_gpus(self) -> tuple[str, ...]:
+        """The GPUs the container is to see."""
+        return tuple(self.environment["NVIDIA_VISIBLE_DEVICES"].split(","))
+
+    @property
+    def shares_by_gpu(self) -> dict[str, int]:
+        """GPU uuid -> how many of its shares are held; equal to what the ids say."""
+        counts: dict[str, int] = {}
+        for share in self._parsed():
+            counts[share["gpu"]] = counts.get(share["gpu"], 0) + 1
+        return counts
+
+    @property
+    def gpu_indices(self) -> tuple[int, ...]:
+        """The indices of the GPUs whose shares are held, in order."""
+        return tuple(sorted({int(share["index"]) for share in self._parsed()}))
+
+    @property
+    def gpu_devices(self) -> frozenset[str]:
+        """The device files of single GPUs in the container's /dev."""
+        return frozenset(name for name in self.devices if re.fullmatch(r"nvidia\d+", name))
+
+    def _parsed(self) -> list[re.Match[str]]:
+        found = [SHARE_ID.fullmatch(share) for share in self.share_ids]
+        return [share for share in found if share is not None]
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """What changes when a pod is replaced or one of its containers restarted."""
+
+    uid: str
+    restarts: int
+    container: str
+
+
+class Cluster:
+    """What a test does to the node and asks of it."""
+
+    def __init__(self, node: Node, daemon: Daemon) -> None:
+        self.node = node
+        self.daemon = daemon
+        self.kubectl = node.kubectl
+
+    def repair(self) -> None:
+        """Whatever the test before did: no pods, everything running, every share on offer."""
+        self.kubectl(
+            *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
+            *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
+        )
+        if not self.node.containerd.alive:
+            self.node.power_on()
+        if not self.node.kubelet.alive:
+            self.node.start_kubelet()
+        if not self.daemon.alive:
+            self.daemon.start()
+        self.await_amounts(ALL_SHARES, ALL_SHARES)
+
+    def await_amounts(self, capacity: int, allocatable: int) -> None:
+        """Wait until the node has these amounts of the resource."""
+
+        def probe() -> bool:
+            seen = self.node.resource(RESOURCE)
+            if seen != (capacity, allocatable):
+                raise RigError(f"capacity and allocatable are {seen}")
+            return True
+
+        wait_for(f"{capacity} {RESOURCE}, {allocatable} allocatable", probe, within_s=AMOUNTS_S)
+
+    def await_running(self) -> None:
+        """Wait until every pod of the namespace runs."""
+        wait_for("all pods to run", self._all_run, within_s=RUNNING_S)
+
+    def await_readmitted(self, name: str, before: Incarnation) -> bool:
+        """Wait for what a booted kubelet makes of a pod that ran before.
+
+        Returns:
+            Whether it runs again, in place; if not, it has failed at admission.
+        """
+
+        def probe() -> str:
+            document = self.kubectl.get("pod", name, NAMESPACE)
+            phase, reason = document["status"]["phase"], document["status"].get("reason", "")
+            if phase == "Running" and _runs(document) and _incarnation(document) != before:
+                return "runs"
+            if phase == "Failed":
+                return str(reason)
+            raise RigError(_summary(document))
+
+        outcome = wait_for(f"pod {name} to be admitted again or not", probe, within_s=RUNNING_S)
+        assert outcome in ("runs", "UnexpectedAdmissionError")
+        return outcome == "runs"
+
+    @contextmanager
+    def failed_gpu(self, index: int, xid: int) -> Iterator[None]:
+        """A GPU that has reported a driver error, and is well again in the end."""
+        self.daemon.fault(index, xid)
+        try:
+            yield
+        finally:
+            self.daemon.recover(index)
+
+    def start(self, *pods: str | Document) -> None:
+        """Create pods in one go, and wait until every pod of the namespace runs."""
+        self.kubectl.apply(*pods)
+        self.await_running()
+
+    def run(self, name: str, shares: int) -> Holding:
+        """Start one idle pod with SHARES, and look inside."""
+        self.start(idle_pod(name, shares))
+        return self.look_inside(name)
+
+    def run_all(self, shares: Mapping[str, int]) -> list[Holding]:
+        """Start idle pods, name -> shares, all at once, and look inside each."""
+        self.start(*(idle_pod(name, amount) for name, amount in shares.items()))
+        return [self.look_inside(name) for name in shares]
+
+    def look_inside(self, name: str, container: str = "") -> Holding:
+        """What a running container has in process 1's environment and in /dev.
+
+        Without a name it is the pod's first.
+        """
+        script = "tr '\\0' '\\n' < /proc/1/environ; echo /dev; ls /dev"
+        inside = self.execute(name, "sh", "-c", script, container=container)
+        variables, _, devices = inside.partition("\n/dev\n")
+        pairs = (line.partition("=") for line in variables.splitlines())
+        environment = {key: value for key, _, value in pairs}
+        return Holding(name, environment, frozenset(devices.split()))
+
+    def execute(self, name: str, *command: str, container: str = "") -> str:
+        """Run a command in a running pod, and return what it prints."""
+        target = (name, f"--namespace={NAMESPACE}", f"--container={container}")
+        return self.kubectl("exec", *target, "--", *command)
+
+    def crash(self, name: str) -> None:
+        """End process 1 of a pod's container from inside."""
+        with suppress(RigError):  # the command that did it dies with the container
+            self.execute(name, "kill", "1")
+
+    def incarnations(self) -> dict[str, Incarnation]:
+        """Every pod of the namespace that runs -> which incarnation of it that is."""
+        return {
+            document["metadata"]["name"]: _incarnation(document)
+            for document in self.kubectl.list("pods", NAMESPACE)
+            if _runs(document)
+        }
+
+    def reasons(self, name: str, reason: str) -> str:
+        """The messages of all events of one REASON about a pod."""
+        selector = f"--field-selector=involvedObject.name={name},reason={reason}"
+        events = self.kubectl.list("events", NAMESPACE, selector)
+        return "\n".join(event["message"] for event in events)
+
+    def delete(self, name: str, *, wait: bool = True) -> None:
+        """Delete a pod, and unless told otherwise wait until it is gone."""
+        target = (name, f"--namespace={NAMESPACE}")
+        self.kubectl("delete", "pod", *target, "--grace-period=1", f"--wait={str(wait).lower()}")
+
+    def _all_run(self) -> bool:
+        documents = self.kubectl.list("pods", NAMESPACE)
+        waiting = [_summary(document) for document in documents if not _runs(document)]
+        if waiting:
+            raise RigError(f"not running: {'; '.join(waiting)}")
+        return bool(documents)
+
+
+def _runs(document: Document) -> bool:
+    status = document["status"]
+    containers = status.get("containerStatuses", ())
+    return status["phase"] == "Running" and all(c["ready"] for c in containers)
+
+
+def _incarnation(document: Document) -> Incarnation:
+    (container,) = document["status"]["containerStatuses"]
+    uid = document["metadata"]["uid"]
+    return Incarnation(uid, container["restartCount"], container["containerID"])
+
+
+def _summary(document: Document) -> str:
+    status = document["status"]
+    why = status.get("reason") or status.get("message") or ""
+    return f"{document['metadata']['name']} {status['phase']} {why}".strip()

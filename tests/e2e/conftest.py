@@ -1,0 +1,63 @@
+"""One node and one daemon for the session, put right again before every test."""
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
+from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.node import Node
+from tests.e2e.rig.tools import Tools
+
+HERE = Path(__file__).parent
+LONGEST_TEST_S = 300
+
+_nodes: list[Node] = []
+"""The session's node, where the report of a failed test finds it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything here, before pytest chooses by mark: no test can forget to."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the state of the node, as it was at that moment, to a failure."""
+    report = yield
+    if report.failed and _nodes:
+        report.sections.append(("the node", _nodes[0].diagnose()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def node() -> Iterator[Node]:
+    """A Kubernetes node, Ready, with the namespace of the tests."""
+    with Node(Tools.cached()) as node:
+        node.kubectl.make_namespace(NAMESPACE)
+        _nodes.append(node)
+        yield node
+        _nodes.clear()
+
+
+@pytest.fixture(scope="session")
+def daemon(node: Node) -> Iterator[Daemon]:
+    """The metagpu daemon beside the node's kubelet."""
+    daemon = Daemon(node.places, CONFIGURATION, model=MODEL, count=GPUS)
+    daemon.prepare()
+    daemon.start()
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def cluster(node: Node, daemon: Daemon) -> Cluster:
+    """Node and daemon without pods, everything running and every share on offer."""
+    cluster = Cluster(node, daemon)
+    cluster.repair()
+    return cluster

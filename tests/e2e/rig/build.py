@@ -1,0 +1,119 @@
+"""Build Kubernetes from its Go module into the cache."""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.rig.errors import MissingError, RigError
+from tests.e2e.rig.tools import HERE, KUBERNETES_PROGRAMS, Tools, kubernetes_version
+
+OLDEST_GO = (1, 24)
+HEARTBEAT_S = 30.0
+VERSION_PACKAGE = "k8s.io/component-base/version"
+
+
+def find_go() -> str | None:
+    """A Go new enough for the pinned Kubernetes, from PATH or the usual places."""
+    places = [shutil.which("go"), "/usr/local/go/bin/go"]
+    places += sorted(map(str, Path("/usr/lib").glob("go-*/bin/go")), reverse=True)
+    for place in places:
+        if place and os.access(place, os.X_OK) and _go_version(place) >= OLDEST_GO:
+            return place
+    return None
+
+
+def _go_version(go: str) -> tuple[int, int]:
+    answer = subprocess.run([go, "version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"go(\d+)\.(\d+)", answer)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def go_is_missing() -> str:
+    """The line for a person without Go."""
+    oldest = ".".join(map(str, OLDEST_GO))
+    return (
+        f"go {oldest} or newer: unpack the Go project's release into /usr/local/go, "
+        "or put your own `go` on PATH (Kubernetes is built from source)"
+    )
+
+
+def build_kubernetes(tools: Tools) -> None:
+    """Fill `tools.kubernetes`, or leave it as it was: there is no half-built state.
+
+    Raises:
+        MissingError: there is no Go that can build it.
+        RigError: the build failed; the text is the compiler's.
+    """
+    target = tools.kubernetes
+    if not _unbuilt(target):
+        return
+    go = find_go()
+    if go is None:
+        raise MissingError([go_is_missing()])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(target.with_suffix(".lock")):
+        if not _unbuilt(target):
+            return  # another run built it while this one waited
+        fresh = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+        try:
+            for number, program in enumerate(KUBERNETES_PROGRAMS, start=1):
+                _build(go, program, fresh, f"{number} of {len(KUBERNETES_PROGRAMS)}")
+            shutil.rmtree(target, ignore_errors=True)
+            fresh.rename(target)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _unbuilt(folder: Path) -> bool:
+    return not all(os.access(folder / program, os.X_OK) for program in KUBERNETES_PROGRAMS)
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    with lock.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _build(go: str, program: str, folder: Path, count: str) -> None:
+    version = kubernetes_version()
+    major, minor, _ = version.split(".", 2)
+    stamps = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor}
+    flags = " ".join(["-s", "-w", *(f"-X {VERSION_PACKAGE}.{k}={v}" for k, v in stamps.items())])
+    command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
+    command += ["-o", str(folder / program), f"k8s.io/kubernetes/cmd/{program}"]
+    # The machine's own GOFLAGS and go.work are none of this build's business.
+    settings = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
+    started = time.monotonic()
+    print(f"building {program} {version} ({count}) ...", flush=True)
+    with tempfile.TemporaryFile("w+") as output:
+        build = subprocess.Popen(
+            command, cwd=HERE, env=os.environ | settings, stdout=output, stderr=output
+        )
+        try:
+            _await(build, program, started)
+        finally:
+            build.kill()
+            build.wait()
+        if build.returncode != 0:
+            output.seek(0)
+            raise RigError(f"building {program} failed:\n{output.read()[-4000:]}")
+    print(f"built {program} in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _await(build: subprocess.Popen[bytes], program: str, started: float) -> None:
+    while True:
+        try:
+            build.wait(timeout=HEARTBEAT_S)
+        except subprocess.TimeoutExpired:
+            seconds = time.monotonic() - started
+            print(f"  still building {program}, {seconds:.0f} s so far", flush=True)
+        else:
+            return

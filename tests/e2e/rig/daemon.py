@@ -1,0 +1,97 @@
+"""The metagpu daemon as a process of the host, beside the kubelet, with simulated GPUs."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.programs import Program
+from tests.e2e.rig.settings import KUBELET_HOME, Places
+from tests.e2e.rig.tools import REPOSITORY
+
+CONTROL_DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+NULL_DEVICE = os.makedev(1, 3)
+"""What stands in for each device file: anybody may open it and nothing comes of it."""
+
+CALL_S = 30.0
+
+
+class Daemon:
+    """metagpu with COUNT simulated GPUs of one MODEL."""
+
+    def __init__(self, places: Places, configuration: str, *, model: str, count: int) -> None:
+        self.count = count
+        self._configuration_text = configuration
+        self._configuration = places.home / "metagpu.yaml"
+        self._device_root = places.home / "devices"
+        self._run_folder = places.home / "metagpu"
+        command = [sys.executable, "-m", "metagpu", "run"]
+        command += ["--config", str(self._configuration)]
+        command += ["--simulate", f"{model}:{count}"]
+        command += ["--kubelet-dir", str(KUBELET_HOME / "device-plugins")]
+        command += ["--run-dir", str(self._run_folder)]
+        command += ["--dev-root", str(self._device_root)]
+        self._program = Program(
+            "metagpu", command, logs=places.logs, pids=places.pids, folder=REPOSITORY
+        )
+
+    def prepare(self) -> None:
+        """Make what the daemon finds on a real node: its configuration, the device files."""
+        self._configuration.write_text(self._configuration_text)
+        folder = self._device_root / "dev"
+        folder.mkdir(parents=True)
+        self._run_folder.mkdir()
+        for name in (*(f"nvidia{index}" for index in range(self.count)), *CONTROL_DEVICES):
+            device = folder / name
+            os.mknod(device, stat.S_IFCHR, NULL_DEVICE)
+            device.chmod(0o666)  # mknod's own mode is cut by the umask
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon runs."""
+        return self._program.alive
+
+    @property
+    def log(self) -> Path:
+        """What it writes; all of its runs in one file."""
+        return self._program.log
+
+    def start(self) -> None:
+        """Start the daemon; what it offers shows on the node a little later."""
+        self._program.start()
+
+    def stop(self) -> int | None:
+        """Stop the daemon as systemd would, and return its exit status."""
+        return self._program.stop()
+
+    def kill(self) -> None:
+        """End the daemon as the kernel would when memory runs out."""
+        self._program.kill()
+
+    def restart(self) -> None:
+        """Stop, then start."""
+        self.stop()
+        self.start()
+
+    def fault(self, gpu: int, xid: int) -> None:
+        """Make a simulated GPU report a driver error."""
+        self._simulate("xid", str(gpu), str(xid))
+
+    def recover(self, gpu: int) -> None:
+        """Make a simulated GPU well again."""
+        self._simulate("recover", str(gpu))
+
+    def _simulate(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "metagpu", "sim", "--run-dir", str(self._run_folder)]
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CALL_S,
+        )
+        if done.returncode != 0:
+            raise RigError(f"metagpu sim {' '.join(arguments)}: {done.stdout}{done.stderr}")

@@ -1,0 +1,71 @@
+"""Container images made from one static busybox: there is no registry to pull from."""
+
+import hashlib
+import io
+import json
+import platform
+import subprocess
+import tarfile
+from pathlib import Path
+
+BUSYBOX_IMAGE = "metagpu.local/busybox:e2e"
+PAUSE_IMAGE = "metagpu.local/pause:e2e"
+
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""The machine's word for its processor -> the image format's."""
+
+# A process 1 gets no signal that it does not ask for, and sandboxes should stop at once.
+PAUSE_COMMAND = ["/bin/sh", "-c", "trap 'exit 0' TERM INT; sleep 1000000000 & wait"]
+
+
+def write_images(busybox: Path, archive: Path) -> None:
+    """Write both images into one archive of docker's format at ARCHIVE."""
+    layer = _layer(busybox)
+    files = {"layer.tar": layer}
+    manifest = []
+    for image, command in ((BUSYBOX_IMAGE, ["/bin/sh"]), (PAUSE_IMAGE, PAUSE_COMMAND)):
+        config = _config(layer, command)
+        name = f"{hashlib.sha256(config).hexdigest()}.json"
+        files[name] = config
+        manifest.append({"Config": name, "RepoTags": [image], "Layers": ["layer.tar"]})
+    files["manifest.json"] = json.dumps(manifest).encode()
+    with tarfile.open(archive, "w") as tar:
+        for name, content in files.items():
+            tar.addfile(_entry(name, size=len(content)), io.BytesIO(content))
+
+
+def _layer(busybox: Path) -> bytes:
+    applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for folder in ("bin", "dev", "etc", "proc", "root", "sys", "tmp", "var"):
+            tar.addfile(_entry(folder, kind=tarfile.DIRTYPE, mode=0o755))
+        program = busybox.read_bytes()
+        tar.addfile(_entry("bin/busybox", size=len(program), mode=0o755), io.BytesIO(program))
+        for applet in applets.stdout.split():
+            if applet != "busybox":
+                link = _entry(f"bin/{applet}", kind=tarfile.SYMTYPE, mode=0o777)
+                link.linkname = "busybox"
+                tar.addfile(link)
+        users = b"root:x:0:0:root:/root:/bin/sh\n"
+        tar.addfile(_entry("etc/passwd", size=len(users)), io.BytesIO(users))
+    return buffer.getvalue()
+
+
+def _config(layer: bytes, command: list[str]) -> bytes:
+    machine = platform.machine()
+    document = {
+        "architecture": ARCHITECTURES.get(machine, machine),
+        "os": "linux",
+        "config": {"Cmd": command, "Env": ["PATH=/bin"]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+    }
+    return json.dumps(document).encode()
+
+
+def _entry(
+    name: str, *, kind: bytes = tarfile.REGTYPE, size: int = 0, mode: int = 0o644
+) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.size, entry.mode = kind, size, mode
+    return entry

@@ -1,0 +1,79 @@
+"""The API server as the rig and its tests talk to it: kubectl with `-o json`."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.waiting import wait_for
+
+Document = dict[str, Any]
+"""A Kubernetes object as JSON has it."""
+
+CALL_S = 60.0
+NAMESPACE_S = 30.0
+
+
+class Kubectl:
+    """kubectl with the administrator's kubeconfig."""
+
+    def __init__(self, program: str, kubeconfig: str, cache: str) -> None:
+        self._command = [program, f"--kubeconfig={kubeconfig}", f"--cache-dir={cache}"]
+
+    def __call__(self, *arguments: str, feed: str | None = None) -> str:
+        """Run `kubectl ARGUMENTS`, with FEED on its standard input; return what it prints.
+
+        Raises:
+            RigError: it failed; the text is its own.
+        """
+        command = [*self._command, *arguments]
+        try:
+            done = subprocess.run(
+                command, input=feed, capture_output=True, text=True, check=False, timeout=CALL_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RigError(f"kubectl {' '.join(arguments)}: no answer in {CALL_S:g} s") from error
+        if done.returncode != 0:
+            raise RigError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def get(self, kind: str, name: str, namespace: str = "") -> Document:
+        """One object.
+
+        Raises:
+            RigError: there is none, or the API server did not answer.
+        """
+        document: Document = json.loads(self("get", kind, name, *_in(namespace), "-o", "json"))
+        return document
+
+    def list(self, kind: str, namespace: str, *arguments: str) -> list[Document]:
+        """All objects of a kind in a namespace, narrowed down by further arguments."""
+        answer = self("get", kind, *_in(namespace), "-o", "json", *arguments)
+        items: list[Document] = json.loads(answer)["items"]
+        return items
+
+    def apply(self, *manifests: str | Mapping[str, object]) -> None:
+        """Create or change objects, given as YAML text or as documents, in one call."""
+        texts = [m if isinstance(m, str) else json.dumps(m) for m in manifests]
+        self("apply", "-f", "-", feed="\n---\n".join(texts))
+
+    def make_namespace(self, name: str) -> None:
+        """Make a namespace, and wait until pods can be made and started in it."""
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        self.await_namespace(name)
+
+    def await_namespace(self, name: str) -> None:
+        """Wait until the controllers have put into a namespace what every pod mounts."""
+        wait_for(
+            f"namespace {name} to have what every pod mounts",
+            lambda: (
+                self.get("serviceaccount", "default", name)
+                and self.get("configmap", "kube-root-ca.crt", name)
+            ),
+            within_s=NAMESPACE_S,
+        )
+
+
+def _in(namespace: str) -> tuple[str, ...]:
+    return (f"--namespace={namespace}",) if namespace else ()

@@ -1,0 +1,235 @@
+"""The command lines and configuration files of the node's programs.
+
+Everything listens on 127.0.0.1, on ports that neither a usual cluster nor the
+kernel's range for outgoing connections takes. What looks unusual is there so that
+a node runs on small virtual machines and in containers: without CAP_SYS_RESOURCE
+nobody can lower an OOM score, so nobody is asked to.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.rig.images import PAUSE_IMAGE
+from tests.e2e.rig.pki import Pki
+from tests.e2e.rig.tools import Tools
+
+NODE_NAME = "127.0.0.1"  # as a name; the kubelet refuses loopback as --node-ip
+LOOPBACK = "127.0.0.1"
+NETWORK = "metagpu-e2e"
+"""The pod network's name, and its bridge's."""
+POD_SUBNET = "10.244.0.0/24"
+SERVICE_SUBNET = "10.96.0.0/24"
+KUBELET_HOME = Path("/var/lib/kubelet")
+"""Part of the device plugin API: plugins look for kubelet.sock under it."""
+
+API_PORT = 26443
+ETCD_PORT = 22379
+ETCD_PEER_PORT = 22380
+KUBELET_PORT = 20250
+KUBELET_HEALTH_PORT = 20248
+PORTS = (API_PORT, ETCD_PORT, ETCD_PEER_PORT, KUBELET_PORT, KUBELET_HEALTH_PORT)
+
+API_URL = f"https://{LOOPBACK}:{API_PORT}"
+STATUS_PERIOD = "1s"
+"""How often the kubelet tells the API server about its devices (10 s by default)."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The folders of one node, all under its home."""
+
+    home: Path
+
+    @property
+    def logs(self) -> Path:
+        """One file per program."""
+        return self.home / "logs"
+
+    @property
+    def pids(self) -> Path:
+        """What was started, for a later run to end."""
+        return self.home / "pids"
+
+    @property
+    def containerd_socket(self) -> Path:
+        """Also how a container's shim is known to be ours."""
+        return self.home / "containerd.sock"
+
+    @property
+    def containerd_state(self) -> Path:
+        """What a reboot clears of containerd: it lies in a tmpfs on a real node."""
+        return self.home / "containerd-state"
+
+    @property
+    def configuration(self) -> Path:
+        """Configuration files, but for the network's."""
+        return self.home / "configuration"
+
+    @property
+    def network(self) -> Path:
+        """The network's configuration, the only file in it."""
+        return self.home / "network"
+
+    def make(self) -> None:
+        """Make the folders that programs expect to find; only root may look inside."""
+        self.home.mkdir(mode=0o700)
+        for folder in (self.logs, self.pids, self.configuration, self.network):
+            folder.mkdir()
+
+
+def write_configuration(places: Places, tools: Tools, pki: Pki) -> None:
+    """Write what the programs read from files."""
+    folder = places.configuration
+    (folder / "resolv.conf").touch()
+    (folder / "containerd.toml").write_text(_containerd(places, tools))
+    (folder / "kubelet.json").write_text(json.dumps(_kubelet(places, pki), indent=1))
+    (places.network / "bridge.conflist").write_text(json.dumps(_network(places), indent=1))
+
+
+def _containerd(places: Places, tools: Tools) -> str:
+    return f"""
+version = 2
+root = "{places.home}/containerd"
+state = "{places.containerd_state}"
+[grpc]
+  address = "{places.containerd_socket}"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{places.home}/opt"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{PAUSE_IMAGE}"
+  restrict_oom_score_adj = true
+  stream_server_address = "{LOOPBACK}"
+  netns_mounts_under_state_dir = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{tools.cni_folder}"
+    conf_dir = "{places.network}"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+      BinaryName = "{tools.path("runc")}"
+"""
+
+
+def _kubelet(places: Places, pki: Pki) -> dict[str, object]:
+    nothing_scarce = ("nodefs.available", "nodefs.inodesFree", "imagefs.available")
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": LOOPBACK,
+        "port": KUBELET_PORT,
+        "healthzBindAddress": LOOPBACK,
+        "healthzPort": KUBELET_HEALTH_PORT,
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": pki.certificate("ca")},
+        },
+        "authorization": {"mode": "Webhook"},
+        "tlsCertFile": pki.certificate("kubelet"),
+        "tlsPrivateKeyFile": pki.key("kubelet"),
+        "containerRuntimeEndpoint": f"unix://{places.containerd_socket}",
+        "cgroupDriver": "cgroupfs",
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "oomScoreAdj": 0,
+        "makeIPTablesUtilChains": False,
+        "nodeStatusUpdateFrequency": STATUS_PERIOD,
+        "resolvConf": str(places.configuration / "resolv.conf"),
+        "podLogsDir": str(places.home / "pod-logs"),
+        "volumePluginDir": str(places.home / "volume-plugins"),
+        # The machine's disk may well be fuller than a kubelet likes; its images stay.
+        "imageGCHighThresholdPercent": 100,
+        "evictionHard": {"memory.available": "10Mi"} | dict.fromkeys(nothing_scarce, "0%"),
+    }
+
+
+def _network(places: Places) -> dict[str, object]:
+    addresses = {
+        "type": "host-local",
+        "ranges": [[{"subnet": POD_SUBNET}]],
+        "dataDir": str(places.home / "addresses"),
+    }
+    bridge = {"type": "bridge", "bridge": NETWORK, "isGateway": True, "ipam": addresses}
+    return {"cniVersion": "0.4.0", "name": NETWORK, "plugins": [bridge]}
+
+
+def etcd_command(places: Places, tools: Tools) -> list[str]:
+    """The store behind the API server."""
+    client, peer = f"http://{LOOPBACK}:{ETCD_PORT}", f"http://{LOOPBACK}:{ETCD_PEER_PORT}"
+    return [
+        tools.path("etcd"),
+        "--name=e2e",
+        f"--data-dir={places.home}/etcd",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=e2e={peer}",
+    ]
+
+
+def apiserver_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
+    """The API server. Its endpoints object cannot hold a loopback address: it gets none."""
+    return [
+        tools.path("kube-apiserver"),
+        f"--etcd-servers=http://{LOOPBACK}:{ETCD_PORT}",
+        f"--bind-address={LOOPBACK}",
+        f"--advertise-address={LOOPBACK}",
+        f"--secure-port={API_PORT}",
+        "--endpoint-reconciler-type=none",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        f"--cert-dir={places.home}/apiserver",
+        f"--client-ca-file={pki.certificate('ca')}",
+        f"--tls-cert-file={pki.certificate('apiserver')}",
+        f"--tls-private-key-file={pki.key('apiserver')}",
+        f"--kubelet-client-certificate={pki.certificate('admin')}",
+        f"--kubelet-client-key={pki.key('admin')}",
+        f"--kubelet-certificate-authority={pki.certificate('ca')}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={pki.key('service-accounts')}",
+        f"--service-account-signing-key-file={pki.key('service-accounts')}",
+        f"--service-cluster-ip-range={SERVICE_SUBNET}",
+    ]
+
+
+def scheduler_command(tools: Tools, pki: Pki) -> list[str]:
+    """The stock scheduler; it serves nothing."""
+    return [
+        tools.path("kube-scheduler"),
+        f"--kubeconfig={pki.kubeconfig('scheduler')}",
+        "--leader-elect=false",
+        "--secure-port=0",
+    ]
+
+
+def controller_manager_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
+    """The stock controllers; they serve nothing."""
+    return [
+        tools.path("kube-controller-manager"),
+        f"--kubeconfig={pki.kubeconfig('controller-manager')}",
+        "--leader-elect=false",
+        "--secure-port=0",
+        "--use-service-account-credentials=true",
+        f"--root-ca-file={pki.certificate('ca')}",
+        f"--service-account-private-key-file={pki.key('service-accounts')}",
+        f"--flex-volume-plugin-dir={places.home}/volume-plugins",
+    ]
+
+
+def containerd_command(places: Places, tools: Tools) -> list[str]:
+    """The container runtime."""
+    return [tools.path("containerd"), f"--config={places.configuration}/containerd.toml"]
+
+
+def kubelet_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
+    """The kubelet."""
+    return [
+        tools.path("kubelet"),
+        f"--config={places.configuration}/kubelet.json",
+        f"--kubeconfig={pki.kubeconfig('kubelet')}",
+        f"--cert-dir={places.home}/kubelet-certificates",
+        f"--hostname-override={NODE_NAME}",
+    ]

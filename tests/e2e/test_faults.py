@@ -1,0 +1,22 @@
+"""What happens to the node and its pods when a GPU fails."""
+
+from tests.e2e.cluster import ALL_SHARES, SHARES_PER_GPU, Cluster
+
+FELL_OFF_THE_BUS = 79
+
+
+def test_a_failed_gpu_is_offered_to_nobody_until_it_recovers(cluster: Cluster) -> None:
+    """An XID 79 withdraws one GPU's shares and nothing else; its recovery brings them back."""
+    victim = cluster.run("victim", 30)
+    before = cluster.incarnations()
+    (index,), (gpu,) = victim.gpu_indices, victim.visible_gpus
+
+    with cluster.failed_gpu(index, FELL_OFF_THE_BUS):
+        cluster.await_amounts(ALL_SHARES, ALL_SHARES - SHARES_PER_GPU)
+        elsewhere = cluster.run("elsewhere", 6 * SHARES_PER_GPU)
+        assert gpu not in elsewhere.shares_by_gpu
+        assert cluster.incarnations()["victim"] == before["victim"]
+
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+    assert cluster.incarnations()["victim"] == before["victim"]
+    assert cluster.look_inside("victim") == victim
