@@ -64,7 +64,9 @@ class Backend(ABC):
             RequestError: if it cannot be; the text reaches the pod.
         """
 
-    def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+    def check(  # noqa: B027 - optional: most sets are as good as any other
+        self, shares: Sequence[Share], snapshot: Snapshot
+    ) -> None:
         """Refuse a set of shares that the kubelet chose and that may not be granted together.
 
         Raises:

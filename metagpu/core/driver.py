@@ -103,10 +103,14 @@ DriverEvent = Xid | EccError | RecoveryActionChanged
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A GPU that NVML counts but cannot describe; `index` is all that is known of it."""
+    """A GPU that NVML counts but cannot describe; `index` is all that NVML says of it.
+
+    `gpu` is the GPU that was read at this index before, `None` when there was none.
+    """
 
     index: int
     reason: str
+    gpu: GpuId | None = None
 
 
 @dataclass(frozen=True, slots=True)

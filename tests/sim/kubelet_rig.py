@@ -49,7 +49,7 @@ class Clock:
 
 
 class FakePlugin(v1beta1.DevicePluginBase):
-    """A plugin that does what the test says; `refusal`, when set, is raised by every method."""
+    """A plugin that does what the test says; `refusal`, when set, is what it answers."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
         )
         self.endpoint = ""
         self.refusal: Exception | None = None
+        self.list_refusal: Exception | None = None
         self.options_asked = 0
         self.questions: list[v1beta1.ContainerPreferredAllocationRequest] = []
         self.allocations: list[list[str]] = []
@@ -107,7 +108,8 @@ class FakePlugin(v1beta1.DevicePluginBase):
         message: v1beta1.Empty,  # noqa: ARG002
     ) -> AsyncIterator[v1beta1.ListAndWatchResponse]:
         """Send the list as it is, then what `send` is given."""
-        self._refuse()
+        if self.list_refusal is not None:
+            raise self.list_refusal
         queue: asyncio.Queue[list[v1beta1.Device] | None] = asyncio.Queue()
         self.streams.append(queue)
         queue.put_nowait(self.listed)

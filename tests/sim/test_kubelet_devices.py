@@ -69,37 +69,23 @@ async def test_a_list_that_fails_at_once_leaves_a_resource_of_nothing(tmp_path: 
     """Case 17: 0/0, and the kubelet does not try again."""
     plugin = FakePlugin(GPU, devices("a"))
     async with SimKubelet(tmp_path).running() as kubelet, plugin.serving(tmp_path):
-        plugin.listed = []
-        await _register_with_failing_list(plugin, kubelet)
+        plugin.list_refusal = GRPCError(Status.INTERNAL, "no list")
+        await plugin.register(kubelet)
         await kubelet.wait_for(lambda: GPU in kubelet.capacity())
         assert (kubelet.capacity(), kubelet.allocatable()) == ({GPU: 0}, {GPU: 0})
         assert kubelet.open_streams[GPU] == 0
 
 
-async def _register_with_failing_list(plugin: FakePlugin, kubelet: SimKubelet) -> None:
-    options = plugin.get_device_plugin_options
-
-    async def then_refuse(message: object) -> object:
-        answer = await options(message)  # type: ignore[arg-type]
-        plugin.refusal = GRPCError(Status.INTERNAL, "no list")
-        return answer
-
-    plugin.get_device_plugin_options = then_refuse  # type: ignore[assignment,method-assign]
-    await plugin.register(kubelet)
-
-
 async def test_the_end_of_the_stream_makes_all_unhealthy(tmp_path: Path) -> None:
-    """Cases 18 and 19: allocatable 0, capacity as it was, connection closed, no retry."""
+    """Cases 18 and 19: allocatable 0, capacity as it was, no retry."""
     plugin = FakePlugin(GPU, devices("a b"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet) as door:
+    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
         plugin.hang_up()
         await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 0)
         assert kubelet.capacity() == {GPU: 2}
         assert (kubelet.open_streams[GPU], plugin.streams) == (0, [])
-        # Only the kubelet's connection is left to look at, and it is gone or going.
         with pytest.raises(AdmissionError, match="no healthy devices present"):
             await kubelet.admit(pod("p", ("main", 1)))
-        assert door is not None
 
 
 async def test_the_death_of_the_plugin_ends_the_stream(tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ def clean(places: Places) -> None:
     _remove_cgroups()
     if Path(f"/sys/class/net/{NETWORK}").exists():
         subprocess.run(["ip", "link", "delete", NETWORK], check=True)
-    for result in NETWORK_RESULTS.glob(f"{NETWORK}-*"):
-        result.unlink()
+    for result in NETWORK_RESULTS.glob("*"):
+        if str(places.home) in result.read_text():  # a network namespace of ours
+            result.unlink()
     _remove_container_logs(places)
     for folder in (NETWORK_RESULTS, NETWORK_RESULTS.parent, CONTAINER_LOGS):
         with contextlib.suppress(OSError):  # absent, or somebody else's too
