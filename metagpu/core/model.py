@@ -97,7 +97,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A share that is held. `holder` is `None` from the grant until the kubelet tells who it was."""
+    """A share that is held; `holder` is `None` until the kubelet tells who it was granted to."""
 
     share: Share
     since: float

@@ -1,8 +1,8 @@
 """A gRPC service on a unix socket, as a block: what is open when the block ends is closed.
 
-grpclib's `Server.close()` ends neither streams nor connections, and a kubelet whose connection stays
-open goes on counting our devices and waits for ever in a call that nobody will answer. So this
-module drives grpclib's protocol and handler itself, and keeps account of the connections.
+grpclib's `Server.close()` ends neither streams nor connections, and a kubelet whose connection
+stays open goes on counting our devices and waits for ever in a call that nobody will answer. So
+this module drives grpclib's protocol and handler itself, and keeps account of the connections.
 """
 
 import asyncio
@@ -151,8 +151,7 @@ async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> As
         yield
     finally:
         server.close()
-        if identity_of(path) == identity:
-            path.unlink(missing_ok=True)
+        _remove(path, identity)
         calls.end()
 
         with anyio.CancelScope(shield=True):
@@ -165,14 +164,20 @@ async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> As
 def identity_of(path: Path) -> tuple[int, int, int] | None:
     """Tell one file from another of the same name, `None` when there is none.
 
-    The inode number alone is used again at once when a kubelet restarts. The time of the last change
-    to the content is a socket's birthday: unlike the change time it survives a chmod.
+    The inode number alone is used again at once when a kubelet restarts. The time of modification is
+    a socket's birthday: unlike the time of change it survives a chmod.
     """
     try:
         found = path.stat()
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _remove(path: Path, identity: tuple[int, int, int] | None) -> None:
+    """Remove our socket file, unless somebody else's stands there now."""
+    if identity_of(path) == identity:
+        path.unlink(missing_ok=True)
 
 
 def _bound(path: Path) -> socket.socket:

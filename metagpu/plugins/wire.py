@@ -59,7 +59,7 @@ def options(*, pre_start: bool) -> bytes:
 
 
 def register_request(resource: str, endpoint: str, *, pre_start: bool) -> v1beta1.RegisterRequest:
-    """Build the request that offers a resource; `endpoint` is a file name in the kubelet's folder."""
+    """Build the request that offers a resource; `endpoint` names a file in the kubelet's folder."""
     return v1beta1.RegisterRequest(
         version=VERSION,
         endpoint=endpoint,
