@@ -34,6 +34,15 @@ def allocate_request(data: bytes) -> list[list[str]]:
     return [_container(part)[0] for part in _parts(data)]
 
 
+def pre_start_request(data: bytes) -> list[str]:
+    """Decode a PreStartContainerRequest: the ids of the container that is about to start.
+
+    Raises:
+        ValueError: if the bytes are no such message.
+    """
+    return _container(data)[0]
+
+
 def preferred_request(data: bytes) -> list[Preference]:
     """Decode a PreferredAllocationRequest.
 

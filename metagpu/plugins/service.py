@@ -50,7 +50,7 @@ class Service:
     @property
     def pre_start(self) -> bool:
         """Whether the kubelet shall call before every container start."""
-        return self._backend(self.resource).pre_start
+        return self._backend(self.resource).prepares
 
     def methods(self, calls: Calls) -> dict[str, Method]:
         """Give the service's methods by gRPC path; lists register with `calls`."""
@@ -108,7 +108,10 @@ class Service:
     async def _options(self, _: bytes) -> bytes:
         return wire.options(pre_start=self.pre_start)
 
-    async def _pre_start(self, _: bytes) -> bytes:
+    async def _pre_start(self, request: bytes) -> bytes:
+        snapshot = self._registry.snapshot
+        shares = [self._known(share_id, snapshot) for share_id in hot.pre_start_request(request)]
+        await self._backend(self.resource).prepare(shares, snapshot)
         return b""
 
     async def _preferred(self, request: bytes) -> bytes:
@@ -158,19 +161,22 @@ class Service:
         """Claim the shares, then ask the backend: while it waits, nobody else can have them."""
         snapshot = self._registry.snapshot
         backend = self._backend(self.resource)
-        shares = [self._share(share_id, snapshot) for share_id in sorted(ids)]
+        shares = [self._available(share_id, snapshot) for share_id in sorted(ids)]
         backend.check(shares, snapshot)
 
         claimed += [s for s in shares if s.id not in snapshot.gpus[s.gpu].leases]
         self._registry.apply(SharesGranted(tuple(shares), self._clock()))
         return await backend.grant(shares, snapshot)
 
-    def _share(self, share_id: str, snapshot: Snapshot) -> Share:
+    def _known(self, share_id: str, snapshot: Snapshot) -> Share:
         offer = snapshot.offers.get(self.resource)
         share = offer.shares.get(ShareId(share_id)) if offer else None
         if share is None:
             raise UnknownShare(self.resource, share_id)
+        return share
 
+    def _available(self, share_id: str, snapshot: Snapshot) -> Share:
+        share = self._known(share_id, snapshot)
         state = snapshot.gpus[share.gpu]
         if not state.verdict.healthy:
             raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)

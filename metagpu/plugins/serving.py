@@ -10,9 +10,10 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import anyio
+import anyio.lowlevel
 import h2.config
 from grpclib.config import Configuration
 from grpclib.const import Handler as Method
@@ -37,11 +38,16 @@ _H2: Final = h2.config.H2Configuration(
 _GRPC: Final = Configuration().__for_server__()
 
 
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
 class Calls:
     """The calls of one service that last, such as ListAndWatch."""
 
     def __init__(self) -> None:
         self._scopes: set[anyio.CancelScope] = set()
+        self._any = anyio.Event()
         self._changed = anyio.Event()
 
     @contextmanager
@@ -49,17 +55,17 @@ class Calls:
         """Run a call's body until it ends or the service does; then the call returns as usual."""
         with anyio.CancelScope() as scope:
             self._scopes.add(scope)
-            self._notice()
+            self._any.set()
             try:
                 yield
             finally:
                 self._scopes.discard(scope)
-                self._notice()
+                self._changed.set()
+                self._changed = anyio.Event()
 
     async def opened(self) -> None:
-        """Wait until there is such a call."""
-        while not self._scopes:
-            await self._changed.wait()
+        """Wait until there was such a call, be it over by now."""
+        await self._any.wait()
 
     async def ended(self) -> None:
         """Wait until there is none."""
@@ -70,10 +76,6 @@ class Calls:
         """End them all."""
         for scope in list(self._scopes):
             scope.cancel()
-
-    def _notice(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
 
 class _Connection(H2Protocol):
@@ -150,22 +152,34 @@ async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> As
     try:
         yield
     finally:
-        server.close()
         _remove(path, identity)
         calls.end()
 
         with anyio.CancelScope(shield=True):
+            await stop_accepting(listener)
+            server.close()
             with anyio.move_on_after(LINGER):
                 await peers.gone()
             peers.abort()
             await peers.gone()
 
 
+async def stop_accepting(listener: _HasFileno) -> None:
+    """Take no new connection, and wait until those just taken are known to their protocols.
+
+    asyncio drops a connection on the floor, open, that it accepted in the turn of the loop in which
+    its server closes; and it tells a protocol of its connection two turns after accepting it.
+    """
+    asyncio.get_running_loop().remove_reader(listener.fileno())
+    for _ in range(3):
+        await anyio.lowlevel.checkpoint()
+
+
 def identity_of(path: Path) -> tuple[int, int, int] | None:
     """Tell one file from another of the same name, `None` when there is none.
 
-    The inode number alone is used again at once when a kubelet restarts. The time of modification is
-    a socket's birthday: unlike the time of change it survives a chmod.
+    The inode number alone is used again at once when a kubelet restarts. The time of modification
+    is a socket's birthday: unlike the time of change it survives a chmod.
     """
     try:
         found = path.stat()

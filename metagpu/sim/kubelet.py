@@ -1,8 +1,8 @@
 """A small kubelet: device plugins, admission, PodResources, restarts, and nothing else.
 
 It behaves as the device manager of Kubernetes v1.36.2 does, as far as a device plugin can tell,
-hazards included. The facts and their numbers are those of docs/reference: "§" and "case" in the
-rooms `kubelet_*` name them. No cgroups, no runtime, no API server: pods come by `admit` and go
+hazards included; "§" and "case" in the rooms `kubelet_*` are numbers of the written contract,
+kubelet.md. No cgroups, no runtime, no API server: pods come by `admit` and go
 by `delete`, their containers start by `start_container`.
 """
 

@@ -46,14 +46,23 @@ class Life:
     alive: bool = True
     doors: list[Door] = field(default_factory=list)
     saving: anyio.Lock = field(default_factory=anyio.Lock)
+    asked: int = 0
+    written: int = 0
     registration: Registration = field(init=False)
     admission: Admission = field(init=False)
 
     async def save(self) -> None:
-        """Write the checkpoint in one piece; after death, do nothing."""
+        """Write the checkpoint in one piece; after death, do nothing.
+
+        One write serves all who asked before it began.
+        """
+        self.asked += 1
+        mine = self.asked
         async with self.saving:
-            if self.alive:
-                await to_thread.run_sync(_replace, self.checkpoint, self.ledger.checkpoint())
+            if self.alive and self.written < mine:
+                covered, text = self.asked, self.ledger.checkpoint()
+                await to_thread.run_sync(_replace, self.checkpoint, text)
+                self.written = covered
 
     async def end(self) -> None:
         """Die: no answer, no farewell, files stay."""
@@ -133,7 +142,14 @@ def _look(directory: Path) -> tuple[str, bool]:
         text = (directory / CHECKPOINT).read_text()
     except FileNotFoundError:
         text = ""
-    return text, all(stat.S_ISSOCK(path.lstat().st_mode) for path in directory.iterdir())
+    return text, all(_is_socket(path) for path in directory.iterdir())
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:  # a plugin took its socket away just now
+        return True
 
 
 def _replace(path: Path, text: str) -> None:

@@ -89,7 +89,7 @@ class Registration(v1beta1.RegistrationBase):
         self._dial_timeout = dial_timeout
         self._fixed_clashes = fixed_clashes
         self._clients: dict[tuple[str, str], Plugin] = {}
-        self._plugins: list[Plugin] = []
+        self._plugins: set[Plugin] = set()
         self._streams: set[asyncio.Task[None]] = set()
         self._ended = False
 
@@ -111,7 +111,7 @@ class Registration(v1beta1.RegistrationBase):
     async def _connect(self, message: v1beta1.RegisterRequest) -> None:
         path = _join(self._directory, message.endpoint)
         plugin = Plugin(message.resource_name, path)
-        self._plugins.append(plugin)
+        self._plugins.add(plugin)
         key = (plugin.resource, path if self._fixed_clashes else "")
         self._clients[key] = plugin
         try:
@@ -120,7 +120,7 @@ class Registration(v1beta1.RegistrationBase):
         except (DeviceError, asyncio.CancelledError):
             # Whoever is registered under this key by now: the first hazard of a failed try.
             self._clients.pop(key, None)
-            plugin.close()
+            self._close(plugin)
             raise
         self._ledger.connected(plugin.resource, plugin, options)
         self._tally.registrations[plugin.resource] += 1
@@ -153,16 +153,20 @@ class Registration(v1beta1.RegistrationBase):
         client = self._clients.pop(key, None)
         if client is None:
             return
-        client.close()
+        self._close(client)
         endpoint = self._ledger.endpoints.get(client.resource)
         if not self._fixed_clashes or (endpoint is not None and endpoint.plugin is client):
             self._ledger.disconnected(client.resource)
 
+    def _close(self, plugin: Plugin) -> None:
+        self._plugins.discard(plugin)
+        plugin.close()
+
     async def vanish(self) -> None:
         """Drop all connections to plugins, as the death of the process does."""
         self._ended = True
-        for plugin in self._plugins:
-            plugin.close()
+        for plugin in list(self._plugins):
+            self._close(plugin)
         await asyncio.gather(*self._streams)
 
 

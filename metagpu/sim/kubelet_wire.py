@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import stat
+import weakref
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,13 +23,14 @@ from grpclib.protocol import H2Protocol
 from grpclib.server import Server
 
 from metagpu.plugins.pb import v1beta1
+from metagpu.plugins.serving import stop_accepting
 from metagpu.sim.kubelet_pods import DeviceError
 
 if TYPE_CHECKING:
     from grpclib._typing import IServable
 
 RECEIVE_LIMIT = 4 * 1024 * 1024  # grpc-go's default; the kubelet does not change it
-_CLOSING = ("Canceled", "grpc: the client connection is closing")
+BACKLOG = 4096  # Go's; asyncio takes a connect to a full unix socket for a success, and then fails
 BACK_OFF = 1.0  # grpc-go's first pause between two attempts to connect
 
 
@@ -40,11 +42,11 @@ class Door(Server):
 
     def __init__(self, services: "list[IServable]") -> None:
         super().__init__(services)
-        self._protocols: list[H2Protocol] = []
+        self._protocols = weakref.WeakSet[H2Protocol]()
 
     def _protocol_factory(self) -> H2Protocol:
         protocol = super()._protocol_factory()
-        self._protocols.append(protocol)
+        self._protocols.add(protocol)
         return protocol
 
     async def open(self, path: Path, *, wipe: Path | None = None) -> None:
@@ -56,14 +58,16 @@ class Door(Server):
         Raises:
             OSError: the socket cannot be bound; paths are limited to 107 bytes.
         """
-        await self.start(sock=await to_thread.run_sync(_listen, path, wipe))
+        listener = await to_thread.run_sync(_listen, path, wipe)
+        await self.start(sock=listener, backlog=BACKLOG)
 
     async def vanish(self) -> None:
         """Stop as by SIGKILL: nothing is answered any more and the socket file stays behind."""
+        for listener in self._server.sockets if self._server is not None else ():
+            await stop_accepting(listener)
         self.close()
-        for protocol in self._protocols:
-            if hasattr(protocol, "connection"):  # else its connection is not made yet
-                _abort(protocol)
+        for protocol in list(self._protocols):
+            _abort(protocol)
         await self.wait_closed()
 
 
@@ -77,7 +81,7 @@ def _listen(path: Path, wipe: Path | None) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
-        listener.listen(100)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -221,9 +225,17 @@ class Plugin:
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         if self._closed:  # else grpclib would connect anew
-            raise _rpc_error(*_CLOSING)
-        with _as_go():
-            yield
+            raise _closing()
+        try:
+            with _as_go():
+                yield
+        except DeviceError as error:
+            raise self._explain(error) from error.__cause__
+
+    def _explain(self, error: DeviceError) -> DeviceError:
+        # grpclib has one exception for a connection lost and one that we have closed.
+        ended = isinstance(error.__cause__, StreamTerminatedError)
+        return _closing() if ended and self._closed else error
 
 
 @contextlib.contextmanager
@@ -236,8 +248,6 @@ def _as_go() -> Iterator[None]:
     except TimeoutError as error:
         raise _rpc_error("DeadlineExceeded", "context deadline exceeded") from error
     except StreamTerminatedError as error:
-        if str(error) == "Connection closed":
-            raise _rpc_error(*_CLOSING) from error
         if str(error).startswith("Stream reset"):
             code = str(error).rpartition(" ")[2]
             text = f"stream terminated by RST_STREAM with error code: {code}"
@@ -250,6 +260,10 @@ def _as_go() -> Iterator[None]:
 
 def _rpc_error(code: str, text: str) -> DeviceError:
     return DeviceError(f"rpc error: code = {code} desc = {text}")
+
+
+def _closing() -> DeviceError:
+    return _rpc_error("Canceled", "grpc: the client connection is closing")
 
 
 def _go_name(status: Status) -> str:

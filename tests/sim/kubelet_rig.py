@@ -1,6 +1,7 @@
 """A device plugin in forty lines, and a kubelet to register it with."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,6 +39,11 @@ def pod(name: str, *containers: tuple[str, int], init: Iterable[Container] = ())
     )
 
 
+def wrapped(text: str) -> str:
+    """Give the pod's message for an error of the device manager."""
+    return f"Allocate failed due to {text}, which is unexpected"
+
+
 class Clock:
     """Time that is turned by hand."""
 
@@ -45,7 +51,13 @@ class Clock:
         self.now = 1000.0
 
     def __call__(self) -> float:
+        """Tell the time."""
         return self.now
+
+
+def dice(seed: int) -> random.Random:
+    """Make chance repeatable."""
+    return random.Random(seed)  # noqa: S311  chance, not secrets
 
 
 class FakePlugin(v1beta1.DevicePluginBase):
@@ -74,6 +86,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
         self.pre_started: list[list[str]] = []
         self.before_answer: Callable[[], Awaitable[None]] | None = None
         self.answers = 1
+        self.padding = ""
         self.streams: list[asyncio.Queue[list[v1beta1.Device] | None]] = []
         self.cancelled = anyio.Event()
         self._prefer = prefer
@@ -142,7 +155,11 @@ class FakePlugin(v1beta1.DevicePluginBase):
         self._refuse()
         variable = self.resource.partition("/")[2].upper()
         answer = v1beta1.ContainerAllocateResponse(
-            envs={variable: ",".join(sorted(request.devices_ids)), "LAST": variable},
+            envs={
+                variable: ",".join(sorted(request.devices_ids)),
+                "LAST": variable,
+                "PAD": self.padding,
+            },
             mounts=[v1beta1.Mount(container_path="/shared", host_path=f"/{variable}")],
             devices=[v1beta1.DeviceSpec(container_path=f"/dev/{variable}", permissions="rw")],
             cdi_devices=[v1beta1.CdiDevice(name="example.com/all=all")],

@@ -2,18 +2,21 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
+from grpclib.protocol import Stream
 from grpclib.server import Handler
 
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.kubelet_registration import is_extended_resource
 from tests.sim.kubelet_rig import GPU, FakePlugin, devices, pod
+
+Headers = list[tuple[str, str]]
 
 
 async def test_a_plugin_is_asked_for_options_once_and_then_for_one_list(tmp_path: Path) -> None:
@@ -146,7 +149,9 @@ async def test_the_kubelet_says_localhost_and_sets_no_deadline(
     seen: list[dict[str, str]] = []
     accept = Handler.accept
 
-    def noting(handler: Handler, stream: Any, headers: Any, release: Any) -> None:
+    def noting(
+        handler: Handler, stream: Stream, headers: Headers, release: Callable[[], None]
+    ) -> None:
         seen.append(dict(headers))
         accept(handler, stream, headers, release)
 

@@ -1,0 +1,59 @@
+# Everything here sets up what it needs: a Python of 3.11 or newer is all that must be there.
+# `make demo` and `make test` are the two commands of a newcomer.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help demo test lint proto e2e bench clean
+.DEFAULT_GOAL := help
+
+help: ## say what there is
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+# One stamp for each set of extras: installed anew only when pyproject.toml changed.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metagpu needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	@echo "installing metagpu into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	@echo "installing metagpu and its test tools into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@ $(VENV)/.run
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
+	@echo "installing metagpu and its bench tools into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run ## show half a GPU for a pod, on a simulated node
+	@$(BIN)/metagpu demo
+
+test: $(VENV)/.test ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is what proto/ says
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+proto: $(VENV)/.test ## generate the protocol code anew
+	$(BIN)/python proto/generate.py
+
+e2e: $(VENV)/.test ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages)
+	$(BIN)/python -m tests.e2e.rig prepare
+	$(BIN)/python -m pytest tests/e2e -m e2e --timeout 600
+
+bench: $(VENV)/.bench ## measure, print side by side with the targets, write bench/results/
+	$(BIN)/python -m bench
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,321 @@
+"""How a resource gets, and stays, registered: cases 1 to 11 and 60 to 64 of the contract."""
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from metagpu.plugins import endpoint, wire
+from metagpu.plugins.service import Service
+from metagpu.sim.kubelet import Container, Pod, SimKubelet
+from tests.plugins.rig import FOUR_RESOURCES, METAGPU, RESOURCES, Node, drop_list, gpu, node, pod
+
+
+class History:
+    """Everything the kubelet counted, at each change."""
+
+    def __init__(self, kubelet: SimKubelet, resource: str = METAGPU) -> None:
+        self._kubelet, self._resource = kubelet, resource
+        self.streams: list[int] = []
+        self.allocatable: list[int] = []
+
+    async def record(self) -> None:
+        """Look at each change, for ever."""
+
+        def look() -> bool:
+            self.streams.append(self._kubelet.open_streams[self._resource])
+            self.allocatable.append(self._kubelet.allocatable().get(self._resource, 0))
+            return False
+
+        await self._kubelet.wait_for(look, within=float("inf"))
+
+
+async def registered(it: Node, times: int) -> None:
+    """Wait until the kubelet has registered us so often and has all shares."""
+    await it.kubelet.wait_for(
+        lambda: (
+            it.kubelet.registrations[METAGPU] == it.kubelet.lists[METAGPU] == times
+            and it.counts() == (20, 20)
+        )
+    )
+
+
+async def test_registers_and_lists_once(tmp_path: Path) -> None:
+    """A served socket is registered once, with one list on one stream (case 1)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        assert it.kubelet.registrations[METAGPU] == 1
+        assert it.kubelet.open_streams[METAGPU] == 1
+        assert it.kubelet.lists[METAGPU] == 1
+
+
+async def test_refusal_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kubelet that refuses our version is asked once, then left in peace (case 2)."""
+    monkeypatch.setattr(wire, "VERSION", "v1alpha")
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.kubelet.wait_for(lambda: bool(it.kubelet.refusals))
+        await anyio.wait_all_tasks_blocked()
+
+        [refusal] = it.kubelet.refusals
+        assert refusal.startswith('requested API version "v1alpha" is not supported by kubelet.')
+        assert it.counts() == (0, 0)
+
+
+async def test_own_socket_is_looked_at_before_registering(tmp_path: Path) -> None:
+    """A socket wiped before the kubelet came is bound anew, never registered (case 4)."""
+    async with node(tmp_path) as it:
+        while not it.sockets():
+            await checkpoint()
+        [first] = it.sockets()
+        first.unlink()
+        while not it.sockets():
+            await checkpoint()
+
+        assert it.sockets() != [first]
+
+        async with it.kubelet.running():
+            await it.until(20, 20)
+
+            assert it.kubelet.refusals == []
+
+
+async def test_failing_options_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failing options leave the resource absent, and the next try registers it (case 5)."""
+    monkeypatch.setattr(endpoint, "REFUSED_PAUSE", (0.01, 0.01))
+    failures = [RuntimeError("not yet")]
+    options = Service._options
+
+    async def first_fails(self: Service, request: bytes) -> bytes:
+        if failures:
+            raise failures.pop()
+        return await options(self, request)
+
+    monkeypatch.setattr(Service, "_options", first_fails)
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        [refusal] = it.kubelet.refusals
+        assert refusal.startswith("failed to get device plugin options")
+        assert "not yet" in refusal
+        assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_new_daemon_replaces_the_old(tmp_path: Path) -> None:
+    """After a restart of the daemon its devices are the only ones: no orphans (case 6)."""
+    async with SimKubelet(tmp_path / "device-plugins").running() as kubelet:
+        for gpus, expected in (((gpu(0), gpu(1)), 20), ((gpu(0), gpu(1)), 20), ((gpu(1),), 10)):
+            async with node(tmp_path, *gpus, make_directory=False, kubelet=kubelet) as it:
+                await it.until(expected, expected)
+
+
+async def test_old_stream_ends_before_the_next_registration(tmp_path: Path) -> None:
+    """However a registration is lost, the kubelet never has two streams of ours (case 8)."""
+    async with node(tmp_path) as it, it.kubelet.running(), anyio.create_task_group() as group:
+        history = History(it.kubelet)
+        group.start_soon(history.record)
+        await it.until(20, 20)
+
+        for registrations in (2, 3, 4):
+            [socket] = it.sockets()
+            socket.unlink()
+            await registered(it, registrations)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+
+    assert max(history.streams) == 1
+    assert history.allocatable[-1] == 20
+
+
+async def test_reload_of_the_same_says_nothing(tmp_path: Path) -> None:
+    """Two reloads that change nothing leave one stream, and not one message on it (case 9)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        it.offer()
+        it.offer()
+        await anyio.wait_all_tasks_blocked()
+
+        assert it.kubelet.open_streams[METAGPU] == 1
+        assert it.kubelet.lists[METAGPU] == 1
+        assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_closed_list_is_registered_again(tmp_path: Path) -> None:
+    """A list that the kubelet gives up is what makes us register again (cases 10, 17)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        drop_list(it)
+        await it.until(20, 0)
+        await it.until(20, 20)
+
+        assert it.kubelet.registrations[METAGPU] == 2
+        assert it.kubelet.open_streams[METAGPU] == 1
+
+
+async def test_many_resources_register_together(tmp_path: Path) -> None:
+    """Two hundred resources are all registered, each once (case 11)."""
+    pools = "".join(
+        f"  - {{name: p{n}, gpus: {{index: {n}}}, backends: [{{backend: fraction,"
+        f" resource: example.com/r{n}, sharesPerGpu: 1}}]}}\n"
+        for n in range(200)
+    )
+    gpus = [gpu(n) for n in range(200)]
+
+    config = f"version: metagpu/v1\npools:\n{pools}"
+
+    async with node(tmp_path, *gpus, config=config) as it, it.kubelet.running():
+        await it.kubelet.wait_for(lambda: sum(it.kubelet.allocatable().values()) == 200, within=15)
+
+        assert set(it.kubelet.registrations.values()) == {1}
+
+
+async def test_kubelet_restart_wipes_and_we_return(tmp_path: Path) -> None:
+    """After a kubelet's restart, which wipes our sockets, all resources are back (case 60)."""
+    gpus = [gpu(n) for n in range(4)]
+
+    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
+        for resource in RESOURCES:
+            await it.until(100, 100, resource)
+        before = it.sockets()
+
+        await it.kubelet.restart()
+        for resource in RESOURCES:
+            await it.until(100, 100, resource)
+
+        assert not set(before) & set(it.sockets())
+        assert [it.kubelet.registrations[resource] for resource in RESOURCES] == [2, 2, 2, 2]
+
+
+async def test_restarts_one_after_another(tmp_path: Path) -> None:
+    """Twenty restarts in a row each end with one stream and all shares."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        for _ in range(20):
+            await it.kubelet.restart()
+            await it.until(20, 20)
+
+        assert it.kubelet.open_streams[METAGPU] == 1
+        assert it.kubelet.refusals == []
+
+
+async def test_inode_is_not_trusted(tmp_path: Path) -> None:
+    """A kubelet socket that is new is noticed even when its file has the old inode (case 60)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        socket = it.kubelet.socket
+        born = socket.stat().st_mtime_ns
+        os.utime(socket, ns=(born + 1, born + 1))
+        (it.directory / "anything.sock").touch()
+
+        await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 2)
+        await it.until(20, 20)
+
+
+async def test_dead_socket_is_waited_for(tmp_path: Path) -> None:
+    """A kubelet that left its socket behind is waited for without a refusal (case 61)."""
+    async with node(tmp_path) as it:
+        async with it.kubelet.running():
+            await it.until(20, 20)
+
+        assert it.kubelet.socket.exists()
+
+        async with it.kubelet.running():
+            await it.until(20, 20)
+
+            assert it.kubelet.refusals == []
+
+
+async def test_folder_may_appear_later(tmp_path: Path) -> None:
+    """A daemon that started before the kubelet's folder existed registers later (case 62)."""
+    async with node(tmp_path, make_directory=False) as it:
+        await anyio.wait_all_tasks_blocked()
+
+        async with it.kubelet.running():
+            await it.until(20, 20)
+
+
+async def test_folder_may_be_made_anew(tmp_path: Path) -> None:
+    """A folder that is removed and made again is followed (case 62)."""
+    async with node(tmp_path) as it:
+        async with it.kubelet.running():
+            await it.until(20, 20)
+        it.directory.rename(tmp_path / "old")
+
+        async with it.kubelet.running():
+            await it.until(20, 20)
+
+
+async def test_finished_init_container_survives(tmp_path: Path) -> None:
+    """A pod whose finished init container held shares outlives a kubelet restart (case 63)."""
+    held = Pod(
+        "train",
+        containers=(Container("main", {METAGPU: 5}),),
+        init_containers=(Container("fetch", {METAGPU: 2}),),
+    )
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(held)
+        await it.kubelet.start_container(held, "fetch")
+        it.kubelet.stop_container(held, "fetch")
+        await it.kubelet.start_container(held, "main")
+        before = it.kubelet.devices(held)
+
+        await it.kubelet.restart()
+        await it.until(20, 20)
+
+        assert await it.kubelet.readmit() == {}
+        assert it.kubelet.devices(held) == before
+
+
+async def test_resource_taken_back_leaves_no_ghost(tmp_path: Path) -> None:
+    """A resource taken away counts 0 at once, its stream ends, others hear nothing (case 64)."""
+    gpus = [gpu(n) for n in range(4)]
+
+    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
+        await it.kubelet.wait_for(lambda: all(it.kubelet.lists[r] == 1 for r in RESOURCES))
+        gone, *kept = RESOURCES
+        lists = [it.kubelet.lists[resource] for resource in kept]
+
+        it.offer(FOUR_RESOURCES.replace(gone, "example.com/other"))
+        await it.until(0, 0, gone)
+        await it.until(100, 100, "example.com/other")
+
+        assert it.kubelet.open_streams[gone] == 0
+        assert [it.kubelet.lists[resource] for resource in kept] == lists
+
+
+async def test_sockets_are_for_root_alone(tmp_path: Path) -> None:
+    """Nobody but root may open our socket, and it is gone when we are."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        [socket] = it.sockets()
+
+        assert socket.stat().st_mode & 0o777 == 0o600
+
+    assert it.sockets() == []
+
+
+async def test_registers_nowhere_else(tmp_path: Path) -> None:
+    """One door only: nothing of ours stands in plugins_registry (case 7)."""
+    registry = tmp_path / "plugins_registry"
+    registry.mkdir()
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        assert list(registry.iterdir()) == []
+
+
+async def test_pod_of_another_resource_does_not_concern_us(tmp_path: Path) -> None:
+    """A pod that gets its GPUs elsewhere, as by DRA, causes no call to us (case 38)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(pod("other", 0))
+
+        assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
