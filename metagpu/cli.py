@@ -300,7 +300,9 @@ def _log(level: str, form: str) -> None:
 
     people = form == "console" or (form == "auto" and sys.stderr.isatty())
     renderer: Any = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
         if people
         else structlog.processors.JSONRenderer()
     )

@@ -29,12 +29,12 @@ class Backend(ABC):
     Attributes:
         name: how the configuration calls it.
         options_type: what a pool may say to it; an instance arrives as `options`.
-        pre_start: whether the kubelet shall call before every container start.
+        prepares: whether the kubelet shall call `prepare` before every container start.
     """
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
-    pre_start: ClassVar[bool] = False
+    prepares: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -71,6 +71,17 @@ class Backend(ABC):
 
         Raises:
             RequestError: saying why, and what would be possible.
+        """
+
+    async def prepare(  # noqa: B027 - optional: called only of those that say so
+        self, shares: Sequence[Share], snapshot: Snapshot
+    ) -> None:
+        """Make ready what a container is about to use; at each of its starts, within 30 s.
+
+        No barrier: a kubelet that has just restarted starts containers without calling.
+
+        Raises:
+            RequestError: if the container cannot start; it is tried again.
         """
 
     def prefer(

@@ -15,7 +15,8 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import DeviceListStrategy, Injection
-from metagpu.core.model import Gpu
+from metagpu.core.model import Gpu, ResourceName
+from metagpu.core.names import name_refusal
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.xid import Severity
 
@@ -56,12 +57,12 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             raise ValueError("an empty selector selects nothing; write `gpus: all`")
 
         for part in _listed(self.index):
-            _index_range(part)
+            _index_ranges(part)
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not selected, `None` when it is."""
         if self.index is not None and not any(
-            gpu.index in _index_range(part) for part in _listed(self.index)
+            gpu.index in numbers for part in _listed(self.index) for numbers in _index_ranges(part)
         ):
             return f"index {gpu.index} is not in {_shown(self.index)}"
         if self.uuid is not None and gpu.id not in _listed(self.uuid):
@@ -169,30 +170,37 @@ class Config:
         self.pools(Injection())  # what the backends have to say against their options is said now
 
     def _options(self, path: str, name: object) -> Options:
-        if name not in self._backends:
+        if not isinstance(name, str) or name not in self._backends:
             known = ", ".join(sorted(self._backends))
             problem = f"{name!r} is no backend" if name else "missing key `backend`"
             raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}")
 
-        return self._document.decode(self._backends[str(name)].options_type, path)
+        return self._document.decode(self._backends[name].options_type, path)
 
     def pools(self, injection: Injection) -> list[tuple[Pool, list[Backend]]]:
         """Make the backends of every pool, ready to cut GPUs.
 
+        A resource may be offered by several pools (T4s in 15 shares, A100s in 40) if they use the
+        same backend for it.
+
         Raises:
-            ConfigError: if a backend refuses its options.
+            ConfigError: if a backend refuses its options, two backends claim one resource name, or
+                a name is not legal.
         """
         made = []
+        claims: dict[ResourceName, str] = {}
 
         for number, pool in enumerate(self.envelope.pools):
             backends = []
             for place, options in enumerate(self.options[pool.name]):
                 try:
-                    kind = self._backends[options.backend]
-                    backends.append(kind.configured(options, injection))
+                    backend = self._backends[options.backend].configured(options, injection)
+                    for resource in backend.resources:
+                        _claim(resource, backend.name, claims)
                 except ValueError as error:
                     path = f"pools[{number}].backends[{place}]"
                     raise self._document.error(path, str(error)) from None
+                backends.append(backend)
             made.append((pool, backends))
 
         return made
@@ -225,6 +233,18 @@ def load(file: Path | None, backends: Mapping[str, type[Backend]]) -> Config:
     return parse(text, str(file), backends)
 
 
+def _claim(resource: ResourceName, backend: str, claims: dict[ResourceName, str]) -> None:
+    if refusal := name_refusal(resource):
+        raise ValueError(f"{resource!r} is no resource name: {refusal}")
+
+    first = claims.setdefault(resource, backend)
+    if first != backend:
+        raise ValueError(
+            f"{resource} is offered by backend {first} already and cannot be offered by {backend} "
+            "too; give it another `resource`"
+        )
+
+
 def _listed(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 - one or several of anything
     if value is None:
         return ()
@@ -235,18 +255,18 @@ def _shown(value: object) -> str:
     return ",".join(str(part) for part in _listed(value))
 
 
-def _index_range(part: str | int) -> frozenset[int]:
+def _index_ranges(part: str | int) -> list[range]:
     """Read `3`, `0-3` or `0-3,6`.
 
     Raises:
         ValueError: if it is none of these.
     """
-    found: set[int] = set()
+    found = []
 
     for piece in str(part).split(","):
         ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", piece)
         if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
             raise ValueError(f"{part!r} is no index; write one like 3, 0-3 or 0-3,6")
-        found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+        found.append(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
 
-    return frozenset(found)
+    return found

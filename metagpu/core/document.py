@@ -6,7 +6,7 @@ words: `FILE: LINE: PATH: what is wrong, what is allowed`.
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,30 +17,47 @@ from metagpu.core.units import decode_unit
 
 ValueT = TypeVar("ValueT")
 
-_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
+"""How msgspec ends a message: where it was, and whether it means a key there."""
+_PLAIN = {
+    "object": "a mapping",
+    "array": "a list",
+    "str": "a text",
+    "int": "a whole number",
+    "bool": "true or false",
+    "float": "a number",
+    "null": "nothing",
+}
 
 
 class Document:
     """One YAML (or JSON) file, parsed.
 
     Raises:
-        ConfigError: if it is no YAML, or a key stands twice in one mapping.
+        ConfigError: if it is no YAML, holds itself, or a key stands twice in one mapping.
     """
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
 
         try:
-            self._root: yaml.Node | None = yaml.compose(text, Loader=_Loader)
-            self.data: Any = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+            # libyaml's loader is faster, and ends the process when lists are nested deeply.
+            self._root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+            self.data: Any = yaml.safe_load(text)
+            repeated = list(_repeated(self._root))
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 0
             raise ConfigError(f"no valid YAML: {error.problem}", file=file, line=line) from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"no valid YAML: {error}", file=file) from error
+        except RecursionError:
+            problem = "no usable YAML: a value holds itself, or too many others in each other"
+            raise ConfigError(problem, file=file) from None
+        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            # PyYAML lets the errors of its types through: of a date of February 31st, for one.
+            problem = " ".join(str(error).split())
+            raise ConfigError(f"no valid YAML: {problem}", file=file) from error
 
-        for key, first, again in _repeated(self._root):
+        for key, first, again in repeated:
             raise ConfigError(
                 f"the key stands twice, first in line {first}; keep one of them",
                 file=file,
@@ -70,17 +87,24 @@ class Document:
         try:
             return msgspec.convert(value, wanted, dec_hook=decode_unit)
         except msgspec.ValidationError as error:
-            problem, _, where = str(error).partition(" - at `")
-            inner = where.rstrip("`").removeprefix("$").removeprefix(".")
-            full = ".".join(part for part in (path, inner) if part).replace(".[", "[")
-            expected = _type_at(wanted, value, inner)
+            raise self._misfit(str(error), wanted, path) from None
 
-            if unknown := re.search(r"unknown field `(.*)`", problem):
-                full = f"{full}.{unknown[1]}".removeprefix(".")
-                problem = _unknown_key(unknown[1], expected)
-            elif "nvalid enum value" in problem:
-                problem = _unknown_value(self.at(full), expected)
-            raise self.error(full, _plain(problem)) from None
+    def _misfit(self, message: str, wanted: type, path: str) -> ConfigError:
+        """Say what msgspec says of the value at `path`, in the words of whoever wrote the file."""
+        problem, is_key, inner = _parts(message)
+        # msgspec does not tell which of a mapping's own keys it was, so the mapping is named.
+        full = ".".join(part for part in (path, inner.partition("[...]")[0]) if part)
+        full = full.replace(".[", "[")
+        expected = _types_at(wanted, inner)
+
+        if unknown := re.search(r"unknown field `(.*)`", problem, re.DOTALL):
+            full = f"{full}.{unknown[1]}".removeprefix(".")
+            problem = _unknown_key(unknown[1], expected)
+        elif unknown := re.search(r"nvalid enum value (.*)", problem, re.DOTALL):
+            problem = _unknown_value(unknown[1], expected)
+        elif is_key:
+            problem = f"one of its keys: {_plain(problem)}"
+        return self.error(full, _plain(problem))
 
     def _line(self, path: str) -> int:
         node, line = self._root, self._root.start_mark.line + 1 if self._root else 0
@@ -120,43 +144,51 @@ def _repeated(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int
             yield from _repeated(value, f"{path}[{number}]")
 
 
-def _type_at(wanted: Any, value: Any, inner: str) -> msgspec.inspect.Type:  # noqa: ANN401
-    """Find what msgspec expects at `inner` below a value of type `wanted`."""
-    info = _struct_in(msgspec.inspect.type_info(wanted))
-
-    for key, index in _STEP.findall(inner):
-        if index:
-            info = getattr(info, "item_type", info)
-        elif isinstance(info, msgspec.inspect.StructType):
-            info = next((f.type for f in info.fields if f.encode_name == key), info)
-        info = _struct_in(info)
-        value = value[int(index)] if index else value[key]
-
-    return info
+def _parts(message: str) -> tuple[str, bool, str]:
+    """Take msgspec's message apart: the problem, whether it is about a key, and where."""
+    found = _PLACE.fullmatch(message)
+    return (found[1], bool(found[2]), found[3] or "") if found else (message, False, "")
 
 
-def _struct_in(info: msgspec.inspect.Type) -> msgspec.inspect.Type:
-    """Look through a union: what we can say more about is the struct or the enum in it."""
-    telling = (msgspec.inspect.StructType, msgspec.inspect.EnumType, msgspec.inspect.LiteralType)
+def _types_at(wanted: type, inner: str) -> list[msgspec.inspect.Type]:
+    """Find what msgspec would take at `inner` below a value of type `wanted`."""
+    types = _members(msgspec.inspect.type_info(wanted))
 
-    if isinstance(info, msgspec.inspect.UnionType):
-        return next((member for member in info.types if isinstance(member, telling)), info)
-    return info
-
-
-def _unknown_key(key: str, expected: msgspec.inspect.Type) -> str:
-    fields = expected.fields if isinstance(expected, msgspec.inspect.StructType) else ()
-    return f"unknown key; {_allowed(key, [field.encode_name for field in fields])}"
+    for key, index in _STEP.findall(inner.replace("[...]", "[0]")):
+        below = [_below(info, key, item=bool(index)) for info in types]
+        types = [member for info in below if info for member in _members(info)]
+    return types
 
 
-def _unknown_value(value: Any, expected: msgspec.inspect.Type) -> str:  # noqa: ANN401
+def _below(info: msgspec.inspect.Type, key: str, *, item: bool) -> msgspec.inspect.Type | None:
+    if item:
+        found: msgspec.inspect.Type | None = getattr(info, "item_type", None)
+        return found or getattr(info, "value_type", None)
+    if isinstance(info, msgspec.inspect.StructType):
+        return next((field.type for field in info.fields if field.encode_name == key), None)
+    return None
+
+
+def _members(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    return list(info.types) if isinstance(info, msgspec.inspect.UnionType) else [info]
+
+
+def _unknown_key(key: str, expected: Iterable[msgspec.inspect.Type]) -> str:
+    structs = [info for info in expected if isinstance(info, msgspec.inspect.StructType)]
+    known = [field.encode_name for info in structs for field in info.fields]
+
+    return f"unknown key; {_allowed(key, known)}"
+
+
+def _unknown_value(given: str, expected: Iterable[msgspec.inspect.Type]) -> str:
     values: list[str] = []
-    if isinstance(expected, msgspec.inspect.LiteralType):
-        values = [str(member) for member in expected.values]
-    elif isinstance(expected, msgspec.inspect.EnumType):
-        values = [str(member.value) for member in expected.cls]
+    for info in expected:
+        if isinstance(info, msgspec.inspect.LiteralType):
+            values += [str(member) for member in info.values]
+        elif isinstance(info, msgspec.inspect.EnumType):
+            values += [str(member.value) for member in info.cls]
 
-    return f"{value!r} is not known here; {_allowed(str(value), values)}"
+    return f"{given} is not known here; {_allowed(given, values)}"
 
 
 def _allowed(given: str, known: list[str]) -> str:
@@ -168,15 +200,11 @@ def _allowed(given: str, known: list[str]) -> str:
 
 def _plain(problem: str) -> str:
     """Say msgspec's message in YAML's words rather than Python's."""
-    for python, plain in {
-        "`object`": "a mapping",
-        "`array`": "a list",
-        "`str`": "a text",
-        "`int`": "a whole number",
-        "`bool`": "true or false",
-        "`float`": "a number",
-        "`null`": "nothing",
-        "Object missing required field": "missing key",
-    }.items():
-        problem = problem.replace(python, plain)
+    problem = re.sub(r"`([a-z |]+)`", _plain_types, problem)
+    problem = problem.replace("Object missing required field", "missing key")
     return problem[:1].lower() + problem[1:]
+
+
+def _plain_types(quoted: re.Match[str]) -> str:
+    words = quoted[1].split(" | ")
+    return " or ".join(_PLAIN[word] for word in words) if set(words) <= _PLAIN.keys() else quoted[0]

@@ -165,21 +165,23 @@ def _judged(
 
 def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[Fact, ...]]:
     states = []
+    offered = [share for share in fact.shares if share.gpu in snapshot.gpus]
 
     for state in snapshot.gpus.values():
-        shares = tuple(share for share in fact.shares if share.gpu == state.gpu.id)
+        shares = tuple(share for share in offered if share.gpu == state.gpu.id)
         states.append(
             state
             if shares == state.shares
             else replace(
                 state,
                 shares=shares,
-                contended=contended(shares),
+                # Held shares that are not on offer any more can still be in the way of others.
+                contended=contended({*shares, *(le.share for le in state.leases.values())}),
                 withheld=withheld(shares, state.leases),
             )
         )
 
-    offers = {resource: _offer(resource, fact.shares) for resource in fact.resources}
+    offers = {resource: _offer(resource, offered) for resource in fact.resources}
     if offers == snapshot.offers:
         return snapshot, ()
 
@@ -214,11 +216,10 @@ def _observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple
             elif lease.holder is not None or fact.at - lease.since >= fact.patience:
                 ended.append(share_id)
 
-        for share_id in on_offer.keys() & fact.holders.keys():
-            holder, lease_known = fact.holders[share_id], state.leases.get(share_id)
-            if lease_known is None or lease_known.holder != holder:
-                since = lease_known.since if lease_known else fact.at
-                started.append(Lease(on_offer[share_id], since, holder))
+        for share_id, share in on_offer.items():
+            holder, known = fact.holders.get(share_id), state.leases.get(share_id)
+            if holder is not None and (known is None or known.holder != holder):
+                started.append(Lease(share, known.since if known else fact.at, holder))
 
     return _with_leases(snapshot, fact.at, started=started, ended=ended)
 

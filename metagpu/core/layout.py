@@ -1,6 +1,5 @@
 """The configuration laid over the GPUs: which GPU is in which pool, and what is offered of it."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,18 +40,18 @@ class Layout:
 def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout:
     """Give every GPU to the first pool that selects it, and let the pool's backends cut it.
 
-    A resource may be offered by several pools (T4s in 15 shares, A100s in 40) if they use the same
-    backend for it; how requests are placed is then said by the first of these pools.
+    Where several pools offer one resource, the first of them says how requests are placed.
 
     Raises:
-        ConfigError: if two backends claim one resource name, or a name or id is not legal.
+        ConfigError: if an id is not legal or would be offered twice.
     """
     pools = config.pools(config.envelope.injection(injection))
     backends: dict[ResourceName, Backend] = {}
 
-    for pool, cutters in pools:
+    for _, cutters in pools:
         for backend in cutters:
-            _claim(config, pool, backend, backends)
+            for resource in backend.resources:
+                backends.setdefault(resource, backend)
 
     assignments = []
     shares: list[Share] = []
@@ -64,21 +63,6 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
 
     _check_ids(config, shares)
     return Layout(tuple(assignments), backends, tuple(shares))
-
-
-def _claim(
-    config: Config, pool: Pool, backend: Backend, backends: dict[ResourceName, Backend]
-) -> None:
-    for resource in backend.resources:
-        check_resource_name(resource, config.file)
-        first = backends.setdefault(resource, backend)
-
-        if first.name != backend.name:
-            raise ConfigError(
-                f"{resource} is offered by backend {first.name} already and cannot be offered by "
-                f"{backend.name} in pool {pool.name!r} too; give it another `resource`",
-                file=config.file,
-            )
 
 
 def _assign(gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]) -> tuple[Assignment, list[Backend]]:
@@ -109,31 +93,3 @@ def _check_ids(config: Config, shares: list[Share]) -> None:
                 file=config.file,
             )
         seen.add(share.id)
-
-
-def check_resource_name(name: str, file: str = "") -> None:
-    """Refuse what the kubelet would refuse as an extended resource's name.
-
-    Raises:
-        ConfigError: saying which of its rules is broken. The rules are those of Kubernetes'
-            IsExtendedResourceName: a domain, one `/`, a name.
-    """
-    domain, _, last = name.partition("/")
-    label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-
-    if not last or "/" in last:
-        problem = "it needs a domain, one `/` and a name, as in cnvrg.io/metagpu"
-    elif "kubernetes.io/" in name:
-        problem = "kubernetes.io is Kubernetes' own domain"
-    elif domain.startswith("requests."):
-        problem = "a domain must not begin with `requests.`"
-    elif len(domain) > 244 or not re.fullmatch(rf"{label}(\.{label})*", domain):  # noqa: PLR2004 - 253 less "requests."
-        problem = "the domain must be a lower-case DNS name of at most 244 characters"
-    elif not re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", last):
-        problem = (
-            "the name after `/` must be 1 to 63 of A-Z a-z 0-9 . _ -, alphanumeric at both ends"
-        )
-    else:
-        return
-
-    raise ConfigError(f"{name!r} is no resource name: {problem}", file=file)

@@ -16,7 +16,6 @@ Times are seconds since the epoch, memory is in bytes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NewType
 
 GpuId = NewType("GpuId", str)
@@ -160,7 +159,7 @@ class GpuState:
     gpu: Gpu
     verdict: Verdict
     shares: tuple[Share, ...] = ()
-    leases: Mapping[ShareId, Lease] = MappingProxyType({})
+    leases: Mapping[ShareId, Lease] = field(default_factory=dict)
     withheld: frozenset[ShareId] = frozenset()
     contended: bool = False
 
@@ -195,8 +194,8 @@ class Offer:
 class Snapshot:
     """Everything known at one moment. GPUs are in the order of their index."""
 
-    gpus: Mapping[GpuId, GpuState] = MappingProxyType({})
-    offers: Mapping[ResourceName, Offer] = MappingProxyType({})
+    gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
+    offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
 
 
 def gpu_of(share: ShareId) -> GpuId:

@@ -42,7 +42,7 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():
-                writer.write(msgspec.json.encode(await _answer(line, handlers)) + b"\n")
+                writer.write(await _answer(line, handlers) + b"\n")
                 await writer.drain()
         except (ConnectionError, ValueError):
             pass  # the caller hung up, or sent a line longer than any of ours
@@ -59,18 +59,20 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
         path.unlink(missing_ok=True)
 
 
-async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> Mapping[str, object]:
+async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
     try:
         request = msgspec.json.decode(line, type=dict[str, Any])
         handler = handlers.get(str(request.get("command")))
         if handler is None:
-            return {"error": f"no command {request.get('command')!r}; there are {list(handlers)}"}
-        return {"ok": await handler(request)}
+            known = ", ".join(handlers)
+            raise MetagpuError(f"no command {request.get('command')!r}; there are: {known}")
+        return msgspec.json.encode({"ok": await handler(request)})
     except (MetagpuError, msgspec.MsgspecError) as error:
-        return {"error": str(error)}
+        text = str(error)
     except Exception as error:
         log.exception("a control command failed")
-        return {"error": f"the daemon failed ({error!r}); its log has the details"}
+        text = f"the daemon failed ({error!r}); its log has the details"
+    return msgspec.json.encode({"error": text})
 
 
 def ask(run_dir: Path, request: Mapping[str, object]) -> Any:  # noqa: ANN401 - JSON

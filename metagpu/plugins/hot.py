@@ -13,6 +13,8 @@ from metagpu.core.model import Grant
 
 _SHORT: Final = 0x80
 """Lengths below this are one byte; every id of ours is."""
+_WIDEST: Final = 70
+"""Bits in ten bytes, the longest varint there is."""
 _FIELD_1, _FIELD_2, _FIELD_3, _FIELD_4, _FIELD_5 = b"\x0a", b"\x12", b"\x1a", b"\x22", b"\x2a"
 
 
@@ -137,6 +139,8 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < _SHORT:
             return value, at
         shift += 7
+        if shift >= _WIDEST:
+            raise ValueError("a number is too long")
 
 
 def _end(data: bytes, tag: int, start: int) -> int:

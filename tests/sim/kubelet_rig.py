@@ -11,7 +11,7 @@ from grpclib.client import Channel
 
 from metagpu.plugins.pb import v1beta1
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
-from metagpu.sim.kubelet_wire import Door
+from metagpu.sim.kubelet.wire import Door
 
 GPU = "example.com/gpu"
 NIC = "example.com/nic"

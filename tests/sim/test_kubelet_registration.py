@@ -13,7 +13,7 @@ from grpclib.protocol import Stream
 from grpclib.server import Handler
 
 from metagpu.sim.kubelet import SimKubelet
-from metagpu.sim.kubelet_registration import is_extended_resource
+from metagpu.sim.kubelet.registration import is_extended_resource
 from tests.sim.kubelet_rig import GPU, FakePlugin, devices, pod
 
 Headers = list[tuple[str, str]]

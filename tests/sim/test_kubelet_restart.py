@@ -11,7 +11,7 @@ from grpclib.client import Channel
 
 from metagpu.plugins.pb import v1beta1
 from metagpu.sim.kubelet import AdmissionError, Container, KubeletDownError, SimKubelet
-from metagpu.sim.kubelet_wire import Door
+from metagpu.sim.kubelet.wire import Door
 from tests.sim.kubelet_rig import GPU, Clock, FakePlugin, device, devices, pod
 
 CHECKPOINT = "kubelet_internal_checkpoint"

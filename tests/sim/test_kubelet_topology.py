@@ -7,8 +7,8 @@ import pytest
 
 from metagpu.plugins.pb import v1beta1
 from metagpu.sim.kubelet import AdmissionError, Container, SimKubelet
-from metagpu.sim.kubelet_ledger import Ledger
-from metagpu.sim.kubelet_topology import Hint, hints, merge_hints, split
+from metagpu.sim.kubelet.ledger import Ledger
+from metagpu.sim.kubelet.topology import Hint, hints, merge_hints, split
 from tests.sim.kubelet_rig import GPU, Clock, FakePlugin, device, devices, pod
 
 TWO_AND_TWO = [*devices("a b", 0), *devices("c d", 1)]

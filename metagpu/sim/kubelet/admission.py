@@ -8,9 +8,9 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from metagpu.sim.kubelet_choice import Question, Request, choose
-from metagpu.sim.kubelet_ledger import Endpoint, Ledger
-from metagpu.sim.kubelet_pods import (
+from metagpu.sim.kubelet.choice import Question, Request, choose
+from metagpu.sim.kubelet.ledger import Endpoint, Ledger
+from metagpu.sim.kubelet.pods import (
     AdmissionError,
     Container,
     ContainerStartError,
@@ -19,10 +19,10 @@ from metagpu.sim.kubelet_pods import (
     RunOptions,
     merge,
 )
-from metagpu.sim.kubelet_topology import TopologyPolicy, hints, merge_hints
+from metagpu.sim.kubelet.topology import TopologyPolicy, hints, merge_hints
 
 if TYPE_CHECKING:
-    from metagpu.sim.kubelet_wire import Plugin
+    from metagpu.sim.kubelet.wire import Plugin
 
 Reuse = dict[str, set[str]]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from metagpu.plugins.pb import v1beta1
-from metagpu.sim.kubelet_ledger import Ledger, nodes_of
+from metagpu.sim.kubelet.ledger import Ledger, nodes_of
 
 TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from metagpu.plugins.pb import v1beta1
 
 if TYPE_CHECKING:
-    from metagpu.sim.kubelet_wire import Plugin
+    from metagpu.sim.kubelet.wire import Plugin
 
 HEALTHY = "Healthy"
 NO_NODE = -1

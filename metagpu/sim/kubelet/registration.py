@@ -13,9 +13,9 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from metagpu.plugins.pb import v1beta1
-from metagpu.sim.kubelet_ledger import Ledger
-from metagpu.sim.kubelet_pods import DeviceError
-from metagpu.sim.kubelet_wire import Plugin
+from metagpu.sim.kubelet.ledger import Ledger
+from metagpu.sim.kubelet.pods import DeviceError
+from metagpu.sim.kubelet.wire import Plugin
 
 VERSION = "v1beta1"
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")

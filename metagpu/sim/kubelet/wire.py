@@ -24,7 +24,7 @@ from grpclib.server import Server
 
 from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.serving import stop_accepting
-from metagpu.sim.kubelet_pods import DeviceError
+from metagpu.sim.kubelet.pods import DeviceError
 
 if TYPE_CHECKING:
     from grpclib._typing import IServable

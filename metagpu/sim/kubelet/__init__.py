@@ -15,16 +15,16 @@ from typing import Self
 
 import anyio
 
-from metagpu.sim.kubelet_life import SOCKET, Life, Settings, begin
-from metagpu.sim.kubelet_pods import (
+from metagpu.sim.kubelet.life import SOCKET, Life, Settings, begin
+from metagpu.sim.kubelet.pods import (
     AdmissionError,
     Container,
     ContainerStartError,
     Pod,
     RunOptions,
 )
-from metagpu.sim.kubelet_registration import Tally
-from metagpu.sim.kubelet_topology import TopologyPolicy
+from metagpu.sim.kubelet.registration import Tally
+from metagpu.sim.kubelet.topology import TopologyPolicy
 
 __all__ = [
     "AdmissionError",

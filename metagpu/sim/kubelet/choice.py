@@ -4,9 +4,9 @@ import random
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
-from metagpu.sim.kubelet_ledger import Ledger
-from metagpu.sim.kubelet_pods import DeviceError
-from metagpu.sim.kubelet_topology import split
+from metagpu.sim.kubelet.ledger import Ledger
+from metagpu.sim.kubelet.pods import DeviceError
+from metagpu.sim.kubelet.topology import split
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from metagpu.plugins.pb import v1, v1alpha1
-from metagpu.sim.kubelet_ledger import NO_NODE, Ledger, nodes_of
-from metagpu.sim.kubelet_pods import Pod
+from metagpu.sim.kubelet.ledger import NO_NODE, Ledger, nodes_of
+from metagpu.sim.kubelet.pods import Pod
 
 
 class RateLimit:

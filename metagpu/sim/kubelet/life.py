@@ -9,13 +9,13 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from metagpu.sim.kubelet_admission import Admission
-from metagpu.sim.kubelet_ledger import Ledger
-from metagpu.sim.kubelet_podresources import AlphaLister, Lister, RateLimit, Resources
-from metagpu.sim.kubelet_pods import Pod
-from metagpu.sim.kubelet_registration import Registration, Tally
-from metagpu.sim.kubelet_topology import TopologyPolicy
-from metagpu.sim.kubelet_wire import Door
+from metagpu.sim.kubelet.admission import Admission
+from metagpu.sim.kubelet.ledger import Ledger
+from metagpu.sim.kubelet.podresources import AlphaLister, Lister, RateLimit, Resources
+from metagpu.sim.kubelet.pods import Pod
+from metagpu.sim.kubelet.registration import Registration, Tally
+from metagpu.sim.kubelet.topology import TopologyPolicy
+from metagpu.sim.kubelet.wire import Door
 
 SOCKET = "kubelet.sock"
 CHECKPOINT = "kubelet_internal_checkpoint"

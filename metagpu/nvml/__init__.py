@@ -1,0 +1,246 @@
+"""NVML behind `core.driver.Driver`: the only importer of pynvml, the only reader of its codes.
+
+Every call runs in a worker thread, in the lane of the GPU it is about: a GPU that hangs delays no
+other. Idle, there is one thread for all GPUs, the one that waits for events.
+
+    codes     NVML's return codes -> our errors
+    lane      one thread at a time, with a deadline
+    reading   one GPU's answers -> our values
+    session   the GPUs met so far, and the one event set
+"""
+
+import ctypes
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import Final
+
+import anyio
+import pynvml
+
+from metagpu.core.driver import (
+    Condition,
+    DriverEvent,
+    GpuProcess,
+    RecoveryActionChanged,
+    Survey,
+    Unreadable,
+)
+from metagpu.core.errors import DriverError, DriverUnavailable, GpuLost
+from metagpu.core.model import Gpu, GpuId
+from metagpu.nvml.lane import Lane
+from metagpu.nvml.reading import read_condition, read_memory, read_processes
+from metagpu.nvml.session import SLICE, Known, Session
+
+__all__ = ["Nvml"]
+
+_OPENING: Final = 60.0  # seconds: without persistence mode, initialising wakes every GPU in turn
+_FIRST_TOUCH: Final = 4  # deadlines: taking a GPU's handle may initialise it
+
+
+class Nvml:
+    """The `Driver` on NVML.
+
+    Args:
+        library: an object that has NVML's functions, put below pynvml while a session is open;
+            `None` for this machine's libnvidia-ml. A process has one NVML at a time.
+        deadline: seconds that a call may take.
+    """
+
+    def __init__(self, library: object | None = None, deadline: float = 5.0) -> None:
+        self._library = library
+        self._deadline = deadline
+        self._session: Session | None = None
+        self._met: dict[int, GpuId] = {}
+        self._left: list[Lane] = []
+
+    @property
+    def overdue(self) -> Sequence[str]:
+        """Name what NVML was asked about without coming back.
+
+        Such a thread outlives the event loop, and Python does not end before its threads do.
+        """
+        session = self._session
+        lanes = [session.library, session.wait, *session.lanes.values()] if session else []
+
+        return [lane.name for lane in [*self._left, *lanes] if not lane.idle]
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """Initialise NVML on entry and shut it down on exit.
+
+        Raises:
+            DriverUnavailable: if the library or the driver is missing; the message says which.
+        """
+        if self._session is not None:
+            raise RuntimeError("this Nvml has an open session already")
+
+        session = Session()
+        with _below_pynvml(self._library):
+            await session.library.call(session.open, max(_OPENING, self._deadline))
+            self._session = session
+            try:
+                yield
+            finally:
+                self._session = None
+                with anyio.CancelScope(shield=True):
+                    await self._close(session)
+
+    async def survey(self) -> Survey:
+        """Read every GPU, and listen to the events of those not listened to yet."""
+        session = self._opened()
+
+        async with session.registering:
+            return await self._look_around(session)
+
+    async def _look_around(self, session: Session) -> Survey:
+        count, version = await session.library.call(session.count, self._deadline)
+        answers: list[Gpu | DriverError] = [DriverError("not asked")] * count
+
+        async def read(index: int) -> None:
+            lane = session.lanes.setdefault(index, Lane(f"GPU {index}"))
+            try:
+                work = partial(session.read, index)
+                answers[index] = await lane.call(work, _FIRST_TOUCH * self._deadline)
+            except DriverError as error:
+                answers[index] = error
+
+        async with anyio.create_task_group() as group:
+            for index in range(count):
+                group.start_soon(read, index)
+
+        for answer in answers:
+            if isinstance(answer, DriverUnavailable):
+                raise answer
+        survey = self._survey(answers, version)
+        lost = [u.gpu for u in survey.unreadable if u.gpu and isinstance(answers[u.index], GpuLost)]
+        await self._stop_listening(session, lost)
+
+        return survey
+
+    async def condition(self, gpu: GpuId) -> Condition:
+        """Read how one GPU is now: this is the device check."""
+        session, known = self._opened(), self._known(gpu)
+
+        try:
+            condition = await known.lane.call(partial(read_condition, known.handle), self._deadline)
+        except GpuLost:
+            known.ailing = True
+            raise
+
+        ailing = bool(condition.recovery_action)
+        if known.ailing and not ailing:
+            # A reset may have taken the registration with it, and NVML would not say so.
+            known.lost, session.spoiled = False, True
+            async with session.registering:
+                await self._stop_listening(session, [])
+        known.ailing = ailing
+        return condition
+
+    async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
+        """List the compute and graphics processes that have memory on one GPU."""
+        known = self._known(gpu)
+        return await known.lane.call(partial(read_processes, known.handle), self._deadline)
+
+    async def events(self) -> Sequence[DriverEvent]:
+        """Wait for events of any GPU, at most one second; empty when nothing happened.
+
+        A GPU that is lost is reported as `RecoveryActionChanged`, which asks for its condition.
+        """
+        session = self._opened()
+
+        if not any(known.heard for known in session.gpus.values()):
+            await anyio.sleep(SLICE)
+            return ()
+
+        try:
+            return await session.wait.call(session.take, SLICE + self._deadline)
+        except GpuLost:
+            return await self._who_is_lost(session)
+
+    async def _who_is_lost(self, session: Session) -> Sequence[DriverEvent]:
+        """Find out whom NVML means when it only says that a GPU of the event set is lost."""
+        lost: list[GpuId] = []
+
+        async def ask(gpu: GpuId, known: Known) -> None:
+            with suppress(DriverError):
+                try:
+                    await known.lane.call(partial(read_memory, known.handle), self._deadline)
+                except GpuLost:
+                    lost.append(gpu)
+
+        async with anyio.create_task_group() as group:
+            for gpu, known in session.gpus.items():
+                if known.heard:
+                    group.start_soon(ask, gpu, known)
+
+        # While it is in the set, NVML answers with the same error at once.
+        async with session.registering:
+            await self._stop_listening(session, lost)
+        if not lost:
+            await anyio.sleep(SLICE)
+        return [RecoveryActionChanged(gpu) for gpu in lost] or [RecoveryActionChanged(None)]
+
+    async def _stop_listening(self, session: Session, lost: Collection[GpuId]) -> None:
+        gone = [session.gpus[gpu] for gpu in lost if gpu in session.gpus]
+        stale = session.spoiled or any(known.heard for known in gone)
+
+        for known in gone:
+            known.heard, known.lost, known.ailing = 0, True, True
+        if stale and session.events is not None:
+            await session.wait.call(session.renew, SLICE + self._deadline)
+
+    def _survey(self, answers: Sequence[Gpu | DriverError], version: str) -> Survey:
+        gpus = [answer for answer in answers if isinstance(answer, Gpu)]
+        read = {gpu.id for gpu in gpus}
+        met = {index: gpu for index, gpu in self._met.items() if gpu not in read}
+        unreadable = [
+            Unreadable(index, str(answer), met.get(index))
+            for index, answer in enumerate(answers)
+            if isinstance(answer, DriverError)
+        ]
+
+        self._met = {u.index: u.gpu for u in unreadable if u.gpu} | {g.index: g.id for g in gpus}
+        return Survey(tuple(gpus), tuple(unreadable), version)
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise DriverUnavailable("no NVML session is open")
+        return self._session
+
+    def _known(self, gpu: GpuId) -> Known:
+        known = self._opened().gpus.get(gpu)
+        if gpu not in self._met.values():
+            raise DriverError(f"no GPU {gpu} was found on this node by the last survey")
+        if known is None:
+            raise GpuLost(f"GPU {gpu}: it could not be read since NVML was initialised")
+        return known
+
+    async def _close(self, session: Session) -> None:
+        # A set that somebody still waits on must not be freed; it goes with the process.
+        if await session.wait.settled(SLICE + self._deadline):
+            with suppress(DriverError):
+                await session.wait.call(session.free, self._deadline)
+        with suppress(DriverError):
+            await session.library.call(pynvml.nvmlShutdown, self._deadline)
+
+        lanes = [session.library, session.wait, *session.lanes.values()]
+        self._left = [lane for lane in [*self._left, *lanes] if not lane.idle]
+
+
+@contextmanager
+def _below_pynvml(library: object | None) -> Iterator[None]:
+    """Have pynvml call this library: it keeps its one in a global, and its functions in another."""
+    before = pynvml.nvmlLib
+    if before is not library and not isinstance(before, ctypes.CDLL | None):
+        raise RuntimeError("a session with another NVML library is open in this process")
+
+    if library is not None:
+        pynvml.nvmlLib = library
+        pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - it has no other door
+    try:
+        yield
+    finally:
+        if library is not None:
+            pynvml.nvmlLib = before
+            pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - likewise

@@ -1,0 +1,166 @@
+"""NVML between its initialisation and its shutdown: the GPUs met so far, and the event set.
+
+The methods block, and run in lanes; they raise what pynvml does.
+"""
+
+import ctypes
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import anyio
+import pynvml
+
+from metagpu.core.driver import DriverEvent, EccError, RecoveryActionChanged, Xid
+from metagpu.core.model import Gpu, GpuId
+from metagpu.nvml.codes import CONCLUSIVE, FAILURES, code_of, if_said
+from metagpu.nvml.lane import Lane
+from metagpu.nvml.reading import Handle, describe, instance
+
+SLICE: Final = 1.0
+"""Seconds of one wait for events: waits cannot be cancelled, so leaving takes as long."""
+BATCH: Final = 256
+"""Events in a batch at most: a storm of corrected errors must not hold it open."""
+
+_XID: Final = pynvml.nvmlEventTypeXidCriticalError
+_HEARD: Final = (
+    _XID
+    | pynvml.nvmlEventTypeSingleBitEccError
+    | pynvml.nvmlEventTypeDoubleBitEccError
+    | pynvml.nvmlEventTypeGpuUnavailableError
+    | pynvml.nvmlEventTypeGpuRecoveryAction
+)
+
+
+def address_of(handle: Handle) -> int | None:
+    """Give the address that tells one handle from another."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+@dataclass(slots=True)
+class Known:
+    """A GPU of this session.
+
+    Attributes:
+        heard: the event types that it is registered for, 0 when none.
+        lost: whether it must be kept out of the event set: NVML would fail every wait at once.
+        ailing: whether it was lost or wanted something when its condition was last read.
+    """
+
+    index: int
+    handle: Handle
+    lane: Lane
+    heard: int = 0
+    lost: bool = False
+    ailing: bool = False
+
+
+@dataclass(slots=True)
+class Session:
+    """See the module.
+
+    Attributes:
+        events: the event set, `None` where NVML has no events.
+        registering: held while GPUs are registered with it, or it is replaced.
+        spoiled: whether it has to be replaced.
+    """
+
+    library: Lane = field(default_factory=lambda: Lane("NVML", whole=True))
+    wait: Lane = field(default_factory=lambda: Lane("NVML events"))
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    gpus: dict[GpuId, Known] = field(default_factory=dict)
+    events: Handle = None
+    registering: anyio.Lock = field(default_factory=anyio.Lock)
+    spoiled: bool = False
+
+    def open(self) -> None:
+        """Initialise NVML."""
+        pynvml.nvmlInit()
+
+        try:
+            self.events = if_said(pynvml.nvmlEventSetCreate)
+        except FAILURES:
+            pynvml.nvmlShutdown()
+            raise
+
+    def count(self) -> tuple[int, str]:
+        """Give the number of GPUs and the driver's version."""
+        return pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
+
+    def read(self, index: int) -> Gpu:
+        """Describe the GPU at an index, and listen to it if that is not so yet."""
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        gpu_id = GpuId(pynvml.nvmlDeviceGetUUID(handle))
+        lane = self.lanes[index]
+        lane.name = f"GPU {index} ({gpu_id})"
+
+        known = self.gpus.setdefault(gpu_id, Known(index, handle, lane))
+        if address_of(known.handle) != address_of(handle):
+            known.heard = 0
+        known.index, known.handle, known.lane, known.lost = index, handle, lane, False
+        known.heard = known.heard or self.register(handle)
+
+        return describe(handle, gpu_id, index, listens=bool(known.heard & _XID))
+
+    def register(self, handle: Handle) -> int:
+        """Listen to a GPU from now on; give the event types that it will tell, 0 when none."""
+        heard = _HEARD & (if_said(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0)
+        if self.events is None or not heard:
+            return 0
+
+        try:
+            pynvml.nvmlDeviceRegisterEvents(handle, heard, self.events)
+        except pynvml.NVMLError as failure:
+            if code_of(failure) in CONCLUSIVE:
+                raise
+            # NVML's documentation: after this error the set is undefined and should be freed.
+            self.spoiled |= code_of(failure) == pynvml.NVML_ERROR_UNKNOWN
+            return 0
+
+        return int(heard)
+
+    def renew(self) -> None:
+        """Replace the event set by one that holds the GPUs that answer."""
+        old, self.events, self.spoiled = self.events, pynvml.nvmlEventSetCreate(), False
+
+        for known in self.gpus.values():
+            # Whoever is left out here is registered by the next survey that can read it.
+            known.heard = 0
+            if known.lane.idle and not known.lost:
+                with suppress(pynvml.NVMLError):
+                    known.heard = self.register(known.handle)
+        pynvml.nvmlEventSetFree(old)
+
+    def take(self) -> tuple[DriverEvent, ...]:
+        """Wait for an event, `SLICE` seconds at most, then take along those already there."""
+        batch: list[DriverEvent] = []
+
+        while len(batch) < BATCH:
+            try:
+                data = pynvml.nvmlEventSetWait_v2(self.events, 0 if batch else int(SLICE * 1000))
+            except pynvml.NVMLError as failure:
+                # With events at hand an error can wait: the next call meets it again.
+                if batch or code_of(failure) == pynvml.NVML_ERROR_TIMEOUT:
+                    break
+                raise
+            batch.append(self._event(data))
+
+        return tuple(batch)
+
+    def free(self) -> None:
+        """Free the event set."""
+        if self.events is not None:
+            pynvml.nvmlEventSetFree(self.events)
+
+    def _event(self, data: Any) -> DriverEvent:  # noqa: ANN401 - pynvml ships no types
+        address = address_of(data.device)
+        gpu = next((id_ for id_, g in self.gpus.items() if address_of(g.handle) == address), None)
+
+        if data.eventType == _XID:
+            where = instance(data.gpuInstanceId), instance(data.computeInstanceId)
+            return Xid(gpu, int(data.eventData), *where)
+        if data.eventType == pynvml.nvmlEventTypeSingleBitEccError:
+            return EccError(gpu, double_bit=False)
+        if data.eventType == pynvml.nvmlEventTypeDoubleBitEccError:
+            return EccError(gpu, double_bit=True)
+        return RecoveryActionChanged(gpu)

@@ -1,0 +1,96 @@
+"""The GPUs that can be simulated, with the figures of the real ones.
+
+Totals and names are what nvidia-smi prints. Sources: published `nvidia-smi -q` outputs, for totals
+and the memory that the driver reserves (it differs by driver: one published value each);
+pci.ids, for device ids; NVIDIA's CUDA GPU list, for compute capabilities. The list of totals at
+github.com/modal-labs/modal-client/pull/2797 agrees with all of its boards.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import pynvml
+
+_NVIDIA: Final = 0x10DE
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A kind of GPU.
+
+    Attributes:
+        key: how people name it here, such as `a100-40gb`.
+        product: its name as NVML prints it.
+        memory: total, in MiB; `reserved` of it belongs to the driver.
+        device: its PCI device id at NVIDIA.
+        architecture: NVML's number for its family.
+        mig: whether it can be cut into MIG instances.
+    """
+
+    key: str
+    product: str
+    memory: int
+    reserved: int
+    compute_capability: tuple[int, int]
+    architecture: int
+    device: int
+    mig: bool = False
+
+    @property
+    def remaps_rows(self) -> bool:
+        """Whether it replaces memory rows, as from Ampere on; older ones retire pages instead."""
+        return self.architecture >= int(pynvml.NVML_DEVICE_ARCH_AMPERE)
+
+    @property
+    def pci_device_id(self) -> int:
+        """The device id and, below it, NVIDIA's vendor id, as NVML puts them into one number."""
+        return self.device << 16 | _NVIDIA
+
+    @property
+    def event_types(self) -> int:
+        """The events that every data centre GPU supports; newer drivers add to them."""
+        return int(
+            pynvml.nvmlEventTypeSingleBitEccError
+            | pynvml.nvmlEventTypeDoubleBitEccError
+            | pynvml.nvmlEventTypePState
+            | pynvml.nvmlEventTypeXidCriticalError
+            | pynvml.nvmlEventTypeClock
+        )
+
+
+_VOLTA, _TURING, _AMPERE = (
+    pynvml.NVML_DEVICE_ARCH_VOLTA,
+    pynvml.NVML_DEVICE_ARCH_TURING,
+    pynvml.NVML_DEVICE_ARCH_AMPERE,
+)
+_ADA, _HOPPER, _BLACKWELL = (
+    pynvml.NVML_DEVICE_ARCH_ADA,
+    pynvml.NVML_DEVICE_ARCH_HOPPER,
+    pynvml.NVML_DEVICE_ARCH_BLACKWELL,
+)
+
+_ROWS: Final = (
+    # nvidia-smi -q: total 16384, reserved 240.
+    Board("v100-16gb", "Tesla V100-SXM2-16GB", 16384, 240, (7, 0), _VOLTA, 0x1DB1),
+    # nvidia-smi: total 32768; reserved assumed to be its smaller sister's.
+    Board("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 240, (7, 0), _VOLTA, 0x1DB5),
+    # nvidia-smi -q, error correction on: total 15360, reserved 393.
+    Board("t4", "Tesla T4", 15360, 393, (7, 5), _TURING, 0x1EB8),
+    # nvidia-smi: total 46068; reserved 471 on a board of this size.
+    Board("l40s", "NVIDIA L40S", 46068, 471, (8, 9), _ADA, 0x26B9),
+    # nvidia-smi: total 24576; reserved assumed: no published value found.
+    Board("a30", "NVIDIA A30", 24576, 512, (8, 0), _AMPERE, 0x20B7, mig=True),
+    # nvidia-smi -q of a DGX A100: total 40960, reserved 620.
+    Board("a100-40gb", "NVIDIA A100-SXM4-40GB", 40960, 620, (8, 0), _AMPERE, 0x20B0, mig=True),
+    # nvidia-smi -q: total 81920, reserved 763.
+    Board("a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 763, (8, 0), _AMPERE, 0x20B2, mig=True),
+    # nvidia-smi -q: total 81559, reserved 328.
+    Board("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 328, (9, 0), _HOPPER, 0x2330, mig=True),
+    # nvidia-smi -q: total 143771, reserved 700.
+    Board("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, mig=True),
+    # nvidia-smi: total 183359; reserved: less the 178.35 GiB that CUDA sees (pytorch/ao#4002).
+    Board("b200", "NVIDIA B200", 183359, 729, (10, 0), _BLACKWELL, 0x2901, mig=True),
+)
+
+BOARDS: Final = {board.key: board for board in _ROWS}
+"""By the name that people write."""

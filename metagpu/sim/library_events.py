@@ -1,0 +1,119 @@
+"""NVML's event sets."""
+
+# ruff: noqa: N802 - functions carry the names of NVML's own
+
+import ctypes
+import time
+from typing import Final
+
+import pynvml
+
+from metagpu.sim.library_base import (
+    Argument,
+    LibraryBase,
+    Return,
+    address_in,
+    c_function,
+    fill,
+    fill_pointer,
+    number,
+    target,
+)
+from metagpu.sim.node import RECOVERY_SINCE, EventSet, SimEvent, SimGpu, SimNode
+
+_SETS: Final = 0x7F5F_0000_0000
+_NONE: Final = 0xFFFFFFFF
+
+
+class Events(LibraryBase):
+    """Who registers for what, and waits for it."""
+
+    def __init__(self, node: SimNode) -> None:
+        super().__init__(node)
+        self._sets: dict[int, EventSet] = {}
+        self._made = 0
+
+    @c_function
+    def nvmlDeviceGetSupportedEventTypes(self, device: Argument, types: Argument) -> None:
+        """Give the event types that a GPU can tell."""
+        with self._gpu(device) as gpu:
+            fill(types, self._types(gpu))
+
+    @c_function
+    def nvmlEventSetCreate(self, events: Argument) -> None:
+        """Make an event set."""
+        with self._ready():
+            self._made += 1
+            made = EventSet()
+            self._sets[_SETS + 0x100 * self._made] = made
+            self.node.event_sets.append(made)
+            fill_pointer(events, _SETS + 0x100 * self._made)
+
+    @c_function
+    def nvmlDeviceRegisterEvents(self, device: Argument, types: Argument, events: Argument) -> None:
+        """Deliver a GPU's events from now on; what happened before is lost."""
+        with self._gpu(device) as gpu:
+            wanted = number(types)
+            if wanted & ~pynvml.nvmlEventTypeAll:
+                raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            if wanted & ~self._types(gpu):
+                raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            registered = self._set(events).registered
+            registered[gpu.slot] = registered.get(gpu.slot, 0) | wanted
+
+    @c_function
+    def nvmlEventSetWait_v2(self, events: Argument, data: Argument, timeout: Argument) -> None:
+        """Wait for an event, for so many milliseconds.
+
+        Once all events are taken, a lost GPU in the set makes every wait fail at once: NVML's
+        documentation promises no better.
+        """
+        deadline = time.monotonic() + number(timeout) / 1000
+
+        with self._ready():
+            answer = target(data)
+            while not (waiting := self._set(events)).queue:
+                if any(self._is_lost(slot) for slot in waiting.registered):
+                    raise Return(pynvml.NVML_ERROR_GPU_IS_LOST)
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise Return(pynvml.NVML_ERROR_TIMEOUT)
+                self.node.changed.wait(left)
+                self._check()
+            _deliver(waiting.queue.popleft(), answer)
+
+    @c_function
+    def nvmlEventSetFree(self, events: Argument) -> None:
+        """Forget an event set."""
+        with self._ready():
+            self.node.event_sets.remove(self._set(events))
+            del self._sets[address_in(events)]
+            self.node.changed.notify_all()
+
+    def _close(self) -> None:
+        for events in self._sets.values():
+            self.node.event_sets.remove(events)
+        self._sets.clear()
+        self.node.changed.notify_all()
+
+    def _set(self, events: Argument) -> EventSet:
+        found = self._sets.get(address_in(events))
+        if found is None:
+            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return found
+
+    def _is_lost(self, slot: int) -> bool:
+        return any(
+            gpu.slot == slot and gpu.failure == pynvml.NVML_ERROR_GPU_IS_LOST
+            for gpu in self.node.gpus
+        )
+
+    def _types(self, gpu: SimGpu) -> int:
+        newer = pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
+        return gpu.board.event_types | (newer if self.node.driver_branch >= RECOVERY_SINCE else 0)
+
+
+def _deliver(event: SimEvent, data: Argument) -> None:
+    data.device = ctypes.cast(event.gpu.handle, type(data.device))
+    data.eventType, data.eventData = event.type, event.data
+    data.gpuInstanceId = _NONE if event.gi is None else event.gi
+    data.computeInstanceId = _NONE if event.ci is None else event.ci

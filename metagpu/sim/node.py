@@ -1,0 +1,296 @@
+"""The machine below the simulated NVML: GPUs, a driver, and everything that can happen to them.
+
+Thread-safe: NVML's callers, and whoever steers, hold `SimNode.changed` while they look or change.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+import pynvml
+
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.errors import MetagpuError
+from metagpu.core.model import MIB, GpuId
+from metagpu.sim.boards import Board
+
+DRIVER: Final = "580.65.06"
+RECOVERY_SINCE: Final = 565
+"""The driver that brought the recovery action and its event (NVML's change log, v560 to v565)."""
+
+ACTIONS: Final[Mapping[int, RecoveryAction]] = MappingProxyType(
+    {
+        **dict.fromkeys((46, 48, 62, 64, 74, 95, 119, 120, 140), RecoveryAction.GPU_RESET),
+        79: RecoveryAction.NODE_REBOOT,
+    }
+)
+"""What a GPU needs after an XID, where NVIDIA's catalogue says so (its column "immediate action":
+RESET_GPU, RESTART_BM, and the workflows of 48 and 74, which end in a reset). After the errors of
+applications (13, 31, 43, 45, 68, 69, 94, 109) it needs nothing, nor after 63 and 92, which it
+ignores: docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html.
+"""
+
+_UUIDS: Final = uuid.UUID("6d657461-6770-7500-8000-000000000000")
+_BUSES: Final = (0x07, 0x0F, 0x47, 0x4E, 0x87, 0x90, 0xB7, 0xBD)  # of a DGX A100, in PCI order
+_HANDLES: Final = 0x7F5E_0000_0000
+
+
+class SimError(MetagpuError):
+    """Raised when the simulated node cannot do what it was told; says what it could do."""
+
+
+@dataclass(slots=True)
+class SimProcess:
+    """A process on a GPU; `memory` in bytes, `None` when the driver does not say."""
+
+    pid: int
+    memory: int | None
+    gi: int | None = None
+    ci: int | None = None
+    graphics: bool = False
+
+
+@dataclass(slots=True)
+class SimGpu:
+    """One GPU, everything about it.
+
+    Attributes:
+        slot: its place in the machine, never given to another GPU.
+        failure: the NVML code with which every call about it is answered.
+        hung_until: until when calls about it block, by `time.monotonic`.
+    """
+
+    slot: int
+    board: Board
+    id: GpuId
+    numa: int
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    recovery_action: RecoveryAction = RecoveryAction.NONE
+    mig: bool = False
+    mig_pending: bool = False
+    failure: int | None = None
+    hung_until: float = 0.0
+    processes: dict[tuple[int, int | None, int | None], SimProcess] = field(default_factory=dict)
+
+    @property
+    def handle(self) -> int:
+        """The address that NVML's callers get for it."""
+        return _HANDLES + 0x10000 * self.slot
+
+    @property
+    def bus_id(self) -> str:
+        """Its PCI address as NVML writes it; the ninth GPU begins a second PCI domain."""
+        return f"{self.slot // 8:08X}:{_BUSES[self.slot % 8]:02X}:00.0"
+
+    @property
+    def used(self) -> int:
+        """Bytes of memory that processes have."""
+        return sum(process.memory or 0 for process in self.processes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SimEvent:
+    """One event as NVML delivers it."""
+
+    gpu: SimGpu
+    type: int
+    data: int = 0
+    gi: int | None = None
+    ci: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class EventSet:
+    """Who listens to which event types of which slots, and what has not been taken yet."""
+
+    registered: dict[int, int] = field(default_factory=dict)
+    queue: deque[SimEvent] = field(default_factory=deque)
+
+
+class SimNode:
+    """A machine with GPUs; what is done to it takes effect at once, and wakes who waits.
+
+    Args:
+        driver: its version, which decides what NVML can say.
+        seed: other seeds give other uuids; the same seed and boards always the same.
+
+    Attributes:
+        gpus: those in the machine, by index; `every_gpu` has the removed ones too.
+        failure: the NVML code with which every call is answered, when the driver is away.
+        loads: how often the driver was loaded.
+    """
+
+    def __init__(self, driver: str = DRIVER, seed: str = "node") -> None:
+        self.driver = driver
+        self.changed = threading.Condition()
+        self.gpus: list[SimGpu] = []
+        self.every_gpu: list[SimGpu] = []
+        self.event_sets: list[EventSet] = []
+        self.failure: int | None = None
+        self.loads = 1
+        self._seed = seed
+        self._slots = 0
+
+    @property
+    def driver_branch(self) -> int:
+        """The number before the first point of the driver's version."""
+        return int(self.driver.partition(".")[0])
+
+    def gpu(self, name: str | int) -> SimGpu:
+        """Find a GPU by its index or uuid.
+
+        Raises:
+            SimError: if there is none; says which there are.
+        """
+        with self.changed:
+            for index, gpu in enumerate(self.gpus):
+                if str(name) in {str(index), gpu.id}:
+                    return gpu
+
+            last = len(self.gpus) - 1
+            here = "none" if last < 0 else "0" if last == 0 else f"0-{last}"
+            raise SimError(f"no GPU {name} here: this node has {here}")
+
+    def add_gpu(
+        self, board: Board, *, gpu_id: GpuId | None = None, numa: int | None = None
+    ) -> SimGpu:
+        """Put a GPU into the next slot: the first four are near NUMA node 0, the next near 1."""
+        with self.changed:
+            slot, self._slots = self._slots, self._slots + 1
+            made = GpuId(f"GPU-{uuid.uuid5(_UUIDS, f'{self._seed}/{slot}/{board.key}')}")
+            near = slot // 4 % 2 if numa is None else numa
+            gpu = SimGpu(slot, board, gpu_id or made, near)
+
+            if any(other.id == gpu.id for other in self.gpus):
+                raise SimError(f"two GPUs with the uuid {gpu.id}")
+            self.gpus.append(gpu)
+            self.every_gpu.append(gpu)
+            self.changed.notify_all()
+            return gpu
+
+    def remove_gpu(self, gpu: SimGpu) -> None:
+        """Take a GPU out of the machine: it is not counted any more, and its handle is dead."""
+        with self._change():
+            self.gpus.remove(gpu)
+            gpu.failure = pynvml.NVML_ERROR_GPU_IS_LOST
+
+    def raise_xid(
+        self, gpu: SimGpu, code: int, gi: int | None = None, ci: int | None = None
+    ) -> None:
+        """Have the driver report an XID, with what comes of it on a real GPU.
+
+        48 counts an uncorrected memory error, 63 and 64 remap a row or fail to, after 79 the GPU
+        is lost; `ACTIONS` tells what the GPU needs then.
+        """
+        with self._change():
+            self._emit(SimEvent(gpu, pynvml.nvmlEventTypeXidCriticalError, code, gi, ci))
+
+            if code == 48:  # noqa: PLR2004 - XIDs are known by their numbers
+                gpu.ecc_uncorrected += 1
+                self._emit(SimEvent(gpu, pynvml.nvmlEventTypeDoubleBitEccError))
+            if code in {63, 64} and gpu.board.remaps_rows:
+                gpu.rows = [gpu.rows[0], gpu.rows[1] + (code == 63), 1, int(code == 64)]  # noqa: PLR2004
+            if code == 79:  # noqa: PLR2004
+                gpu.failure = pynvml.NVML_ERROR_GPU_IS_LOST
+            if code in ACTIONS:
+                self._want(gpu, ACTIONS[code])
+
+    def lose(self, gpu: SimGpu, code: int = pynvml.NVML_ERROR_GPU_IS_LOST) -> None:
+        """Let a GPU fall silent without a word: every call about it is answered with the code."""
+        with self._change():
+            gpu.failure = code
+
+    def need(self, gpu: SimGpu, action: RecoveryAction) -> None:
+        """Have a GPU want something."""
+        with self._change():
+            self._want(gpu, action)
+
+    def recover(self, gpu: SimGpu) -> None:
+        """Reset a GPU: it answers and needs nothing. Who listened to it has to register again."""
+        with self._change():
+            gpu.failure, gpu.hung_until = None, 0.0
+            gpu.ecc_corrected = gpu.ecc_uncorrected = 0
+            gpu.rows[2] = 0
+            for events in self.event_sets:
+                events.registered.pop(gpu.slot, None)
+            self._want(gpu, RecoveryAction.NONE)
+
+    def hang(self, gpu: SimGpu, seconds: float) -> None:
+        """Let every call about a GPU block for some seconds, or until it recovers."""
+        with self._change():
+            gpu.hung_until = time.monotonic() + seconds
+
+    def ecc(self, gpu: SimGpu, *, double_bit: bool, count: int = 1) -> None:
+        """Count memory errors: single-bit ones were corrected."""
+        with self._change():
+            if double_bit:
+                gpu.ecc_uncorrected += count
+                self._emit(SimEvent(gpu, pynvml.nvmlEventTypeDoubleBitEccError))
+            else:
+                gpu.ecc_corrected += count
+                self._emit(SimEvent(gpu, pynvml.nvmlEventTypeSingleBitEccError))
+
+    def add_process(self, gpu: SimGpu, process: SimProcess) -> None:
+        """Start a process on a GPU, or let one that is there use more or less.
+
+        Raises:
+            SimError: if the GPU has less memory than that.
+        """
+        with self._change():
+            key = process.pid, process.gi, process.ci
+            others = gpu.used - ((gpu.processes[key].memory or 0) if key in gpu.processes else 0)
+            free = (gpu.board.memory - gpu.board.reserved) * MIB - others
+
+            if (process.memory or 0) > free:
+                raise SimError(f"GPU {gpu.id} has {free // MIB} MiB left for process {process.pid}")
+            gpu.processes[key] = process
+
+    def end_process(self, gpu: SimGpu, pid: int) -> None:
+        """End a process.
+
+        Raises:
+            SimError: if it is not on this GPU; says which are.
+        """
+        with self._change():
+            keys = [key for key in gpu.processes if key[0] == pid]
+            if not keys:
+                pids = ", ".join(sorted(str(key[0]) for key in gpu.processes)) or "none"
+                raise SimError(f"no process {pid} on GPU {gpu.id}; there: {pids}")
+
+            for key in keys:
+                del gpu.processes[key]
+
+    def fail_driver(self, code: int = pynvml.NVML_ERROR_DRIVER_NOT_LOADED) -> None:
+        """Take the driver away: every call is answered with the code."""
+        with self._change():
+            self.failure = code
+
+    def restore_driver(self) -> None:
+        """Load the driver again; who used the old one has to initialise NVML anew."""
+        with self._change():
+            self.failure = None
+            self.loads += 1
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        with self.changed:
+            yield
+            self.changed.notify_all()
+
+    def _want(self, gpu: SimGpu, action: RecoveryAction) -> None:
+        if gpu.recovery_action != action:
+            gpu.recovery_action = action
+            self._emit(SimEvent(gpu, pynvml.nvmlEventTypeGpuRecoveryAction))
+
+    def _emit(self, event: SimEvent) -> None:
+        for events in self.event_sets:
+            if events.registered.get(event.gpu.slot, 0) & event.type:
+                events.queue.append(event)

@@ -1,0 +1,179 @@
+"""What `--simulate` says, and the node that comes of it.
+
+`a100-40gb:8` is a node with eight GPUs, `a100-40gb:4,t4:2` one with two kinds; anything else is
+the path of a YAML file:
+
+    driver: "580.65.06"
+    gpus:
+      - board: a100-40gb
+        count: 3
+      - board: a100-40gb
+        uuid: GPU-5f2e1a3c-0000-0000-0000-00000000beef
+        numa: 1
+        recoveryAction: gpu-reset
+        processes:
+          - {pid: 4242, memory: 8Gi}
+"""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from metagpu.core.document import Document
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.errors import ConfigError
+from metagpu.core.model import GpuId
+from metagpu.core.units import Bytes
+from metagpu.sim.boards import BOARDS, Board
+from metagpu.sim.node import DRIVER, SimError, SimNode, SimProcess
+
+_OPTION: Final = "--simulate"
+_PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")
+_UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
+_SUFFIXES: Final = {".yaml", ".yml", ".json"}
+MOST_GPUS: Final = 64
+
+ACTIONS: Final = {action.name.lower().replace("_", "-"): action for action in RecoveryAction}
+"""Recovery actions as people write them: `gpu-reset`, `node-reboot`."""
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process that is there from the beginning; without `memory` the driver does not say it."""
+
+    pid: int
+    memory: Bytes | None = None
+    gi: int | None = None
+    ci: int | None = None
+
+
+class GpuSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Some GPUs of one kind, next to each other."""
+
+    board: str
+    count: int = 1
+    uuid: str | None = None
+    numa: int | None = None
+    processes: tuple[ProcessSpec, ...] = ()
+    recovery_action: str = "none"
+
+
+class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole node; GPUs get their indices in this order."""
+
+    gpus: tuple[GpuSpec, ...]
+    driver: str = DRIVER
+
+
+def simulated(argument: str) -> SimNode:
+    """Make the node that the argument of `--simulate` describes.
+
+    Raises:
+        ConfigError: if it cannot be; says what is allowed.
+    """
+    if Path(argument).suffix in _SUFFIXES or "/" in argument:
+        document = _document(argument)
+    else:
+        document = Document(msgspec.json.encode({"gpus": _inline(argument)}).decode(), _OPTION)
+
+    spec = document.decode(NodeSpec)
+    _check(document, spec)
+    try:
+        return _build(spec)
+    except SimError as error:
+        raise document.error("gpus", str(error)) from None
+
+
+def board(key: str) -> Board:
+    """Find a kind of GPU.
+
+    Raises:
+        ConfigError: if there is none of that name; says which there are.
+    """
+    if key not in BOARDS:
+        raise ConfigError(_allowed(f"no board {key!r}", key, list(BOARDS)))
+    return BOARDS[key]
+
+
+def recovery_action(name: str) -> RecoveryAction:
+    """Find a recovery action by its name, such as `gpu-reset`.
+
+    Raises:
+        ConfigError: if there is none of that name; says which there are.
+    """
+    if name not in ACTIONS:
+        raise ConfigError(_allowed(f"no recovery action {name!r}", name, list(ACTIONS)))
+    return ACTIONS[name]
+
+
+def _document(path: str) -> Document:
+    try:
+        return Document(Path(path).read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", file=path) from error
+
+
+def _inline(argument: str) -> list[dict[str, object]]:
+    parts = []
+
+    for text in argument.split(","):
+        found = _PART.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(
+                f"{text.strip()!r} is no BOARD:COUNT such as a100-40gb:8, and no path of a YAML "
+                f"file; boards: {', '.join(BOARDS)}",
+                file=_OPTION,
+            )
+        parts.append({"board": found[1], "count": int(found[2] or 1)})
+    return parts
+
+
+def _check(document: Document, spec: NodeSpec) -> None:
+    """Find what has the right type and still makes no sense."""
+    if not re.fullmatch(r"\d{3}(\.\d+)*", spec.driver):
+        raise document.error("driver", f"{spec.driver!r} is no driver version such as {DRIVER}")
+    total = sum(gpu.count for gpu in spec.gpus)
+    if not 0 <= total <= MOST_GPUS:
+        raise document.error("gpus", f"{total} GPUs; a node has {MOST_GPUS} at most")
+
+    for number, gpu in enumerate(spec.gpus):
+        where = f"gpus[{number}]"
+        for path, find in ((f"{where}.board", board), (f"{where}.recoveryAction", recovery_action)):
+            try:
+                find(gpu.board if find is board else gpu.recovery_action)
+            except ConfigError as error:
+                raise document.error(path, error.problem) from None
+        if gpu.count < 1:
+            raise document.error(f"{where}.count", "must be at least 1")
+        if gpu.uuid is not None and gpu.count != 1:
+            raise document.error(f"{where}.uuid", f"stands for one GPU, and count is {gpu.count}")
+        if gpu.uuid is not None and not _UUID.fullmatch(gpu.uuid):
+            raise document.error(
+                f"{where}.uuid", f"{gpu.uuid!r} is no GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+            )
+        if gpu.numa is not None and gpu.numa < 0:
+            raise document.error(f"{where}.numa", "must be at least 0")
+
+
+def _build(spec: NodeSpec) -> SimNode:
+    node = SimNode(spec.driver)
+
+    for wanted in spec.gpus:
+        for _ in range(wanted.count):
+            gpu_id = None if wanted.uuid is None else GpuId(wanted.uuid)
+            gpu = node.add_gpu(board(wanted.board), gpu_id=gpu_id, numa=wanted.numa)
+            node.need(gpu, recovery_action(wanted.recovery_action))
+            for process in wanted.processes:
+                node.add_process(
+                    gpu, SimProcess(process.pid, process.memory, process.gi, process.ci)
+                )
+    return node
+
+
+def _allowed(problem: str, given: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+
+    return f"{problem}; allowed: {', '.join(known)}{hint}"

@@ -1,0 +1,241 @@
+"""What can be done to a simulated node while it runs: the commands of `metagpu sim`.
+
+A command is a value that goes over any wire as JSON (`AnyCommand`); `steer` does it.
+"""
+
+import argparse
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+from metagpu.core.errors import ConfigError
+from metagpu.core.units import Bytes, Duration
+from metagpu.sim.boards import BOARDS
+from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.spec import ACTIONS, board, recovery_action
+from metagpu.sim.view import NodeView, describe
+
+__all__ = ["AnyCommand", "Reply", "add_arguments", "command_from", "describe", "steer"]
+
+
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
+    """Something to do; a `gpu` is an index or a uuid."""
+
+    def apply(self, node: SimNode) -> str:
+        """Do it, and say in a line what was done.
+
+        Raises:
+            SimError: if the node has no such GPU or process, or no memory for it.
+            ConfigError: if there is no such board or recovery action.
+        """
+        raise NotImplementedError
+
+
+class Xid(Command, frozen=True, tag="xid"):
+    """Have the driver report an XID, inside a MIG instance if `gi` and `ci` are given."""
+
+    gpu: str
+    code: int
+    gi: int | None = None
+    ci: int | None = None
+
+    def apply(self, node: SimNode) -> str:
+        node.raise_xid(node.gpu(self.gpu), self.code, self.gi, self.ci)
+        return f"XID {self.code} on GPU {self.gpu}"
+
+
+class Lose(Command, frozen=True, tag="lose"):
+    """Let a GPU fall off the bus, without a word."""
+
+    gpu: str
+
+    def apply(self, node: SimNode) -> str:
+        node.lose(node.gpu(self.gpu))
+        return f"GPU {self.gpu} is lost"
+
+
+class Need(Command, frozen=True, tag="need"):
+    """Have a GPU want a recovery action, such as `gpu-reset`."""
+
+    gpu: str
+    action: str
+
+    def apply(self, node: SimNode) -> str:
+        action = recovery_action(self.action)
+        node.need(node.gpu(self.gpu), action)
+        return f"GPU {self.gpu} needs: {action}"
+
+
+class Recover(Command, frozen=True, tag="recover"):
+    """Reset a GPU: it answers again and needs nothing."""
+
+    gpu: str
+
+    def apply(self, node: SimNode) -> str:
+        node.recover(node.gpu(self.gpu))
+        return f"GPU {self.gpu} was reset and is well"
+
+
+class Process(Command, frozen=True, tag="process"):
+    """Start or end a process on a GPU; `memory` in bytes, `None`: the driver does not say."""
+
+    change: Literal["add", "end"]
+    gpu: str
+    pid: int
+    memory: int | None = None
+    gi: int | None = None
+    ci: int | None = None
+
+    def apply(self, node: SimNode) -> str:
+        gpu = node.gpu(self.gpu)
+        if self.change == "end":
+            node.end_process(gpu, self.pid)
+            return f"process {self.pid} is off GPU {self.gpu}"
+
+        node.add_process(gpu, SimProcess(self.pid, self.memory, self.gi, self.ci))
+        return f"process {self.pid} is on GPU {self.gpu}"
+
+
+class Ecc(Command, frozen=True, tag="ecc"):
+    """Count memory errors; `double_bit` ones were not corrected."""
+
+    gpu: str
+    double_bit: bool = False
+    count: int = 1
+
+    def apply(self, node: SimNode) -> str:
+        node.ecc(node.gpu(self.gpu), double_bit=self.double_bit, count=self.count)
+        kind = "uncorrected" if self.double_bit else "corrected"
+        return f"{self.count} {kind} memory errors on GPU {self.gpu}"
+
+
+class Hang(Command, frozen=True, tag="hang"):
+    """Let every call about a GPU block for some seconds."""
+
+    gpu: str
+    seconds: float
+
+    def apply(self, node: SimNode) -> str:
+        node.hang(node.gpu(self.gpu), self.seconds)
+        return f"GPU {self.gpu} hangs for {self.seconds:g} s"
+
+
+class Add(Command, frozen=True, tag="add"):
+    """Put one more GPU into the node."""
+
+    board: str
+
+    def apply(self, node: SimNode) -> str:
+        gpu = node.add_gpu(board(self.board))
+        return f"GPU {node.gpus.index(gpu)} ({gpu.id}) was added"
+
+
+class Driver(Command, frozen=True, tag="driver"):
+    """Take the driver away, or load it again."""
+
+    change: Literal["fail", "restore"]
+
+    def apply(self, node: SimNode) -> str:
+        if self.change == "fail":
+            node.fail_driver()
+            return "the driver is gone"
+
+        node.restore_driver()
+        return "the driver is loaded"
+
+
+class Node(Command, frozen=True, tag="node"):
+    """Change nothing, and show the node."""
+
+    def apply(self, node: SimNode) -> str:
+        return f"driver {node.driver}, {len(node.gpus)} GPUs"
+
+
+AnyCommand: TypeAlias = Xid | Lose | Need | Recover | Process | Ecc | Hang | Add | Driver | Node
+"""What a wire carries: `msgspec.json.decode(data, type=AnyCommand)`."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What was done, in a line, and the node after it."""
+
+    message: str
+    node: NodeView
+
+
+def steer(node: SimNode, command: AnyCommand) -> Reply:
+    """Do one thing to a node; raises as the command's `apply` does."""
+    message = command.apply(node)
+
+    return Reply(message, describe(node))
+
+
+_EXAMPLES: Final[dict[type[Command], str]] = {
+    Xid: "xid 0 79",
+    Lose: "lose 0",
+    Need: "need 0 gpu-reset",
+    Recover: "recover 0",
+    Process: "process add 0 4242 8Gi",
+    Ecc: "ecc 0 --double-bit",
+    Hang: "hang 0 10s",
+    Add: "add a100-40gb",
+    Driver: "driver fail",
+    Node: "node --json",
+}
+_ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
+    "gpu": {"metavar": "GPU", "help": "index or uuid of the GPU"},
+    "code": {"metavar": "XID", "type": int, "help": "number of the XID, such as 79"},
+    "action": {"metavar": "ACTION", "help": f"one of {', '.join(ACTIONS)}"},
+    "board": {"metavar": "BOARD", "help": f"one of {', '.join(BOARDS)}"},
+    "pid": {"metavar": "PID", "type": int, "help": "id of the process"},
+    "memory": {"metavar": "MEMORY", "nargs": "?", "help": "such as 8Gi; left out: not known"},
+    "seconds": {"metavar": "TIME", "help": "such as 10s"},
+    "--gi": {"metavar": "N", "type": int, "help": "MIG GPU instance"},
+    "--ci": {"metavar": "N", "type": int, "help": "MIG compute instance in it"},
+    "--count": {"metavar": "N", "type": int, "default": 1, "help": "how many (default: 1)"},
+    "--double-bit": {"action": "store_true", "help": "errors that could not be corrected"},
+    "--json": {"action": "store_true", "help": "for programs"},
+}
+
+
+def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add a parser for each command; `command_from` understands what they parse."""
+    for kind, example in _EXAMPLES.items():
+        summary = (kind.__doc__ or "").strip()
+        parser = subparsers.add_parser(
+            str(kind.__struct_config__.tag),
+            help=summary,
+            description=summary,
+            epilog=f"example: metagpu sim {example}",
+        )
+        parser.set_defaults(command_type=kind)
+
+        for field in msgspec.structs.fields(kind):
+            option = f"--{field.name.replace('_', '-')}"
+            if field.name == "change":
+                parser.add_argument("change", choices=get_args(field.type), help="what to do")
+            elif option in _ARGUMENTS:
+                parser.add_argument(option, **_ARGUMENTS[option])
+            else:
+                parser.add_argument(field.name, **_ARGUMENTS[field.name])
+        if kind is Node:
+            parser.add_argument("--json", **_ARGUMENTS["--json"])
+
+
+def command_from(args: argparse.Namespace) -> AnyCommand:
+    """Make the command of what argparse understood.
+
+    Raises:
+        ConfigError: if an amount or a time in it is none.
+    """
+    kind: type[AnyCommand] = args.command_type
+    values = {name: getattr(args, name) for name in kind.__struct_fields__}
+
+    try:
+        if values.get("memory") is not None:
+            values["memory"] = Bytes.parse(values["memory"])
+        if "seconds" in values:
+            values["seconds"] = Duration.parse(values["seconds"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+    return kind(**values)

@@ -1,0 +1,74 @@
+"""A simulated node as people and programs see it: plain values, ready for JSON or a table."""
+
+import time
+
+import msgspec
+import pynvml
+
+from metagpu.core.model import MIB
+from metagpu.sim.node import SimGpu, SimNode
+
+
+class ProcessView(msgspec.Struct, frozen=True):
+    """A process; `memory` in bytes, `None` when the driver does not say."""
+
+    pid: int
+    memory: int | None
+    gi: int | None = None
+    ci: int | None = None
+
+
+class GpuView(msgspec.Struct, frozen=True):
+    """A GPU: memory in bytes; `state` is `ok`, `hung`, `lost` or `failing`."""
+
+    index: int
+    uuid: str
+    board: str
+    numa: int
+    state: str
+    recovery_action: str
+    memory: int
+    used: int
+    ecc_corrected: int
+    ecc_uncorrected: int
+    processes: tuple[ProcessView, ...] = ()
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A node: a row for each GPU."""
+
+    driver: str
+    driver_loaded: bool
+    gpus: tuple[GpuView, ...]
+
+
+def describe(node: SimNode) -> NodeView:
+    """Show a node as it is now."""
+    with node.changed:
+        gpus = tuple(_view(index, gpu) for index, gpu in enumerate(node.gpus))
+        return NodeView(node.driver, node.failure is None, gpus)
+
+
+def _view(index: int, gpu: SimGpu) -> GpuView:
+    return GpuView(
+        index=index,
+        uuid=gpu.id,
+        board=gpu.board.key,
+        numa=gpu.numa,
+        state=_state(gpu),
+        recovery_action=str(gpu.recovery_action),
+        memory=gpu.board.memory * MIB,
+        used=gpu.used,
+        ecc_corrected=gpu.ecc_corrected,
+        ecc_uncorrected=gpu.ecc_uncorrected,
+        processes=tuple(
+            ProcessView(process.pid, process.memory, process.gi, process.ci)
+            for process in gpu.processes.values()
+        ),
+    )
+
+
+def _state(gpu: SimGpu) -> str:
+    if gpu.failure is not None:
+        return "lost" if gpu.failure == pynvml.NVML_ERROR_GPU_IS_LOST else "failing"
+    return "hung" if gpu.hung_until > time.monotonic() else "ok"
