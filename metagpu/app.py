@@ -1,6 +1,6 @@
 """The composition root: from settings to a running agent."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,12 @@ class Agent:
         own = {"status": self._status, "acknowledge": self._acknowledge}
 
         async with control.controlled(self.places.run, {**own, **self.handlers}):
-            await serve(self.health.run, self._offer, self._leases, reload=self.reload)
+            await serve(*self.tasks, reload=self.reload)
+
+    @property
+    def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        """What has to run side by side to serve the node: health, offers, leases."""
+        return (self.health.run, self._offer, self._leases)
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.

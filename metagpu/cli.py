@@ -16,7 +16,6 @@ from metagpu.plugins import control, kubelet_directory, podresources
 
 if TYPE_CHECKING:
     from metagpu.app import Agent, Places
-    from metagpu.sim.node import SimNode
 
 SIMULATE_HELP = (
     "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
@@ -196,7 +195,7 @@ def _run(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from metagpu.sim import demo
 
-    _log("error", "console")
+    _log("critical", "console")
     return demo.run(as_json=args.json)
 
 
@@ -253,12 +252,17 @@ def _acknowledge(args: argparse.Namespace) -> int:
 
 
 def _sim(args: argparse.Namespace) -> int:
-    from metagpu.sim import steer
+    import msgspec
 
-    command = steer.encode(steer.command_from(args))
-    answer = control.ask(args.run_dir, {"command": "sim", "steer": command})
+    from metagpu.sim import pictures, remote, steer
 
-    steer.show(args, answer)
+    reply = remote.send(args.run_dir, args)
+    if getattr(args, "json", False):
+        _print_json(msgspec.to_builtins(reply.node))
+    elif args.command_type is steer.Node:
+        pictures.show_node(reply.node)
+    else:
+        print(reply.message)  # noqa: T201
     return 0
 
 
@@ -273,21 +277,12 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
     if simulate is None:
         return Agent(config, Nvml(), places)
 
-    from metagpu.sim.library import SimLibrary
-    from metagpu.sim.spec import node_from
+    from metagpu.sim.library import Library
+    from metagpu.sim.remote import COMMAND, steering
+    from metagpu.sim.spec import simulated
 
-    node = node_from(simulate)
-    handlers = {"sim": _steering(node)}
-    return Agent(config, Nvml(SimLibrary(node)), places, handlers)
-
-
-def _steering(node: "SimNode") -> control.Handler:
-    async def steer_node(request: Any) -> object:  # noqa: ANN401 - JSON
-        from metagpu.sim import steer
-
-        return steer.steer(node, steer.decode(request["steer"]))
-
-    return steer_node
+    node = simulated(simulate)
+    return Agent(config, Nvml(Library(node)), places, {COMMAND: steering(node)})
 
 
 def _print_json(value: object) -> None:

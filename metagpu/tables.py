@@ -5,11 +5,10 @@ from typing import Any, Final
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-_BAR_WIDTH: Final = 20
+_BAR_WIDTH: Final = 10
 
 
 def console() -> Console:
@@ -19,7 +18,9 @@ def console() -> Console:
 
 def show_explanation(explained: Mapping[str, Any]) -> None:
     """Draw what `core.report.explanation` says."""
-    console().print(Group(resources_table(explained["resources"]), gpus_table(explained["gpus"])))
+    console().print(
+        Group(resources_table(explained["resources"]), gpus_table(explained["gpus"], why=True))
+    )
 
 
 def show_status(status: Mapping[str, Any]) -> None:
@@ -27,7 +28,7 @@ def show_status(status: Mapping[str, Any]) -> None:
     console().print(
         Group(
             resources_table(status["resources"]),
-            gpus_table(status["gpus"], why=False),
+            gpus_table(status["gpus"]),
             leases_table(status["leases"]),
         )
     )
@@ -35,52 +36,53 @@ def show_status(status: Mapping[str, Any]) -> None:
 
 def resources_table(resources: Mapping[str, Mapping[str, int]]) -> RenderableType:
     """Draw what is offered under each resource name."""
-    table = _table("RESOURCE", "CAPACITY", "ALLOCATABLE")
+    rows = table("RESOURCE", "CAPACITY", "ALLOCATABLE")
 
     for name, numbers in resources.items():
-        table.add_row(name, str(numbers["capacity"]), str(numbers["allocatable"]))
+        rows.add_row(name, str(numbers["capacity"]), str(numbers["allocatable"]))
     if not resources:
-        table.add_row("nothing is offered", "", "")
-    return table
+        rows.add_row("nothing is offered", "", "")
+    return rows
 
 
-def gpus_table(gpus: Sequence[Mapping[str, Any]], *, why: bool = True) -> RenderableType:
-    """Draw the GPUs: their pool, their health, and how full each is."""
-    columns = ["GPU", "PRODUCT", "MEMORY", "NUMA", "POOL", "HEALTH", "HELD"]
-    table = _table(*columns, *(["WHY THIS POOL"] if why else []))
+def gpus_table(
+    gpus: Sequence[Mapping[str, Any]], *, pools: bool = True, why: bool = False
+) -> RenderableType:
+    """Draw the GPUs: how full each is, its health, and its pool, with the reason if wanted."""
+    columns = ["GPU", "PRODUCT", "MEMORY", "HELD", "HEALTH"]
+    rows = table(*columns, *(["POOL"] if pools else []), *(["WHY"] if why else []))
 
     for gpu in gpus:
-        numa = "-" if gpu["numaNode"] is None else str(gpu["numaNode"])
-        row: list[RenderableType] = [
+        rows.add_row(
             str(gpu["index"]),
-            gpu["product"],
+            gpu["product"].removeprefix("NVIDIA "),
             f"{gpu['memoryMiB']} MiB",
-            numa,
-            gpu["pool"] or "-",
-            health(gpu),
             fullness(gpu["shares"]),
-        ]
-        table.add_row(*row, *([gpu["why"]] if why else []))
-    return table
+            health(gpu),
+            *([gpu["pool"] or "-"] if pools else []),
+            *([gpu["why"]] if why else []),
+        )
+    return rows
 
 
 def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Draw who holds how many shares of which GPU."""
-    table = _table("POD (CONTAINER)", "RESOURCE", "SHARES", "GPU")
+    rows = table("POD (CONTAINER)", "RESOURCE", "SHARES", "GPU")
 
     for lease in leases:
         holder = lease["holder"] or "not told by the kubelet yet"
-        table.add_row(holder, lease["resource"], str(lease["shares"]), str(lease["gpu"]))
+        rows.add_row(holder, lease["resource"], str(lease["shares"]), str(lease["gpu"]))
     if not leases:
-        table.add_row("nobody holds a share", "", "", "")
-    return table
+        rows.add_row("nobody holds a share", "", "", "")
+    return rows
 
 
 def health(gpu: Mapping[str, Any]) -> Text:
     """Say whether a GPU is healthy, and why not since when."""
     if gpu["healthy"]:
         return Text("healthy", style="green")
-    return Text(f"{gpu['reason']} (since {gpu['since']})", style="bold red")
+    since = gpu["since"].removesuffix("+00:00").replace("T", " ")
+    return Text(f"{gpu['reason']}, since {since} UTC", style="bold red")
 
 
 def fullness(shares: Mapping[str, Mapping[str, int]]) -> RenderableType:
@@ -88,17 +90,17 @@ def fullness(shares: Mapping[str, Mapping[str, int]]) -> RenderableType:
     if not shares:
         return "-"
 
-    rows = Table.grid(padding=(0, 1))
+    bars = []
     for numbers in shares.values():
-        bar = ProgressBar(
-            total=max(numbers["capacity"], 1), completed=numbers["held"], width=_BAR_WIDTH
-        )
-        rows.add_row(bar, f"{numbers['held']}/{numbers['capacity']}")
-    return rows
+        full = round(_BAR_WIDTH * numbers["held"] / max(numbers["capacity"], 1))
+        bar = "\u2588" * full + "\u2591" * (_BAR_WIDTH - full)
+        bars.append(f"{bar} {numbers['held']}/{numbers['capacity']}")
+    return Text("\n".join(bars), no_wrap=True)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def table(*columns: str) -> Table:
+    """Start a table with these columns."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+        drawn.add_column(column, overflow="fold")
+    return drawn

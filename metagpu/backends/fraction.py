@@ -12,6 +12,8 @@ from metagpu.core.model import MIB, Gpu, GpuId, Grant, ResourceName, Share, Shar
 from metagpu.core.units import Bytes
 
 DEFAULT_SHARES: Final = 100
+_MOST_SHARES: Final = 100_000
+"""Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
 _ENV_LIMIT: Final = 120_000
 """Bytes; Linux refuses an environment string of 128 KiB (MAX_ARG_STRLEN), so the container."""
 
@@ -45,8 +47,8 @@ class FractionOptions(Options, frozen=True, forbid_unknown_fields=True, rename="
     def __post_init__(self) -> None:
         if self.shares_per_gpu is not None and self.memory_unit is not None:
             raise ValueError("sharesPerGpu and memoryUnit contradict each other; give one of them")
-        if self.shares_per_gpu is not None and self.shares_per_gpu < 1:
-            raise ValueError(f"sharesPerGpu is {self.shares_per_gpu}; it must be 1 or more")
+        if self.shares_per_gpu is not None and not 1 <= self.shares_per_gpu <= _MOST_SHARES:
+            raise ValueError(f"sharesPerGpu is {self.shares_per_gpu}; allowed: 1 to {_MOST_SHARES}")
         if self.memory_unit is not None and self.memory_unit < MIB:
             raise ValueError("memoryUnit must be 1Mi or more")
 
@@ -103,12 +105,12 @@ class FractionBackend(Backend):
     ) -> Sequence[Share]:
         """Choose shares of one GPU, or of whole GPUs and one part; faulty GPUs come last."""
         seats = self._seats(available, required, snapshot)
-        sound = [seat for seat in seats if snapshot.gpus[seat.gpu.id].verdict.healthy]
+        sound = [s for s in seats if s.required or snapshot.gpus[s.gpu.id].verdict.healthy]
 
         largest = max(map(len, snapshot.offers[self._resource].by_gpu.values()), default=0)
         placed = place(size, sound, self._options.placement, largest)
 
-        return placed or gather(size, [*sound, *seats])
+        return placed or list(dict.fromkeys([*gather(size, sound), *gather(size, seats)]))[:size]
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse a set that spreads one fraction over several GPUs, unless it is to be accepted.
@@ -131,9 +133,7 @@ class FractionBackend(Backend):
         """Give the GPUs, and say how much memory of each the container should keep to."""
         taken = sorted(_by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
         gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
-        memory = [
-            self._memory_mib(gpu, len(those)) for gpu, (_, those) in zip(gpus, taken, strict=True)
-        ]
+        memory = [_memory_mib(those) for _, those in taken]
         base = self._injection.grant(gpus)
         envs = {
             **base.envs,
@@ -149,13 +149,6 @@ class FractionBackend(Backend):
                 envs["CNVRG_META_GPU_DEVICES"] = names
 
         return Grant(envs, base.mounts, base.nodes, base.annotations, base.cdi_names)
-
-    def _memory_mib(self, gpu: Gpu, count: int) -> int:
-        if self._options.memory_unit:
-            return self._options.memory_unit * count // MIB
-
-        # Rounded once, at the end: thirty hundredths of 40960 MiB are 12288, not 12287.
-        return gpu.memory * count // (self._options.shares_per_gpu or DEFAULT_SHARES) // MIB
 
     def _seats(
         self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
@@ -188,6 +181,12 @@ def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
     for share in dict.fromkeys(shares):
         found.setdefault(share.gpu, []).append(share)
     return found
+
+
+def _memory_mib(shares: Sequence[Share]) -> int:
+    """Say how much memory shares of one GPU are together, whichever pool cut it."""
+    # Each was cut a part of a byte short: thirty hundredths of 40960 MiB are 12288, not 12287.
+    return sum(share.memory + 1 for share in shares) // MIB
 
 
 def _metagpu_names(gpus: Sequence[Gpu], taken: Mapping[GpuId, Sequence[Share]]) -> str:

@@ -4,7 +4,7 @@ The rule: what fits on one GPU lands on ONE GPU; what is larger takes whole GPUs
 part of another.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,6 +36,11 @@ class Seat:
     whole: int
     free: Sequence[Share]
     required: frozenset[Share] = frozenset()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all of it may be taken."""
+        return len(self.free) == self.whole
 
     def take(self, count: int) -> list[Share]:
         """Take `count` shares: the required ones, then those of the lowest numbers."""
@@ -97,23 +102,37 @@ def _on_one(size: int, seats: Sequence[Seat], placement: Placement) -> list[Shar
 
 
 def _on_several(size: int, seats: Sequence[Seat], placement: Placement) -> list[Share] | None:
-    chosen: list[Share] = []
-    rest = sorted(seats, key=lambda s: (not s.required, -s.whole, s.gpu.index))
+    for part in (None, *sorted(seats, key=_rank(placement))):
+        others = sorted((s for s in seats if s is not part), key=lambda s: (-s.whole, s.gpu.index))
+        bound = [seat for seat in others if seat.required]
+        if any(not seat.idle for seat in bound):
+            continue  # they would be a second part
 
-    for seat in list(rest):
-        if len(seat.free) == seat.whole <= size - len(chosen):
-            chosen += seat.take(seat.whole)
-            rest.remove(seat)
+        sums = _sums([seat for seat in others if seat.idle and not seat.required])
+        missing = size - sum(seat.whole for seat in bound)
+        for count in _parts(part):
+            if (wholes := sums.get(missing - count)) is not None:
+                chosen = [share for seat in (*bound, *wholes) for share in seat.take(seat.whole)]
+                return [*chosen, *(part.take(count) if part else ())]
 
-    missing = size - len(chosen)
-    if missing:
-        part = _on_one(missing, rest, placement)
-        if part is None:
-            return None
-        chosen += part
+    return None
 
-    taken = set(chosen)
-    return chosen if all(seat.required <= taken for seat in seats) else None
+
+def _sums(seats: Iterable[Seat]) -> Mapping[int, tuple[Seat, ...]]:
+    """Find all numbers of shares that some of these GPUs have together, each with such GPUs."""
+    sums: dict[int, tuple[Seat, ...]] = {0: ()}
+
+    for seat in seats:
+        for total, those in list(sums.items()):
+            sums.setdefault(total + seat.whole, (*those, seat))
+    return sums
+
+
+def _parts(seat: Seat | None) -> range:
+    """Say how many shares may be taken from a GPU that is not taken whole; without one, none."""
+    if seat is None:
+        return range(1)
+    return range(max(1, len(seat.required)), min(len(seat.free), seat.whole - 1) + 1)
 
 
 def _numa_groups(seats: Sequence[Seat]) -> Iterator[Sequence[Seat]]:

@@ -175,8 +175,8 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
             else replace(
                 state,
                 shares=shares,
-                # Held shares that are not on offer any more can still be in the way of others.
-                contended=contended({*shares, *(le.share for le in state.leases.values())}),
+                # Held shares that are not on offer any more are still in the way of others.
+                contended=contended(list(dict.fromkeys([*shares, *_held(state)]))),
                 withheld=withheld(shares, state.leases),
             )
         )
@@ -191,6 +191,10 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
         for resource, offer in offers.items()
     }
     return replace(_with_states(snapshot, states), offers=MappingProxyType(kept)), (fact,)
+
+
+def _held(state: GpuState) -> list[Share]:
+    return [lease.share for lease in state.leases.values()]
 
 
 def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:

@@ -205,14 +205,13 @@ class HealthWatch:
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
         """Act on an event at once; give the GPUs whose condition should now be read."""
         heard = judge_event(event, self.settings)
-        say = log.error if heard.fatal else log.warning
-        say("NVML reports", gpu=heard.gpu, event=heard.reason)
+        if heard.fatal and heard.gpu is not None:
+            self._fault(heard.gpu, heard.reason, proof=True)
+        log.warning("NVML reports", gpu=heard.gpu, news=heard.reason)
 
         if heard.gpu is None:
             # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
             return tuple(self.registry.snapshot.gpus)
-        if heard.fatal:
-            self._fault(heard.gpu, heard.reason, proof=True)
         return (heard.gpu,)
 
     async def _rescan(self) -> None:

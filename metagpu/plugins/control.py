@@ -62,10 +62,7 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
 async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
     try:
         request = msgspec.json.decode(line, type=dict[str, Any])
-        handler = handlers.get(str(request.get("command")))
-        if handler is None:
-            known = ", ".join(handlers)
-            raise MetagpuError(f"no command {request.get('command')!r}; there are: {known}")
+        handler = _handler(request, handlers)
         return msgspec.json.encode({"ok": await handler(request)})
     except (MetagpuError, msgspec.MsgspecError) as error:
         text = str(error)
@@ -73,6 +70,14 @@ async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
         log.exception("a control command failed")
         text = f"the daemon failed ({error!r}); its log has the details"
     return msgspec.json.encode({"error": text})
+
+
+def _handler(request: Mapping[str, Any], handlers: Mapping[str, Handler]) -> Handler:
+    handler = handlers.get(str(request.get("command")))
+    if handler is None:
+        known = ", ".join(handlers)
+        raise MetagpuError(f"no command {request.get('command')!r}; there are: {known}")
+    return handler
 
 
 def ask(run_dir: Path, request: Mapping[str, object]) -> Any:  # noqa: ANN401 - JSON

@@ -232,9 +232,9 @@ def command_from(args: argparse.Namespace) -> AnyCommand:
 
     try:
         if values.get("memory") is not None:
-            values["memory"] = Bytes.parse(values["memory"])
+            values["memory"] = int(Bytes.parse(values["memory"]))
         if "seconds" in values:
-            values["seconds"] = Duration.parse(values["seconds"])
+            values["seconds"] = float(Duration.parse(values["seconds"]))
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

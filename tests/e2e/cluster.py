@@ -143,6 +143,8 @@ class Cluster:
         """Wait until the node has these amounts of the resource."""
 
         def probe() -> bool:
+            if allocatable:
+                self.daemon.require_alive()
             seen = self.node.resource(RESOURCE)
             if seen != (capacity, allocatable):
                 raise RigError(f"capacity and allocatable are {seen}")

@@ -43,6 +43,7 @@ class Door(Server):
     def __init__(self, services: "list[IServable]") -> None:
         super().__init__(services)
         self._protocols = weakref.WeakSet[H2Protocol]()
+        self._listener: socket.socket | None = None
 
     def _protocol_factory(self) -> H2Protocol:
         protocol = super()._protocol_factory()
@@ -58,13 +59,13 @@ class Door(Server):
         Raises:
             OSError: the socket cannot be bound; paths are limited to 107 bytes.
         """
-        listener = await to_thread.run_sync(_listen, path, wipe)
-        await self.start(sock=listener, backlog=BACKLOG)
+        self._listener = await to_thread.run_sync(_listen, path, wipe)
+        await self.start(sock=self._listener, backlog=BACKLOG)
 
     async def vanish(self) -> None:
         """Stop as by SIGKILL: nothing is answered any more and the socket file stays behind."""
-        for listener in self._server.sockets if self._server is not None else ():
-            await stop_accepting(listener)
+        if self._listener is not None:
+            await stop_accepting(self._listener)
         self.close()
         for protocol in list(self._protocols):
             _abort(protocol)

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from tests.e2e.rig.errors import MissingError, RigError
+from tests.e2e.rig.errors import EndedError, MissingError, RigError
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.prepare import prepare
 from tests.e2e.rig.tools import Tools, kubernetes_version
@@ -26,7 +26,7 @@ def main() -> int:
         for line in error.lines:
             print(f"e2e needs {line}", file=sys.stderr)
         return 1
-    except RigError as error:
+    except (RigError, EndedError) as error:
         print(f"e2e: {error}", file=sys.stderr)
         return 1
 

@@ -4,7 +4,6 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.programs import Program
@@ -53,10 +52,13 @@ class Daemon:
         """Whether the daemon runs."""
         return self._program.alive
 
-    @property
-    def log(self) -> Path:
-        """What it writes; all of its runs in one file."""
-        return self._program.log
+    def require_alive(self) -> None:
+        """Make sure that the daemon runs.
+
+        Raises:
+            EndedError: it does not; the text is the end of its log.
+        """
+        self._program.require_alive()
 
     def start(self) -> None:
         """Start the daemon; what it offers shows on the node a little later."""
@@ -69,11 +71,6 @@ class Daemon:
     def kill(self) -> None:
         """End the daemon as the kernel would when memory runs out."""
         self._program.kill()
-
-    def restart(self) -> None:
-        """Stop, then start."""
-        self.stop()
-        self.start()
 
     def fault(self, gpu: int, xid: int) -> None:
         """Make a simulated GPU report a driver error."""

@@ -14,7 +14,10 @@ class MissingError(RigError):
 
 
 class EndedError(Exception):
-    """A program ended that should run: waiting longer for it is no use."""
+    """A program has ended that should run.
+
+    Not a `RigError`: to those who wait, that means "not yet", and waiting is no use here.
+    """
 
 
 class DeadlineError(RigError):

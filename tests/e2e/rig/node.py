@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.e2e.rig import machine, settings
-from tests.e2e.rig.errors import EndedError, RigError
+from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import write_images
 from tests.e2e.rig.kubectl import Document, Kubectl
 from tests.e2e.rig.pki import Pki
@@ -143,7 +143,8 @@ class Node:
             for program in (self.scheduler, self.controllers, self.apiserver, self.etcd):
                 program.kill()
             self.containerd.kill()
-            if destination := os.environ.get(KEEP_LOGS):
+            destination = os.environ.get(KEEP_LOGS)
+            if destination and self.places.logs.exists():
                 shutil.copytree(self.places.logs, destination, dirs_exist_ok=True)
             end_leftovers(self.places.pids)
             machine.clean(self.places)
@@ -250,9 +251,7 @@ class Node:
     @staticmethod
     def _await_healthy(program: Program, probe: Callable[[], bool]) -> None:
         def healthy() -> bool:
-            # No `RigError`: that would mean "not yet", and one that has ended never will.
-            if not program.alive:
-                raise EndedError(f"{program.name} has ended:\n{tail(program.log)}")
+            program.require_alive()
             return probe()
 
         wait_for(f"{program.name} to be healthy", healthy, within_s=START_S)

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.errors import EndedError, RigError
 from tests.e2e.rig.waiting import wait_for
 
 GRACE_S = 20.0
@@ -93,16 +93,14 @@ class Program:
         """Whether the program runs, started by this object."""
         return self._process is not None and self._process.poll() is None
 
-    @property
-    def pid(self) -> int:
-        """The pid of the running program."""
-        if self._process is None or not self.alive:
-            raise RigError(f"{self.name} is not running:\n{tail(self.log)}")
-        return self._process.pid
-
     def require_alive(self) -> None:
-        """Raise with the end of the log when the program has ended."""
-        _ = self.pid
+        """Make sure that the program runs, started by this object.
+
+        Raises:
+            EndedError: it does not; the text is the end of its log.
+        """
+        if not self.alive:
+            raise EndedError(f"{self.name} is not running:\n{tail(self.log)}")
 
     def stop(self) -> int | None:
         """End the program in an orderly way, by force if it takes too long.

@@ -1,0 +1,150 @@
+"""The main job in half a minute: a simulated node, a kubelet in it, pods, and a GPU that breaks.
+
+Everything but the hardware and the cluster is the real thing: our daemon's own agent, pynvml over
+the simulated NVML, gRPC over unix sockets.
+"""
+
+import json
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+
+from metagpu.app import Agent, Places
+from metagpu.core import report
+from metagpu.core.facts import LeasesObserved
+from metagpu.core.injection import VISIBLE_DEVICES
+from metagpu.nvml import Nvml
+from metagpu.plugins.podresources import holders_of
+from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
+from metagpu.sim.library import Library
+from metagpu.sim.node import SimNode
+from metagpu.sim.spec import simulated
+
+BOARDS: Final = "a100-40gb:8"
+RESOURCE: Final = "cnvrg.io/metagpu"
+BROKEN: Final = "0"
+XID: Final = 79
+
+PODS: Final = (
+    ("metagpu-test", 30, "the example pod of MetaGPU: 30 shares, 0.3 of a GPU"),
+    ("notebook", 50, "half a GPU"),
+    ("train-large", 150, "one whole GPU and half of another"),
+    ("serve-a", 20, ""),
+    ("serve-b", 20, ""),
+    ("batch", 75, ""),
+    ("finetune", 400, "four whole GPUs"),
+    ("experiment", 40, "55 are free, but not on one GPU"),
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The node with its parts while the demo runs."""
+
+    node: SimNode
+    kubelet: SimKubelet
+    agent: Agent
+    places: Places
+
+    async def status(self) -> dict[str, Any]:
+        """Say what the agent knows, having asked the kubelet who holds what."""
+        registry = self.agent.registry
+        holders = await holders_of(self.places.pod_resources, registry.snapshot.offers.keys())
+        registry.apply(LeasesObserved(holders, at=anyio.current_time()))
+        return report.status(registry.snapshot, self.agent.layout)
+
+    async def allocatable(self, count: int) -> None:
+        """Wait until the kubelet has so many healthy shares."""
+        await self.kubelet.wait_for(
+            lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
+        )
+
+
+def run(*, as_json: bool) -> int:
+    """Run the demo and print it; give the exit status."""
+    story = anyio.run(_play)
+
+    if as_json:
+        print(json.dumps(story, indent=2))  # noqa: T201 - a command line speaks so
+    else:
+        from metagpu.sim import pictures  # noqa: PLC0415 - programs need no tables
+
+        pictures.show(story)
+    return 0
+
+
+async def _play() -> dict[str, Any]:
+    async with _scene() as scene:
+        total = 100 * len(scene.node.gpus)
+        await scene.allocatable(total)
+        pods = [await _admit(scene.kubelet, *pod) for pod in PODS]
+        before = await scene.status()
+
+        scene.node.raise_xid(scene.node.gpu(BROKEN), XID)
+        await scene.allocatable(total - 100)
+        after = await scene.status()
+
+        return {
+            "node": {"gpus": BOARDS, "capacity": scene.kubelet.capacity()[RESOURCE]},
+            "pods": pods,
+            "before": before,
+            "fault": {
+                "gpu": int(BROKEN),
+                "xid": XID,
+                "allocatable": scene.kubelet.allocatable()[RESOURCE],
+                "touched": _touched(before, after),
+                "running": [pod.name for pod in scene.kubelet.pods],
+            },
+            "after": after,
+        }
+
+
+@asynccontextmanager
+async def _scene() -> AsyncIterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="metagpu-demo-") as folder:
+        places = Places(
+            kubelet=Path(folder) / "device-plugins",
+            pod_resources=Path(folder) / "pod-resources.sock",
+            run=Path(folder),
+        )
+        node = simulated(BOARDS)
+        agent = Agent(None, Nvml(Library(node)), places)
+        kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
+
+        async with kubelet.running(), anyio.create_task_group() as group:
+            for task in agent.tasks:
+                group.start_soon(task)
+            yield Scene(node, kubelet, agent, places)
+            group.cancel_scope.cancel()
+
+
+async def _admit(kubelet: SimKubelet, name: str, shares: int, note: str) -> dict[str, Any]:
+    pod = Pod(name, containers=(Container("main", {RESOURCE: shares}),))
+    told = {"pod": name, "resource": RESOURCE, "shares": shares, "note": note}
+
+    try:
+        options = await kubelet.admit(pod)
+    except AdmissionError as error:
+        return {**told, "admitted": False, "reason": error.reason, "message": error.message}
+
+    envs = options["main"].envs
+    return {
+        **told,
+        "admitted": True,
+        "gpus": envs[VISIBLE_DEVICES].split(","),
+        "memoryMiB": int(envs["METAGPU_MAX_MEM"]),
+    }
+
+
+def _touched(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[int]:
+    """List the GPUs whose health the fault changed: it should be one."""
+    return [
+        new["index"]
+        for old, new in zip(before["gpus"], after["gpus"], strict=True)
+        if old["healthy"] != new["healthy"]
+    ]

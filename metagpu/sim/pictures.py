@@ -1,0 +1,75 @@
+"""The demo's story and the simulated node, drawn."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from metagpu import tables
+from metagpu.core.model import MIB
+from metagpu.sim.view import NodeView
+
+
+def show(story: Mapping[str, Any]) -> None:
+    """Draw what `demo` tells."""
+    out = tables.console()
+    fault = story["fault"]
+
+    node = story["node"]
+    _heading(out, f"A node with {node['gpus']} offers {node['capacity']} shares")
+    out.print("Pods come, and ask for cnvrg.io/metagpu, 100 shares a GPU:")
+    out.print(_pods(story["pods"], story["before"]["gpus"]))
+    for pod in story["pods"]:
+        if not pod["admitted"]:
+            out.print(Text(f"{pod['pod']}: {pod['message']}", style="yellow"))
+
+    _heading(out, "How full each GPU is")
+    out.print(tables.gpus_table(story["before"]["gpus"], pools=False))
+
+    _heading(out, f"GPU {fault['gpu']} reports XID {fault['xid']}")
+    out.print(tables.gpus_table(story["after"]["gpus"], pools=False))
+    out.print(
+        f"Allocatable fell from {node['capacity']} to {fault['allocatable']}: the shares of "
+        f"GPU {fault['gpu']} and of no other. The {len(fault['running'])} running pods stay."
+    )
+    out.print(
+        "It comes back when NVML asks for no recovery action and its checks pass for a while, or by "
+        f"`metagpu acknowledge {fault['gpu']}`."
+    )
+
+
+def _heading(out: Console, text: str) -> None:
+    out.print()
+    out.print(Text(text, style="bold"))
+
+
+def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
+    index = {gpu["uuid"]: str(gpu["index"]) for gpu in gpus}
+    table = tables.table("POD", "SHARES", "GPUS", "MEMORY", "")
+
+    for pod in pods:
+        if pod["admitted"]:
+            seen = ", ".join(index[gpu] for gpu in pod["gpus"])
+            row = [pod["pod"], str(pod["shares"]), seen, f"{pod['memoryMiB']} MiB", pod["note"]]
+        else:
+            row = [pod["pod"], str(pod["shares"]), "-", "-", f"refused: {pod['note']}"]
+        table.add_row(*row)
+    return table
+
+
+def show_node(node: NodeView) -> None:
+    """Draw a simulated node."""
+    table = tables.table("GPU", "BOARD", "UUID", "STATE", "NEEDS", "USED", "PROCESSES")
+
+    for gpu in node.gpus:
+        processes = ", ".join(
+            f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
+        )
+        used = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
+        table.add_row(
+            str(gpu.index), gpu.board, gpu.uuid, gpu.state, gpu.recovery_action, used, processes
+        )
+    out = tables.console()
+    out.print(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}")
+    out.print(table)

@@ -1,0 +1,36 @@
+"""For all tests: a call that would block the event loop fails the test that makes it."""
+
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+_STAT = ("os.stat",)
+_FILES = ("os.stat", "os.unlink", "os.mkdir")
+
+_MAY_BLOCK = (
+    # What stands in the kubelet's folder: a look at a local file system that is in memory, done
+    # here rather than in a thread so that looking and acting have nothing between them.
+    ("metagpu/plugins/serving.py", {"identity_of"}, _STAT),
+    ("metagpu/plugins/kubelet_directory.py", {"_nearest"}, _STAT),
+    # A socket file has to be there when the block begins and gone when it ends.
+    ("metagpu/plugins/serving.py", {"_remove"}, _FILES),
+    ("metagpu/plugins/control.py", {"controlled", "_free_path"}, _FILES),
+    # Before it serves, a daemon asks whether another one does: a local connect answers at once.
+    ("metagpu/plugins/control.py", {"_answers"}, ("socket.socket.connect",)),
+    # The daemon looks for backends before it has a loop; tests do so when they need some.
+    ("metagpu/core/backend.py", {"installed_backends"}, ("os.stat", "io.TextIOWrapper.read")),
+    # A node's configuration is a small file, read at start and when an operator says so.
+    ("metagpu/core/config.py", {"load"}, ("io.TextIOWrapper.read", "io.BufferedReader.read")),
+)
+"""Where (file and functions) which calls are legitimate on the loop."""
+
+
+@pytest.fixture(autouse=True)
+def blockbuster() -> Iterator[BlockBuster]:
+    """Watch what metagpu itself does on the loop; simulators and tests may do as they like."""
+    with blockbuster_ctx("metagpu", excluded_modules=["metagpu.sim"]) as buster:
+        for file, functions, calls in _MAY_BLOCK:
+            for call in calls:
+                buster.functions[call].can_block_in(file, functions)
+        yield buster

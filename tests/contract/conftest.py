@@ -1,0 +1,18 @@
+"""The drivers that must keep the contract: the simulator always, a real GPU with `-m gpu`."""
+
+import pytest
+
+from metagpu.core.driver import Driver
+from metagpu.nvml import Nvml
+from metagpu.sim.library import Library
+from metagpu.sim.spec import simulated
+
+NODES = ("a100-40gb:8", "t4:2", "h200:1", "v100-16gb:1,b200:10")
+
+
+@pytest.fixture(params=[*NODES, pytest.param("real", marks=pytest.mark.gpu)])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    """Give a driver with healthy GPUs; tests only read, so a real one stays as it is."""
+    if request.param == "real":
+        return Nvml()
+    return Nvml(Library(simulated(request.param)))

@@ -1,0 +1,49 @@
+"""What we rely on in NVML: how a GPU is, and who is on it."""
+
+from metagpu.core.driver import Driver, RecoveryAction
+
+
+async def test_a_healthy_gpu_needs_nothing(driver: Driver) -> None:
+    """The recovery action of a healthy GPU is NONE, or unknown to an older driver."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            condition = await driver.condition(gpu.id)
+            assert condition.recovery_action in {None, RecoveryAction.NONE}
+
+
+async def test_memory_in_use_fits_and_counts_the_reserved(driver: Driver) -> None:
+    """Memory in use includes what the driver reserves, and is at most the total."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            condition = await driver.condition(gpu.id)
+            assert (gpu.reserved or 0) <= condition.memory_used <= gpu.memory
+
+
+async def test_mig_is_known_together(driver: Driver) -> None:
+    """A GPU that knows MIG tells the present mode and the next one, others tell neither."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            condition = await driver.condition(gpu.id)
+            assert condition.mig_enabled == gpu.mig_enabled
+            assert (condition.mig_enabled is None) == (condition.mig_pending is None)
+
+
+async def test_memory_errors_are_counted_where_they_are_corrected(driver: Driver) -> None:
+    """With error correction on there is a count of uncorrected errors."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            condition = await driver.condition(gpu.id)
+            if condition.ecc:
+                assert condition.ecc_uncorrected is not None
+                assert condition.ecc_uncorrected >= 0
+
+
+async def test_processes_are_well_formed(driver: Driver) -> None:
+    """Processes have positive ids, are listed once, and have no more memory than there is."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            processes = await driver.processes(gpu.id)
+            keys = [(p.pid, p.gpu_instance, p.compute_instance) for p in processes]
+            assert len(set(keys)) == len(keys)
+            assert all(p.pid > 0 for p in processes)
+            assert all(p.memory is None or p.memory <= gpu.memory for p in processes)

@@ -1,0 +1,51 @@
+"""What we rely on in NVML: waiting for events."""
+
+import time
+
+import anyio
+
+from metagpu.core.driver import Driver
+
+
+async def test_a_quiet_node_lets_the_wait_end(driver: Driver) -> None:
+    """When nothing happens the wait takes about a second and gives nothing."""
+    async with driver.session():
+        await driver.survey()
+        began = time.monotonic()
+        events = await driver.events()
+
+    assert not events
+    assert 0.5 < time.monotonic() - began < 2.5
+
+
+async def test_waiting_before_a_survey_gives_nothing(driver: Driver) -> None:
+    """With nobody to listen to, the wait ends as well, and is not a busy loop."""
+    async with driver.session():
+        began = time.monotonic()
+        assert not await driver.events()
+
+    assert time.monotonic() - began > 0.5
+
+
+async def test_waiting_keeps_nobody_from_asking(driver: Driver) -> None:
+    """Conditions are read while somebody waits for events."""
+    async with driver.session():
+        survey = await driver.survey()
+        async with anyio.create_task_group() as group:
+            group.start_soon(driver.events)
+            began = time.monotonic()
+            await driver.condition(survey.gpus[0].id)
+            assert time.monotonic() - began < 0.9
+
+
+async def test_leaving_takes_no_longer_than_a_wait(driver: Driver) -> None:
+    """A session whose waiting is cancelled ends within a slice, and can be opened again."""
+    began = time.monotonic()
+    async with driver.session():
+        await driver.survey()
+        with anyio.move_on_after(0.05):
+            await driver.events()
+
+    assert time.monotonic() - began < 5
+    async with driver.session():
+        assert (await driver.survey()).gpus

@@ -1,0 +1,141 @@
+"""The machine below the simulated NVML."""
+
+import pynvml
+import pytest
+
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.model import MIB, GpuId
+from metagpu.sim.boards import BOARDS
+from metagpu.sim.node import EventSet, SimError, SimNode, SimProcess
+
+
+def node_of(count: int, board: str = "a100-40gb", seed: str = "node") -> SimNode:
+    """Make a node with some GPUs of one kind."""
+    node = SimNode(seed=seed)
+    for _ in range(count):
+        node.add_gpu(BOARDS[board])
+    return node
+
+
+def test_the_same_node_has_the_same_uuids() -> None:
+    """Uuids come of the seed, the slot and the board, so a restart changes none of them."""
+    ids = [gpu.id for gpu in node_of(8).gpus]
+
+    assert ids == [gpu.id for gpu in node_of(8).gpus]
+    assert len({*ids, *(gpu.id for gpu in node_of(8, seed="other").gpus)}) == 16
+
+
+def test_a_slot_is_not_given_twice() -> None:
+    """A GPU that replaces a removed one is another GPU."""
+    node = node_of(2)
+    gone = node.gpu(1)
+    node.remove_gpu(gone)
+    new = node.add_gpu(BOARDS["a100-40gb"])
+
+    assert new.id != gone.id
+    assert new.bus_id != gone.bus_id
+
+
+def test_two_gpus_with_one_uuid_are_refused() -> None:
+    """A uuid that is taken cannot be given again."""
+    node = node_of(1)
+
+    with pytest.raises(SimError, match="two GPUs"):
+        node.add_gpu(BOARDS["t4"], gpu_id=GpuId(node.gpu(0).id))
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [(0, "has none"), (1, "has 0"), (8, "no GPU 9 here: this node has 0-7")],
+)
+def test_a_gpu_that_is_not_there(count: int, message: str) -> None:
+    """The error says which GPUs there are."""
+    with pytest.raises(SimError, match=message):
+        node_of(count).gpu("9")
+
+
+def test_a_gpu_is_found_by_index_and_uuid() -> None:
+    """People name GPUs by index, programs by uuid."""
+    node = node_of(3)
+
+    assert node.gpu(2) is node.gpu("2") is node.gpu(node.gpus[2].id)
+
+
+@pytest.mark.parametrize("code", [13, 31, 43, 45, 63, 68, 69, 92, 94, 109])
+def test_an_application_error_needs_nothing(code: int) -> None:
+    """After the errors of applications, and those that are only news, the GPU is well."""
+    node = node_of(1)
+    node.raise_xid(node.gpu(0), code)
+
+    assert node.gpu(0).recovery_action == RecoveryAction.NONE
+    assert node.gpu(0).failure is None
+
+
+@pytest.mark.parametrize("code", [48, 64, 74, 95, 119, 120, 140])
+def test_a_hardware_error_needs_a_reset(code: int) -> None:
+    """After these the GPU answers, and wants a reset."""
+    node = node_of(1)
+    node.raise_xid(node.gpu(0), code)
+
+    assert node.gpu(0).recovery_action == RecoveryAction.GPU_RESET
+    assert node.gpu(0).failure is None
+
+
+def test_a_gpu_off_the_bus_answers_no_more() -> None:
+    """XID 79 loses the GPU and asks for a reboot; recovering makes it well."""
+    node = node_of(1)
+    gpu = node.gpu(0)
+    node.raise_xid(gpu, 79)
+
+    assert gpu.failure == pynvml.NVML_ERROR_GPU_IS_LOST
+    assert gpu.recovery_action == RecoveryAction.NODE_REBOOT
+    node.recover(gpu)
+    assert node.gpu(0).failure is None
+    assert node.gpu(0).recovery_action == RecoveryAction.NONE
+
+
+def test_rows_are_remapped_by_a_reset() -> None:
+    """XID 63 leaves a row pending, which a reset brings in; a T4 has no rows to remap."""
+    node = node_of(1)
+    node.raise_xid(node.gpu(0), 63)
+    assert node.gpu(0).rows == [0, 1, 1, 0]
+    node.recover(node.gpu(0))
+    assert node.gpu(0).rows == [0, 1, 0, 0]
+
+    old = node_of(1, "t4")
+    old.raise_xid(old.gpu(0), 63)
+    assert old.gpu(0).rows == [0, 0, 0, 0]
+
+
+def test_a_change_of_the_action_is_told_once() -> None:
+    """Wanting the same again is no event."""
+    node = node_of(1)
+    listener = EventSet({0: pynvml.nvmlEventTypeGpuRecoveryAction})
+    node.event_sets.append(listener)
+    node.need(node.gpu(0), RecoveryAction.DRAIN_P2P)
+    node.need(node.gpu(0), RecoveryAction.DRAIN_P2P)
+
+    assert len(listener.queue) == 1
+
+
+def test_processes_use_memory_until_they_end() -> None:
+    """Memory is what processes have together; one that grows is not counted twice."""
+    node = node_of(1)
+    gpu = node.gpu(0)
+    node.add_process(gpu, SimProcess(1, 30_000 * MIB))
+    node.add_process(gpu, SimProcess(1, 35_000 * MIB))
+    node.add_process(gpu, SimProcess(2, None))
+    assert gpu.used == 35_000 * MIB
+
+    node.end_process(gpu, 1)
+    assert gpu.used == 0
+    with pytest.raises(SimError, match=r"no process 1 .* there: 2"):
+        node.end_process(gpu, 1)
+
+
+def test_a_full_gpu_takes_no_more() -> None:
+    """What the driver reserves cannot be had."""
+    node = node_of(1)
+
+    with pytest.raises(SimError, match="40340 MiB left"):
+        node.add_process(node.gpu(0), SimProcess(1, 40_960 * MIB))

@@ -1,0 +1,106 @@
+"""What `--simulate` says."""
+
+from pathlib import Path
+
+import pytest
+
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.errors import ConfigError
+from metagpu.core.model import MIB
+from metagpu.sim.spec import simulated
+
+FILE = """
+driver: "570.86.15"
+gpus:
+  - board: h100-80gb
+    count: 2
+  - board: t4
+    uuid: GPU-5f2e1a3c-0000-0000-0000-00000000beef
+    numa: 1
+    recoveryAction: gpu-reset
+    processes:
+      - {pid: 4242, memory: 8Gi}
+      - {pid: 4243, gi: 1, ci: 0}
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    """Write a file, and give its path."""
+    path = folder / "node.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "boards"),
+    [
+        ("a100-40gb", ["a100-40gb"]),
+        ("a100-40gb:2", ["a100-40gb"] * 2),
+        ("a100-40gb:1, t4:2", ["a100-40gb", "t4", "t4"]),
+    ],
+)
+def test_boards_in_a_line(argument: str, boards: list[str]) -> None:
+    """Boards and counts make a node, in this order."""
+    assert [gpu.board.key for gpu in simulated(argument).gpus] == boards
+
+
+def test_the_same_line_has_the_same_uuids() -> None:
+    """A simulated daemon that restarts finds the GPUs that it had."""
+    first, second = simulated("a100-40gb:8"), simulated("a100-40gb:8")
+
+    assert [gpu.id for gpu in first.gpus] == [gpu.id for gpu in second.gpus]
+
+
+def test_a_file_says_everything(tmp_path: Path) -> None:
+    """Driver, uuid, NUMA node, recovery action and processes come from the file."""
+    node = simulated(written(tmp_path, FILE))
+    gpu = node.gpu("GPU-5f2e1a3c-0000-0000-0000-00000000beef")
+
+    assert node.driver == "570.86.15"
+    assert [gpu.board.key for gpu in node.gpus] == ["h100-80gb", "h100-80gb", "t4"]
+    assert (gpu.slot, gpu.numa, gpu.recovery_action) == (2, 1, RecoveryAction.GPU_RESET)
+    assert gpu.used == 8192 * MIB
+    assert (4243, 1, 0) in gpu.processes
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("a100:8", r"no board 'a100'; allowed: v100-16gb, .*b200; did you mean a100-80gb\?"),
+        ("a100-40gb:0", "must be at least 1"),
+        ("a100-40gb:65", "a node has 64 at most"),
+        ("a100-40gb:x", "no BOARD:COUNT .* boards: v100-16gb, "),
+        ("", "no BOARD:COUNT"),
+        ("nowhere/node.yaml", "nowhere/node.yaml: cannot be read: No such file"),
+    ],
+)
+def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
+    """One line says what is wrong and what is allowed."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        simulated(argument)
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpus: [{board: t5}]", r"node.yaml: 1: gpus\[0\].board: no board 't5'; allowed: .*t4"),
+        ("gpus:\n  - board: t4\n    cuont: 2", r"yaml: 3: gpus\[0\].cuont: unknown key; .*count"),
+        ("gpus: [{board: t4, recoveryAction: reset}]", "allowed: none, gpu-reset"),
+        ("gpus: [{board: t4, uuid: GPU-1}]", "is no GPU-xxxxxxxx"),
+        (
+            "gpus: [{board: t4, count: 2, uuid: GPU-5f2e1a3c-0000-0000-0000-00000000beef}]",
+            "stands for one GPU",
+        ),
+        ("gpus: [{board: t4, numa: -1}]", r"gpus\[0\].numa: must be at least 0"),
+        ("gpus: [{board: t4, processes: [{pid: 1, memory: 99Gi}]}]", "MiB left"),
+        ("gpus: [{board: t4, processes: [{pid: 1, memory: lots}]}]", "no amount of memory"),
+        ("driver: newest\ngpus: []", "yaml: 1: driver: 'newest' is no driver version"),
+        ("boards: []", "unknown key"),
+    ],
+)
+def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:
+    """The error names the file, the line and the key."""
+    with pytest.raises(ConfigError, match=message):
+        simulated(written(tmp_path, text))

@@ -1,0 +1,113 @@
+"""The commands of `metagpu sim`."""
+
+import argparse
+
+import msgspec
+import pytest
+
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.errors import ConfigError
+from metagpu.core.model import MIB
+from metagpu.sim import steer
+from metagpu.sim.node import SimError, SimNode
+from metagpu.sim.spec import simulated
+
+
+def command(line: str) -> steer.AnyCommand:
+    """Give the command of a line as argparse reads it."""
+    parser = argparse.ArgumentParser()
+    steer.add_arguments(parser.add_subparsers(required=True))
+    return steer.command_from(parser.parse_args(line.split()))
+
+
+def done(node: SimNode, line: str) -> steer.Reply:
+    """Do what a line says, on its way over a wire."""
+    sent = msgspec.json.encode(command(line))
+    return steer.steer(node, msgspec.json.decode(sent, type=steer.AnyCommand))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("xid 0 79", "xid 0 13 --gi 7 --ci 0", "lose 0", "need 0 gpu-reset", "recover 0"),
+        *("process add 0 4242 8Gi", "process add 0 4242", "ecc 0 --double-bit", "ecc 0 --count 3"),
+        *("hang 0 10s", "add a100-40gb", "driver fail", "driver restore", "node", "node --json"),
+    ],
+)
+def test_a_line_is_done_and_answered(line: str) -> None:
+    """Every command goes over JSON, does something, and is answered in a line and a node."""
+    reply = done(simulated("a100-40gb:2"), line)
+
+    assert reply.message
+    assert "\n" not in reply.message
+    assert msgspec.json.decode(msgspec.json.encode(reply), type=steer.Reply) == reply
+
+
+def test_faults_are_seen_in_the_node() -> None:
+    """What was done to GPUs is what describing the node shows."""
+    node = simulated("a100-40gb:4")
+    for line in ("xid 0 79", "need 1 drain-and-reset", "hang 2 10m", "ecc 3 --double-bit"):
+        done(node, line)
+    view = done(node, "process add 3 4242 8Gi --gi 1 --ci 0").node
+
+    assert [gpu.state for gpu in view.gpus] == ["lost", "ok", "hung", "ok"]
+    assert view.gpus[1].recovery_action == str(RecoveryAction.DRAIN_AND_RESET)
+    assert view.gpus[3].ecc_uncorrected == 1
+    assert view.gpus[3].used == 8192 * MIB
+    assert [(p.pid, p.gi, p.ci) for p in view.gpus[3].processes] == [(4242, 1, 0)]
+
+
+def test_everything_can_be_undone() -> None:
+    """A recovered GPU, an ended process and a restored driver are as before."""
+    node = simulated("a100-40gb:1")
+    before = steer.describe(node)
+    for line in (
+        *("xid 0 79", "recover 0", "process add 0 1 1Gi", "process end 0 1"),
+        *("driver fail", "driver restore", "hang 0 1h", "recover 0"),
+    ):
+        done(node, line)
+
+    assert steer.describe(node) == before
+
+
+def test_a_gpu_is_named_by_uuid_too() -> None:
+    """Programs name GPUs by uuid."""
+    node = simulated("a100-40gb:2")
+    view = done(node, f"lose {node.gpu(1).id}").node
+
+    assert [gpu.state for gpu in view.gpus] == ["ok", "lost"]
+
+
+def test_the_driver_is_away_and_back() -> None:
+    """The view tells whether the driver is there."""
+    node = simulated("a100-40gb:1")
+
+    assert not done(node, "driver fail").node.driver_loaded
+    assert done(node, "driver restore").node.driver_loaded
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("xid 9 79", SimError, "no GPU 9 here: this node has 0-7"),
+        ("process end 0 1", SimError, "no process 1"),
+        ("process add 0 1 99Gi", SimError, "MiB left"),
+        ("need 0 reset", ConfigError, "allowed: none, gpu-reset"),
+        ("add a100", ConfigError, r"did you mean a100-80gb\?"),
+        ("hang 0 long", ConfigError, "no duration"),
+        ("process add 0 1 lots", ConfigError, "no amount of memory"),
+    ],
+)
+def test_what_cannot_be_done_says_why(line: str, error: type[Exception], message: str) -> None:
+    """Errors say what there is, or what is allowed."""
+    with pytest.raises(error, match=message):
+        done(simulated("a100-40gb:8"), line)
+
+
+@pytest.mark.parametrize("name", ["xid", "process", "hang", "driver", "node"])
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command's help ends with a line to copy."""
+    with pytest.raises(SystemExit):
+        command(f"{name} --help")
+
+    assert f"example: metagpu sim {name}" in capsys.readouterr().out
