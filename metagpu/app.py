@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import structlog
+from anyio import to_thread
 
 from metagpu import __version__, host
 from metagpu.core import config as configuration
@@ -86,13 +87,13 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        self._lay_out(self.config)
+        await self._lay_out(self.config)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
         try:
-            config = configuration.load(self.config_file, self._kinds)
-            self._lay_out(config)
+            config = await to_thread.run_sync(configuration.load, self.config_file, self._kinds)
+            await self._lay_out(config)
         except ConfigError as error:
             log.error("the configuration was not taken; the last good one stays", error=str(error))
         else:
@@ -104,11 +105,10 @@ class Agent:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
         return self._backends[resource]
 
-    def _lay_out(self, config: configuration.Config) -> None:
-        injection = Injection(
-            dev_root=str(self.places.dev_root or ""),
-            present=host.device_nodes(self.places.dev_root),
-        )
+    async def _lay_out(self, config: configuration.Config) -> None:
+        root = self.places.dev_root
+        present = await to_thread.run_sync(host.device_nodes, root)
+        injection = Injection(dev_root=str(root or ""), present=present)
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
@@ -120,7 +120,7 @@ class Agent:
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
-        self._lay_out(self.config)
+        await self._lay_out(self.config)
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
 
@@ -131,11 +131,11 @@ class Agent:
             with self.registry.news.subscribe() as news:
                 async for fact in news:
                     if isinstance(fact, GpusFound):
-                        self._take_in_gpus()
+                        await self._take_in_gpus()
 
-    def _take_in_gpus(self) -> None:
+    async def _take_in_gpus(self) -> None:
         try:
-            self._lay_out(self.config)
+            await self._lay_out(self.config)
         except ConfigError as error:
             log.error("new GPUs are not offered", error=str(error))
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 _BAR_WIDTH: Final = 10
+_UNBROKEN: Final = {"GPU", "MEMORY", "HELD", "SHARES", "POD"}
 
 
 def console() -> Console:
@@ -102,5 +103,5 @@ def table(*columns: str) -> Table:
     """Start a table with these columns."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        drawn.add_column(column, overflow="fold")
+        drawn.add_column(column, overflow="fold", no_wrap=column in _UNBROKEN)
     return drawn

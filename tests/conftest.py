@@ -13,6 +13,7 @@ _MAY_BLOCK = (
     # here rather than in a thread so that looking and acting have nothing between them.
     ("metagpu/plugins/serving.py", {"identity_of"}, _STAT),
     ("metagpu/plugins/kubelet_directory.py", {"_nearest"}, _STAT),
+    ("metagpu/plugins/endpoint.py", {"run"}, _STAT),
     # A socket file has to be there when the block begins and gone when it ends.
     ("metagpu/plugins/serving.py", {"_remove"}, _FILES),
     ("metagpu/plugins/control.py", {"controlled", "_free_path"}, _FILES),
@@ -20,6 +21,8 @@ _MAY_BLOCK = (
     ("metagpu/plugins/control.py", {"_answers"}, ("socket.socket.connect",)),
     # The daemon looks for backends before it has a loop; tests do so when they need some.
     ("metagpu/core/backend.py", {"installed_backends"}, ("os.stat", "io.TextIOWrapper.read")),
+    # Tracebacks are drawn with their source by structlog's defaults alone; the daemon's are plain.
+    ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # A node's configuration is a small file, read at start and when an operator says so.
     ("metagpu/core/config.py", {"load"}, ("io.TextIOWrapper.read", "io.BufferedReader.read")),
 )

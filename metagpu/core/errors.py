@@ -68,9 +68,9 @@ class FractionSplit(RequestError):
 
     def __init__(self, resource: str, wanted: int, chosen: str, free: str) -> None:
         super().__init__(
-            f"{resource}: {wanted} shares do not fit on the GPUs as a fraction should "
-            f"(the kubelet chose {chosen}); free now: {free}. Ask for less, wait for a pod to end, "
-            "or set `split: accept` in the pool's backend"
+            f"{resource}: {wanted} shares do not fit: a request gets one GPU, or whole GPUs and "
+            f"one part of another, and the kubelet chose {chosen}; free now: {free}. Ask for "
+            "less, wait for a pod to end, or set `split: accept` in the pool's backend"
         )
 
 

@@ -1,7 +1,7 @@
 """Durations and amounts of memory as people write them: `30s`, `5m`, `1Gi`, `512Mi`."""
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Final, Self
 
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -52,7 +52,7 @@ class Bytes(int):
         if found is None:
             raise ValueError(f"{text!r} is no amount of memory; write one like 512Mi, 1Gi or 16G")
 
-        return cls(Decimal(found[1]) * _BYTES[found[2] or ""])
+        return cls(int(Fraction(found[1]) * _BYTES[found[2] or ""]))
 
 
 def decode_unit(wanted: type, value: object) -> Any:  # noqa: ANN401 - the shape of msgspec's hook

@@ -179,7 +179,7 @@ class Nvml:
             await self._stop_listening(session, lost)
         if not lost:
             await anyio.sleep(SLICE)
-        return [RecoveryActionChanged(gpu) for gpu in lost] or [RecoveryActionChanged(None)]
+        return tuple(RecoveryActionChanged(gpu) for gpu in lost or (None,))
 
     async def _stop_listening(self, session: Session, lost: Collection[GpuId]) -> None:
         gone = [session.gpus[gpu] for gpu in lost if gpu in session.gpus]

@@ -34,8 +34,8 @@ def show(story: Mapping[str, Any]) -> None:
         f"GPU {fault['gpu']} and of no other. The {len(fault['running'])} running pods stay."
     )
     out.print(
-        "It comes back when NVML asks for no recovery action and its checks pass for a while, or by "
-        f"`metagpu acknowledge {fault['gpu']}`."
+        "It comes back when NVML asks for no recovery action and its checks pass for a while, or "
+        f"by `metagpu acknowledge {fault['gpu']}`."
     )
 
 
@@ -60,16 +60,14 @@ def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) 
 
 def show_node(node: NodeView) -> None:
     """Draw a simulated node."""
-    table = tables.table("GPU", "BOARD", "UUID", "STATE", "NEEDS", "USED", "PROCESSES")
+    table = tables.table("GPU", "BOARD", "STATE", "NEEDS", "MEMORY", "PROCESSES")
 
     for gpu in node.gpus:
         processes = ", ".join(
             f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
         )
-        used = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
-        table.add_row(
-            str(gpu.index), gpu.board, gpu.uuid, gpu.state, gpu.recovery_action, used, processes
-        )
+        memory = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
+        table.add_row(str(gpu.index), gpu.board, gpu.state, gpu.recovery_action, memory, processes)
     out = tables.console()
     out.print(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}")
     out.print(table)

@@ -1,8 +1,8 @@
 """The node, the daemon and the pods of a test, in the words the tests are written in."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.e2e.rig.daemon import Daemon
@@ -135,6 +135,8 @@ class Cluster:
             self.node.power_on()
         if not self.node.kubelet.alive:
             self.node.start_kubelet()
+        if self.node.resource(RESOURCE) != (ALL_SHARES, ALL_SHARES):
+            self.daemon.stop()  # its simulated GPUs are new ones then
         if not self.daemon.alive:
             self.daemon.start()
         self.await_amounts(ALL_SHARES, ALL_SHARES)
@@ -175,15 +177,6 @@ class Cluster:
         outcome = wait_for(f"pod {name} to be admitted again or not", probe, within_s=RUNNING_S)
         assert outcome in ("runs", "UnexpectedAdmissionError")
         return outcome == "runs"
-
-    @contextmanager
-    def failed_gpu(self, index: int, xid: int) -> Iterator[None]:
-        """A GPU that has reported a driver error, and is well again in the end."""
-        self.daemon.fault(index, xid)
-        try:
-            yield
-        finally:
-            self.daemon.recover(index)
 
     def start(self, *pods: str | Document) -> None:
         """Create pods in one go, and wait until every pod of the namespace runs."""

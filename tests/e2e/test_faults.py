@@ -11,12 +11,13 @@ def test_a_failed_gpu_is_offered_to_nobody_until_it_recovers(cluster: Cluster) -
     before = cluster.incarnations()
     (index,), (gpu,) = victim.gpu_indices, victim.visible_gpus
 
-    with cluster.failed_gpu(index, FELL_OFF_THE_BUS):
-        cluster.await_amounts(ALL_SHARES, ALL_SHARES - SHARES_PER_GPU)
-        elsewhere = cluster.run("elsewhere", 6 * SHARES_PER_GPU)
-        assert gpu not in elsewhere.shares_by_gpu
-        assert cluster.incarnations()["victim"] == before["victim"]
+    cluster.daemon.fault(index, FELL_OFF_THE_BUS)
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES - SHARES_PER_GPU)
+    elsewhere = cluster.run("elsewhere", 6 * SHARES_PER_GPU)
+    assert gpu not in elsewhere.shares_by_gpu
+    assert cluster.incarnations()["victim"] == before["victim"]
 
+    cluster.daemon.recover(index)
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
     assert cluster.incarnations()["victim"] == before["victim"]
     assert cluster.look_inside("victim") == victim

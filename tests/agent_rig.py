@@ -1,0 +1,103 @@
+"""The whole agent on a simulated node with a simulated kubelet, in the test's own loop."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from metagpu.app import Agent, Places
+from metagpu.core.facts import Fact
+from metagpu.core.model import GpuState, Snapshot
+from metagpu.nvml import Nvml
+from metagpu.sim.kubelet import SimKubelet
+from metagpu.sim.library import Library
+from metagpu.sim.node import SimNode
+from metagpu.sim.spec import simulated
+
+METAGPU = "cnvrg.io/metagpu"
+QUICK = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: all
+    backends: [{backend: fraction, sharesPerGpu: 10}]
+"""
+
+
+@dataclass
+class Scene:
+    """An agent at work, and the hardware and kubelet around it."""
+
+    node: SimNode
+    kubelet: SimKubelet
+    agent: Agent
+    config_file: Path
+
+    def state(self, index: int) -> GpuState:
+        """Give what the agent knows of a GPU."""
+        return list(self.agent.registry.snapshot.gpus.values())[index]
+
+    async def until(self, capacity: int, allocatable: int, resource: str = METAGPU) -> None:
+        """Wait until the kubelet counts so."""
+        await self.kubelet.wait_for(
+            lambda: (
+                (
+                    self.kubelet.capacity().get(resource, 0),
+                    self.kubelet.allocatable().get(resource, 0),
+                )
+                == (capacity, allocatable)
+            )
+        )
+
+    async def settles(self, predicate: Callable[[Snapshot], bool]) -> None:
+        """Wait until the agent's registry is so."""
+        with anyio.fail_after(10):
+            async for snapshot in self.agent.registry.watch(lambda now: now):
+                if predicate(snapshot):
+                    return
+
+    async def news(self, *kinds: type[Fact]) -> Fact:
+        """Wait for the next news of one of these kinds."""
+        with self.agent.registry.news.subscribe() as news, anyio.fail_after(10):
+            async for fact in news:
+                if isinstance(fact, kinds):
+                    return fact
+        raise AssertionError
+
+
+@asynccontextmanager
+async def agent_at_work(
+    tmp_path: Path,
+    boards: str = "a100-40gb:2",
+    config: str = QUICK,
+    *,
+    drivers: bool = True,
+    kubelet: SimKubelet | None = None,
+) -> AsyncIterator[Scene]:
+    """Run an agent while the block lasts, and a kubelet with it unless one is given.
+
+    `drivers=False` starts without NVML.
+    """
+    config_file = tmp_path / "metagpu.yaml"
+    await anyio.Path(config_file).write_text(config)
+    places = Places(
+        kubelet=tmp_path / "device-plugins",
+        pod_resources=tmp_path / "pod-resources.sock",
+        run=tmp_path,
+    )
+    node = simulated(boards)
+    if not drivers:
+        node.fail_driver()
+    agent = Agent(config_file, Nvml(Library(node)), places)
+    own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
+
+    async with (
+        nullcontext(kubelet) if kubelet else own.running() as present,
+        anyio.create_task_group() as group,
+    ):
+        for task in agent.tasks:
+            group.start_soon(task)
+        yield Scene(node, present, agent, config_file)
+        group.cancel_scope.cancel()

@@ -1,0 +1,97 @@
+"""News: every event once, in order, and never a publisher that waits."""
+
+from contextlib import suppress
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from metagpu.core.bus import Bus, Subscription
+
+
+async def take(subscription: Subscription[int], count: int) -> list[int]:
+    """Read some events."""
+    events = subscription.__aiter__()
+    return [await anext(events) for _ in range(count)]
+
+
+async def test_every_listener_hears_every_event_in_order() -> None:
+    """Each subscription has its own copy of the news."""
+    bus: Bus[int] = Bus()
+
+    with bus.subscribe() as first, bus.subscribe() as second:
+        for number in range(5):
+            bus.publish(number)
+        assert await take(first, 5) == [0, 1, 2, 3, 4]
+        assert await take(second, 5) == [0, 1, 2, 3, 4]
+
+
+async def test_a_slow_listener_loses_its_oldest() -> None:
+    """Beyond its depth a subscription drops the oldest, counts them, and delays nobody."""
+    bus: Bus[int] = Bus()
+
+    with bus.subscribe(depth=3) as slow, bus.subscribe(depth=10) as quick:
+        for number in range(8):
+            bus.publish(number)
+        assert await take(slow, 3) == [5, 6, 7]
+        assert await take(quick, 8) == list(range(8))
+        assert (slow.lost, quick.lost) == (5, 0)
+
+
+async def test_a_full_listener_has_lost_nothing_yet() -> None:
+    """Exactly as many events as the depth are all kept, and again after they were read."""
+    bus: Bus[int] = Bus()
+
+    with bus.subscribe(depth=2) as listener:
+        for start in (0, 2):
+            bus.publish(start)
+            bus.publish(start + 1)
+            assert await take(listener, 2) == [start, start + 1]
+        assert listener.lost == 0
+
+
+async def test_a_listener_hears_nothing_from_before() -> None:
+    """A subscription begins with its block."""
+    bus: Bus[int] = Bus()
+    bus.publish(1)
+
+    with bus.subscribe() as late:
+        bus.publish(2)
+        assert await take(late, 1) == [2]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_end_of_the_block_unsubscribes(*, failing: bool) -> None:
+    """A listener that is gone, by whatever way, is not kept."""
+    bus: Bus[int] = Bus()
+
+    with bus.subscribe() as stays:
+        with suppress(ZeroDivisionError), bus.subscribe(depth=1) as gone:
+            assert 1 // (not failing) == 1
+        bus.publish(1)
+        bus.publish(2)
+
+        assert bus._subscriptions == [stays]
+        assert gone.lost == 0
+    assert bus._subscriptions == []
+
+
+async def test_a_waiting_listener_is_woken() -> None:
+    """A listener that has read all sleeps until the next event."""
+    bus: Bus[int] = Bus()
+    heard: list[int] = []
+
+    async def listen(subscription: Subscription[int]) -> None:
+        async for event in subscription:
+            heard.append(event)  # noqa: PERF401 - it never ends
+
+    async with anyio.create_task_group() as group:
+        with bus.subscribe() as subscription:
+            group.start_soon(listen, subscription)
+            for number in range(3):
+                await checkpoint()
+                bus.publish(number)
+            for _ in range(5):
+                await checkpoint()
+            assert heard == [0, 1, 2]
+            group.cancel_scope.cancel()

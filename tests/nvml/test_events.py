@@ -1,0 +1,195 @@
+"""Events: none may be lost, none told twice, and no fault may spin."""
+
+import time
+
+import anyio
+import anyio.lowlevel
+import pynvml
+import pytest
+
+from metagpu.core.driver import EccError, RecoveryAction, RecoveryActionChanged, Xid
+from metagpu.core.errors import DriverError
+from metagpu.nvml import Nvml
+from metagpu.sim.boards import BOARDS
+from metagpu.sim.library import Library
+from metagpu.sim.spec import simulated
+from tests.nvml.rig import DEADLINE, altered, opened
+
+
+async def test_a_burst_comes_in_one_batch() -> None:
+    """XIDs that happened together are delivered together, in order, with their GPUs."""
+    async with opened() as (node, nvml, survey):
+        for index in range(3):
+            node.raise_xid(node.gpu(index), 31)
+
+        assert await nvml.events() == tuple(Xid(gpu.id, 31) for gpu in survey.gpus)
+
+
+async def test_a_waiting_caller_hears_at_once() -> None:
+    """An XID wakes the one who waits, long before the slice is over."""
+    async with opened() as (node, nvml, survey), anyio.create_task_group() as group:
+        began = time.monotonic()
+
+        async def wait() -> None:
+            assert await nvml.events() == (Xid(survey.gpus[2].id, 43),)
+            assert time.monotonic() - began < 0.5
+
+        group.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        node.raise_xid(node.gpu(2), 43)
+
+
+async def test_an_xid_inside_mig_names_its_instances() -> None:
+    """Instance ids are given where NVML gives them, and are None where it says any."""
+    async with opened() as (node, nvml, survey):
+        node.raise_xid(node.gpu(0), 13, gi=7, ci=0)
+        node.raise_xid(node.gpu(0), 13)
+
+        gpu = survey.gpus[0].id
+        assert await nvml.events() == (Xid(gpu, 13, 7, 0), Xid(gpu, 13))
+
+
+async def test_memory_errors_and_recovery_actions_are_events() -> None:
+    """An uncorrected error comes with its XID, and then what the GPU needs has changed."""
+    async with opened() as (node, nvml, survey):
+        gpu = survey.gpus[0].id
+        node.ecc(node.gpu(0), double_bit=False)
+        node.raise_xid(node.gpu(0), 48)
+
+        assert await nvml.events() == (
+            EccError(gpu, double_bit=False),
+            Xid(gpu, 48),
+            EccError(gpu, double_bit=True),
+            RecoveryActionChanged(gpu),
+        )
+        condition = await nvml.condition(gpu)
+        assert condition.recovery_action == RecoveryAction.GPU_RESET
+        assert condition.ecc_uncorrected == 1
+
+
+async def test_a_lost_gpu_is_named_by_the_wait_once() -> None:
+    """NVML fails a wait without a name; we find the GPU, and then listen to the others."""
+    async with opened() as (node, nvml, survey):
+        node.lose(node.gpu(1))
+
+        assert await nvml.events() == (RecoveryActionChanged(survey.gpus[1].id),)
+        node.raise_xid(node.gpu(2), 31)
+        assert await nvml.events() == (Xid(survey.gpus[2].id, 31),)
+        assert set(node.event_sets[0].registered) == {0, 2}
+
+
+async def test_a_gpu_that_comes_back_is_heard_again() -> None:
+    """After a reset took the registration along, the next survey listens anew."""
+    async with opened() as (node, nvml, survey):
+        gpu = survey.gpus[1].id
+        node.raise_xid(node.gpu(1), 79)
+        await nvml.events()
+        await nvml.survey()
+        node.recover(node.gpu(1))
+        assert await nvml.survey() == survey
+
+        node.raise_xid(node.gpu(1), 31)
+        assert await nvml.events() == (Xid(gpu, 31),)
+
+
+async def test_a_gpu_that_was_reset_is_heard_again() -> None:
+    """A condition that is well again is reason enough to register anew, without a survey."""
+    async with opened() as (node, nvml, survey):
+        gpu = survey.gpus[0].id
+        node.need(node.gpu(0), RecoveryAction.GPU_RESET)
+        await nvml.events()
+        assert (await nvml.condition(gpu)).recovery_action == RecoveryAction.GPU_RESET
+        node.recover(node.gpu(0))
+        assert (await nvml.condition(gpu)).recovery_action == RecoveryAction.NONE
+
+        node.raise_xid(node.gpu(0), 31)
+        assert await nvml.events() == (Xid(gpu, 31),)
+        assert len(node.event_sets) == 1
+
+
+async def test_looking_twice_registers_once() -> None:
+    """A second survey neither makes a second event set nor delivers events twice."""
+    async with opened() as (node, nvml, survey):
+        await nvml.survey()
+        node.raise_xid(node.gpu(0), 31)
+
+        assert await nvml.events() == (Xid(survey.gpus[0].id, 31),)
+        assert len(node.event_sets) == 1
+
+
+async def test_an_added_gpu_is_found_and_heard() -> None:
+    """A GPU that appears later is surveyed and listened to like the others."""
+    async with opened() as (node, nvml, _):
+        node.add_gpu(BOARDS["t4"])
+        new = (await nvml.survey()).gpus[3]
+        node.raise_xid(node.gpu(3), 31)
+
+        assert new.name == "Tesla T4"
+        assert await nvml.events() == (Xid(new.id, 31),)
+
+
+async def test_a_gpu_without_events_is_known_as_one() -> None:
+    """Where NVML has no events the survey says so, and waiting is a quiet second."""
+    node = simulated("t4:1")
+    library = altered(
+        node, nvmlDeviceGetSupportedEventTypes=lambda *_: pynvml.NVML_ERROR_NOT_SUPPORTED
+    )
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        assert not (await nvml.survey()).gpus[0].listens
+        assert not await nvml.events()
+
+
+async def test_a_machine_without_event_sets_is_read_all_the_same() -> None:
+    """Where not even an event set can be made, GPUs are known and not listened to."""
+    node = simulated("t4:1")
+    library = altered(node, nvmlEventSetCreate=lambda *_: pynvml.NVML_ERROR_NOT_SUPPORTED)
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        assert not (await nvml.survey()).gpus[0].listens
+
+
+async def test_a_spoiled_event_set_is_replaced() -> None:
+    """After UNKNOWN the set is undefined: a new one is made, and everybody is heard."""
+    node = simulated("t4:3")
+    failures = [pynvml.NVML_ERROR_UNKNOWN] * 2
+    real = Library.nvmlDeviceRegisterEvents
+    library = altered(
+        node,
+        nvmlDeviceRegisterEvents=lambda *args: failures.pop() if failures else real(library, *args),
+    )
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        await nvml.survey()
+        survey = await nvml.survey()
+        for gpu in node.gpus:
+            node.raise_xid(gpu, 31)
+
+        assert all(gpu.listens for gpu in survey.gpus)
+        assert await nvml.events() == tuple(Xid(gpu.id, 31) for gpu in survey.gpus)
+        assert len(node.event_sets) == 1
+
+
+async def test_a_failing_wait_keeps_nvmls_words() -> None:
+    """A wait that fails is a DriverError with the call and NVML's text, for the caller to bear."""
+    library = altered(simulated("t4:1"), nvmlEventSetWait_v2=lambda *_: pynvml.NVML_ERROR_UNKNOWN)
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        await nvml.survey()
+        with pytest.raises(DriverError, match="nvmlEventSetWait_v2: Unknown Error") as caught:
+            await nvml.events()
+
+    assert type(caught.value) is DriverError
+
+
+async def test_a_lost_gpu_that_nobody_finds_does_not_spin() -> None:
+    """When every GPU answers although NVML says one is lost, that is said once a second."""
+    library = altered(
+        simulated("t4:1"), nvmlEventSetWait_v2=lambda *_: pynvml.NVML_ERROR_GPU_IS_LOST
+    )
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        await nvml.survey()
+        began = time.monotonic()
+        assert await nvml.events() == (RecoveryActionChanged(None),)
+        assert time.monotonic() - began > 0.5

@@ -1,0 +1,120 @@
+"""GPUs that are lost, hang, or go away: the others must not notice."""
+
+import time
+
+import anyio
+import anyio.lowlevel
+import pynvml
+import pytest
+
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.errors import DriverError, DriverTimeout, GpuLost
+from metagpu.nvml import Nvml
+from metagpu.sim.library import Library
+from metagpu.sim.spec import simulated
+from tests.nvml.rig import DEADLINE, opened
+
+
+async def test_a_lost_gpu_leaves_the_others_alone() -> None:
+    """A GPU that fell off the bus is reported by uuid and index; the others are read as before."""
+    async with opened() as (node, nvml, before):
+        node.lose(node.gpu(1))
+        survey = await nvml.survey()
+
+        assert [gpu.id for gpu in survey.gpus] == [before.gpus[0].id, before.gpus[2].id]
+        [gone] = survey.unreadable
+        assert (gone.index, gone.gpu) == (1, before.gpus[1].id)
+        assert "lost" in gone.reason
+        assert (await nvml.condition(before.gpus[2].id)).recovery_action == RecoveryAction.NONE
+        with pytest.raises(GpuLost, match=r"GPU 1 .*lost"):
+            await nvml.condition(before.gpus[1].id)
+
+
+async def test_a_gpu_that_wants_a_reset_says_so() -> None:
+    """RESET_REQUIRED is a lost GPU too, with a message that tells it from one off the bus."""
+    async with opened() as (node, nvml, survey):
+        node.lose(node.gpu(0), pynvml.NVML_ERROR_RESET_REQUIRED)
+        with pytest.raises(GpuLost, match="wants a reset"):
+            await nvml.processes(survey.gpus[0].id)
+
+
+async def test_a_gpu_lost_before_the_session_keeps_its_name() -> None:
+    """A GPU that was read in an earlier session is named although it cannot be read now."""
+    node = simulated("t4:2")
+    nvml = Nvml(Library(node), DEADLINE)
+    async with nvml.session():
+        lost = (await nvml.survey()).gpus[1]
+    node.lose(node.gpu(1))
+
+    async with nvml.session():
+        assert (await nvml.survey()).unreadable[0].gpu == lost.id
+        with pytest.raises(GpuLost, match=lost.id):
+            await nvml.condition(lost.id)
+
+
+async def test_a_removed_gpu_is_not_called_lost() -> None:
+    """Who moved up to a lower index is not taken for the GPU that was there before."""
+    async with opened() as (node, nvml, before):
+        node.remove_gpu(node.gpu(0))
+        survey = await nvml.survey()
+
+        assert [gpu.id for gpu in survey.gpus] == [before.gpus[1].id, before.gpus[2].id]
+        assert [gpu.index for gpu in survey.gpus] == [0, 1]
+        with pytest.raises(DriverError, match="last survey"):
+            await nvml.condition(before.gpus[0].id)
+
+
+async def test_a_hung_gpu_times_out_and_delays_nobody() -> None:
+    """A hung GPU costs its own caller the deadline, and later callers nothing; others answer."""
+    async with opened() as (node, nvml, survey):
+        node.hang(node.gpu(0), 60)
+        began = time.monotonic()
+        with pytest.raises(DriverTimeout, match="GPU 0"):
+            await nvml.condition(survey.gpus[0].id)
+        assert DEADLINE <= time.monotonic() - began < 10 * DEADLINE
+
+        began = time.monotonic()
+        with pytest.raises(DriverTimeout, match="earlier"):
+            await nvml.processes(survey.gpus[0].id)
+        await nvml.condition(survey.gpus[1].id)
+        assert time.monotonic() - began < DEADLINE
+        assert nvml.overdue == [f"GPU 0 ({survey.gpus[0].id})"]
+
+        assert [u.index for u in (await nvml.survey()).unreadable] == [0]
+        node.recover(node.gpu(0))
+        with anyio.fail_after(5):
+            while nvml.overdue:
+                await anyio.lowlevel.checkpoint()
+        assert not (await nvml.survey()).unreadable
+
+
+async def test_a_hanging_call_waits_for_its_deadline_when_cancelled() -> None:
+    """Cancelling a call does not take NVML away from under its thread."""
+    async with opened() as (node, nvml, survey):
+        node.hang(node.gpu(0), 60)
+        began = time.monotonic()
+        with anyio.move_on_after(DEADLINE / 2), pytest.raises(DriverTimeout):
+            await nvml.condition(survey.gpus[0].id)
+        assert time.monotonic() - began >= DEADLINE
+        node.recover(node.gpu(0))
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLost, "off the bus"),
+        (pynvml.NVML_ERROR_RESET_REQUIRED, GpuLost, "wants a reset"),
+        (pynvml.NVML_ERROR_TIMEOUT, DriverTimeout, "nvmlDeviceGetMemoryInfo timed out"),
+        (pynvml.NVML_ERROR_UNKNOWN, DriverError, "nvmlDeviceGetMemoryInfo: Unknown Error"),
+        (pynvml.NVML_ERROR_NO_PERMISSION, DriverError, "nvmlDeviceGetMemoryInfo: Insufficient"),
+        (pynvml.NVML_ERROR_IN_USE, DriverError, "nvmlDeviceGetMemoryInfo: Unknown Error"),
+    ],
+)
+async def test_codes_become_errors(code: int, error: type[DriverError], message: str) -> None:
+    """Each code about one GPU is an error of ours that names the GPU, and NVML's call and text."""
+    async with opened() as (node, nvml, survey):
+        node.lose(node.gpu(2), code)
+        with pytest.raises(DriverError, match=rf"GPU 2 .*{message}") as caught:
+            await nvml.condition(survey.gpus[2].id)
+
+    assert type(caught.value) is error
