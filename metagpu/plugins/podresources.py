@@ -13,7 +13,7 @@ import structlog
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from metagpu.core.facts import LeasesObserved, SharesGranted
+from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
 from metagpu.core.model import Holder, ShareId
 from metagpu.core.registry import Registry
 from metagpu.plugins.pb import v1
@@ -34,25 +34,24 @@ async def follow_leases(
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
-    Looks at once, after every grant, and every `PERIOD` seconds. A kubelet that cannot be asked
-    changes nothing: what was known stays.
+    Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds. A
+    kubelet that cannot be asked changes nothing: what was known stays.
     """
     told = ""
 
     with registry.news.subscribe() as news:
-        granted = anyio.Event()
+        stirred = anyio.Event()
 
         async def listen() -> None:
-            nonlocal granted
             async for fact in news:
-                if isinstance(fact, SharesGranted):
-                    granted.set()
+                if isinstance(fact, SharesGranted | SharesOffered):
+                    stirred.set()
 
         async with anyio.create_task_group() as group:
             group.start_soon(listen)
 
             while True:
-                granted = anyio.Event()
+                stirred = anyio.Event()
                 try:
                     holders = await holders_of(socket, registry.snapshot.offers.keys())
                     registry.apply(LeasesObserved(holders, clock()))
@@ -63,7 +62,7 @@ async def follow_leases(
                         log.warning("the kubelet does not say who holds what", error=told)
 
                 with anyio.move_on_after(PERIOD):
-                    await granted.wait()
+                    await stirred.wait()
                     await anyio.sleep(SETTLE)
 
 

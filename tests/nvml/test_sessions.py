@@ -9,7 +9,7 @@ from metagpu.core.errors import DriverTimeout, DriverUnavailable
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
-from tests.nvml.rig import DEADLINE, opened
+from tests.nvml.rig import SHORT, opened
 
 
 async def test_a_lost_driver_is_one_error_and_a_new_session_works() -> None:
@@ -76,7 +76,7 @@ async def test_pynvml_is_left_as_it_was() -> None:
 async def test_a_session_ends_although_a_gpu_hangs() -> None:
     """Leaving does not wait for a hung GPU, and the next session is not disturbed by it."""
     node = simulated("t4:2")
-    nvml = Nvml(Library(node), DEADLINE)
+    nvml = Nvml(Library(node), SHORT)
     async with nvml.session():
         survey = await nvml.survey()
         node.hang(node.gpu(0), 60)
