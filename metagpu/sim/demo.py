@@ -67,7 +67,8 @@ class Scene:
 
 def run(*, as_json: bool) -> int:
     """Run the demo and print it; give the exit status."""
-    story = anyio.run(_play)
+    with tempfile.TemporaryDirectory(prefix="metagpu-demo-") as folder:
+        story = anyio.run(_play, Path(folder))
 
     if as_json:
         print(json.dumps(story, indent=2))  # noqa: T201 - a command line speaks so
@@ -78,8 +79,8 @@ def run(*, as_json: bool) -> int:
     return 0
 
 
-async def _play() -> dict[str, Any]:
-    async with _scene() as scene:
+async def _play(folder: Path) -> dict[str, Any]:
+    async with _scene(folder) as scene:
         total = 100 * len(scene.node.gpus)
         await scene.allocatable(total)
         pods = [await _admit(scene.kubelet, *pod) for pod in PODS]
@@ -105,22 +106,17 @@ async def _play() -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _scene() -> AsyncIterator[Scene]:
-    with tempfile.TemporaryDirectory(prefix="metagpu-demo-") as folder:
-        places = Places(
-            kubelet=Path(folder) / "device-plugins",
-            pod_resources=Path(folder) / "pod-resources.sock",
-            run=Path(folder),
-        )
-        node = simulated(BOARDS)
-        agent = Agent(None, Nvml(Library(node)), places)
-        kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
+async def _scene(folder: Path) -> AsyncIterator[Scene]:
+    places = Places(folder / "device-plugins", folder / "pod-resources.sock", folder)
+    node = simulated(BOARDS)
+    agent = Agent(None, Nvml(Library(node)), places)
+    kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
-        async with kubelet.running(), anyio.create_task_group() as group:
-            for task in agent.tasks:
-                group.start_soon(task)
-            yield Scene(node, kubelet, agent, places)
-            group.cancel_scope.cancel()
+    async with kubelet.running(), anyio.create_task_group() as group:
+        for task in agent.tasks:
+            group.start_soon(task)
+        yield Scene(node, kubelet, agent, places)
+        group.cancel_scope.cancel()
 
 
 async def _admit(kubelet: SimKubelet, name: str, shares: int, note: str) -> dict[str, Any]:

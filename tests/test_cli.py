@@ -1,0 +1,145 @@
+"""What a person at a terminal gets: help, reports, errors, exit statuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metagpu.cli import main
+
+COMMANDS = ("run", "demo", "explain", "validate", "status", "acknowledge", "sim")
+TWO_POOLS = """\
+version: metagpu/v1
+pools:
+  - name: big
+    gpus: {minMemory: 40Gi}
+    backends: [{backend: fraction, resource: example.com/big, sharesPerGpu: 10}]
+  - name: small
+    gpus: {product: "*T4*"}
+    backends: [{backend: fraction, resource: example.com/small, memoryUnit: 1Gi}]
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command's help ends with an example that begins with the command."""
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+
+    assert end.value.code == 0
+    assert f"example:\n  metagpu {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that does not exist ends with status 2 and names those that do."""
+    with pytest.raises(SystemExit) as end:
+        main(["frobnicate"])
+
+    assert end.value.code == 2
+    assert "'explain'" in capsys.readouterr().err
+
+
+def test_explain_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a file, eight GPUs are 800 shares of cnvrg.io/metagpu, all in one pool."""
+    assert main(["explain", "--simulate", "a100-40gb:8", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["resources"] == {"cnvrg.io/metagpu": {"capacity": 800, "allocatable": 800}}
+    assert [gpu["index"] for gpu in told["gpus"]] == list(range(8))
+    assert {(gpu["pool"], gpu["why"]) for gpu in told["gpus"]} == {("all", "all GPUs")}
+
+
+def test_explain_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each GPU is told its pool and the reason, or why no pool has it."""
+    file = tmp_path / "two.yaml"
+    file.write_text(TWO_POOLS)
+
+    simulated = "a100-40gb:1,t4:1,a30:1"
+    assert main(["explain", "--config", str(file), "--simulate", simulated, "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    big, small, neither = told["gpus"]
+    assert told["resources"]["example.com/big"]["capacity"] == 10
+    assert told["resources"]["example.com/small"]["capacity"] == 15
+    assert big["pool"] == "big"
+    assert small["pool"] == "small"
+    assert neither["pool"] is None
+    assert "big: " in neither["why"]
+    assert "small: " in neither["why"]
+
+
+def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """For people there is a table, without colours where no terminal listens."""
+    assert main(["explain", "--simulate", "t4:1"]) == 0
+
+    out = capsys.readouterr().out
+    assert "Tesla T4" in out
+    assert "cnvrg.io/metagpu" in out
+    assert "\x1b" not in out
+
+
+def test_validate_tells_line_and_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each wrong file gets one line, good ones are said to be good, and the status is 1."""
+    good, wrong = tmp_path / "good.yaml", tmp_path / "wrong.yaml"
+    good.write_text(TWO_POOLS)
+    wrong.write_text(TWO_POOLS.replace("sharesPerGpu", "sharePerGpu"))
+
+    assert main(["validate", str(good)]) == 0
+    assert main(["validate", str(good), str(wrong)]) == 1
+
+    captured = capsys.readouterr()
+    assert captured.out == f"{good}: good\n" * 2
+    [line] = captured.err.splitlines()
+    assert line.startswith(f"{wrong}: 5: pools[0].backends[0].sharePerGpu: unknown key; allowed:")
+    assert line.endswith("did you mean sharesPerGpu?")
+
+
+def test_validate_knows_the_kubelets_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resource name that the kubelet would refuse is refused here, with the rule (case 3)."""
+    file = tmp_path / "name.yaml"
+    file.write_text(TWO_POOLS.replace("example.com/big", "Example.com/big"))
+
+    assert main(["validate", str(file)]) == 1
+    assert "lower-case DNS name" in capsys.readouterr().err
+
+
+def test_bad_simulation_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A board that does not exist is answered with those that do."""
+    assert main(["explain", "--simulate", "a1000:8"]) == 1
+
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "a100-40gb" in err
+
+
+def test_no_daemon_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking a daemon that is not there says where it was looked for."""
+    assert main(["status", "--run-dir", str(tmp_path)]) == 1
+    assert f"no daemon answers on {tmp_path / 'metagpu.sock'}" in capsys.readouterr().err
+
+
+def test_demo_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo admits its pods, breaks one GPU, and shows that no other was touched."""
+    assert main(["demo", "--json"]) == 0
+
+    story = json.loads(capsys.readouterr().out)
+    pods = {pod["pod"]: pod for pod in story["pods"]}
+    assert story["node"]["capacity"] == 800
+    assert pods["metagpu-test"]["memoryMiB"] == 12288
+    assert len(pods["train-large"]["gpus"]) == 2
+    assert not pods["experiment"]["admitted"]
+    assert story["fault"]["touched"] == [0]
+    assert story["fault"]["allocatable"] == 700
+    assert len(story["fault"]["running"]) == 7
+
+
+def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+    """For people the demo draws bars and names the fault."""
+    assert main(["demo"]) == 0
+
+    captured = capsys.readouterr()
+    assert "██████████ 100/100" in captured.out
+    assert "XID 79: GPU has fallen" in captured.out
+    assert captured.err == ""

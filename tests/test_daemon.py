@@ -1,0 +1,178 @@
+"""The daemon as a process: started, steered, reloaded and stopped as an operator would."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+
+from metagpu.sim.kubelet import SimKubelet
+from tests.agent_rig import METAGPU, QUICK
+
+
+@dataclass
+class Daemon:
+    """A running `metagpu run --simulate` and the kubelet it serves."""
+
+    process: Process
+    folder: Path
+    kubelet: SimKubelet
+
+    async def command(self, *arguments: str) -> tuple[int, str]:
+        """Run another metagpu command against it; give exit status and output."""
+        name, *rest = arguments
+        done = await anyio.run_process(
+            [sys.executable, "-m", "metagpu", name, "--run-dir", str(self.folder), *rest],
+            check=False,
+        )
+        return done.returncode, (done.stdout or done.stderr).decode()
+
+    async def until(self, allocatable: int) -> None:
+        """Wait until the kubelet has so many healthy shares."""
+        await self.kubelet.wait_for(
+            lambda: self.kubelet.allocatable().get(METAGPU, 0) == allocatable
+        )
+
+    async def logged(self, text: str) -> None:
+        """Read the daemon's log until a line has this text."""
+        assert self.process.stderr is not None
+        seen = b""
+        with anyio.fail_after(10):
+            while text not in seen.decode():
+                seen += await self.process.stderr.receive()
+
+    async def stop(self) -> int:
+        """Ask it to end; give its exit status."""
+        self.process.terminate()
+        with anyio.fail_after(10):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def daemon(folder: Path, config: str = QUICK) -> AsyncIterator[Daemon]:
+    """Run the daemon on two simulated GPUs while the block lasts."""
+    await anyio.Path(folder / "metagpu.yaml").write_text(config)
+    kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
+
+    async with kubelet.running(), await anyio.open_process(command_line(folder)) as process:
+        try:
+            yield Daemon(process, folder, kubelet)
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+def command_line(folder: Path) -> list[str]:
+    """Give the command that serves the simulated node in a folder."""
+    places = {
+        "--config": folder / "metagpu.yaml",
+        "--run-dir": folder,
+        "--kubelet-dir": folder / "dp",
+        "--pod-resources": folder / "pr.sock",
+    }
+    options = [str(part) for option in places.items() for part in option]
+    return [sys.executable, "-m", "metagpu", "run", "--simulate", "a100-40gb:2", *options]
+
+
+async def test_serves_until_told_to_stop(tmp_path: Path) -> None:
+    """SIGTERM ends it with status 0; nothing is allocatable then and no socket is left."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+
+        assert await it.stop() == 0
+
+        await it.until(0)
+
+    left = {path.name for path in (tmp_path / "dp").iterdir()} - {"kubelet_internal_checkpoint"}
+    assert left == {"kubelet.sock"}
+    assert not (tmp_path / "metagpu.sock").exists()
+
+
+async def test_double_reload_keeps_one_stream(tmp_path: Path) -> None:
+    """Two SIGHUPs at once leave exactly one stream, and not one message on it (case 9)."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        os.kill(it.process.pid, signal.SIGHUP)
+        os.kill(it.process.pid, signal.SIGHUP)
+        await it.logged("configuration read")
+
+        assert it.kubelet.open_streams[METAGPU] == 1
+        assert it.kubelet.lists[METAGPU] == 1
+
+        await anyio.Path(tmp_path / "metagpu.yaml").write_text(QUICK.replace("10}", "30}"))
+        os.kill(it.process.pid, signal.SIGHUP)
+        await it.until(60)
+
+        assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_bad_reload_is_logged_and_ignored(tmp_path: Path) -> None:
+    """A broken file at SIGHUP is told with its line, and the node goes on as it was."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        await anyio.Path(tmp_path / "metagpu.yaml").write_text("version: metagpu/v1\npool: []\n")
+        os.kill(it.process.pid, signal.SIGHUP)
+        await it.logged("metagpu.yaml: 2: pool: unknown key")
+
+        assert it.kubelet.open_streams[METAGPU] == 1
+
+
+async def test_steered_and_asked(tmp_path: Path) -> None:
+    """`sim` breaks a GPU, `status` says so with reason and time, `acknowledge` is answered."""
+    config = QUICK.replace("quietPeriod: 100ms", "quietPeriod: 1h")
+
+    async with daemon(tmp_path, config) as it:
+        await it.until(20)
+
+        assert await it.command("sim", "xid", "0", "79") == (0, "XID 79 on GPU 0\n")
+
+        await it.until(10)
+        status, told = await it.command("status", "--json")
+        [broken] = [gpu for gpu in json.loads(told)["gpus"] if not gpu["healthy"]]
+
+        assert status == 0
+        assert broken["reason"] == "XID 79: GPU has fallen off the bus"
+        assert broken["since"].startswith("20")
+
+        status, told = await it.command("acknowledge", "0")
+
+        assert (status, "lost" in told) == (1, True)
+
+        await it.command("sim", "recover", "0")
+        status, told = await it.command("acknowledge", "0")
+
+        assert (status, "is back in service" in told) == (0, True)
+
+        await it.until(20)
+        status, told = await it.command("acknowledge", "7")
+
+        assert (status, told) == (1, "metagpu: there is no GPU '7' here; there are: 0, 1\n")
+
+
+async def test_second_daemon_is_refused(tmp_path: Path) -> None:
+    """A second daemon on the same node says that one runs already, and changes nothing."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        done = await anyio.run_process(command_line(tmp_path), check=False)
+
+        assert done.returncode == 1
+        assert "another metagpu runs here already" in done.stderr.decode()
+        assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
+    """After SIGKILL, which leaves sockets behind, the next daemon serves as if nothing was."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        it.process.kill()
+        await it.until(0)
+
+        async with await anyio.open_process(command_line(tmp_path)) as again:
+            await it.until(20)
+            again.terminate()
