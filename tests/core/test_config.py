@@ -204,6 +204,7 @@ HEAD = "version: metagpu/v1\n"
 POOL = pool("sharesPerGpu: 10")
 
 OF_FRACTIONS = "allowed: backend, memoryUnit, metagpuEnv, placement, resource, sharesPerGpu, split"
+HOLDS_ITSELF = "no usable YAML: a value holds itself, or too many others in each other"
 OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
 
 
@@ -446,8 +447,8 @@ def selecting(gpus: str) -> str:
                 '"<unicode string>", position 3'
             ),
         ),
-        ("a: &a [*a]\n", "no usable YAML: a value holds itself, or too many others in each other"),
-        ("[" * 2000, "no usable YAML: a value holds itself, or too many others in each other"),
+        ("a: &a [*a]\n", HOLDS_ITSELF),
+        ("[" * 2000, HOLDS_ITSELF),
     ],
 )
 def test_a_mistake_is_told_with_line_path_and_what_is_allowed(text: str, message: str) -> None:

@@ -64,8 +64,9 @@ class Door(Server):
 
     async def vanish(self) -> None:
         """Stop as by SIGKILL: nothing is answered any more and the socket file stays behind."""
-        if self._listener is not None:
-            await stop_accepting(self._listener)
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await stop_accepting(listener)
         self.close()
         for protocol in list(self._protocols):
             _abort(protocol)

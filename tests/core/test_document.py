@@ -1,0 +1,127 @@
+"""YAML into values: lines and paths, of whatever shape the file is."""
+
+import msgspec
+import pytest
+
+from metagpu.core.document import Document
+from metagpu.core.errors import ConfigError
+
+TEXT = """\
+first: 1
+list:
+  - a
+  - {b: 2,
+     c: 3}
+deep:
+  deeper:
+    deepest: {x: [1, 2]}
+"""
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    """A struct inside another."""
+
+    x: tuple[int, ...]
+
+
+class Shelves(msgspec.Struct, forbid_unknown_fields=True):
+    """Structs in lists and mappings."""
+
+    books: list[Inner] = []
+    boxes: dict[str, Inner] = {}
+    sizes: dict[str, list[int]] = {}
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("", 1),
+        ("first", 1),
+        ("list", 2),
+        ("list[0]", 3),
+        ("list[1]", 4),
+        ("list[1].b", 4),
+        ("list[1].c", 5),
+        ("deep.deeper.deepest.x[1]", 8),
+        ("deep.nothing.there", 6),
+        ("list[7]", 2),
+        ("list.name", 2),
+        ("deep[0]", 6),
+        ("first.inner", 1),
+        ("nothing", 1),
+    ],
+)
+def test_an_error_names_the_nearest_line(path: str, line: int) -> None:
+    """A value's line is where its key, or it itself in a list, stands; else its parent's."""
+    assert str(Document(TEXT, "f").error(path, "wrong")) == ": ".join(
+        part for part in ("f", str(line), path, "wrong") if part
+    )
+
+
+def test_an_empty_document_has_no_lines() -> None:
+    """Where there is nothing, an error names the file alone."""
+    assert str(Document("", "f").error("a.b", "wrong")) == "f: a.b: wrong"
+
+
+def test_values_are_found_by_path() -> None:
+    """A path leads through mappings and lists."""
+    document = Document(TEXT, "f")
+
+    assert document.at("list[1].c") == 3
+    assert document.at("deep.deeper.deepest.x[1]") == 2
+    assert document.at("") == document.data
+
+
+def test_a_part_can_be_decoded() -> None:
+    """A value inside the document becomes what is wanted."""
+    assert Document(TEXT, "f").decode(Inner, "deep.deeper.deepest") == Inner((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("books: [{x: [1, two]}]", "1: books[0].x[1]: expected a whole number, got a text"),
+        ("books:\n- x: [1]\n  y: 2", "3: books[0].y: unknown key; allowed: x"),
+        ("boxes: {blue: {}}", "1: boxes: missing key `x`"),
+        ("boxes:\n  blue: {y: 1}", "1: boxes.y: unknown key; allowed: x"),
+        ("sizes: {a: [1, b]}", "1: sizes: expected a whole number, got a text"),
+        ("sizes: {1: [1]}", "1: sizes: one of its keys: expected a text, got a whole number"),
+    ],
+)
+def test_a_misfit_is_found_inside_lists_and_mappings(text: str, message: str) -> None:
+    """The path goes through lists to the place; of a mapping's own keys the mapping is named."""
+    with pytest.raises(ConfigError) as caught:
+        Document(text, "f").decode(Shelves)
+    assert str(caught.value) == f"f: {message}"
+
+
+def test_a_path_inside_is_told_from_the_top() -> None:
+    """A misfit in a part that was decoded alone has its whole path."""
+    with pytest.raises(ConfigError) as caught:
+        Document("a:\n- b:\n    x: [no]", "f").decode(Inner, "a[0].b")
+    assert str(caught.value) == "f: 3: a[0].b.x[0]: expected a whole number, got a text"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", "3: a: the key stands twice, first in line 1; keep one of them"),
+        ("l:\n- {}\n- x: 1\n  x: 2", "4: l[1].x: the key stands twice, first in line 3; keep one"),
+        ("a: {b: {c: 1, c: 1}}", "1: a.b.c: the key stands twice, first in line 1; keep one of"),
+    ],
+)
+def test_a_repeated_key_is_refused(text: str, message: str) -> None:
+    """A key twice in one mapping is a mistake; in two mappings it is not."""
+    Document("a: {x: 1}\nb: {x: 1}", "f")
+    with pytest.raises(ConfigError) as caught:
+        Document(text, "f")
+    assert str(caught.value).startswith(f"f: {message}")
+
+
+def test_anchors_may_be_used_again() -> None:
+    """A value may stand for others, as YAML has it, as long as it does not hold itself."""
+    assert Document("a: &x {k: 1}\nb: *x\nc: [*x, *x]", "f").data == {
+        "a": {"k": 1},
+        "b": {"k": 1},
+        "c": [{"k": 1}, {"k": 1}],
+    }

@@ -1,0 +1,117 @@
+"""The configuration over the GPUs: which GPU is where, why, and what it offers."""
+
+import pytest
+
+from metagpu.core.config import parse
+from metagpu.core.errors import ConfigError
+from metagpu.core.injection import Injection
+from metagpu.core.layout import Assignment, lay_out
+from metagpu.core.model import MIB, Gpu
+from tests.build import BACKENDS, METAGPU, config, gpu, laid_out, pool
+
+T4 = "Tesla T4"
+TWO_POOLS = """\
+version: metagpu/v1
+pools:
+  - {name: t4, gpus: {product: "*T4*"}, backends: [{backend: fraction, sharesPerGpu: 2}]}
+  - {name: first, gpus: {index: 0-1}, backends: [{backend: fraction, sharesPerGpu: 3}]}
+"""
+
+
+def test_a_gpu_is_in_the_first_pool_that_selects_it() -> None:
+    """Each GPU is assigned once, in the order of pools, and the assignment says why."""
+    gpus = [gpu(0), gpu(1, name=T4), gpu(2)]
+    layout = laid_out(*gpus, text=TWO_POOLS)
+
+    assert layout.assignments == (
+        Assignment(gpus[0], "first", "matches index 0-1"),
+        Assignment(gpus[1], "t4", "matches product *T4*"),
+        Assignment(
+            gpus[2],
+            None,
+            "no pool selects it (t4: NVIDIA A100-SXM4-40GB does not match *T4*; "
+            "first: index 2 is not in 0-1)",
+        ),
+    )
+
+
+def test_a_pool_of_all_says_so() -> None:
+    """A pool without a selector takes every GPU."""
+    assert laid_out(gpu(0)).assignments == (Assignment(gpu(0), "all", "all GPUs"),)
+
+
+def test_a_gpu_in_no_pool_offers_nothing() -> None:
+    """What no pool selects is not cut; the resource is on offer all the same."""
+    layout = laid_out(gpu(2), text=TWO_POOLS)
+
+    assert layout.shares == ()
+    assert layout.offered.resources == (METAGPU,)
+
+
+def test_two_pools_of_one_resource_cut_as_each_says() -> None:
+    """One name over two pools: every GPU is cut by its own pool, requests placed by the first."""
+    gpus = [gpu(0), gpu(1, name=T4)]
+    layout = laid_out(*gpus, text=TWO_POOLS)
+
+    assert [(share.gpu, share.number) for share in layout.shares] == [
+        *[(gpus[0].id, number) for number in range(3)],
+        *[(gpus[1].id, number) for number in range(2)],
+    ]
+    assert [len(layout.backends[METAGPU].shares(gpu)) for gpu in gpus] == [2, 2]
+
+
+def test_the_node_injects_as_configured() -> None:
+    """What the host has and what the file says come together in the backends."""
+    text = pool() + "passDeviceSpecs: false\n"
+    layout = laid_out(gpu(0), text=text, injection=Injection(dev_root="/host"))
+
+    backend = layout.backends[METAGPU]
+    assert getattr(backend, "_injection") == Injection(pass_device_specs=False, dev_root="/host")  # noqa: B009 - no part of the contract
+
+
+def test_ids_are_unique_and_short() -> None:
+    """No id stands twice on a node, none is longer than 63 characters (case 27)."""
+    layout = laid_out(*[gpu(index) for index in range(16)], text=pool("sharesPerGpu: 1000"))
+    ids = [share.id for share in layout.shares]
+
+    assert len(set(ids)) == 16_000
+    assert max(map(len, ids)) == len(gpu(0).id) + len("::m999") <= 63
+
+
+def test_ids_are_the_same_each_time() -> None:
+    """The same GPUs in another order, with others beside them, have the same ids (case 27)."""
+    one = {share.id for share in laid_out(gpu(3), gpu(1)).shares}
+    two = {share.id for share in laid_out(gpu(1), gpu(2), gpu(3)).shares}
+
+    assert one <= two
+
+
+def test_an_id_too_long_is_refused() -> None:
+    """An id that the kubelet's limit does not admit is named before anything is offered."""
+    endless = Gpu(id=gpu(0).id + "x" * 20, index=0, name="", memory=100 * MIB)  # type: ignore[operator, arg-type]  # fmt: skip
+
+    with pytest.raises(
+        ConfigError, match=r"^test.yaml: the share id GPU-\S+::m00 has more than 63"
+    ):
+        laid_out(endless)
+
+
+def test_an_id_twice_is_refused() -> None:
+    """Two backends of one kind in a pool would offer each share twice."""
+    text = pool() + "      - {backend: fraction, resource: example.com/b}\n"
+
+    with pytest.raises(ConfigError) as caught:
+        laid_out(gpu(0), text=text)
+    assert str(caught.value) == (
+        f"test.yaml: the share id {gpu(0).id}::m00 would be offered twice, again as example.com/b; "
+        "use each backend once in a pool"
+    )
+
+
+def test_no_gpu_is_a_layout_too() -> None:
+    """A node without GPUs offers its resources with nothing in them."""
+    layout = lay_out(parse(pool(), "f", BACKENDS), (), Injection())
+
+    assert (layout.assignments, layout.shares) == ((), ())
+    assert layout.offered.resources == (METAGPU,)
+    assert config().options.keys() == {"all"}
