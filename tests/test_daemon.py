@@ -176,3 +176,13 @@ async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
         async with await anyio.open_process(command_line(tmp_path)) as again:
             await it.until(20)
             again.terminate()
+
+
+async def test_hanging_nvml_does_not_keep_it_alive(tmp_path: Path) -> None:
+    """A GPU whose driver hangs for an hour does not keep the daemon from ending."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        await it.command("sim", "hang", "0", "1h")
+        await it.until(10)
+
+        assert await it.stop() == 0

@@ -130,6 +130,11 @@ class Driver(Protocol):
     `DriverError` for anything else that NVML answers.
     """
 
+    @property
+    def overdue(self) -> Sequence[str]:
+        """Name what NVML was asked and never answered; its threads keep the process alive."""
+        ...
+
     def session(self) -> AbstractAsyncContextManager[None]:
         """Initialise NVML on entry and shut it down on exit.
 

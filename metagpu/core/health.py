@@ -166,41 +166,51 @@ class HealthWatch:
     async def survey(self) -> None:
         """Read all GPUs once, inside a session of the driver, and judge each by its condition."""
         survey = await self.driver.survey()
-        now = self.clock()
-        self.registry.apply(GpusFound(survey.gpus, now))
+        refusals: dict[GpuId, str] = {}
 
+        async def check(gpu: GpuId) -> None:
+            refusal = await self._refusal(gpu)
+            if refusal is not None:
+                refusals[gpu] = refusal
+
+        async with anyio.create_task_group() as group:
+            for found in survey.gpus:
+                group.start_soon(check, found.id)
+
+        # In one turn of the loop: a GPU that is new and ill is never seen healthy.
+        self.registry.apply(GpusFound(survey.gpus, self.clock()))
         for unreadable in survey.unreadable:
-            log.warning("a GPU cannot be read", index=unreadable.index, reason=unreadable.reason)
-        for gpu, reason in self._missing(survey):
+            if unreadable.gpu is None:  # one that is known is told as out of service below
+                log.warning("a GPU cannot be read", index=unreadable.index, why=unreadable.reason)
+        for gpu, reason in [*refusals.items(), *self._missing(survey)]:
             self._fault(gpu, reason, proof=False)
-        for found in survey.gpus:
-            await self._check(found.id)
 
     def _missing(self, survey: Survey) -> list[tuple[GpuId, str]]:
         """Find GPUs that were known and are not there now: their ids stay listed, unhealthy."""
         there = {gpu.id for gpu in survey.gpus}
-        why = {unreadable.index: unreadable.reason for unreadable in survey.unreadable}
+        why = {unreadable.gpu: unreadable.reason for unreadable in survey.unreadable}
 
         return [
-            (gpu, why.get(state.gpu.index, "NVML does not list it any more"))
-            for gpu, state in self.registry.snapshot.gpus.items()
+            (gpu, why.get(gpu, "NVML does not list it any more"))
+            for gpu in self.registry.snapshot.gpus
             if gpu not in there
         ]
 
     async def _listen(self) -> None:
-        while True:
-            try:
-                events = await self.driver.events()
-            except DriverUnavailable:
-                raise
-            except DriverError as error:
-                log.warning("NVML does not deliver events", error=str(error))
-                await anyio.sleep(BACK_OFF)
-                continue
+        async with anyio.create_task_group() as checks:
+            while True:
+                try:
+                    events = await self.driver.events()
+                except DriverUnavailable:
+                    raise
+                except DriverError as error:
+                    log.warning("NVML does not deliver events", error=str(error))
+                    await anyio.sleep(BACK_OFF)
+                    continue
 
-            concerned = [gpu for event in events for gpu in self._hear(event)]
-            for gpu in dict.fromkeys(concerned):
-                await self._check(gpu)
+                # Beside the next wait, not before it: a GPU that hangs delays no news of others.
+                for gpu in dict.fromkeys(gpu for event in events for gpu in self._hear(event)):
+                    checks.start_soon(self._check, gpu)
 
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
         """Act on an event at once; give the GPUs whose condition should now be read."""
@@ -225,27 +235,34 @@ class HealthWatch:
             quiet = float(self.settings.quiet_period)
             await anyio.sleep(min(max(quiet / 4, 0.05), 5.0))
 
-            for gpu in list(self._patients):
-                condition = await self._condition(gpu)
-                patient = self._patients.get(gpu)
-                if patient is None:
-                    continue
-                if patient.checked(anyio.current_time(), condition, quiet):
-                    self._recovered(gpu, f"passed its checks for {quiet:g} s")
-                elif condition is not None and condition.recovery_action is None:
-                    self._call_for_operator(gpu, patient)
+            async with anyio.create_task_group() as group:
+                for gpu in list(self._patients):
+                    group.start_soon(self._visit, gpu, quiet)
+
+    async def _visit(self, gpu: GpuId, quiet: float) -> None:
+        condition = await self._condition(gpu)
+        patient = self._patients.get(gpu)
+        if patient is None:
+            return
+
+        if patient.checked(anyio.current_time(), condition, quiet):
+            self._recovered(gpu, f"passed its checks for {quiet:g} s")
+        elif condition is not None and condition.recovery_action is None:
+            self._call_for_operator(gpu, patient)
 
     async def _check(self, gpu: GpuId) -> None:
-        """Read a GPU's condition and take it out of service if that demands it."""
+        refusal = await self._refusal(gpu)
+        if refusal is not None:
+            self._fault(gpu, refusal, proof=False)
+
+    async def _refusal(self, gpu: GpuId) -> str | None:
+        """Read a GPU's condition and say why it may not serve, `None` when it may."""
         try:
-            refusal = judge_condition(await self.driver.condition(gpu))
+            return judge_condition(await self.driver.condition(gpu))
         except DriverUnavailable:
             raise
         except DriverError as error:
-            refusal = str(error)
-
-        if refusal is not None:
-            self._fault(gpu, refusal, proof=False)
+            return str(error)
 
     async def _condition(self, gpu: GpuId) -> Condition | None:
         try:

@@ -99,9 +99,9 @@ class Nvml:
 
         async def read(index: int) -> None:
             lane = session.lanes.setdefault(index, Lane(f"GPU {index}"))
+            patience = self._deadline * (1 if index in self._met else _FIRST_TOUCH)
             try:
-                work = partial(session.read, index)
-                answers[index] = await lane.call(work, _FIRST_TOUCH * self._deadline)
+                answers[index] = await lane.call(partial(session.read, index), patience)
             except DriverError as error:
                 answers[index] = error
 

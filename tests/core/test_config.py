@@ -442,9 +442,8 @@ def selecting(gpus: str) -> str:
         (
             "a: \0",
             (
-                "no valid YAML: unacceptable character #x0000: special characters are not allowed in "
-                ""
-                '"<unicode string>", position 3'
+                "no valid YAML: unacceptable character #x0000: special characters are not allowed "
+                'in "<unicode string>", position 3'
             ),
         ),
         ("a: &a [*a]\n", HOLDS_ITSELF),

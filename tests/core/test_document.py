@@ -98,7 +98,7 @@ def test_a_misfit_is_found_inside_lists_and_mappings(text: str, message: str) ->
 def test_a_path_inside_is_told_from_the_top() -> None:
     """A misfit in a part that was decoded alone has its whole path."""
     with pytest.raises(ConfigError) as caught:
-        Document("a:\n- b:\n    x: [no]", "f").decode(Inner, "a[0].b")
+        Document("a:\n- b:\n    x: [two]", "f").decode(Inner, "a[0].b")
     assert str(caught.value) == "f: 3: a[0].b.x[0]: expected a whole number, got a text"
 
 

@@ -1,0 +1,103 @@
+"""Measure the daemon, show the figures beside their targets, and keep them."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from bench import machine
+from bench.figures import Report
+from bench.measure import MEASUREMENTS
+from bench.plan import Plan
+from bench.table import table, verdict
+
+RESULTS: Final = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run; a missed target is told and is no failure of the bench."""
+    args = _arguments()
+    plan = Plan(quick=args.quick)
+    if machine.busy():
+        plan.say("this machine is busy: times will be longer than they are")
+
+    described = machine.describe()
+    figures = [
+        figure
+        for name, measure in MEASUREMENTS.items()
+        if name in (args.only or MEASUREMENTS)
+        for figure in measure(plan)
+    ]
+    report = Report(machine=described, figures=figures, quick=args.quick)
+
+    out = _out(args)
+    earlier = args.compare or _newest(out)
+    print(f"\n{_shown(described)}\n")
+    print(table(report, Report.read(earlier) if earlier else None))
+    print(f"\n{verdict(report)}")
+    if earlier:
+        print(f"Changes are against {earlier}.")
+    if args.quick:
+        print("This was a smoke run of few calls: it shows that the bench works, nothing else.")
+    if out:
+        report.write(out)
+        print(f"Written to {out}.")
+    else:
+        print("Not written: only a full run is kept by itself; --out FILE keeps this one.")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(MEASUREMENTS),
+        metavar="NAME",
+        help=f"measure only some of: {', '.join(MEASUREMENTS)}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke run: few calls, worthless numbers"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to keep the figures (default for a full run: bench/results/DATE.json)",
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="an earlier run to set the figures against (default: the newest in bench/results)",
+    )
+    return parser.parse_args()
+
+
+def _out(args: argparse.Namespace) -> Path | None:
+    if args.out or args.quick or args.only:
+        return Path(args.out) if args.out else None
+    return RESULTS / f"{time.strftime('%Y-%m-%d')}.json"
+
+
+def _newest(out: Path | None) -> Path | None:
+    """Find the newest earlier run; files are named by their dates."""
+    others = [file for file in RESULTS.glob("*.json") if not (out and _same(file, out))]
+    return max(others, default=None, key=lambda file: file.name)
+
+
+def _same(file: Path, other: Path) -> bool:
+    return file.resolve() == other.resolve()
+
+
+def _shown(described: dict[str, object]) -> str:
+    parts = dict(described)
+    versions = parts.pop("versions")
+    assert isinstance(versions, dict)
+    facts = ", ".join(f"{name} {value}" for name, value in parts.items())
+    return f"{facts}\n{', '.join(f'{name} {value}' for name, value in versions.items())}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The daemon under test: the real one, a process of its own on a simulated node."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Self
+
+from metagpu.plugins import control
+
+GPUS: Final = "a100-40gb:8"
+RESOURCE: Final = "cnvrg.io/metagpu"
+POOL: Final = """\
+version: metagpu/v1
+pools:
+  - name: all
+    backends: [{{backend: fraction, resource: cnvrg.io/metagpu, sharesPerGpu: {shares}}}]
+"""
+FOUR: Final = tuple(f"example.com/{name}" for name in "abcd")
+FOUR_POOLS: Final = "version: metagpu/v1\npools:\n" + "".join(
+    f"  - name: p{n}\n    gpus: {{index: {2 * n}-{2 * n + 1}}}\n"
+    f"    backends: [{{backend: fraction, resource: {name}, sharesPerGpu: 100}}]\n"
+    for n, name in enumerate(FOUR)
+)
+
+_PATIENCE: Final = 30.0
+
+
+class Daemon:
+    """A running `metagpu run`.
+
+    Attributes:
+        kubelet_dir: its device-plugins folder.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", directory: Path) -> None:
+        self.kubelet_dir = directory / "kubelet"
+        self._run_dir = directory / "run"
+        self._log = directory / "log"
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def socket(self) -> Path:
+        """The socket of its first resource; waits until it is served.
+
+        Raises:
+            RuntimeError: if the daemon ends, or takes too long.
+        """
+        deadline = time.monotonic() + _PATIENCE
+
+        while not (found := sorted(self.kubelet_dir.glob("metagpu-*.sock"))):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the daemon does not serve:\n{self._log.read_text()[-2000:]}")
+            time.sleep(0.01)
+        return found[0]
+
+    def ask(self, command: str, **request: object) -> object:
+        """Speak to its control socket."""
+        return control.ask(self._run_dir, {"command": command, **request})
+
+    def steer(self, do: str, **what: object) -> None:
+        """Do something to its simulated node."""
+        self.ask("sim", steer={"do": do, **what})
+
+    def stop(self) -> None:
+        """End it as a kubelet would: ask, wait, insist."""
+        self._process.terminate()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """Make a folder whose sockets' paths are short enough."""
+    with tempfile.TemporaryDirectory(prefix="metagpu-bench-") as made:
+        (Path(made) / "kubelet").mkdir()
+        yield Path(made)
+
+
+def start(
+    directory: Path,
+    *,
+    config: str,
+    simulate: str = GPUS,
+    pod_resources: Path | None = None,
+    wrap: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> Daemon:
+    """Start a daemon in a folder; `with` ends it.
+
+    Its log goes to a file there, at the usual level: what it logs on a measured path is measured.
+    """
+    file = directory / "config.yaml"
+    file.write_text(config)
+    command = [sys.executable, *wrap, "-m", "metagpu", "run"]
+    options = {
+        "--simulate": simulate,
+        "--config": file,
+        "--kubelet-dir": directory / "kubelet",
+        "--pod-resources": pod_resources or directory / "none.sock",
+        "--run-dir": directory / "run",
+    }
+    for name, value in options.items():
+        command += [name, str(value)]
+
+    with (directory / "log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    return Daemon(process, directory)

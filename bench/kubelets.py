@@ -1,0 +1,178 @@
+"""Kubelets that know when their socket came into being.
+
+Their clocks start just before the socket is bound, which Python's audit events tell to the call.
+"""
+
+import asyncio
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import anyio
+from grpclib.client import Channel
+from grpclib.const import Cardinality
+from grpclib.exceptions import StreamTerminatedError
+
+from bench.null_plugin import PassThrough
+from metagpu.plugins.pb import v1beta1
+from metagpu.sim.kubelet import SimKubelet
+from metagpu.sim.kubelet.wire import Door
+
+_SOCKET: Final = "kubelet.sock"
+_PATIENCE: Final = 30.0
+
+_bound: dict[str, float] = {}
+"""When each path was last bound (`time.perf_counter`)."""
+
+
+def _note(event: str, args: tuple[object, ...]) -> None:
+    if event == "socket.bind":
+        _bound[str(args[1])] = time.perf_counter()
+
+
+sys.addaudithook(_note)
+
+
+class Kubelet(ABC):
+    """A kubelet that is started again and again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @abstractmethod
+    def life(self) -> AbstractAsyncContextManager[None]:
+        """Run from a start, which wipes all sockets, to a sudden death."""
+
+    async def registered(self, count: int) -> float:
+        """Wait for so many registrations in this life; tell the seconds since the socket's birth.
+
+        Raises:
+            TimeoutError: if they do not come.
+        """
+        await self._wait(lambda: self._registrations() >= count)
+        return time.perf_counter() - _bound[str(self.directory / _SOCKET)]
+
+    async def listed(self, count: int) -> None:
+        """Wait until so many first lists have come in this life.
+
+        Raises:
+            TimeoutError: if they do not.
+        """
+        await self._wait(lambda: self._lists() >= count)
+
+    @abstractmethod
+    async def _wait(self, predicate: Callable[[], bool]) -> None: ...
+
+    @abstractmethod
+    def _registrations(self) -> int: ...
+
+    @abstractmethod
+    def _lists(self) -> int: ...
+
+
+class TimedSimKubelet(Kubelet):
+    """The simulated kubelet of the tests: it dials back, asks for options, writes checkpoints."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._kubelet = SimKubelet(directory)
+        self._before = (0, 0)
+
+    @asynccontextmanager
+    async def life(self) -> AsyncIterator[None]:
+        """Restart the one kubelet."""
+        self._before = self._totals()
+        await self._kubelet.restart()
+        try:
+            yield
+        finally:
+            await self._kubelet.crash()
+
+    async def _wait(self, predicate: Callable[[], bool]) -> None:
+        await self._kubelet.wait_for(predicate, within=_PATIENCE)
+
+    def _registrations(self) -> int:
+        return self._totals()[0] - self._before[0]
+
+    def _lists(self) -> int:
+        return self._totals()[1] - self._before[1]
+
+    def _totals(self) -> tuple[int, int]:
+        kubelet = self._kubelet
+        return sum(kubelet.registrations.values()), sum(kubelet.lists.values())
+
+
+class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
+    """Says yes to whoever registers, then asks for the list, and does nothing else.
+
+    It shows how much of the time is the simulated kubelet's own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._accepted = self._listed = 0
+        self._changed = anyio.Event()
+        self._streams: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def life(self) -> AsyncIterator[None]:
+        """Open the door, and slam it."""
+        self._accepted = self._listed = 0
+        door = Door([self])
+        await door.open(self.directory / _SOCKET, wipe=self.directory)
+        try:
+            yield
+        finally:
+            await door.vanish()
+            for stream in list(self._streams):
+                stream.cancel()
+            await asyncio.gather(*self._streams, return_exceptions=True)
+
+    async def register(self, message: v1beta1.RegisterRequest) -> v1beta1.Empty:
+        """Accept a plugin."""
+        self._accepted += 1
+        task = asyncio.create_task(self._follow(self.directory / message.endpoint))
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+        self._tell()
+        return v1beta1.Empty()
+
+    async def _follow(self, socket: Path) -> None:
+        async with Channel(path=str(socket), codec=PassThrough()) as channel:
+            request = channel.request(
+                "/v1beta1.DevicePlugin/ListAndWatch", Cardinality.UNARY_STREAM, bytes, bytes
+            )
+            with suppress(StreamTerminatedError):
+                async with request as stream:
+                    await stream.send_message(b"", end=True)
+                    while await stream.recv_message() is not None:
+                        self._listed += 1
+                        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _wait(self, predicate: Callable[[], bool]) -> None:
+        with anyio.fail_after(_PATIENCE):
+            while not predicate():
+                await self._changed.wait()
+
+    def _registrations(self) -> int:
+        return self._accepted
+
+    def _lists(self) -> int:
+        return self._listed
+
+
+@asynccontextmanager
+async def simulated(
+    directory: Path, pod_resources: Path | None = None
+) -> AsyncIterator[SimKubelet]:
+    """Run a simulated kubelet while the block lasts."""
+    async with SimKubelet(directory, pod_resources=pod_resources).running() as kubelet:
+        yield kubelet

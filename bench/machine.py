@@ -1,0 +1,52 @@
+"""The machine a run took place on, and what the kernel counts for a process."""
+
+import os
+import platform
+import re
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_DISTRIBUTIONS = ("metagpu", "grpclib", "h2", "betterproto2", "anyio", "msgspec", "grpcio")
+_CPUCLOCK_SCHED = 2
+"""The kernel's number for the clock that counts a process's time on a CPU."""
+
+
+def describe() -> dict[str, Any]:
+    """Say what the figures depend on."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _DISTRIBUTIONS},
+    }
+
+
+def busy() -> bool:
+    """Tell whether others are at work here, so that times say little."""
+    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+
+
+def resident(pid: int) -> float:
+    """Give a process's resident memory (VmRSS) in MB, as the kernel writes it: of 1024 kB."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """Give the time that all threads of a process have spent on a CPU, to the nanosecond.
+
+    /proc/PID/stat counts the same in steps of 10 ms, too coarse for a process that is idle.
+    """
+    return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+
+
+def _cpu() -> str:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    found = re.search(r"model name\s*:\s*(.+)", text)
+    return found[1] if found else platform.machine()

@@ -1,0 +1,22 @@
+"""What is measured: each room gives a function from a plan to figures."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from bench.figures import Figure
+from bench.measure.calls import calls
+from bench.measure.faults import faults
+from bench.measure.idle import idle
+from bench.measure.memory import memory
+from bench.measure.registration import restarts, starts
+from bench.plan import Plan
+
+MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
+    "calls": calls,
+    "faults": faults,
+    "restarts": restarts,
+    "starts": starts,
+    "memory": memory,
+    "idle": idle,
+}
+"""By the name that `--only` takes, in the order of a full run."""

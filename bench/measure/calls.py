@@ -1,0 +1,131 @@
+"""What a pod waits for: Allocate and GetPreferredAllocation beside a plugin that does nothing."""
+
+import itertools
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bench import client, daemon
+from bench.client import Client
+from bench.figures import Figure, Samples
+from bench.plan import Plan
+
+BATCH: Final = 25
+"""Calls to one side before the other has its turn."""
+_PATIENCE: Final = 10.0
+
+Call = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One kind of call, and how much longer than a null plugin's it may take.
+
+    Attributes:
+        requests: asked in turn, over and over.
+    """
+
+    name: str
+    method: Callable[[Client], Call]
+    requests: Sequence[bytes]
+    target: float
+
+
+def questions(ids: Sequence[str]) -> list[Question]:
+    """Give all kinds of calls about these ids, in the order in which they are measured.
+
+    Those whose ids rotate come last: they leave every share leased.
+    """
+    shuffled = random.Random(1).sample(ids, len(ids))  # noqa: S311 - as Go's map order does
+    by_gpu: dict[str, list[str]] = {}
+    for share in ids:
+        by_gpu.setdefault(share.partition("::")[0], []).append(share)
+    halves = [those[at : at + 50] for those in by_gpu.values() for at in (0, 50)]
+
+    allocate: Callable[[Client], Call] = lambda plugin: plugin.allocate  # noqa: E731
+    prefer: Callable[[Client], Call] = lambda plugin: plugin.prefer  # noqa: E731
+    ask = client.allocate_request
+    return [
+        Question("Allocate, 1 id", allocate, [ask(ids[:1])], 1.2),
+        Question("Allocate, 50 ids", allocate, [ask(halves[0])], 1.4),
+        Question("Preferred, 1 of 800", prefer, [client.preferred_request(shuffled, 1)], 2),
+        Question("Preferred, 4 of 800", prefer, [client.preferred_request(shuffled, 4)], 2),
+        Question("Allocate, 1 id, rotating", allocate, [ask([i]) for i in shuffled], 1.2),
+        Question("Allocate, 50 ids, rotating", allocate, [ask(half) for half in halves], 1.4),
+    ]
+
+
+def calls(plan: Plan) -> list[Figure]:
+    """Measure every kind of call, in batches that alternate between us and the null plugin."""
+    figures = []
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(daemon.folder())
+        subject = stack.enter_context(daemon.start(folder, config=daemon.POOL.format(shares=100)))
+        plugin = stack.enter_context(client.connected(subject.socket))
+        asked = questions(client.ids_in(plugin.first_list()))
+        answers = [question.method(plugin)(question.requests[0]) for question in asked]
+        sockets = stack.enter_context(null_plugin(answers))
+
+        for question, socket in zip(asked, sockets, strict=True):
+            plan.say(f"calls: {question.name}")
+            with client.connected(socket) as null:
+                ours, nulls = alternating(
+                    question.method(plugin),
+                    question.method(null),
+                    question.requests,
+                    plan.count(3000, 100),
+                )
+            figures += [
+                ours.ratio(f"{question.name}: to a null plugin's", nulls, target=question.target),
+                ours.figure(f"{question.name}: metagpu", unit="us"),
+                nulls.figure(f"{question.name}: null plugin", unit="us"),
+            ]
+    return figures
+
+
+def alternating(
+    subject: Call, baseline: Call, requests: Iterable[bytes], count: int
+) -> tuple[Samples, Samples]:
+    """Time `count` calls to each of two sides in turns, so that drift of the machine hits both."""
+    sides = [(call, itertools.cycle(requests), Samples()) for call in (subject, baseline)]
+
+    for number in range(-1, count // BATCH):
+        for call, endless, samples in sides:
+            for request in itertools.islice(endless, 200 if number < 0 else BATCH):
+                began = time.perf_counter()
+                call(request)
+                took = time.perf_counter() - began
+                if number >= 0:  # the round before the first only warms up
+                    samples.seconds.append(took)
+
+    return sides[0][2], sides[1][2]
+
+
+@contextmanager
+def null_plugin(answers: Sequence[bytes]) -> Iterator[list[Path]]:
+    """Run the plugin that does nothing; give a socket for each of the answers."""
+    with tempfile.TemporaryDirectory(prefix="metagpu-bench-null-") as made:
+        files = [Path(made) / f"{number}.answer" for number in range(len(answers))]
+        for file, answer in zip(files, answers, strict=True):
+            file.write_bytes(answer)
+        sockets = [file.with_suffix(".sock") for file in files]
+        process = subprocess.Popen([sys.executable, "-m", "bench.null_plugin", made])
+
+        try:
+            deadline = time.monotonic() + _PATIENCE
+            while not all(socket.exists() for socket in sockets):
+                assert process.poll() is None, "the null plugin ended"
+                assert time.monotonic() < deadline, "the null plugin does not serve"
+                time.sleep(0.01)
+            yield sockets
+        finally:
+            process.kill()
+            process.wait()

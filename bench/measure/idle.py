@@ -1,0 +1,43 @@
+"""What the daemon costs while nothing happens."""
+
+import time
+from typing import Final
+
+import anyio
+from anyio import to_thread
+
+from bench import daemon, kubelets, machine
+from bench.figures import Figure
+from bench.plan import Plan
+
+SETTLE: Final = 3.0
+
+
+def idle(plan: Plan) -> list[Figure]:
+    """Measure the CPU time it takes while a kubelet is connected and no pod comes."""
+    return [anyio.run(_idle, plan)]
+
+
+async def _idle(plan: Plan) -> Figure:
+    seconds = plan.count(30, 3)
+
+    with daemon.folder() as folder:
+        asked = folder / "pod-resources.sock"
+        async with kubelets.simulated(folder / "kubelet", pod_resources=asked) as kubelet:
+            subject = daemon.start(
+                folder, config=daemon.POOL.format(shares=100), pod_resources=asked
+            )
+            try:
+                await kubelet.wait_for(lambda: kubelet.lists[daemon.RESOURCE] > 0)
+                await anyio.sleep(SETTLE)
+                plan.say(f"idle: {seconds} s")
+                began, before = time.monotonic(), machine.cpu_seconds(subject.pid)
+                await anyio.sleep(seconds)
+                spent = machine.cpu_seconds(subject.pid) - before
+                share = spent / (time.monotonic() - began)
+            finally:
+                await to_thread.run_sync(subject.stop)
+
+    return Figure(
+        name=f"CPU at rest, {seconds} s", unit="%", measured=100 * share, target=0.5, calls=1
+    )

@@ -1,0 +1,80 @@
+"""From a kubelet that comes, or a daemon that starts, to resources that are registered."""
+
+import time
+from typing import Final
+
+import anyio
+from anyio import to_thread
+
+from bench import daemon, kubelets
+from bench.figures import Figure, Samples
+from bench.kubelets import Kubelet, MinimalKubelet, TimedSimKubelet
+from bench.plan import Plan
+
+_DOWN: Final = 0.1
+"""Seconds that a kubelet stays away."""
+
+
+def restarts(plan: Plan) -> list[Figure]:
+    """Measure how soon a new kubelet has all four resources back, with both kubelets."""
+    figures = []
+
+    for kind, name in (
+        (TimedSimKubelet, "simulated kubelet"),
+        (MinimalKubelet, "minimal kubelet"),
+    ):
+        samples = anyio.run(_restarts, plan, kind, name)
+        told = f"kubelet.sock to 4 registered, {name}"
+        figures += [
+            samples.figure(told, target=10),
+            samples.tail(f"{told}, p99", target=25),
+        ]
+    return figures
+
+
+async def _restarts(plan: Plan, kind: type[Kubelet], name: str) -> Samples:
+    samples = Samples()
+
+    with daemon.folder() as folder:
+        kubelet = kind(folder / "kubelet")
+        with daemon.start(folder, config=daemon.FOUR_POOLS) as subject:
+            await to_thread.run_sync(lambda: subject.socket)
+
+            for number in range(-3, plan.count(300, 5)):
+                if number % 50 == 0:
+                    plan.say(f"restarts: {name}: {number}")
+                async with kubelet.life():
+                    took = await kubelet.registered(len(daemon.FOUR))
+                    await kubelet.listed(len(daemon.FOUR))
+                if number >= 0:
+                    samples.seconds.append(took)
+                await anyio.sleep(_DOWN)
+    return samples
+
+
+def starts(plan: Plan) -> list[Figure]:
+    """Measure how soon a daemon that is started has registered."""
+    samples = anyio.run(_starts, plan)
+    return [samples.figure("process start to registered", unit="s", target=0.5)]
+
+
+async def _starts(plan: Plan) -> Samples:
+    samples = Samples()
+
+    with daemon.folder() as folder:
+        async with kubelets.simulated(folder / "kubelet") as kubelet:
+            for number in range(-1, plan.count(30, 3)):
+                plan.say(f"starts: {number}")
+                before = kubelet.registrations[daemon.RESOURCE]
+                began = time.perf_counter()
+                subject = daemon.start(folder, config=daemon.POOL.format(shares=100))
+                try:
+                    await kubelet.wait_for(
+                        lambda before=before: kubelet.registrations[daemon.RESOURCE] > before
+                    )
+                    took = time.perf_counter() - began
+                finally:
+                    await to_thread.run_sync(subject.stop)
+                if number >= 0:
+                    samples.seconds.append(took)
+    return samples

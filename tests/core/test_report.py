@@ -1,0 +1,110 @@
+"""A snapshot as plain data: what `explain` and `status` say."""
+
+import pytest
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.facts import GpuFaulted, LeasesObserved, SharesGranted
+from metagpu.core.layout import Layout
+from metagpu.core.model import Holder, Snapshot
+from metagpu.core.report import explanation, gpu_named, status
+from tests.build import METAGPU, after, gpu, offer, offered, share
+
+A, B = gpu(0, numa_node=1), gpu(1)
+ALICE = Holder("team", "alice", "main")
+
+
+def test_an_explanation_says_what_is_offered_and_why() -> None:
+    """Capacity counts all shares, allocatable those of healthy GPUs; each GPU is explained."""
+    layout, snapshot = offered(A, B)
+    held = layout.shares[:4]
+    snapshot = after(SharesGranted(held, at=5), GpuFaulted(B.id, "XID 79", at=3600), since=snapshot)
+    told = explanation(snapshot, layout)
+
+    assert told["resources"] == {METAGPU: {"capacity": 20, "allocatable": 10}}
+    assert told["gpus"] == [
+        {
+            "index": 0,
+            "uuid": A.id,
+            "product": "NVIDIA A100-SXM4-40GB",
+            "memoryMiB": 40960,
+            "numaNode": 1,
+            "healthy": True,
+            "reason": "",
+            "since": "1970-01-01T00:00:00+00:00",
+            "owner": "fraction",
+            "pool": "all",
+            "why": "all GPUs",
+            "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
+        },
+        {
+            "index": 1,
+            "uuid": B.id,
+            "product": "NVIDIA A100-SXM4-40GB",
+            "memoryMiB": 40960,
+            "numaNode": None,
+            "healthy": False,
+            "reason": "XID 79",
+            "since": "1970-01-01T01:00:00+00:00",
+            "owner": None,
+            "pool": "all",
+            "why": "all GPUs",
+            "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+        },
+    ]
+
+
+def test_withheld_shares_are_not_allocatable() -> None:
+    """A share that another backend's lease excludes counts as capacity alone."""
+    layout, snapshot = offered(A)
+    slices = (share(A, 0, backend="slice", resource="example.com/slice"),)
+    snapshot = after(
+        offer(*layout.shares, *slices), SharesGranted(layout.shares[:1], at=1), since=snapshot
+    )
+
+    assert explanation(snapshot, layout)["resources"] == {
+        METAGPU: {"capacity": 10, "allocatable": 10},
+        "example.com/slice": {"capacity": 1, "allocatable": 0},
+    }
+
+
+def test_a_gpu_not_laid_out_yet_says_so() -> None:
+    """A GPU found after the last layout has no pool yet."""
+    _, snapshot = offered(A)
+    [told] = explanation(snapshot, Layout((), {}, ()))["gpus"]
+
+    assert (told["pool"], told["why"]) == (None, "not laid out yet")
+
+
+def test_a_status_says_who_holds_what() -> None:
+    """Leases are counted for each resource, GPU and holder; one without holder has `None`."""
+    layout, snapshot = offered(A)
+    snapshot = after(
+        SharesGranted(layout.shares[:3], at=5),
+        LeasesObserved({part.id: ALICE for part in layout.shares[:2]}, at=6),
+        since=snapshot,
+    )
+    told = status(snapshot, layout)
+
+    assert told["leases"] == [
+        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 2, "holder": "team/alice (main)"},
+        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 1, "holder": None},
+    ]
+    assert told["gpus"] == explanation(snapshot, layout)["gpus"]
+
+
+@pytest.mark.parametrize("name", ["1", B.id])
+def test_a_gpu_is_found_by_index_and_uuid(name: str) -> None:
+    """People name a GPU by its number, programs by its uuid."""
+    _, snapshot = offered(A, B)
+
+    assert gpu_named(snapshot, name) == B.id
+
+
+def test_an_unknown_gpu_is_told_with_those_there_are() -> None:
+    """A name that no GPU has is answered with the names that would do."""
+    _, snapshot = offered(A, B)
+
+    with pytest.raises(MetagpuError, match=r"^there is no GPU '7' here; there are: 0, 1$"):
+        gpu_named(snapshot, "7")
+    with pytest.raises(MetagpuError, match=r"^there is no GPU '' here; there are: none$"):
+        gpu_named(Snapshot(), "")

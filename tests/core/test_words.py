@@ -1,0 +1,109 @@
+"""The glossary's values as people read them, and what follows from them alone."""
+
+import pytest
+
+from metagpu.core.driver import RecoveryAction
+from metagpu.core.errors import (
+    ConfigError,
+    DriverError,
+    DriverTimeout,
+    DriverUnavailable,
+    FractionSplit,
+    GpuLost,
+    GpuUnhealthy,
+    KubeletError,
+    MetagpuError,
+    RequestError,
+    ShareTaken,
+    UnknownShare,
+)
+from metagpu.core.model import GpuState, Holder, ShareId, Verdict, gpu_of
+from tests.build import gpu, share
+
+A = gpu(0)
+
+
+def test_an_id_says_which_gpu_it_is_about() -> None:
+    """From a share's id alone, also of a whole GPU, its GPU is known."""
+    assert gpu_of(share(A, 7).id) == A.id
+    assert gpu_of(ShareId(A.id)) == A.id
+
+
+def test_equal_shares_are_one_in_a_set() -> None:
+    """Shares are told apart by all they are; equal ones are found by each other."""
+    assert {share(A, 1), share(A, 1), share(A, 2)} == {share(A, 1), share(A, 2)}
+    assert share(A, 1) != share(A, 1, memory_mib=1)
+
+
+def test_people_read_gpus_and_holders() -> None:
+    """Messages name a GPU by index and uuid, a holder by namespace, pod and container."""
+    assert str(gpu(3)) == f"3 ({gpu(3).id})"
+    assert str(Holder("team", "alice", "main")) == "team/alice (main)"
+
+
+def test_an_idle_gpu_has_no_owner() -> None:
+    """Nobody owns a GPU without leases."""
+    assert GpuState(A, Verdict(healthy=True, since=0)).owner is None
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (RecoveryAction.NONE, "none"),
+        (RecoveryAction.GPU_RESET, "GPU reset"),
+        (RecoveryAction.NODE_REBOOT, "node reboot"),
+        (RecoveryAction.DRAIN_AND_RESET, "drain and reset"),
+        (RecoveryAction.RECOVER_IMEX_DOMAIN, "recover IMEX domain"),
+    ],
+)
+def test_recovery_actions_are_words(action: RecoveryAction, text: str) -> None:
+    """What NVML asks for reads as a person would say it."""
+    assert str(action) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ConfigError("wrong"), "wrong"),
+        (ConfigError("wrong", file="f"), "f: wrong"),
+        (ConfigError("wrong", file="f", line=3, path="a.b"), "f: 3: a.b: wrong"),
+        (
+            UnknownShare("r/x", "GPU-1::m00"),
+            (
+                "r/x: no share has the id 'GPU-1::m00'; the list of shares was sent again, a new pod "
+                "will get one that exists"
+            ),
+        ),
+        (GpuUnhealthy("r/x", "0 (GPU-1)", "XID 79"), "r/x: GPU 0 (GPU-1) is unhealthy: XID 79"),
+        (
+            ShareTaken("GPU-1::m00", "GPU 0 is in use"),
+            "share GPU-1::m00 cannot be given: GPU 0 is in use",
+        ),
+    ],
+)
+def test_errors_say_what_and_what_now(error: MetagpuError, text: str) -> None:
+    """The text of an error is written for whoever reads it."""
+    assert str(error) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "above"),
+    [
+        (ConfigError, MetagpuError),
+        (RequestError, MetagpuError),
+        (DriverError, MetagpuError),
+        (KubeletError, MetagpuError),
+        (UnknownShare, RequestError),
+        (GpuUnhealthy, RequestError),
+        (ShareTaken, RequestError),
+        (FractionSplit, RequestError),
+        (DriverUnavailable, DriverError),
+        (GpuLost, DriverError),
+        (DriverTimeout, DriverError),
+    ],
+)
+def test_the_class_says_whose_fault_it_is(
+    kind: type[MetagpuError], above: type[MetagpuError]
+) -> None:
+    """Each error is caught with those that the same person can mend."""
+    assert kind.__bases__ == (above,)
