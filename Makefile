@@ -15,7 +15,7 @@ help: ## say what there is
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metagpu needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
 	@echo "making $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "metagpu needs Python's venv module; Debian and Ubuntu have it in the package python3-venv"; exit 1; }
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 	@echo "installing metagpu into $(VENV)"

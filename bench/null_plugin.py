@@ -10,6 +10,7 @@ them. The server is grpclib's own, as it comes.
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -57,13 +58,13 @@ class NullPlugin:
         await stream.send_message(self._answer)
 
 
-async def serve(folder: Path) -> None:
-    """Serve all answers of a folder until ended."""
-    for file in folder.glob("*.answer"):
+async def serve(answers: Iterable[Path]) -> None:
+    """Serve each answer on a socket beside its file, until ended."""
+    for file in answers:
         server = Server([NullPlugin(file.read_bytes())], codec=PassThrough())
         await server.start(path=str(file.with_suffix(".sock")))
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1])))
+    asyncio.run(serve(list(Path(sys.argv[1]).glob("*.answer"))))

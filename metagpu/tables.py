@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 _BAR_WIDTH: Final = 10
-_UNBROKEN: Final = {"GPU", "MEMORY", "HELD", "SHARES", "POD"}
+_UNBROKEN: Final = {"GPU", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS"}
 
 
 def console() -> Console:

@@ -14,7 +14,7 @@ from bench.plan import Plan
 
 TIME_LIMIT: Final = 180.0
 """Seconds for the rounds of one node; `calls` of the figure says how many they were."""
-_CALM: Final = 0.02
+_CALM: Final = 0.05
 """Seconds after a fault in which the daemon finds out that the GPU is lost."""
 _GPU, _OTHER = "0", "1"
 

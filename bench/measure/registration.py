@@ -1,6 +1,7 @@
 """From a kubelet that comes, or a daemon that starts, to resources that are registered."""
 
 import time
+from functools import partial
 from typing import Final
 
 import anyio
@@ -10,6 +11,7 @@ from bench import daemon, kubelets
 from bench.figures import Figure, Samples
 from bench.kubelets import Kubelet, MinimalKubelet, TimedSimKubelet
 from bench.plan import Plan
+from metagpu.sim.kubelet import SimKubelet
 
 _DOWN: Final = 0.1
 """Seconds that a kubelet stays away."""
@@ -65,16 +67,18 @@ async def _starts(plan: Plan) -> Samples:
         async with kubelets.simulated(folder / "kubelet") as kubelet:
             for number in range(-1, plan.count(30, 3)):
                 plan.say(f"starts: {number}")
-                before = kubelet.registrations[daemon.RESOURCE]
+                wanted = kubelet.registrations[daemon.RESOURCE] + 1
                 began = time.perf_counter()
                 subject = daemon.start(folder, config=daemon.POOL.format(shares=100))
                 try:
-                    await kubelet.wait_for(
-                        lambda before=before: kubelet.registrations[daemon.RESOURCE] > before
-                    )
+                    await kubelet.wait_for(partial(_registered, kubelet, wanted))
                     took = time.perf_counter() - began
                 finally:
                     await to_thread.run_sync(subject.stop)
                 if number >= 0:
                     samples.seconds.append(took)
     return samples
+
+
+def _registered(kubelet: SimKubelet, wanted: int) -> bool:
+    return kubelet.registrations[daemon.RESOURCE] >= wanted

@@ -55,8 +55,8 @@ def place(
 
     `largest` is how many shares the largest GPU on offer is cut into, be it free or not.
 
-    Deterministic: equal seats are told apart by their index. Requests over several GPUs stay on one
-    NUMA node when one has room.
+    Deterministic: equal seats are told apart by their index. Requests over several GPUs take as few
+    as will do, on one NUMA node when one has room.
     """
     if size <= largest:
         return _on_one(size, seats, placement)
@@ -97,11 +97,19 @@ def _on_one(size: int, seats: Sequence[Seat], placement: Placement) -> list[Shar
     if len(bound) > 1:
         return None
 
-    roomy = [seat for seat in bound or seats if len(seat.free) >= size]
+    roomy = [seat for seat in bound or seats if len(seat.required) <= size <= len(seat.free)]
     return min(roomy, key=_rank(placement)).take(size) if roomy else None
 
 
 def _on_several(size: int, seats: Sequence[Seat], placement: Placement) -> list[Share] | None:
+    way = min(_ways(size, seats, placement), key=len, default=None)
+    return None if way is None else [share for seat, count in way for share in seat.take(count)]
+
+
+def _ways(
+    size: int, seats: Sequence[Seat], placement: Placement
+) -> Iterator[list[tuple[Seat, int]]]:
+    """Find ways to take whole GPUs and at most one part, the better ones first."""
     for part in (None, *sorted(seats, key=_rank(placement))):
         others = sorted((s for s in seats if s is not part), key=lambda s: (-s.whole, s.gpu.index))
         bound = [seat for seat in others if seat.required]
@@ -112,19 +120,19 @@ def _on_several(size: int, seats: Sequence[Seat], placement: Placement) -> list[
         missing = size - sum(seat.whole for seat in bound)
         for count in _parts(part):
             if (wholes := sums.get(missing - count)) is not None:
-                chosen = [share for seat in (*bound, *wholes) for share in seat.take(seat.whole)]
-                return [*chosen, *(part.take(count) if part else ())]
-
-    return None
+                taken_whole = [(seat, seat.whole) for seat in (*bound, *wholes)]
+                yield [*taken_whole, *([(part, count)] if part else [])]
 
 
 def _sums(seats: Iterable[Seat]) -> Mapping[int, tuple[Seat, ...]]:
-    """Find all numbers of shares that some of these GPUs have together, each with such GPUs."""
+    """Find all numbers of shares that some of these GPUs have together, each with the fewest."""
     sums: dict[int, tuple[Seat, ...]] = {0: ()}
 
     for seat in seats:
         for total, those in list(sums.items()):
-            sums.setdefault(total + seat.whole, (*those, seat))
+            known = sums.get(total + seat.whole)
+            if known is None or len(known) > len(those) + 1:
+                sums[total + seat.whole] = (*those, seat)
     return sums
 
 

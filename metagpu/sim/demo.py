@@ -31,14 +31,14 @@ BROKEN: Final = "0"
 XID: Final = 79
 
 PODS: Final = (
-    ("metagpu-test", 30, "the example pod of MetaGPU: 30 shares, 0.3 of a GPU"),
-    ("notebook", 50, "half a GPU"),
-    ("train-large", 150, "one whole GPU and half of another"),
-    ("serve-a", 20, ""),
-    ("serve-b", 20, ""),
-    ("batch", 75, ""),
-    ("finetune", 400, "four whole GPUs"),
-    ("experiment", 40, "55 are free, but not on one GPU"),
+    ("metagpu-test", 30),  # the example pod of MetaGPU's own manual
+    ("notebook", 50),
+    ("train-large", 150),
+    ("serve-a", 20),
+    ("serve-b", 20),
+    ("batch", 75),
+    ("finetune", 400),
+    ("experiment", 40),  # more than that is free, but not on one GPU
 )
 
 
@@ -119,9 +119,9 @@ async def _scene(folder: Path) -> AsyncIterator[Scene]:
         group.cancel_scope.cancel()
 
 
-async def _admit(kubelet: SimKubelet, name: str, shares: int, note: str) -> dict[str, Any]:
+async def _admit(kubelet: SimKubelet, name: str, shares: int) -> dict[str, Any]:
     pod = Pod(name, containers=(Container("main", {RESOURCE: shares}),))
-    told = {"pod": name, "resource": RESOURCE, "shares": shares, "note": note}
+    told = {"pod": name, "resource": RESOURCE, "shares": shares}
 
     try:
         options = await kubelet.admit(pod)

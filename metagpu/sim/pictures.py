@@ -18,7 +18,7 @@ def show(story: Mapping[str, Any]) -> None:
 
     node = story["node"]
     _heading(out, f"A node with {node['gpus']} offers {node['capacity']} shares")
-    out.print("Pods come, and ask for cnvrg.io/metagpu, 100 shares a GPU:")
+    out.print("Pods come and ask for shares, 100 a GPU:")
     out.print(_pods(story["pods"], story["before"]["gpus"]))
     for pod in story["pods"]:
         if not pod["admitted"]:
@@ -46,15 +46,14 @@ def _heading(out: Console, text: str) -> None:
 
 def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
     index = {gpu["uuid"]: str(gpu["index"]) for gpu in gpus}
-    table = tables.table("POD", "SHARES", "GPUS", "MEMORY", "")
+    table = tables.table("POD", "RESOURCE", "SHARES", "GPUS", "MEMORY")
 
     for pod in pods:
+        seen, memory = "refused", "-"
         if pod["admitted"]:
             seen = ", ".join(index[gpu] for gpu in pod["gpus"])
-            row = [pod["pod"], str(pod["shares"]), seen, f"{pod['memoryMiB']} MiB", pod["note"]]
-        else:
-            row = [pod["pod"], str(pod["shares"]), "-", "-", f"refused: {pod['note']}"]
-        table.add_row(*row)
+            memory = f"{pod['memoryMiB']} MiB"
+        table.add_row(pod["pod"], pod["resource"], str(pod["shares"]), seen, memory)
     return table
 
 

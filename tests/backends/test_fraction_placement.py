@@ -1,4 +1,4 @@
-"""Where a fraction goes: what fits on one GPU lands on one; larger takes whole GPUs and one part."""
+"""Where a fraction goes: what fits on one GPU lands on one, more takes whole GPUs and one part."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -143,13 +143,14 @@ def test_larger_requests_take_whole_gpus_and_one_part(
         ([4, 4, 10], [4, 4, 10], 14, {0: 4, 2: 10}),
         ([4, 4, 10], [4, 4, 10], 18, {0: 4, 1: 4, 2: 10}),
         ([4, 4, 10], [4, 4, 9], 17, {0: 4, 1: 4, 2: 9}),
-        ([6, 6, 10, 10], [6, 6, 2, 10], 14, {1: 4, 3: 10}),
+        ([6, 6, 10, 10], [6, 6, 2, 10], 14, {0: 4, 3: 10}),
+        ([5, 5, 5, 13], [5, 5, 5, 13], 15, {0: 2, 3: 13}),
     ],
 )
 def test_gpus_of_different_sizes(
     wholes: list[int], frees: list[int], size: int, expected: dict[int, int] | None
 ) -> None:
-    """Every GPU counts as whole by its own number of shares."""
+    """Every GPU counts as whole by its own number of shares, and as few as will do are taken."""
     seats = [
         seat(index, free, whole=whole)
         for index, (whole, free) in enumerate(zip(wholes, frees, strict=True))
@@ -227,8 +228,9 @@ def test_required_shares_choose_the_gpu(size: int, placement: Placement) -> None
         ([seat(0, 10, required=[0]), seat(1, 10, required=[0])], 5),
         ([seat(0, 3, required=[9]), seat(1, 10)], 4),
         ([seat(0, 3, required=[9]), seat(1, 3, required=[9]), seat(2, 10)], 12),
+        ([seat(0, 3, required=[8, 9])], 1),
     ],
-    ids=["on two GPUs", "where there is no room", "two parts"],
+    ids=["on two GPUs", "where there is no room", "two parts", "more than asked for"],
 )
 def test_required_shares_that_break_the_rule_have_no_place(seats: list[Seat], size: int) -> None:
     """What must be taken may make the rule impossible; then there is no place."""

@@ -251,7 +251,7 @@ async def test_every_open_list_hears_of_a_fault(tmp_path: Path) -> None:
             group.start_soon(listen, one)
             group.start_soon(listen, two)
             while heard != [0, 0]:
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()
             it.fault(0)
         await it.until(20, 10)
 

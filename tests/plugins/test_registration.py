@@ -1,13 +1,16 @@
 """How a resource gets, and stays, registered: cases 1 to 11 and 60 to 64 of the contract."""
 
 import os
+import socket
 from pathlib import Path
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from grpclib.server import Server
 
 from metagpu.plugins import endpoint, wire
+from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.service import Service
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
 from tests.plugins.rig import FOUR_RESOURCES, METAGPU, RESOURCES, Node, drop_list, gpu, node, pod
@@ -319,3 +322,35 @@ async def test_pod_of_another_resource_does_not_concern_us(tmp_path: Path) -> No
         await it.kubelet.admit(pod("other", 0))
 
         assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+
+
+class Registrar(v1beta1.RegistrationBase):
+    """A kubelet that only takes registrations, and notes them."""
+
+    def __init__(self) -> None:
+        self.registered = anyio.Event()
+
+    async def register(self, message: v1beta1.RegisterRequest) -> v1beta1.Empty:
+        """Take one."""
+        del message
+        self.registered.set()
+        return v1beta1.Empty()
+
+
+async def test_bound_but_not_listening_is_tried_again_at_once(tmp_path: Path) -> None:
+    """A kubelet that has bound its socket and listens a moment later costs no second of waiting."""
+    async with node(tmp_path) as it:
+        await anyio.wait_all_tasks_blocked()
+        registrar = Registrar()
+        server = Server([registrar])
+
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(it.directory / "kubelet.sock"))
+            for _ in range(50):
+                await checkpoint()
+            await server.start(sock=listener)
+
+            # The Go peer's back-off after a refused connection is a second.
+            with anyio.fail_after(0.9):
+                await registrar.registered.wait()
+            server.close()

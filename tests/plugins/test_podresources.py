@@ -1,0 +1,152 @@
+"""Who holds what, read from the kubelet: what it tells, and what it refuses to tell."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from grpclib.client import Channel
+from grpclib.exceptions import GRPCError
+
+from metagpu.core.facts import Fact, LeasesObserved
+from metagpu.core.model import Holder
+from metagpu.plugins import podresources
+from metagpu.plugins.pb import v1
+from metagpu.plugins.podresources import follow_leases, holders_of
+from metagpu.sim.kubelet import Container, Pod
+from tests.plugins.rig import METAGPU, Node, gpu, ids, node, pod
+
+
+@asynccontextmanager
+async def following(it: Node, tmp_path: Path) -> AsyncIterator[None]:
+    """Follow the leases while the block lasts."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(follow_leases, it.registry, tmp_path / "pod-resources.sock")
+        yield
+        group.cancel_scope.cancel()
+
+
+async def held(it: Node, count: int) -> None:
+    """Wait until so many shares have a holder."""
+    with anyio.fail_after(10):
+        async for snapshot in it.registry.watch(lambda now: now):
+            leases = [i for state in snapshot.gpus.values() for i in state.leases.values()]
+            if len(leases) == count and all(lease.holder for lease in leases):
+                return
+
+
+async def test_tells_every_container(tmp_path: Path) -> None:
+    """Each share is told with namespace, pod and container of its holder."""
+    two = Pod(
+        "two",
+        namespace="research",
+        containers=(Container("a", {METAGPU: 1}), Container("b", {METAGPU: 2})),
+    )
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(two)
+        holders = await holders_of(tmp_path / "pod-resources.sock", [METAGPU])
+
+    assert holders == {
+        ids((0, 0))[0]: Holder("research", "two", "a"),
+        ids((0, 1))[0]: Holder("research", "two", "b"),
+        ids((0, 2))[0]: Holder("research", "two", "b"),
+    }
+
+
+async def test_other_resources_are_not_ours(tmp_path: Path) -> None:
+    """Devices of other plugins are left out."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(pod("train", 3))
+
+        assert await holders_of(tmp_path / "pod-resources.sock", ["example.com/nic"]) == {}
+
+
+async def test_grant_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grant is looked up soon, not at the next slow look."""
+    monkeypatch.setattr(podresources, "PERIOD", 1e9)
+    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        await anyio.wait_all_tasks_blocked()
+        await it.kubelet.admit(pod("train", 3))
+        await held(it, 3)
+
+        assert it.registry.snapshot.gpus[gpu(0).id].owner == "fraction"
+
+
+async def test_released_when_the_pod_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet never says that a share is free again: it only stops listing it."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.01)
+    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        await it.kubelet.delete(train)
+        await held(it, 0)
+
+
+async def test_throttled_reader_keeps_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 100 questions a second the kubelet refuses; the leases stay and are read later."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.01)
+    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    socket = tmp_path / "pod-resources.sock"
+
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+
+        refused = 0
+        async with Channel(path=str(socket)) as channel:
+            stub = v1.PodResourcesListerStub(channel)
+            for _ in range(60):
+                try:
+                    await stub.list(v1.ListPodResourcesRequest())
+                except GRPCError:
+                    refused += 1
+
+        assert refused > 0
+        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+
+        await it.kubelet.delete(train)
+        await held(it, 0)
+
+
+async def test_absent_kubelet_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the kubelet is down what was known stays; afterwards it is read again."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.01)
+    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    looks: list[Fact] = []
+
+    async with node(tmp_path) as it, following(it, tmp_path):
+        async with it.kubelet.running():
+            await it.until(20, 20)
+            await it.kubelet.admit(pod("train", 3))
+            await held(it, 3)
+
+        apply = it.registry.apply
+
+        def look(fact: Fact) -> bool:
+            looks.append(fact)
+            return apply(fact)
+
+        monkeypatch.setattr(it.registry, "apply", look)
+        await anyio.sleep(0.05)
+
+        assert not any(isinstance(fact, LeasesObserved) for fact in looks)
+        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
