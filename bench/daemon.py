@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
@@ -100,8 +100,6 @@ def start(
     config: str,
     simulate: str = GPUS,
     pod_resources: Path | None = None,
-    wrap: tuple[str, ...] = (),
-    env: Mapping[str, str] | None = None,
 ) -> Daemon:
     """Start a daemon in a folder; `with` ends it.
 
@@ -109,7 +107,7 @@ def start(
     """
     file = directory / "config.yaml"
     file.write_text(config)
-    command = [sys.executable, *wrap, "-m", "metagpu", "run"]
+    command = [sys.executable, "-m", "metagpu", "run"]
     options = {
         "--simulate": simulate,
         "--config": file,
@@ -121,5 +119,5 @@ def start(
         command += [name, str(value)]
 
     with (directory / "log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        process = subprocess.Popen(command, stdout=log, stderr=log)
     return Daemon(process, directory)

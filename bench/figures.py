@@ -98,6 +98,11 @@ class Samples:
         told = self.figure(name, unit=unit)
         return msgspec.structs.replace(told, measured=told.p99, target=target, p99=None)
 
+    def worst(self, name: str, *, unit: str = "ms") -> Figure:
+        """Tell the longest of all: rare stalls hide behind any p99."""
+        told = Samples([max(self.seconds)]).figure(name, unit=unit)
+        return msgspec.structs.replace(told, p99=None, calls=len(self.seconds))
+
     def ratio(self, name: str, baseline: "Samples", *, target: float) -> Figure:
         """Tell how many times as long as a baseline's these calls take."""
         return Figure(

@@ -14,8 +14,8 @@ from typing import Final
 
 import anyio
 from grpclib.client import Channel
-from grpclib.const import Cardinality
-from grpclib.exceptions import StreamTerminatedError
+from grpclib.const import Cardinality, Status
+from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from bench.null_plugin import PassThrough
 from metagpu.plugins.pb import v1beta1
@@ -133,9 +133,16 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
             await asyncio.gather(*self._streams, return_exceptions=True)
 
     async def register(self, message: v1beta1.RegisterRequest) -> v1beta1.Empty:
-        """Accept a plugin."""
+        """Accept a plugin.
+
+        Raises:
+            GRPCError: if its socket is not there; a real kubelet says so after 10 s.
+        """
+        socket = self.directory / message.endpoint
+        if not _is_there(socket):
+            raise GRPCError(Status.UNKNOWN, "failed to dial device plugin")
         self._accepted += 1
-        task = asyncio.create_task(self._follow(self.directory / message.endpoint))
+        task = asyncio.create_task(self._follow(socket))
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
         self._tell()
@@ -167,6 +174,10 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
 
     def _lists(self) -> int:
         return self._listed
+
+
+def _is_there(socket: Path) -> bool:
+    return socket.exists()
 
 
 @asynccontextmanager

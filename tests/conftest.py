@@ -1,9 +1,15 @@
-"""For all tests: a call that would block the event loop fails the test that makes it."""
+"""For all tests: what blocks the event loop fails the test, and chance is the same every time."""
 
 from collections.abc import Iterator
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+from hypothesis import settings
+
+settings.register_profile("same", deadline=None, derandomize=True, database=None)
+# To look for more: pytest --hypothesis-profile search
+settings.register_profile("search", deadline=None, max_examples=2000)
+settings.load_profile("same")
 
 _STAT = ("os.stat",)
 _FILES = ("os.stat", "os.unlink", "os.mkdir")

@@ -43,10 +43,10 @@ NODES: Final = (
 
 def faults(plan: Plan) -> list[Figure]:
     """Measure on all nodes."""
-    return [_node(plan, node) for node in NODES]
+    return [figure for node in NODES for figure in _node(plan, node)]
 
 
-def _node(plan: Plan, node: Node) -> Figure:
+def _node(plan: Plan, node: Node) -> list[Figure]:
     samples = Samples()
     config = daemon.POOL.format(shares=node.shares)
 
@@ -73,7 +73,7 @@ def _node(plan: Plan, node: Node) -> Figure:
             if number >= 0:
                 samples.seconds.append(took)
 
-    return samples.figure(node.name, target=node.target)
+    return [samples.figure(node.name, target=node.target), samples.worst(f"{node.name}, worst")]
 
 
 def _break(subject: Daemon, streams: list[Lists], well: bytes) -> float:

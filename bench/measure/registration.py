@@ -30,6 +30,7 @@ def restarts(plan: Plan) -> list[Figure]:
         figures += [
             samples.figure(told, target=10),
             samples.tail(f"{told}, p99", target=25),
+            samples.worst(f"{told}, worst"),
         ]
     return figures
 

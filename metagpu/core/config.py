@@ -150,6 +150,8 @@ class Config:
 
         if not self.envelope.pools:
             raise document.error("pools", "there is no pool; give at least one")
+        if not _listed(self.envelope.device_list_strategy):
+            raise document.error("deviceListStrategy", "there is no strategy; give at least one")
         if DeviceListStrategy.CDI_CRI in _listed(self.envelope.device_list_strategy) and (
             DeviceListStrategy.CDI_ANNOTATIONS in _listed(self.envelope.device_list_strategy)
         ):

@@ -10,7 +10,7 @@ operator, or a restart of the daemon, brings the GPU back.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, assert_never
 
 import anyio
 import structlog
@@ -62,6 +62,8 @@ def judge_event(event: DriverEvent, health: Health) -> Heard:
             return Heard(gpu, f"{kind} memory error", double_bit)
         case RecoveryActionChanged(gpu):
             return Heard(gpu, "the recovery action changed", fatal=False)
+        case _:
+            assert_never(event)
 
 
 def judge_condition(condition: Condition) -> str | None:

@@ -67,7 +67,7 @@ class Injection:
             envs[VISIBLE_DEVICES] = ",".join(ids)
         elif DeviceListStrategy.VOLUME_MOUNTS in self.strategies:
             envs[VISIBLE_DEVICES] = _VOLUME_MOUNTS
-        elif by_cdi:
+        else:
             envs[VISIBLE_DEVICES] = _NO_DEVICES
 
         if DeviceListStrategy.VOLUME_MOUNTS in self.strategies:

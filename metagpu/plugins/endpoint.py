@@ -75,7 +75,7 @@ class Endpoint:
             kubelet = self._directory.kubelet()
             try:
                 if kubelet is not None:
-                    await self._register(path)
+                    kubelet = await self._register(path)
                     self.registrations += 1
                     self._log.info("registered", socket=path.name)
                     return kubelet
@@ -94,12 +94,25 @@ class Endpoint:
 
         return None
 
-    async def _register(self, path: Path) -> None:
+    async def _register(self, path: Path) -> tuple[int, int, int]:
+        """Register once; give the identity of the kubelet that took it.
+
+        Raises:
+            KubeletError: if it says no.
+            OSError: if it does not listen, or a socket is gone, its own or ours.
+        """
         request = wire.register_request(
             self._service.resource, path.name, pre_start=self._service.pre_start
         )
 
         async with Channel(path=str(self._directory.kubelet_socket)) as channel:
+            await channel.__connect__()
+            # A kubelet wipes the folder before it listens: what is there now will stay. Looking
+            # before connecting would leave a gap in which it wipes, and then dials us in vain.
+            kubelet = self._directory.kubelet()
+            if kubelet is None or identity_of(path) is None:
+                raise FileNotFoundError(path)
+
             try:
                 stub = v1beta1.RegistrationStub(channel)
                 await stub.register(request, timeout=REGISTER_DEADLINE)
@@ -107,6 +120,7 @@ class Endpoint:
                 raise KubeletError(error.message or error.status.name) from error
             except TimeoutError as error:
                 raise KubeletError(f"no answer within {REGISTER_DEADLINE:g} s") from error
+            return kubelet
 
     async def _unchanged(
         self, path: Path, kubelet: tuple[int, int, int] | None, within: float

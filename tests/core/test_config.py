@@ -415,6 +415,10 @@ def selecting(gpus: str) -> str:
             POOL + "deviceListStrategy: [cdi-cri, cdi-annotations]\n",
             "6: deviceListStrategy: cdi-cri and cdi-annotations inject twice; choose one of them",
         ),
+        (
+            POOL + "deviceListStrategy: []\n",
+            "6: deviceListStrategy: there is no strategy; give at least one",
+        ),
         # keys that stand twice
         (
             POOL + "health:\n  quietPeriod: 1s\n  quietPeriod: 2s\n",

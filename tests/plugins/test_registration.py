@@ -7,6 +7,8 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from grpclib.client import Channel
+from grpclib.protocol import H2Protocol
 from grpclib.server import Server
 
 from metagpu.plugins import endpoint, wire
@@ -354,3 +356,28 @@ async def test_bound_but_not_listening_is_tried_again_at_once(tmp_path: Path) ->
             with anyio.fail_after(0.9):
                 await registrar.registered.wait()
             server.close()
+
+
+async def test_wiped_while_connecting_is_not_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet that wipes our socket just before it answers is not sent to dial it (case 4)."""
+    wipes: list[Path] = []
+
+    class Late(Channel):
+        """A connection that comes about after the kubelet has wiped the folder."""
+
+        async def __connect__(self) -> H2Protocol:
+            if not wipes:
+                wipes.extend(it.sockets())
+                wipes[0].unlink()
+            return await super().__connect__()
+
+    monkeypatch.setattr(endpoint, "Channel", Late)
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        assert len(wipes) == 1
+        assert it.kubelet.refusals == []
+        assert it.kubelet.registrations[METAGPU] == 1

@@ -1,9 +1,9 @@
 """A small kubelet: device plugins, admission, PodResources, restarts, and nothing else.
 
 It behaves as the device manager of Kubernetes v1.36.2 does, as far as a device plugin can tell,
-hazards included; "§" and "case" in the rooms `kubelet_*` are numbers of the written contract,
-kubelet.md. No cgroups, no runtime, no API server: pods come by `admit` and go
-by `delete`, their containers start by `start_container`.
+hazards included; "§" here and in the modules beside is a section of the written contract,
+docs/kubelet.md, and "case" a number in docs/acceptance.md. No cgroups, no runtime, no API server:
+pods come by `admit` and go by `delete`, their containers start by `start_container`.
 """
 
 import random
