@@ -38,8 +38,10 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
         OSError: if the socket cannot be made.
     """
     path = _free_path(run_dir)
+    callers: set[asyncio.StreamWriter] = set()
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.add(writer)
         try:
             while line := await reader.readline():
                 writer.write(await _answer(line, handlers) + b"\n")
@@ -47,6 +49,7 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
         except (ConnectionError, ValueError):
             pass  # the caller hung up, or sent a line longer than any of ours
         finally:
+            callers.discard(writer)
             writer.close()
 
     server = await asyncio.start_unix_server(converse, path, limit=_LINE_LIMIT)
@@ -56,6 +59,8 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
         yield path
     finally:
         server.close()
+        for caller in callers:
+            caller.close()
         path.unlink(missing_ok=True)
 
 

@@ -364,13 +364,16 @@ async def test_wiped_while_connecting_is_not_registered(
     """A kubelet that wipes our socket just before it answers is not sent to dial it (case 4)."""
     wipes: list[Path] = []
 
+    def wipe() -> None:
+        wipes.extend(it.sockets())
+        wipes[0].unlink()
+
     class Late(Channel):
         """A connection that comes about after the kubelet has wiped the folder."""
 
         async def __connect__(self) -> H2Protocol:
             if not wipes:
-                wipes.extend(it.sockets())
-                wipes[0].unlink()
+                await anyio.to_thread.run_sync(wipe)
             return await super().__connect__()
 
     monkeypatch.setattr(endpoint, "Channel", Late)
