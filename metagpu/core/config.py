@@ -96,6 +96,10 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
     rescan_period: Duration = Duration(30)
     xids: dict[int, Severity] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.rescan_period <= 0:
+            raise ValueError("rescanPeriod must be longer than 0")
+
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Some GPUs and the backends that may cut them. A GPU is in the first pool that selects it."""

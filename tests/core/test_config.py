@@ -339,6 +339,7 @@ def selecting(gpus: str) -> str:
                 "512Mi, 1Gi or 16G"
             ),
         ),
+        (POOL + "health: {rescanPeriod: 0s}\n", "6: health: rescanPeriod must be longer than 0"),
         # selectors
         (selecting("{}"), "4: pools[0].gpus: an empty selector selects nothing; write `gpus: all`"),
         *(
