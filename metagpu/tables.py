@@ -80,6 +80,8 @@ def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def health(gpu: Mapping[str, Any]) -> Text:
     """Say whether a GPU is healthy, and why not since when."""
+    if gpu["healthy"] and gpu["waitsFor"]:
+        return Text(gpu["waitsFor"], style="yellow")
     if gpu["healthy"]:
         return Text("healthy", style="green")
     since = gpu["since"].removesuffix("+00:00").replace("T", " ")

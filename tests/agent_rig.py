@@ -58,6 +58,12 @@ class Scene:
                 if predicate(snapshot):
                     return
 
+    async def told(self) -> None:
+        """Wait until the kubelet has told the holder of every lease."""
+        await self.settles(
+            lambda now: all(i.holder for gpu in now.gpus.values() for i in gpu.leases.values())
+        )
+
     async def news(self, *kinds: type[Fact]) -> Fact:
         """Wait for the next news of one of these kinds."""
         with self.agent.registry.news.subscribe() as news, anyio.fail_after(10):

@@ -9,6 +9,8 @@ from metagpu.core import health
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuRecovered, SharesReleased
+from metagpu.core.model import ResourceName
+from metagpu.core.report import hindrance
 from metagpu.plugins import podresources
 from metagpu.sim.kubelet import Pod, SimKubelet
 from tests.agent_rig import METAGPU, QUICK, agent_at_work
@@ -210,6 +212,78 @@ async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:
         await it.until(10, 10)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        QUICK.replace("fraction,", "fraction, resource: example.com/new,"),
+        QUICK.replace("10}", "100}"),
+    ],
+    ids=["renamed", "cut anew"],
+)
+async def test_changed_cut_waits_for_who_holds_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """A GPU whose pod got it under the old configuration is not given away under the new one."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.02)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    resource = "example.com/new" if "new" in changed else METAGPU
+    shares = 100 if "100}" in changed else 10
+
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        old = Pod.single("old", {METAGPU: 3})
+        await it.kubelet.admit(old)
+        await it.told()
+        await anyio.Path(it.config_file).write_text(changed)
+        await it.agent.reload()
+        await it.until(2 * shares, shares, resource)
+
+        assert "held by default/old (main)" in hindrance(it.state(0))
+        assert it.state(0).free(ResourceName(resource)) == 0
+
+        await it.kubelet.admit(Pod.single("new", {resource: shares}))
+
+        assert len(it.state(1).leases) == shares
+
+        await it.kubelet.delete(old)
+        await it.until(2 * shares, 2 * shares, resource)
+
+        assert it.state(0).waits_for == ()
+
+
+async def test_gpu_of_another_plugin_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that a pod holds through another plugin is not offered until that pod ends."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.02)
+    theirs = "nvidia.com/gpu"
+    both = QUICK + f"  - name: other\n    backends: [{{backend: fraction, resource: {theirs}}}]\n"
+
+    async with agent_at_work(
+        tmp_path, config=both.replace("all", "all\n    gpus: {index: 1}")
+    ) as it:
+        await it.until(10, 10)
+        await it.until(100, 100, theirs)
+        foreign = Pod.single("foreign", {theirs: 1})
+        await it.kubelet.admit(foreign)
+        await it.told()
+        await anyio.Path(it.config_file).write_text(QUICK)
+        await it.agent.reload()
+        await it.until(20, 10)
+        await it.kubelet.delete(foreign)
+        await it.until(20, 20)
+
+
+async def test_gpu_taken_out_of_the_node(tmp_path: Path) -> None:
+    """A GPU that NVML lists no more stays on the list, unhealthy (case 15)."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        it.node.remove_gpu(it.node.gpu("1"))
+        await it.until(20, 10)
+
+        assert it.state(1).verdict.reason == "NVML does not list it any more"
+
+
 def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
     """A configuration that is wrong at start raises, naming file, line and path."""
     from metagpu.app import Agent  # noqa: PLC0415
@@ -227,16 +301,14 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
 async def test_leases_follow_the_kubelet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease gets its holder from PodResources and ends when the pod is gone."""
     monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
 
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
         train = Pod.single("train", {METAGPU: 5})
         await it.kubelet.admit(train)
 
-        await it.settles(
-            lambda now: all(i.holder for gpu in now.gpus.values() for i in gpu.leases.values())
-        )
+        await it.told()
 
         [holder] = {str(lease.holder) for lease in it.state(0).leases.values()}
         assert holder == "default/train (main)"

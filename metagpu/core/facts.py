@@ -6,11 +6,12 @@ object and no news.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import assert_never
 
 from metagpu.core.model import (
+    FOREIGN,
     Gpu,
     GpuId,
     GpuState,
@@ -86,12 +87,17 @@ class LeasesObserved:
     """The kubelet's own account of who holds what, complete.
 
     A lease that it does not name ends, but a grant younger than `patience` seconds is kept: the
-    kubelet tells of a pod only once it is admitted.
+    kubelet tells of a pod only once it is admitted. What is held on a GPU of ours and is not on
+    offer, or under another name, is a lease too: it keeps the GPU from being given away twice.
+
+    Attributes:
+        resources: the name each is held under; left out, it is the one that offers it.
     """
 
     holders: Mapping[ShareId, Holder]
     at: float
-    patience: float = 60.0
+    patience: float = 20.0
+    resources: Mapping[ShareId, ResourceName] = field(default_factory=dict)
 
 
 Fact = (
@@ -209,23 +215,39 @@ def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:
 
 def _observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
     started: list[Lease] = []
-    ended: list[ShareId] = []
+    ended = [
+        share_id
+        for state in snapshot.gpus.values()
+        for share_id, lease in state.leases.items()
+        if share_id not in fact.holders
+        and (lease.holder is not None or fact.at - lease.since >= fact.patience)
+    ]
 
-    for state in snapshot.gpus.values():
-        on_offer = {share.id: share for share in state.shares}
-
-        for share_id, lease in state.leases.items():
-            if share_id in fact.holders:
-                on_offer.setdefault(share_id, lease.share)
-            elif lease.holder is not None or fact.at - lease.since >= fact.patience:
-                ended.append(share_id)
-
-        for share_id, share in on_offer.items():
-            holder, known = fact.holders.get(share_id), state.leases.get(share_id)
-            if holder is not None and (known is None or known.holder != holder):
-                started.append(Lease(share, known.since if known else fact.at, holder))
+    for share_id, holder in fact.holders.items():
+        if (state := snapshot.gpus.get(gpu_of(share_id))) is None:
+            continue
+        known = state.leases.get(share_id)
+        share = _held_share(snapshot, share_id, known, fact.resources.get(share_id))
+        if known is None or (known.holder, known.share) != (holder, share):
+            started.append(Lease(share, known.since if known else fact.at, holder))
 
     return _with_leases(snapshot, fact.at, started=started, ended=ended)
+
+
+def _held_share(
+    snapshot: Snapshot, share_id: ShareId, known: Lease | None, resource: ResourceName | None
+) -> Share:
+    """Find what the kubelet means by an id that a container holds under a resource's name."""
+    if known is not None and resource in (None, known.share.resource):
+        return known.share
+
+    for offer in snapshot.offers.values():
+        if share_id in offer.shares and resource in (None, offer.resource):
+            return offer.shares[share_id]
+
+    slot = share_id.partition("::")[2]
+    name = resource or ResourceName("")
+    return Share(share_id, gpu_of(share_id), name, FOREIGN, -1, frozenset((slot,)), 0)
 
 
 def _with_leases(
@@ -246,28 +268,26 @@ def _with_leases(
     granted: list[Share] = []
     released: list[Share] = []
 
-    for gpu in dict.fromkeys([*ending, *starting]):
-        if (state := snapshot.gpus.get(gpu)) is None:
+    for gpu, state in snapshot.gpus.items():
+        if gpu not in ending and gpu not in starting:
             continue
 
         held = dict(state.leases)
         released += [held.pop(i).share for i in ending.get(gpu, ()) if i in held]
         granted += [new.share for new in starting.get(gpu, ()) if new.share.id not in held]
         held.update((new.share.id, new) for new in starting.get(gpu, ()))
+        unknown = any(new.share.backend == FOREIGN for new in starting.get(gpu, ()))
         if held != state.leases:
-            states.append(_holding(state, held))
+            # What is on offer of a GPU where nothing can conflict may be granted without a count.
+            simple = not (state.contended or state.withheld or ending.get(gpu) or unknown)
+            lost = state.withheld if simple else withheld(state.shares, held)
+            states.append(replace(state, leases=MappingProxyType(held), withheld=lost))
 
     if not states:
         return snapshot, ()
     news: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
     news += [SharesGranted(tuple(granted), at)] if granted else []
     return _with_states(snapshot, states), tuple(news)
-
-
-def _holding(state: GpuState, leases: Mapping[ShareId, Lease]) -> GpuState:
-    # Only on a contended GPU can a lease take shares away from others.
-    lost = withheld(state.shares, leases) if state.contended else state.withheld
-    return replace(state, leases=MappingProxyType(leases), withheld=lost)
 
 
 def _with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:

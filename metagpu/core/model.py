@@ -16,12 +16,15 @@ Times are seconds since the epoch, memory is in bytes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Final, NewType
 
 GpuId = NewType("GpuId", str)
 """NVML's uuid: `GPU-` and 36 characters."""
 ShareId = NewType("ShareId", str)
 """`GPU-<uuid>::<slot>`, or `GPU-<uuid>` for a whole GPU; at most 63 characters."""
+FOREIGN: Final = "foreign"
+"""Stands for the backend of a share that is held on our GPU and was not cut by us, or not now."""
+
 ResourceName = NewType("ResourceName", str)
 """The name a pod asks for, such as `cnvrg.io/metagpu`."""
 
@@ -168,6 +171,11 @@ class GpuState:
         """The backend that has this GPU, `None` when it is idle."""
         return next((lease.share.backend for lease in self.leases.values()), None)
 
+    @property
+    def waits_for(self) -> tuple[Lease, ...]:
+        """The leases that must end before the present configuration takes hold of this GPU."""
+        return strays(self.shares, self.leases)
+
     def free(self, resource: ResourceName) -> int:
         """Count the shares of a resource that could be granted now."""
         if not self.verdict.healthy:
@@ -212,10 +220,32 @@ def conflicts(a: Share, b: Share) -> bool:
     return a.gpu == b.gpu and (a.backend != b.backend or not a.footprint.isdisjoint(b.footprint))
 
 
+def strays(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> tuple[Lease, ...]:
+    """Find the leases of one GPU on shares that are not on offer as they were granted.
+
+    A pod keeps what it got under an earlier configuration; another plugin may hold the GPU too.
+    """
+    offered = {share.id: share for share in shares}
+    return tuple(
+        lease for share_id, lease in leases.items() if offered.get(share_id) != lease.share
+    )
+
+
 def withheld(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> frozenset[ShareId]:
-    """Find the shares of one GPU that nobody may have while these leases last."""
-    owners = {lease.share.backend for lease in leases.values()}
-    taken = {slot for lease in leases.values() for slot in lease.share.footprint}
+    """Find the shares of one GPU that nobody may have while these leases last.
+
+    While there are strays, nobody can say what of the GPU is left: all of it waits for their end.
+    """
+    held = {lease.share for lease in leases.values()}
+    if strays(shares, leases):
+        return frozenset(
+            share.id
+            for share in shares
+            if (lease := leases.get(share.id)) is None or lease.share != share
+        )
+
+    owners = {share.backend for share in held}
+    taken = {slot for share in held for slot in share.footprint}
 
     # `conflicts` with any of the held shares, said for all of them at once.
     return frozenset(

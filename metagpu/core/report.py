@@ -61,6 +61,17 @@ def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     }
 
 
+def hindrance(state: GpuState) -> str:
+    """Say who keeps shares of a GPU from being granted."""
+    for lease in state.waits_for:
+        who = lease.holder or "a pod that is being admitted"
+        return (
+            f"GPU {state.gpu} is held by {who} under {lease.share.resource or 'another name'}, "
+            "which is not on offer as it was granted; the GPU waits for the end of that pod"
+        )
+    return f"GPU {state.gpu} is in use by {state.owner}"
+
+
 def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
     """Find a GPU by index or uuid.
 
@@ -88,6 +99,7 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "reason": state.verdict.reason,
         "since": since,
         "owner": state.owner,
+        "waitsFor": hindrance(state) if state.waits_for else None,
     }
 
 

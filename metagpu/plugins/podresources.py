@@ -4,7 +4,7 @@ The kubelet never says that a share was given back; it only stops listing it.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,7 @@ from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
-from metagpu.core.model import Holder, ShareId
+from metagpu.core.model import Holder, ResourceName, ShareId
 from metagpu.core.registry import Registry
 from metagpu.plugins.pb import v1
 
@@ -38,6 +38,7 @@ async def follow_leases(
     kubelet that cannot be asked changes nothing: what was known stays.
     """
     told = ""
+    pause = 0.0
 
     with registry.news.subscribe() as news:
         stirred = anyio.Event()
@@ -53,21 +54,35 @@ async def follow_leases(
             while True:
                 stirred = anyio.Event()
                 try:
-                    holders = await holders_of(socket, registry.snapshot.offers.keys())
-                    registry.apply(LeasesObserved(holders, clock()))
+                    registry.apply(await observed(socket, clock))
                     told = ""
                 except (OSError, GRPCError, StreamTerminatedError) as error:
                     if str(error) != told:
                         told = str(error)
-                        log.warning("the kubelet does not say who holds what", error=told)
+                        log.warning(
+                            "the kubelet does not say who holds what", socket=str(socket), why=told
+                        )
 
-                with anyio.move_on_after(PERIOD):
+                # A grant whose pod is not told yet is being admitted: look again soon, then later.
+                pause = min(max(pause * 2, SETTLE), PERIOD) if _untold(registry) else PERIOD
+                with anyio.move_on_after(pause) as waiting:
                     await stirred.wait()
+                if not waiting.cancelled_caught:
                     await anyio.sleep(SETTLE)
+                    pause = 0.0
 
 
-async def holders_of(socket: Path, resources: Collection[str]) -> dict[ShareId, Holder]:
-    """Ask the kubelet who holds the shares of these resources.
+def _untold(registry: Registry) -> bool:
+    """Tell whether some lease has no holder yet."""
+    return any(
+        lease.holder is None
+        for state in registry.snapshot.gpus.values()
+        for lease in state.leases.values()
+    )
+
+
+async def observed(socket: Path, clock: Callable[[], float] = time.time) -> LeasesObserved:
+    """Ask the kubelet who holds what, of every resource: an id says which GPU it is about.
 
     Raises:
         OSError: if it cannot be reached.
@@ -78,11 +93,13 @@ async def holders_of(socket: Path, resources: Collection[str]) -> dict[ShareId, 
         stub = v1.PodResourcesListerStub(channel)
         answer = await stub.list(v1.ListPodResourcesRequest(), timeout=DEADLINE)
 
-    return {
-        ShareId(device): Holder(pod.namespace, pod.name, container.name)
-        for pod in answer.pod_resources
-        for container in pod.containers
-        for devices in container.devices
-        if devices.resource_name in resources
-        for device in devices.device_ids
-    }
+    holders: dict[ShareId, Holder] = {}
+    resources: dict[ShareId, ResourceName] = {}
+    for pod in answer.pod_resources:
+        for container in pod.containers:
+            holder = Holder(pod.namespace, pod.name, container.name)
+            for devices in container.devices:
+                for device in map(ShareId, devices.device_ids):
+                    holders[device] = holder
+                    resources[device] = ResourceName(devices.resource_name)
+    return LeasesObserved(holders, clock(), resources=resources)

@@ -17,6 +17,7 @@ from metagpu.core.errors import GpuUnhealthy, RequestError, ShareTaken, UnknownS
 from metagpu.core.facts import SharesGranted, SharesReleased
 from metagpu.core.model import Grant, ResourceName, Share, ShareId, Snapshot
 from metagpu.core.registry import Registry
+from metagpu.core.report import hindrance
 from metagpu.plugins import hot, wire
 from metagpu.plugins.serving import Calls
 
@@ -181,5 +182,5 @@ class Service:
         if not state.verdict.healthy:
             raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
         if share.id in state.withheld:
-            raise ShareTaken(share.id, f"GPU {state.gpu} is in use by {state.owner}")
+            raise ShareTaken(share.id, hindrance(state))
         return share

@@ -16,10 +16,9 @@ import anyio
 
 from metagpu.app import Agent, Places
 from metagpu.core import report
-from metagpu.core.facts import LeasesObserved
 from metagpu.core.injection import VISIBLE_DEVICES
 from metagpu.nvml import Nvml
-from metagpu.plugins.podresources import holders_of
+from metagpu.plugins.podresources import observed
 from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
@@ -54,8 +53,7 @@ class Scene:
     async def status(self) -> dict[str, Any]:
         """Say what the agent knows, having asked the kubelet who holds what."""
         registry = self.agent.registry
-        holders = await holders_of(self.places.pod_resources, registry.snapshot.offers.keys())
-        registry.apply(LeasesObserved(holders, at=anyio.current_time()))
+        registry.apply(await observed(self.places.pod_resources))
         return report.status(registry.snapshot, self.agent.layout)
 
     async def allocatable(self, count: int) -> None:

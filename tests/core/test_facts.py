@@ -21,6 +21,7 @@ from metagpu.core.model import (
     Gpu,
     Holder,
     Lease,
+    ResourceName,
     Share,
     ShareId,
     Snapshot,
@@ -133,9 +134,8 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("released what nobody holds", LEASED, SharesReleased(B_SHARES, at=9)),
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
     ("observed what is known", NODE, LeasesObserved({}, at=9)),
-    ("observed what is not on offer", NODE, LeasesObserved({share(B, 9).id: ALICE}, at=9)),
     ("observed an unknown GPU", NODE, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
-    ("observed a grant too early", LEASED, LeasesObserved({}, at=69.9)),
+    ("observed a grant too early", LEASED, LeasesObserved({}, at=29.9)),
 ]
 
 
@@ -320,6 +320,33 @@ def test_a_held_share_off_offer_changes_holders_too() -> None:
     assert leases(snapshot)[A_SHARES[0].id] == Lease(A_SHARES[0], 10, BOB)
 
 
+def test_what_is_held_under_another_name_keeps_the_gpu() -> None:
+    """A pod that holds a GPU under a name that is not on offer keeps all of it from others."""
+    held = {A_SHARES[0].id: ALICE}
+    other = LeasesObserved(held, at=9, resources={A_SHARES[0].id: ResourceName("nvidia.com/gpu")})
+    snapshot, _ = reduce(NODE, other)
+
+    assert snapshot.gpus[A.id].withheld == {part.id for part in A_SHARES}
+    assert [lease.holder for lease in snapshot.gpus[A.id].waits_for] == [ALICE]
+    assert snapshot.gpus[B.id] is NODE.gpus[B.id]
+
+    freed, _ = reduce(snapshot, LeasesObserved({}, at=10))
+
+    assert freed.gpus[A.id].withheld == frozenset()
+
+
+def test_a_gpu_cut_anew_waits_for_who_holds_it() -> None:
+    """A held GPU that is cut into other shares offers none of them until the old lease ends."""
+    anew = tuple(replace(part, memory=part.memory + 1) for part in A_SHARES)
+    snapshot = after(offer(*anew, *B_SHARES), since=LEASED)
+
+    assert snapshot.gpus[A.id].withheld == {part.id for part in anew}
+
+    freed, _ = reduce(snapshot, SharesReleased(A_SHARES[:2], at=30))
+
+    assert freed.gpus[A.id].withheld == frozenset()
+
+
 def test_releases_are_told_before_grants() -> None:
     """One observation that frees a share and finds another holder tells the release first."""
     held = after(LeasesObserved({A_SHARES[0].id: ALICE}, at=2), since=NODE)
@@ -399,17 +426,18 @@ def histories(draw: st.DrawFn) -> list[Fact]:
 
 @given(histories())
 def test_withheld_is_what_conflicts_with_a_lease(history: list[Fact]) -> None:
-    """After any history, a share is withheld exactly if it is not held and a lease excludes it."""
+    """After any history a share is withheld exactly if a lease excludes it or a stray is there."""
     snapshot = Snapshot()
 
     for fact in history:
         snapshot, _ = reduce(snapshot, fact)
         for state in snapshot.gpus.values():
+            stray = bool(state.waits_for)
             assert state.withheld == {
                 part.id
                 for part in state.shares
-                if part.id not in state.leases
-                and any(conflicts(part, lease.share) for lease in state.leases.values())
+                if part not in {lease.share for lease in state.leases.values()}
+                and (stray or any(conflicts(part, i.share) for i in state.leases.values()))
             }
 
 

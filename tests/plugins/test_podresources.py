@@ -13,7 +13,7 @@ from metagpu.core.facts import Fact, LeasesObserved
 from metagpu.core.model import Holder
 from metagpu.plugins import podresources
 from metagpu.plugins.pb import v1
-from metagpu.plugins.podresources import follow_leases, holders_of
+from metagpu.plugins.podresources import follow_leases, observed
 from metagpu.sim.kubelet import Container, Pod
 from tests.plugins.rig import METAGPU, Node, gpu, ids, node, pod
 
@@ -47,28 +47,20 @@ async def test_tells_every_container(tmp_path: Path) -> None:
     async with node(tmp_path) as it, it.kubelet.running():
         await it.until(20, 20)
         await it.kubelet.admit(two)
-        holders = await holders_of(tmp_path / "pod-resources.sock", [METAGPU])
+        seen = await observed(tmp_path / "pod-resources.sock")
 
-    assert holders == {
+    assert set(seen.resources.values()) == {METAGPU}
+    assert seen.holders == {
         ids((0, 0))[0]: Holder("research", "two", "a"),
         ids((0, 1))[0]: Holder("research", "two", "b"),
         ids((0, 2))[0]: Holder("research", "two", "b"),
     }
 
 
-async def test_other_resources_are_not_ours(tmp_path: Path) -> None:
-    """Devices of other plugins are left out."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(pod("train", 3))
-
-        assert await holders_of(tmp_path / "pod-resources.sock", ["example.com/nic"]) == {}
-
-
 async def test_grant_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grant is looked up soon, not at the next slow look."""
     monkeypatch.setattr(podresources, "PERIOD", 1e9)
-    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
 
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
         await it.until(20, 20)
@@ -84,7 +76,7 @@ async def test_released_when_the_pod_is_gone(
 ) -> None:
     """The kubelet never says that a share is free again: it only stops listing it."""
     monkeypatch.setattr(podresources, "PERIOD", 0.01)
-    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
 
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
         await it.until(20, 20)
@@ -100,7 +92,7 @@ async def test_throttled_reader_keeps_what_it_knows(
 ) -> None:
     """Over 100 questions a second the kubelet refuses; the leases stay and are read later."""
     monkeypatch.setattr(podresources, "PERIOD", 0.01)
-    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
     socket = tmp_path / "pod-resources.sock"
 
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
@@ -130,7 +122,7 @@ async def test_absent_kubelet_changes_nothing(
 ) -> None:
     """While the kubelet is down what was known stays; afterwards it is read again."""
     monkeypatch.setattr(podresources, "PERIOD", 0.01)
-    monkeypatch.setattr(podresources, "SETTLE", 0.0)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
     looks: list[Fact] = []
 
     async with node(tmp_path) as it, following(it, tmp_path):
