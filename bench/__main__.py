@@ -19,6 +19,9 @@ def main() -> int:
     """Run; a missed target is told and is no failure of the bench."""
     args = _arguments()
     plan = Plan(quick=args.quick)
+    out = _out(args)
+    compared = args.compare or _newest(out)
+    earlier = Report.read(compared) if compared else None  # before minutes are spent
     if machine.busy():
         plan.say("this machine is busy: times will be longer than they are")
 
@@ -30,18 +33,17 @@ def main() -> int:
         for figure in measure(plan)
     ]
     report = Report(machine=described, figures=figures, quick=args.quick)
+    if out:
+        report.write(out)
 
-    out = _out(args)
-    earlier = args.compare or _newest(out)
     print(f"\n{_shown(described)}\n")
-    print(table(report, Report.read(earlier) if earlier else None))
+    print(table(report, earlier))
     print(f"\n{verdict(report)}")
-    if earlier:
-        print(f"Changes are against {earlier}.")
+    if compared:
+        print(f"Changes are against {compared}.")
     if args.quick:
         print("This was a smoke run of few calls: it shows that the bench works, nothing else.")
     if out:
-        report.write(out)
         print(f"Written to {out}.")
     else:
         print("Not written: only a full run is kept by itself; --out FILE keeps this one.")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import structlog
@@ -18,12 +18,15 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.facts import GpusFound
 from metagpu.core.health import HealthWatch
 from metagpu.core.injection import Injection
-from metagpu.core.layout import Layout, lay_out
+from metagpu.core.layout import Layout, lay_out, rehearse
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.endpoints import serve_offers
+
+NODES_PERIOD: Final = 10.0
+"""Seconds between two looks at the host's device nodes."""
 
 log = structlog.get_logger()
 
@@ -56,9 +59,11 @@ class Agent:
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
         self.config = configuration.load(self.config_file, self._kinds)
+        rehearse(self.config)
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         self._backends: dict[ResourceName, Backend] = {}
+        self._nodes: frozenset[str] = frozenset()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -107,8 +112,8 @@ class Agent:
 
     async def _lay_out(self, config: configuration.Config) -> None:
         root = self.places.dev_root
-        present = await to_thread.run_sync(host.device_nodes, root)
-        injection = Injection(dev_root=str(root or ""), present=present)
+        self._nodes = await to_thread.run_sync(host.device_nodes, root)
+        injection = Injection(dev_root=str(root or ""), present=self._nodes)
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
@@ -127,11 +132,19 @@ class Agent:
         async with anyio.create_task_group() as group:
             directory = kubelet_directory.KubeletDirectory(self.places.kubelet)
             group.start_soon(serve_offers, self.registry, directory, self.backend)
+            group.start_soon(self._follow_nodes)
 
             with self.registry.news.subscribe() as news:
                 async for fact in news:
                     if isinstance(fact, GpusFound):
                         await self._take_in_gpus()
+
+    async def _follow_nodes(self) -> None:
+        """Notice device nodes that come late, as nvidia-uvm's do with the first CUDA program."""
+        while True:
+            await anyio.sleep(NODES_PERIOD)
+            if await to_thread.run_sync(host.device_nodes, self.places.dev_root) != self._nodes:
+                await self._take_in_gpus()
 
     async def _take_in_gpus(self) -> None:
         try:

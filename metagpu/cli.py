@@ -30,11 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return int(args.do(args))
-    except MetagpuError as error:
-        print(f"metagpu: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+    except (MetagpuError, BaseExceptionGroup) as error:
+        ours = _ours(error)
+        if ours is None:
+            raise
+        print(f"metagpu: {ours}", file=sys.stderr)  # noqa: T201 - a command line speaks so
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _ours(error: BaseException) -> MetagpuError | None:
+    """Find an error of ours in what a task group raised; `None` if there is any other in it."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_ours(inner) for inner in error.exceptions]
+        return None if None in found else found[0]
+    return error if isinstance(error, MetagpuError) else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,14 +238,12 @@ def _explain(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from metagpu.core import config
     from metagpu.core.backend import installed_backends
-    from metagpu.core.injection import Injection
-    from metagpu.core.layout import lay_out
+    from metagpu.core.layout import rehearse
 
     wrong = 0
     for file in args.files:
         try:
-            # Laid over no GPU at all, so that names are checked without knowing the node.
-            lay_out(config.load(file, installed_backends()), (), Injection())
+            rehearse(config.load(file, installed_backends()))
         except ConfigError as error:
             wrong += 1
             print(error, file=sys.stderr)  # noqa: T201

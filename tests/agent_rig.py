@@ -92,6 +92,7 @@ async def agent_at_work(
         kubelet=tmp_path / "device-plugins",
         pod_resources=tmp_path / "pod-resources.sock",
         run=tmp_path,
+        dev_root=tmp_path,
     )
     node = simulated(boards)
     if not drivers:

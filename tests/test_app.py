@@ -5,6 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from metagpu import app
 from metagpu.core import health
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
@@ -296,6 +297,38 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
         ConfigError, match=r"bad.yaml: 4: pools\[0\].backends\[0\].backend: 'magic'"
     ):
         Agent(file, Nvml())
+
+
+async def test_device_node_that_comes_late_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device node that was not there at the start is given to the next pod."""
+    monkeypatch.setattr(app, "NODES_PERIOD", 0.01)
+    uvm = tmp_path / "dev" / "nvidia-uvm"
+
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        before = await it.kubelet.admit(Pod.single("before", {METAGPU: 1}))
+        laid = it.agent.layout
+        await anyio.Path(uvm.parent).mkdir()
+        await anyio.Path(uvm).touch()
+        with anyio.fail_after(10):
+            while it.agent.layout is laid:  # noqa: ASYNC110 - nothing tells of it: no offer changed
+                await anyio.sleep(0.01)
+        after = await it.kubelet.admit(Pod.single("after", {METAGPU: 1}))
+
+    assert before["main"].devices == ()
+    assert [node.container_path for node in after["main"].devices] == ["/dev/nvidia-uvm"]
+
+
+async def test_gpu_in_mig_mode_is_cut_by_nobody(tmp_path: Path) -> None:
+    """A GPU in MIG mode has no fractions, and the layout says why."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        it.node.gpus[0].mig = True
+        await it.until(10, 10)
+
+        assert it.agent.layout.assignments[0].why.endswith("nothing is cut: MIG mode is on")
 
 
 async def test_leases_follow_the_kubelet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,16 @@ def test_validate_knows_the_kubelets_names(
     assert "lower-case DNS name" in capsys.readouterr().err
 
 
+def test_validate_tries_the_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What would go wrong on any node, such as one id offered twice, is told without a node."""
+    file = tmp_path / "twice.yaml"
+    one = "{backend: fraction, resource: example.com/"
+    file.write_text(f"version: metagpu/v1\npools: [{{name: a, backends: [{one}a}}, {one}b}}]}}]\n")
+
+    assert main(["validate", str(file)]) == 1
+    assert "would be offered twice" in capsys.readouterr().err
+
+
 def test_bad_simulation_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """A board that does not exist is answered with those that do."""
     assert main(["explain", "--simulate", "a1000:8"]) == 1

@@ -155,6 +155,16 @@ async def test_steered_and_asked(tmp_path: Path) -> None:
         assert (status, told) == (1, "metagpu: there is no GPU '7' here; there are: 0, 1\n")
 
 
+async def test_configuration_too_large_for_the_node_is_one_line(tmp_path: Path) -> None:
+    """A list that only this node's GPUs make too long ends the start with one line, status 1."""
+    await anyio.Path(tmp_path / "metagpu.yaml").write_text(QUICK.replace("10}", "40000}"))
+    done = await anyio.run_process(command_line(tmp_path), check=False)
+
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith(f"metagpu: {tmp_path}/metagpu.yaml: {METAGPU} would have 80000 shares")
+
+
 async def test_second_daemon_is_refused(tmp_path: Path) -> None:
     """A second daemon on the same node says that one runs already, and changes nothing."""
     async with daemon(tmp_path) as it:

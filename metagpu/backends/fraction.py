@@ -77,7 +77,9 @@ class FractionBackend(Backend):
         return (self._resource,)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
-        """Cut a GPU; one smaller than the memory unit has no share."""
+        """Cut a GPU; one that is smaller than the memory unit, or in MIG mode, has no share."""
+        if gpu.mig_enabled:
+            return ()  # CUDA sees its instances only, and there may be none
         unit, count = self._options.memory_unit, self._options.shares_per_gpu
         number_of = gpu.memory // unit if unit else count or DEFAULT_SHARES
         memory = unit or gpu.memory // number_of

@@ -78,7 +78,8 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
         return None
 
     def __str__(self) -> str:
-        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        names = zip(self.__struct_encode_fields__, self.__struct_fields__, strict=True)
+        given = {key: getattr(self, name) for key, name in names}
         return ", ".join(f"{k} {_shown(v)}" for k, v in given.items() if v is not None)
 
 

@@ -1,14 +1,15 @@
 """The configuration laid over the GPUs: which GPU is in which pool, and what is offered of it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from uuid import UUID
 
 from metagpu.core.backend import Backend
 from metagpu.core.config import Config, Pool
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, ResourceName, Share
+from metagpu.core.model import Gpu, GpuId, ResourceName, Share
 
 ID_LIMIT = 63
 """Characters of a device id, by the comment in the kubelet's API."""
@@ -57,12 +58,26 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
     shares: list[Share] = []
     for gpu in gpus:
         assignment, cutters = _assign(gpu, pools)
+        cut = [share for backend in cutters for share in backend.shares(gpu)]
+        if assignment.pool is not None and not cut:
+            why = "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+            assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
-        for backend in cutters:
-            shares += backend.shares(gpu)
+        shares += cut
 
     _check_ids(config, shares)
     return Layout(tuple(assignments), backends, tuple(shares))
+
+
+def rehearse(config: Config) -> None:
+    """Lay a configuration over one invented GPU in each pool: what is wrong on any node is told.
+
+    Raises:
+        ConfigError: as `lay_out`.
+    """
+    for number, (_, cutters) in enumerate(config.pools(Injection())):
+        gpu = Gpu(GpuId(f"GPU-{UUID(int=number)}"), number, "any", memory=80 * 2**30)
+        _check_ids(config, [share for backend in cutters for share in backend.shares(gpu)])
 
 
 def _assign(gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]) -> tuple[Assignment, list[Backend]]:

@@ -19,7 +19,7 @@ __all__ = ["AnyCommand", "Reply", "add_arguments", "command_from", "describe", "
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
-    """Something to do; a `gpu` is an index or a uuid."""
+    """Something to do; a `gpu` is an index or a uuid, an amount of memory is in bytes."""
 
     def apply(self, node: SimNode) -> str:
         """Do it, and say in a line what was done.
@@ -32,7 +32,7 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Xid(Command, frozen=True, tag="xid"):
-    """Have the driver report an XID, inside a MIG instance if `gi` and `ci` are given."""
+    """Have the driver report an XID, inside a MIG instance if one is named."""
 
     gpu: str
     code: int
@@ -55,7 +55,7 @@ class Lose(Command, frozen=True, tag="lose"):
 
 
 class Need(Command, frozen=True, tag="need"):
-    """Have a GPU want a recovery action, such as `gpu-reset`."""
+    """Have a GPU want a recovery action, such as gpu-reset."""
 
     gpu: str
     action: str
@@ -77,7 +77,7 @@ class Recover(Command, frozen=True, tag="recover"):
 
 
 class Process(Command, frozen=True, tag="process"):
-    """Start or end a process on a GPU; `memory` in bytes, `None`: the driver does not say."""
+    """Start or end a process on a GPU; without an amount, the driver does not say how large."""
 
     change: Literal["add", "end"]
     gpu: str

@@ -58,15 +58,23 @@ async def test_pod_gets_its_gpu(tmp_path: Path) -> None:
 
 
 async def test_two_resources_in_one_container(tmp_path: Path) -> None:
-    """Two resources are merged; what is too much fails, and the rest can be had (case 30)."""
+    """Two resources of a container are merged; what is too much fails, the rest is to be had.
+
+    (case 30) By mounts, both GPUs are told; an environment variable could name only one of them.
+    """
     gpus = [gpu(n) for n in range(4)]
+    config = "deviceListStrategy: volume-mounts\n" + FOUR_RESOURCES
     one, two = RESOURCES[:2]
 
-    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
+    async with node(tmp_path, *gpus, config=config) as it, it.kubelet.running():
         await it.until(100, 100, one)
         await it.until(100, 100, two)
         both = Pod("both", containers=(Container("main", {one: 2, two: 1}),))
-        await it.kubelet.admit(both)
+        options = await it.kubelet.admit(both)
+
+        assert {mount.container_path for mount in options["main"].mounts} == {
+            f"/var/run/nvidia-container-devices/{gpu(n).id}" for n in (0, 1)
+        }
 
         with pytest.raises(AdmissionError, match=r"Requested: 99, Available: 98"):
             await it.kubelet.admit(pod("greedy", 99, one))
