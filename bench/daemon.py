@@ -58,9 +58,14 @@ class Daemon:
 
         while not (found := sorted(self.kubelet_dir.glob("metagpu-*.sock"))):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the daemon does not serve:\n{self._log.read_text()[-2000:]}")
+                raise RuntimeError(f"the daemon does not serve:\n{self.said}")
             time.sleep(0.01)
         return found[0]
+
+    @property
+    def said(self) -> str:
+        """The end of its log."""
+        return self._log.read_text()[-2000:]
 
     def ask(self, command: str, **request: object) -> object:
         """Speak to its control socket."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One measured number.
 
     Attributes:

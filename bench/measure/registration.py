@@ -74,6 +74,9 @@ async def _starts(plan: Plan) -> Samples:
                 try:
                     await kubelet.wait_for(partial(_registered, kubelet, wanted))
                     took = time.perf_counter() - began
+                except TimeoutError as error:
+                    error.add_note(subject.said)
+                    raise
                 finally:
                     await to_thread.run_sync(subject.stop)
                 if number >= 0:

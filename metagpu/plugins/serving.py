@@ -8,7 +8,7 @@ this module drives grpclib's protocol and handler itself, and keeps account of t
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -145,23 +145,26 @@ async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> As
         OSError: if the socket cannot be bound; a path of more than 107 bytes cannot.
     """
     peers = _Peers(methods)
-    listener = _bound(path)
-    identity = identity_of(path)
-    server = await asyncio.get_running_loop().create_unix_server(peers.connection, sock=listener)
+    loop = asyncio.get_running_loop()
 
-    try:
-        yield
-    finally:
-        _remove(path, identity)
-        calls.end()
-
-        with anyio.CancelScope(shield=True):
-            await stop_accepting(listener)
-            server.close()
-            with anyio.move_on_after(LINGER):
-                await peers.gone()
-            peers.abort()
-            await peers.gone()
+    with closing(_bound(path)) as listener:
+        identity = identity_of(path)
+        try:
+            server = await loop.create_unix_server(peers.connection, sock=listener)
+            try:
+                yield
+            finally:
+                _remove(path, identity)
+                calls.end()
+                with anyio.CancelScope(shield=True):
+                    await stop_accepting(listener)
+                    server.close()
+                    with anyio.move_on_after(LINGER):
+                        await peers.gone()
+                    peers.abort()
+                    await peers.gone()
+        finally:
+            _remove(path, identity)
 
 
 async def stop_accepting(listener: _HasFileno) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -110,6 +111,12 @@ def test_a_memory_unit_is_the_same_on_every_model(unit: str, cut: Gpu, count: in
 
     assert len(shares) == count
     assert {share.memory for share in shares} <= {Bytes.parse(unit)}
+
+
+def test_a_gpu_in_mig_mode_is_not_cut() -> None:
+    """CUDA sees only the instances of a GPU in MIG mode: a fraction of it would be nothing."""
+    assert not fraction(shares=4).shares(replace(A, mig_enabled=True))
+    assert len(fraction(shares=4).shares(replace(A, mig_enabled=False))) == 4
 
 
 def test_a_share_is_within_its_gpu() -> None:

@@ -8,7 +8,7 @@ from metagpu.backends.fraction import FractionBackend
 from metagpu.core.config import parse
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import Injection
-from metagpu.core.layout import Assignment, lay_out
+from metagpu.core.layout import Assignment, lay_out, rehearse
 from metagpu.core.model import GpuId
 from tests.build import BACKENDS, METAGPU, config, gpu, laid_out, pool
 
@@ -49,6 +49,26 @@ def test_a_gpu_in_no_pool_offers_nothing() -> None:
 
     assert layout.shares == ()
     assert layout.offered.resources == (METAGPU,)
+
+
+def test_a_gpu_of_which_nothing_is_cut_says_why() -> None:
+    """A GPU that its pool cannot cut is in the pool all the same, and the reason is told."""
+    mig = replace(gpu(0), mig_enabled=True)
+    small = gpu(1, memory_mib=512)
+    layout = laid_out(mig, small, text=pool("memoryUnit: 1Gi"))
+
+    assert [assignment.why for assignment in layout.assignments] == [
+        "all GPUs, but nothing is cut: MIG mode is on",
+        "all GPUs, but nothing is cut: too small for its backends",
+    ]
+    assert layout.shares == ()
+
+
+def test_what_is_wrong_on_any_node_is_told_without_one() -> None:
+    """A rehearsal finds ids that would be offered twice before there is a GPU."""
+    rehearse(config())
+    with pytest.raises(ConfigError, match="use each backend once in a pool"):
+        rehearse(config(pool() + "      - {backend: fraction, resource: example.com/b}\n"))
 
 
 def test_two_pools_of_one_resource_cut_as_each_says() -> None:

@@ -6,7 +6,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.facts import GpuFaulted, LeasesObserved, SharesGranted
 from metagpu.core.layout import Layout
 from metagpu.core.model import Holder, Snapshot
-from metagpu.core.report import explanation, gpu_named, status
+from metagpu.core.report import explanation, gpu_named, hindrance, status
 from tests.build import METAGPU, after, gpu, offer, offered, share
 
 A, B = gpu(0, numa_node=1), gpu(1)
@@ -92,6 +92,35 @@ def test_a_status_says_who_holds_what() -> None:
         {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 1, "holder": None},
     ]
     assert told["gpus"] == explanation(snapshot, layout)["gpus"]
+
+
+def test_a_hindrance_names_the_backend_that_has_the_gpu() -> None:
+    """A share that another backend's lease excludes is refused with that backend's name."""
+    layout, snapshot = offered(A)
+    snapshot = after(SharesGranted(layout.shares[:1], at=1), since=snapshot)
+
+    assert hindrance(snapshot.gpus[A.id]) == f"GPU 0 ({A.id}) is in use by fraction"
+
+
+@pytest.mark.parametrize(
+    ("holder", "who"), [(ALICE, "team/alice (main)"), (None, "a pod that is being admitted")]
+)
+def test_a_hindrance_names_the_pod_that_is_waited_for(holder: Holder | None, who: str) -> None:
+    """A GPU that was cut anew waits for the pods of the old cut, and says for which."""
+    layout, snapshot = offered(A)
+    [held, *_] = layout.shares
+    observed = {held.id: holder} if holder is not None else {}
+    snapshot = after(
+        SharesGranted((held,), at=5),
+        LeasesObserved(observed, at=6),
+        offer(share(A, 0, memory_mib=1)),
+        since=snapshot,
+    )
+
+    assert hindrance(snapshot.gpus[A.id]) == (
+        f"GPU 0 ({A.id}) is held by {who} under cnvrg.io/metagpu, which is not on offer as it was "
+        "granted; the GPU waits for the end of that pod"
+    )
 
 
 @pytest.mark.parametrize("name", ["1", B.id])
