@@ -1,5 +1,6 @@
 """Fractions: a GPU cut into equal shares; a pod that asks for half of them gets half of one GPU."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Final
@@ -178,10 +179,10 @@ class FractionBackend(Backend):
 
 
 def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
-    found: dict[GpuId, list[Share]] = {}
+    found: defaultdict[GpuId, list[Share]] = defaultdict(list)
 
-    for share in dict.fromkeys(shares):
-        found.setdefault(share.gpu, []).append(share)
+    for share in {share.id: share for share in shares}.values():
+        found[share.gpu].append(share)
     return found
 
 
@@ -193,11 +194,12 @@ def _memory_mib(shares: Sequence[Share]) -> int:
 
 def _metagpu_names(gpus: Sequence[Gpu], taken: Mapping[GpuId, Sequence[Share]]) -> str:
     """Name the shares as MetaGPU did, for images that read them."""
-    return ",".join(
-        f"cnvrg-meta-{gpu.index}-{share.number}-{gpu.id}"
-        for gpu in gpus
-        for share in sorted(taken[gpu.id], key=lambda share: share.number)
-    )
+    names: list[str] = []
+
+    for gpu in gpus:
+        head, tail = f"cnvrg-meta-{gpu.index}-", f"-{gpu.id}"
+        names += [f"{head}{n}{tail}" for n in sorted([share.number for share in taken[gpu.id]])]
+    return ",".join(names)
 
 
 def _told(by_index: Mapping[int, object]) -> str:

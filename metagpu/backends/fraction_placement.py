@@ -7,6 +7,7 @@ part of another.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 from metagpu.core.model import Gpu, Share
 
@@ -44,7 +45,9 @@ class Seat:
 
     def take(self, count: int) -> list[Share]:
         """Take `count` shares: the required ones, then those of the lowest numbers."""
-        ranked = sorted(self.free, key=lambda s: (s not in self.required, s.number))
+        ranked = sorted(self.free, key=attrgetter("number"))
+        if self.required:
+            ranked.sort(key=lambda share: share not in self.required)
         return ranked[:count]
 
 

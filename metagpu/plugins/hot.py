@@ -15,6 +15,7 @@ _SHORT: Final = 0x80
 """Lengths below this are one byte; every id of ours is."""
 _WIDEST: Final = 70
 """Bits in ten bytes, the longest varint there is."""
+_FIELD_1_TAG: Final = 0x0A
 _FIELD_1, _FIELD_2, _FIELD_3, _FIELD_4, _FIELD_5 = b"\x0a", b"\x12", b"\x1a", b"\x22", b"\x2a"
 
 
@@ -102,6 +103,15 @@ def _container(data: bytes) -> tuple[list[str], list[str], int]:
     texts: dict[int, list[str]] = {_FIELD_1[0]: [], _FIELD_2[0]: []}
     text = data.decode("latin-1")  # once for all ids: they are ASCII, or unknown anyway
     size, at, end = 0, 0, len(data)
+
+    # Nearly all of a request is this: hundreds of short ids, one after the other.
+    add = texts[_FIELD_1[0]].append
+    while at + 1 < end and data[at] == _FIELD_1_TAG and (length := data[at + 1]) < _SHORT:
+        start = at + 2
+        at = start + length
+        add(text[start:at])
+    if at > end:
+        raise ValueError("a text is cut off")
 
     while at < end:
         tag = data[at]

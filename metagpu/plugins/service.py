@@ -4,8 +4,8 @@ Everything is answered from the registry's snapshot; only `Backend.grant` may wa
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
 
 import anyio
 import structlog
@@ -15,7 +15,7 @@ from grpclib.const import Handler as Method
 from metagpu.core.backend import Backend
 from metagpu.core.errors import GpuUnhealthy, RequestError, ShareTaken, UnknownShare
 from metagpu.core.facts import SharesGranted, SharesReleased
-from metagpu.core.model import Grant, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.model import Grant, ResourceName, Share, Snapshot
 from metagpu.core.registry import Registry
 from metagpu.core.report import hindrance
 from metagpu.plugins import hot, wire
@@ -111,7 +111,7 @@ class Service:
 
     async def _pre_start(self, request: bytes) -> bytes:
         snapshot = self._registry.snapshot
-        shares = [self._known(share_id, snapshot) for share_id in hot.pre_start_request(request)]
+        shares = self._named(hot.pre_start_request(request), snapshot)
         await self._backend(self.resource).prepare(shares, snapshot)
         return b""
 
@@ -128,9 +128,9 @@ class Service:
         offer = snapshot.offers.get(self.resource)
 
         if offer is not None:
-            known = offer.shares.get
-            available = [share for i in asked.available if (share := known(ShareId(i)))]
-            required = [share for i in asked.required if (share := known(ShareId(i)))]
+            known = cast("Mapping[str, Share]", offer.shares).get
+            available = list(filter(None, map(known, asked.available)))
+            required = list(filter(None, map(known, asked.required)))
             try:
                 backend = self._backend(self.resource)
                 preferred = backend.prefer(available, required, asked.size, snapshot)
@@ -162,25 +162,30 @@ class Service:
         """Claim the shares, then ask the backend: while it waits, nobody else can have them."""
         snapshot = self._registry.snapshot
         backend = self._backend(self.resource)
-        shares = [self._available(share_id, snapshot) for share_id in sorted(ids)]
+        shares = self._named(sorted(ids), snapshot)
+        self._refuse_unavailable(shares, snapshot)
         backend.check(shares, snapshot)
 
-        claimed += [s for s in shares if s.id not in snapshot.gpus[s.gpu].leases]
+        held = {gpu: snapshot.gpus[gpu].leases for gpu in {share.gpu for share in shares}}
+        claimed += [share for share in shares if share.id not in held[share.gpu]]
         self._registry.apply(SharesGranted(tuple(shares), self._clock()))
         return await backend.grant(shares, snapshot)
 
-    def _known(self, share_id: str, snapshot: Snapshot) -> Share:
+    def _named(self, ids: Sequence[str], snapshot: Snapshot) -> list[Share]:
         offer = snapshot.offers.get(self.resource)
-        share = offer.shares.get(ShareId(share_id)) if offer else None
-        if share is None:
-            raise UnknownShare(self.resource, share_id)
-        return share
+        known = cast("Mapping[str, Share]", offer.shares if offer else {})
 
-    def _available(self, share_id: str, snapshot: Snapshot) -> Share:
-        share = self._known(share_id, snapshot)
-        state = snapshot.gpus[share.gpu]
-        if not state.verdict.healthy:
-            raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
-        if share.id in state.withheld:
-            raise ShareTaken(share.id, hindrance(state))
-        return share
+        try:
+            return [known[share_id] for share_id in ids]
+        except KeyError as error:
+            raise UnknownShare(self.resource, error.args[0]) from None
+
+    def _refuse_unavailable(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+        for gpu in {share.gpu for share in shares}:
+            state = snapshot.gpus[gpu]
+            if not state.verdict.healthy:
+                raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
+            if state.withheld:
+                for share in shares:
+                    if share.id in state.withheld:
+                        raise ShareTaken(share.id, hindrance(state))

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import anyio
 import anyio.lowlevel
 import h2.config
+import h2.connection
 from grpclib.config import Configuration
 from grpclib.const import Handler as Method
 from grpclib.events import _DispatchServerEvents
@@ -36,6 +37,10 @@ _H2: Final = h2.config.H2Configuration(
     normalize_outbound_headers=False,
 )
 _GRPC: Final = Configuration().__for_server__()
+
+# h2 remembers 65,536 closed streams of a connection, 6 MB of them, to tell a late frame from a
+# wrong one. The kubelet keeps one connection for months and makes one call after the other.
+h2.connection.H2Connection.MAX_CLOSED_STREAMS = 256
 
 
 class _HasFileno(Protocol):
