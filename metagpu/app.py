@@ -1,5 +1,6 @@
 """The composition root: from settings to a running agent."""
 
+import gc
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +129,9 @@ class Agent:
         await self._lay_out(self.config)
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
+
+        # What is here now stays for the life of the process; no collection need look at it again.
+        gc.freeze()
 
         async with anyio.create_task_group() as group:
             directory = kubelet_directory.KubeletDirectory(self.places.kubelet)

@@ -5,6 +5,7 @@ snapshot and the news that others hear; a fact that says nothing new gives the s
 object and no news.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -131,8 +132,9 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
         case SharesOffered():
             return _offered(snapshot, fact)
         case SharesGranted():
-            granted = [Lease(share, fact.at) for share in fact.shares]
-            return _with_leases(snapshot, fact.at, started=granted)
+            return _with_leases(
+                snapshot, fact.at, started=[Lease(share, fact.at) for share in fact.shares]
+            )
         case SharesReleased():
             return _with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case LeasesObserved():
@@ -257,12 +259,12 @@ def _with_leases(
     started: Iterable[Lease] = (),
     ended: Iterable[ShareId] = (),
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
-    starting: dict[GpuId, list[Lease]] = {}
-    ending: dict[GpuId, list[ShareId]] = {}
+    starting: defaultdict[GpuId, dict[ShareId, Lease]] = defaultdict(dict)
+    ending: defaultdict[GpuId, list[ShareId]] = defaultdict(list)
     for lease in started:
-        starting.setdefault(lease.share.gpu, []).append(lease)
+        starting[lease.share.gpu][lease.share.id] = lease
     for share_id in ended:
-        ending.setdefault(gpu_of(share_id), []).append(share_id)
+        ending[gpu_of(share_id)].append(share_id)
 
     states: list[GpuState] = []
     granted: list[Share] = []
@@ -272,14 +274,14 @@ def _with_leases(
         if gpu not in ending and gpu not in starting:
             continue
 
-        held = dict(state.leases)
-        released += [held.pop(i).share for i in ending.get(gpu, ()) if i in held]
-        granted += [new.share for new in starting.get(gpu, ()) if new.share.id not in held]
-        held.update((new.share.id, new) for new in starting.get(gpu, ()))
-        unknown = any(new.share.backend == FOREIGN for new in starting.get(gpu, ()))
+        new, held = starting[gpu], dict(state.leases)
+        released += [held.pop(i).share for i in ending[gpu] if i in held]
+        granted += [lease.share for i, lease in new.items() if i not in held]
+        held |= new
         if held != state.leases:
             # What is on offer of a GPU where nothing can conflict may be granted without a count.
-            simple = not (state.contended or state.withheld or ending.get(gpu) or unknown)
+            unknown = any(lease.share.backend == FOREIGN for lease in new.values())
+            simple = not (state.contended or state.withheld or ending[gpu] or unknown)
             lost = state.withheld if simple else withheld(state.shares, held)
             states.append(replace(state, leases=MappingProxyType(held), withheld=lost))
 

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NewType
 
+import msgspec
+
 GpuId = NewType("GpuId", str)
 """NVML's uuid: `GPU-` and 36 characters."""
 ShareId = NewType("ShareId", str)
@@ -97,9 +99,12 @@ class Holder:
         return f"{self.namespace}/{self.pod} ({self.container})"
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A share that is held; `holder` is `None` until the kubelet tells who it was granted to."""
+class Lease(msgspec.Struct, frozen=True, gc=False):
+    """A share that is held; `holder` is `None` until the kubelet tells who it was granted to.
+
+    Leases are made by the hundred while the kubelet waits: a Struct is made in a sixth of a
+    dataclass's time.
+    """
 
     share: Share
     since: float
