@@ -36,8 +36,14 @@ class Daemon:
         kubelet_dir: its device-plugins folder.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", directory: Path) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        directory: Path,
+        kubelet: "subprocess.Popen[bytes] | None" = None,
+    ) -> None:
         self.kubelet_dir = directory / "kubelet"
+        self._kubelet = kubelet
         self._run_dir = directory / "run"
         self._log = directory / "log"
         self._process = process
@@ -76,13 +82,16 @@ class Daemon:
         self.ask("sim", steer={"do": do, **what})
 
     def stop(self) -> None:
-        """End it as a kubelet would: ask, wait, insist."""
-        self._process.terminate()
-        try:
-            self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End it, and its kubelet, as a kubelet would: ask, wait, insist."""
+        for process in (self._process, self._kubelet):
+            if process is None:
+                continue
+            process.terminate()
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -105,9 +114,11 @@ def start(
     config: str,
     simulate: str = GPUS,
     pod_resources: Path | None = None,
+    kubelet: bool = True,
 ) -> Daemon:
-    """Start a daemon in a folder; `with` ends it.
+    """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
+    Without `kubelet` the caller has one of its own: the daemon serves nothing before one answers.
     Its log goes to a file there, at the usual level: what it logs on a measured path is measured.
     """
     file = directory / "config.yaml"
@@ -123,6 +134,8 @@ def start(
     for name, value in options.items():
         command += [name, str(value)]
 
+    beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]
     with (directory / "log").open("ab") as log:
+        other = subprocess.Popen(beside, stdout=log, stderr=log) if kubelet else None
         process = subprocess.Popen(command, stdout=log, stderr=log)
-    return Daemon(process, directory)
+    return Daemon(process, directory, other)

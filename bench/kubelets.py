@@ -187,3 +187,12 @@ async def simulated(
     """Run a simulated kubelet while the block lasts."""
     async with SimKubelet(directory, pod_resources=pod_resources).running() as kubelet:
         yield kubelet
+
+
+async def _stay(directory: Path) -> None:
+    async with MinimalKubelet(directory).life():
+        await anyio.sleep_forever()
+
+
+if __name__ == "__main__":
+    anyio.run(_stay, Path(sys.argv[1]))

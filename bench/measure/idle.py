@@ -25,7 +25,10 @@ async def _idle(plan: Plan) -> Figure:
         asked = folder / "pod-resources.sock"
         async with kubelets.simulated(folder / "kubelet", pod_resources=asked) as kubelet:
             subject = daemon.start(
-                folder, config=daemon.POOL.format(shares=100), pod_resources=asked
+                folder,
+                config=daemon.POOL.format(shares=100),
+                pod_resources=asked,
+                kubelet=False,
             )
             try:
                 await kubelet.wait_for(lambda: kubelet.lists[daemon.RESOURCE] > 0)

@@ -37,6 +37,8 @@ class Endpoint:
 
     def __init__(self, service: Service, directory: KubeletDirectory) -> None:
         self.registrations = 0
+        self._refusal = ""
+        self._patience = REFUSED_PAUSE[0]
         self._service = service
         self._directory = directory
         self._log = log.bind(resource=service.resource)
@@ -44,93 +46,87 @@ class Endpoint:
     async def run(self) -> None:
         """Serve and register until cancelled; what the kubelet loses is registered again.
 
-        Every round has a socket of its own. Leaving a round ends its stream before the next one
-        registers: with both open, the end of the old would make the kubelet drop the new.
+        Every round has a socket of its own, made when a kubelet answers: one that starts wipes the
+        folder before it listens, so what is made then stays. Leaving a round ends its stream before
+        the next one registers: with both open, the end of the old would make the kubelet drop the
+        new.
         """
         while True:
-            path = self._directory.fresh(self._service.resource)
-            calls = Calls()
-
-            try:
-                async with serving(path, self._service.methods(calls), calls):
-                    kubelet = await self._registered(path)
-                    if kubelet is not None:
+            async with await self._connected() as channel:
+                kubelet = self._directory.kubelet()
+                path = self._directory.fresh(self._service.resource)
+                calls = Calls()
+                try:
+                    async with serving(path, self._service.methods(calls), calls):
+                        await self._register(channel, path)
+                        channel.close()
                         await self._lost(path, kubelet, calls)
-            except OSError as error:
-                if self._directory.path.is_dir():
-                    self._log.warning("the socket cannot be served", error=str(error))
-                await self._directory.changed()
+                except KubeletError as error:
+                    await self._refused(str(error), kubelet)
+                except (OSError, StreamTerminatedError) as error:
+                    self._log.info("registration broken off", why=str(error))
+                    await self._directory.changed(ABSENT_PAUSE[0])
 
-    async def _registered(self, path: Path) -> tuple[int, int, int] | None:
-        """Register until it works; give the kubelet's identity, or `None` if our socket was wiped.
+    async def _connected(self) -> Channel:
+        """Wait for a kubelet that listens; give the connection to it.
 
         A starting kubelet binds its socket first and listens a moment later, so the first tries
-        follow each other within milliseconds. One that says no is asked again slowly, or as soon
-        as there is another kubelet.
+        follow each other within milliseconds.
         """
-        pauses = {"absent": ABSENT_PAUSE[0], "refused": REFUSED_PAUSE[0]}
-        told = ""
+        pause = ABSENT_PAUSE[0]
 
-        while identity_of(path) is not None:
+        while True:
             kubelet = self._directory.kubelet()
+            channel = Channel(path=str(self._directory.kubelet_socket))
             try:
-                if kubelet is not None:
-                    kubelet = await self._register(path)
-                    self.registrations += 1
-                    self._log.info("registered", socket=path.name)
-                    return kubelet
-            except KubeletError as error:
-                if str(error) != told:
-                    told = str(error)
-                    self._log.warning("the kubelet refuses the registration", error=told)
-                await self._unchanged(path, kubelet, pauses["refused"])
-                pauses["refused"] = min(pauses["refused"] * 2, REFUSED_PAUSE[1])
-            except (OSError, StreamTerminatedError):
-                await self._unchanged(path, kubelet, pauses["absent"])
-                pauses["absent"] = min(pauses["absent"] * 2, ABSENT_PAUSE[1])
+                await channel.__connect__()
+            except OSError:
+                channel.close()
+                pause = ABSENT_PAUSE[0] if kubelet is None else min(pause * 2, ABSENT_PAUSE[1])
+                await self._unchanged(kubelet, ABSENT_PAUSE[1] if kubelet is None else pause)
             else:
-                await self._unchanged(path, kubelet, ABSENT_PAUSE[1])
-                pauses["absent"] = ABSENT_PAUSE[0]
+                return channel
 
-        return None
-
-    async def _register(self, path: Path) -> tuple[int, int, int]:
-        """Register once; give the identity of the kubelet that took it.
+    async def _register(self, channel: Channel, path: Path) -> None:
+        """Register once.
 
         Raises:
-            KubeletError: if it says no.
-            OSError: if it does not listen, or a socket is gone, its own or ours.
+            KubeletError: if the kubelet says no, or nothing.
+            OSError: if it goes away.
+            StreamTerminatedError: likewise.
         """
         request = wire.register_request(
             self._service.resource, path.name, pre_start=self._service.pre_start
         )
 
-        async with Channel(path=str(self._directory.kubelet_socket)) as channel:
-            await channel.__connect__()
-            # A kubelet wipes the folder before it listens: what is there now will stay. Looking
-            # before connecting would leave a gap in which it wipes, and then dials us in vain.
-            kubelet = self._directory.kubelet()
-            if kubelet is None or identity_of(path) is None:
-                raise FileNotFoundError(path)
+        try:
+            stub = v1beta1.RegistrationStub(channel)
+            await stub.register(request, timeout=REGISTER_DEADLINE)
+        except GRPCError as error:
+            raise KubeletError(error.message or error.status.name) from error
+        except TimeoutError as error:
+            raise KubeletError(f"no answer within {REGISTER_DEADLINE:g} s") from error
 
-            try:
-                stub = v1beta1.RegistrationStub(channel)
-                await stub.register(request, timeout=REGISTER_DEADLINE)
-            except GRPCError as error:
-                raise KubeletError(error.message or error.status.name) from error
-            except TimeoutError as error:
-                raise KubeletError(f"no answer within {REGISTER_DEADLINE:g} s") from error
-            return kubelet
+        self.registrations += 1
+        self._refusal, self._patience = "", REFUSED_PAUSE[0]
+        self._log.info("registered", socket=path.name)
 
-    async def _unchanged(
-        self, path: Path, kubelet: tuple[int, int, int] | None, within: float
-    ) -> None:
-        """Wait while the kubelet's socket and ours stay what they are, at most `within` seconds."""
+    async def _refused(self, why: str, kubelet: tuple[int, int, int] | None) -> None:
+        """Say once why, and wait, longer each time, or until there is another kubelet."""
+        if why != self._refusal:
+            self._refusal, self._patience = why, REFUSED_PAUSE[0]
+            self._log.warning("the kubelet refuses the registration", error=why)
+
+        await self._unchanged(kubelet, self._patience)
+        self._patience = min(self._patience * 2, REFUSED_PAUSE[1])
+
+    async def _unchanged(self, kubelet: tuple[int, int, int] | None, within: float) -> None:
+        """Wait while the kubelet's socket stays what it is, at most `within` seconds."""
         with anyio.move_on_after(within):
-            while self._directory.kubelet() == kubelet and identity_of(path) is not None:
+            while self._directory.kubelet() == kubelet:
                 await self._directory.changed()
 
-    async def _lost(self, path: Path, kubelet: tuple[int, int, int], calls: Calls) -> None:
+    async def _lost(self, path: Path, kubelet: tuple[int, int, int] | None, calls: Calls) -> None:
         """Wait until this registration is worth nothing any more.
 
         It is when our socket was removed, the kubelet has a new one, or the list's stream ended,
