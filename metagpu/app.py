@@ -138,10 +138,9 @@ class Agent:
             group.start_soon(serve_offers, self.registry, directory, self.backend)
             group.start_soon(self._follow_nodes)
 
-            with self.registry.news.subscribe() as news:
-                async for fact in news:
-                    if isinstance(fact, GpusFound):
-                        await self._take_in_gpus()
+            with self.registry.news.subscribe(GpusFound) as news:
+                async for _ in news:
+                    await self._take_in_gpus()
 
     async def _follow_nodes(self) -> None:
         """Notice device nodes that come late, as nvidia-uvm's do with the first CUDA program."""

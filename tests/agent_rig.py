@@ -66,10 +66,9 @@ class Scene:
 
     async def news(self, *kinds: type[Fact]) -> Fact:
         """Wait for the next news of one of these kinds."""
-        with self.agent.registry.news.subscribe() as news, anyio.fail_after(10):
+        with self.agent.registry.news.subscribe(*kinds) as news, anyio.fail_after(10):
             async for fact in news:
-                if isinstance(fact, kinds):
-                    return fact
+                return fact
         raise AssertionError
 
 

@@ -17,12 +17,15 @@ class Subscription(Generic[EventT]):
         lost: events dropped, oldest first, because the listener was too slow.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, kinds: tuple[type, ...], depth: int) -> None:
+        self._kinds = kinds
         self._waiting: deque[EventT] = deque(maxlen=depth)
         self._arrived = anyio.Event()
         self.lost = 0
 
     def _offer(self, event: EventT) -> None:
+        if self._kinds and not isinstance(event, self._kinds):
+            return
         if len(self._waiting) == self._waiting.maxlen:
             self.lost += 1
         self._waiting.append(event)
@@ -49,9 +52,12 @@ class Bus(Generic[EventT]):
             subscription._offer(event)  # noqa: SLF001 - the two classes are one mechanism
 
     @contextmanager
-    def subscribe(self, depth: int = 1024) -> Iterator[Subscription[EventT]]:
-        """Listen while the block lasts; `depth` events may wait to be read."""
-        subscription: Subscription[EventT] = Subscription(depth)
+    def subscribe(self, *kinds: type, depth: int = 1024) -> Iterator[Subscription[EventT]]:
+        """Listen while the block lasts, to these kinds of events or to all.
+
+        `depth` events may wait to be read.
+        """
+        subscription: Subscription[EventT] = Subscription(kinds, depth)
         self._subscriptions.append(subscription)
 
         try:

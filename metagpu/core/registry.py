@@ -1,7 +1,7 @@
 """The one mutable cell: facts enter at `apply`, everyone else reads snapshots and hears news."""
 
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
@@ -10,6 +10,20 @@ from metagpu.core.facts import Fact, reduce
 from metagpu.core.model import Snapshot
 
 ViewT = TypeVar("ViewT")
+
+
+class _Watcher(Generic[ViewT]):
+    """One reader of `Registry.watch`: what it was shown, and whether it is waiting for more."""
+
+    def __init__(self, view: Callable[[Snapshot], ViewT]) -> None:
+        self.view = view
+        self.shown: ViewT | None = None
+        self.changed: anyio.Event | None = None
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Wake the reader if it waits and its view has changed."""
+        if self.changed is not None and self.view(snapshot) != self.shown:
+            self.changed.set()
 
 
 class Registry:
@@ -23,7 +37,7 @@ class Registry:
     def __init__(self) -> None:
         self.snapshot = Snapshot()
         self.news: Bus[Fact] = Bus()
-        self._changed = anyio.Event()
+        self._watchers: list[_Watcher[Any]] = []
 
     def apply(self, fact: Fact) -> bool:
         """Take a fact in; tell whether it changed anything. A fact of nothing new wakes nobody."""
@@ -32,9 +46,8 @@ class Registry:
             return False
 
         self.snapshot = following
-        self._changed.set()
-        self._changed = anyio.Event()
-
+        for watcher in self._watchers:
+            watcher.look(following)
         for event in news:
             self.news.publish(event)
         return True
@@ -44,15 +57,21 @@ class Registry:
 
         Conflating: a reader that is slow misses what was in between, never the latest.
         """
-        shown: ViewT | None = None
-        first = True
+        watcher = _Watcher(view)
+        self._watchers.append(watcher)
 
-        while True:
-            changed = self._changed
-            seen = view(self.snapshot)
+        try:
+            watcher.shown = view(self.snapshot)
+            yield watcher.shown
 
-            if first or seen != shown:
-                first, shown = False, seen
-                yield seen
-            else:
-                await changed.wait()
+            while True:
+                # Waiting begins before looking: what comes in between is heard.
+                watcher.changed = changed = anyio.Event()
+                seen = view(self.snapshot)
+                if seen == watcher.shown:
+                    await changed.wait()
+                else:
+                    watcher.shown, watcher.changed = seen, None
+                    yield seen
+        finally:
+            self._watchers.remove(watcher)

@@ -40,13 +40,12 @@ async def follow_leases(
     told = ""
     pause = 0.0
 
-    with registry.news.subscribe() as news:
+    with registry.news.subscribe(SharesGranted, SharesOffered) as news:
         stirred = anyio.Event()
 
         async def listen() -> None:
-            async for fact in news:
-                if isinstance(fact, SharesGranted | SharesOffered):
-                    stirred.set()
+            async for _ in news:
+                stirred.set()
 
         async with anyio.create_task_group() as group:
             group.start_soon(listen)
