@@ -95,3 +95,18 @@ async def test_a_waiting_listener_is_woken() -> None:
                 await checkpoint()
             assert heard == [0, 1, 2]
             group.cancel_scope.cancel()
+
+
+async def test_a_subscription_to_kinds_hears_no_others() -> None:
+    """Who listens to some kinds of events is not woken by the rest."""
+    bus: Bus[object] = Bus()
+
+    with bus.subscribe(int, depth=2) as numbers:
+        for event in ("a", 1, "b", "c", "d", 2):
+            bus.publish(event)
+
+        assert numbers.lost == 0
+
+        heard = [await anext(listening) for listening in [aiter(numbers)] for _ in range(2)]
+
+    assert heard == [1, 2]
