@@ -70,8 +70,8 @@ def test_recovery_actions_are_words(action: RecoveryAction, text: str) -> None:
         (
             UnknownShare("r/x", "GPU-1::m00"),
             (
-                "r/x: no share has the id 'GPU-1::m00'; the list of shares was sent again, a new pod "
-                "will get one that exists"
+                "r/x: no share has the id 'GPU-1::m00'; the list of shares was sent again, a new "
+                "pod will get one that exists"
             ),
         ),
         (GpuUnhealthy("r/x", "0 (GPU-1)", "XID 79"), "r/x: GPU 0 (GPU-1) is unhealthy: XID 79"),
