@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from metagpu.core.backend import Backend
+from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
@@ -24,12 +24,22 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """One GPU in the hands of one backend, as its pool configured it."""
+
+    gpu: Gpu
+    options: Options
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What the node offers: the result of one configuration and one set of GPUs."""
 
     assignments: tuple[Assignment, ...]
     backends: Mapping[ResourceName, Backend]
     shares: tuple[Share, ...]
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def offered(self) -> SharesOffered:
@@ -54,15 +64,16 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
                 backends.setdefault(resource, backend)
 
     assignments = []
-    shares: list[Share] = []
+    cuts: list[Cut] = []
     for gpu in gpus:
         assignment, cutters = _assign(gpu, pools)
         assignments.append(assignment)
-        for backend in cutters:
-            shares += backend.shares(gpu)
+        options = config.options[assignment.pool] if assignment.pool is not None else ()
+        cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
 
+    shares = [share for cut in cuts for share in cut.backend.shares(cut.gpu)]
     _check_ids(config, shares)
-    return Layout(tuple(assignments), backends, tuple(shares))
+    return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts))
 
 
 def _assign(gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]) -> tuple[Assignment, list[Backend]]:
