@@ -5,11 +5,12 @@ from pathlib import Path
 
 import anyio
 import pytest
-from structlog.testing import capture_logs
 
 from metagpu.core.errors import ToolError, ToolMissing
+from metagpu.sim import tools as sim_tools
 from metagpu.sim.tools import SimulatedTools
 from metagpu.tools import DRIVER_ROOT, HostTools
+from tests.heard import heard
 
 
 def program(folder: Path, text: str, name: str = "nvidia-smi") -> Path:
@@ -109,7 +110,7 @@ async def test_what_cannot_be_started_is_an_error_of_ours(bare: Path) -> None:
 
 async def test_a_simulated_host_only_tells() -> None:
     """On a simulated node the command is logged as simulated."""
-    with capture_logs() as logs:
+    with heard(sim_tools) as logs:
         assert await SimulatedTools().run("nvidia-smi", "-i", "0") == ""
 
     assert logs == [{"event": "simulated", "command": "nvidia-smi -i 0", "log_level": "info"}]

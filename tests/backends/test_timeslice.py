@@ -8,8 +8,8 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
+from metagpu.backends import timeslice
 from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.core.backend import Options, installed_backends
 from metagpu.core.errors import ConfigError, ToolError, ToolMissing, TooManyReplicas
@@ -17,6 +17,7 @@ from metagpu.core.facts import GpuFaulted, SharesGranted
 from metagpu.core.injection import Injection
 from metagpu.core.model import MIB, Gpu, ResourceName, Share, Snapshot
 from tests.build import after, config, gpu, laid_out, offered
+from tests.heard import heard
 from tests.recorded_tools import RecordedTools
 
 A, B, C = gpu(0), gpu(1), gpu(2)
@@ -279,7 +280,7 @@ async def served(options: str, tools: RecordedTools, *gpus: Gpu) -> list[str]:
     """Serve GPUs for a while, then stop; give the warnings."""
     backend, _ = node(*gpus, options=f"replicas: 4{options}")
 
-    with capture_logs() as logs:
+    with heard(timeslice) as logs:
         async with anyio.create_task_group() as group:
             for each in gpus:
                 group.start_soon(backend.serve, each, tools)

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 import pytest
-from structlog.testing import capture_logs
 
 from metagpu.backends.fraction import FractionBackend
+from metagpu.core import keeper as keeper_module
 from metagpu.core.backend import Backend
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Cut, Layout
 from metagpu.core.model import Gpu
 from metagpu.core.tools import Tools
 from tests.build import METAGPU, gpu, laid_out, pool
+from tests.heard import heard
 from tests.recorded_tools import RecordedTools
 
 A, B = gpu(0), gpu(1)
@@ -134,7 +135,7 @@ async def test_a_backend_that_fails_is_told_and_hurts_nobody(diary: Diary) -> No
     """An error ends the one call alone, and is not tried again by the same layout."""
     diary.fails = True
 
-    with capture_logs() as logs:
+    with heard(keeper_module) as logs:
         async with keeping(A, B) as keeper:
             keeper.keep(layout(A, B))
             await anyio.wait_all_tasks_blocked()
