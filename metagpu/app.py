@@ -19,12 +19,15 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.facts import GpusFound
 from metagpu.core.health import HealthWatch
 from metagpu.core.injection import Injection
+from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out, rehearse
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
+from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.endpoints import serve_offers
+from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
 """Seconds between two looks at the host's device nodes."""
@@ -49,6 +52,7 @@ class Agent:
     Attributes:
         config_file: read at start and at every reload; `None` means the defaults.
         handlers: control commands beside the agent's own.
+        tools: programs of the host; those of this one unless given.
     """
 
     config_file: Path | None
@@ -56,6 +60,7 @@ class Agent:
     places: Places = field(default_factory=Places)
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
+    tools: Tools | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -63,6 +68,8 @@ class Agent:
         rehearse(self.config)
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
+        roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
+        self.keeper = Keeper(self.tools or HostTools(tuple(roots)))
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
 
@@ -81,8 +88,8 @@ class Agent:
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What has to run side by side to serve the node: health, offers, leases."""
-        return (self.health.run, self._offer, self._leases)
+        """What has to run side by side to serve the node: health, offers, GPUs kept, leases."""
+        return (self.health.run, self._offer, self.keeper.run, self._leases)
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -122,6 +129,7 @@ class Agent:
         self.layout = layout
         self._backends.update(layout.backends)
         self.registry.apply(layout.offered)
+        self.keeper.keep(layout)
 
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""

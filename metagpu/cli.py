@@ -298,9 +298,16 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
+    from metagpu.sim.tools import SimulatedTools
 
     node = simulated(simulate)
-    return Agent(config, Nvml(Library(node)), places, {COMMAND: steering(node)})
+    return Agent(
+        config,
+        Nvml(Library(node)),
+        places,
+        {COMMAND: steering(node)},
+        tools=SimulatedTools(),
+    )
 
 
 def _print_json(value: object) -> None:

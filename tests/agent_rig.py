@@ -10,11 +10,13 @@ import anyio
 from metagpu.app import Agent, Places
 from metagpu.core.facts import Fact
 from metagpu.core.model import GpuState, Snapshot
+from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
+from metagpu.sim.tools import SimulatedTools
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -80,6 +82,7 @@ async def agent_at_work(
     *,
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
+    tools: Tools | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
@@ -96,7 +99,7 @@ async def agent_at_work(
     node = simulated(boards)
     if not drivers:
         node.fail_driver()
-    agent = Agent(config_file, Nvml(Library(node)), places)
+    agent = Agent(config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools())
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 
     async with (

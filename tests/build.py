@@ -5,6 +5,7 @@ from typing import Final
 from uuid import UUID
 
 from metagpu.backends.fraction import FractionBackend
+from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.core.backend import Backend
 from metagpu.core.config import Config, parse
 from metagpu.core.facts import Fact, GpusFound, SharesOffered, reduce
@@ -13,7 +14,10 @@ from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import MIB, Gpu, GpuId, ResourceName, Share, ShareId, Snapshot
 
 METAGPU: Final = ResourceName("cnvrg.io/metagpu")
-BACKENDS: Final[Mapping[str, type[Backend]]] = {"fraction": FractionBackend}
+BACKENDS: Final[Mapping[str, type[Backend]]] = {
+    "fraction": FractionBackend,
+    "timeslice": TimesliceBackend,
+}
 
 
 def gpu(

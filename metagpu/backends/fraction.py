@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar, Final
 
 from metagpu.backends.fraction_placement import Placement, Seat, gather, place, splits
 from metagpu.core.backend import Backend, Options
 from metagpu.core.errors import FractionSplit
-from metagpu.core.injection import Injection
+from metagpu.core.injection import Injection, memory_mib
 from metagpu.core.model import MIB, Gpu, GpuId, Grant, ResourceName, Share, ShareId, Snapshot
 from metagpu.core.units import Bytes
 
@@ -136,22 +137,16 @@ class FractionBackend(Backend):
         """Give the GPUs, and say how much memory of each the container should keep to."""
         taken = sorted(_by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
         gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
-        memory = [_memory_mib(those) for _, those in taken]
-        base = self._injection.grant(gpus)
-        envs = {
-            **base.envs,
-            "METAGPU_MEMORY_MIB": ",".join(
-                f"{gpu.id}={mib}" for gpu, mib in zip(gpus, memory, strict=True)
-            ),
-        }
+        base = self._injection.grant_shares(shares, snapshot)
+        envs = dict(base.envs)
 
         if self._options.metagpu_env:
-            envs["METAGPU_MAX_MEM"] = str(sum(memory))
+            envs["METAGPU_MAX_MEM"] = str(sum(memory_mib(those) for _, those in taken))
             names = _metagpu_names(gpus, dict(taken))
             if len(names) <= _ENV_LIMIT:
                 envs["CNVRG_META_GPU_DEVICES"] = names
 
-        return Grant(envs, base.mounts, base.nodes, base.annotations, base.cdi_names)
+        return replace(base, envs=envs)
 
     def _seats(
         self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
@@ -184,12 +179,6 @@ def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
     for share in {share.id: share for share in shares}.values():
         found[share.gpu].append(share)
     return found
-
-
-def _memory_mib(shares: Sequence[Share]) -> int:
-    """Say how much memory shares of one GPU are together, whichever pool cut it."""
-    # Each was cut a part of a byte short: thirty hundredths of 40960 MiB are 12288, not 12287.
-    return sum(share.memory + 1 for share in shares) // MIB
 
 
 def _metagpu_names(gpus: Sequence[Gpu], taken: Mapping[GpuId, Sequence[Share]]) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from metagpu.core.injection import Injection
 from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
+from metagpu.core.tools import Tools
 
 GROUP = "metagpu.backends"
 
@@ -82,6 +83,19 @@ class Backend(ABC):
 
         Raises:
             RequestError: if the container cannot start; it is tried again.
+        """
+
+    async def serve(  # noqa: B027 - optional: most ways of cutting leave the GPU as it is
+        self, gpu: Gpu, tools: Tools
+    ) -> None:
+        """Keep one GPU as this backend needs it, from now until cancelled; undo it then.
+
+        Runs once for every GPU that the backend cuts, while the layout that says so is in force. A
+        reload that leaves GPU and options as they are leaves it running, on the instance where it
+        began: what it learns must not live on `self`. One that changes them cancels it and waits
+        for its end before another begins. Shares are on offer meanwhile.
+
+        An error is logged and ends this call alone; the shares stay on offer.
         """
 
     def prefer(

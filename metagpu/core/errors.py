@@ -6,11 +6,14 @@ MetagpuError
 │   ├── UnknownShare     an id that is not, or no longer, on offer
 │   ├── GpuUnhealthy     the share's GPU is out of service
 │   ├── ShareTaken       another backend or an overlapping share holds the GPU
-│   └── FractionSplit    the ids would spread one fraction over several GPUs
+│   ├── FractionSplit    the ids would spread one fraction over several GPUs
+│   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
 ├── DriverError          the machine's: NVML could not do it
 │   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
 │   ├── GpuLost          this GPU does not answer any more, or wants a reset first
 │   └── DriverTimeout    this call did not come back in time
+├── ToolError            the host's: a program of it failed
+│   └── ToolMissing      the program is not there
 └── KubeletError         the kubelet's: it refused us, or is not there
 """
 
@@ -74,6 +77,19 @@ class FractionSplit(RequestError):
         )
 
 
+class TooManyReplicas(RequestError):
+    """Raised when a pool allows one replica for each container and more were asked for.
+
+    The words are those of NVIDIA's device plugin: runbooks and users know them.
+    """
+
+    def __init__(self, resource: str, wanted: int) -> None:
+        super().__init__(
+            f'invalid allocation request for "{resource}": invalid request: '
+            f"maximum request size for shared resources is 1; found {wanted}"
+        )
+
+
 class DriverError(MetagpuError):
     """Raised when NVML could not do what was asked."""
 
@@ -88,6 +104,14 @@ class GpuLost(DriverError):
 
 class DriverTimeout(DriverError):
     """Raised when an NVML call did not come back within its deadline."""
+
+
+class ToolError(MetagpuError):
+    """Raised when a program of the host failed or did not end in time."""
+
+
+class ToolMissing(ToolError):
+    """Raised when a program is not on the host, or not where we look."""
 
 
 class KubeletError(MetagpuError):

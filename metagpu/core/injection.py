@@ -2,13 +2,24 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from metagpu.core.model import DeviceNode, Gpu, Grant, Mount
+from metagpu.core.model import (
+    MIB,
+    DeviceNode,
+    Gpu,
+    GpuId,
+    Grant,
+    Mount,
+    Share,
+    Snapshot,
+)
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
+MEMORY: Final = "METAGPU_MEMORY_MIB"
+"""How much of each GPU's memory the container should keep to: `GPU-<uuid>=<MiB>,...`."""
 CONTROL_NODES: Final = (
     "/dev/nvidiactl",
     "/dev/nvidia-uvm",
@@ -83,6 +94,17 @@ class Injection:
             cdi_names=names if DeviceListStrategy.CDI_CRI in self.strategies else (),
         )
 
+    def grant_shares(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Give the GPUs of some shares, and say how much memory of each the shares stand for."""
+        held: dict[GpuId, list[Share]] = {}
+        for share in dict.fromkeys(shares):
+            held.setdefault(share.gpu, []).append(share)
+
+        gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
+        base = self.grant(gpus)
+        memory = ",".join(f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus)
+        return replace(base, envs={**base.envs, MEMORY: memory})
+
     def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
         own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]
 
@@ -91,6 +113,12 @@ class Injection:
             for path in (*CONTROL_NODES, *own)
             if path in self.present
         )
+
+
+def memory_mib(shares: Sequence[Share]) -> int:
+    """Say how much memory shares of one GPU are together, whichever pool cut it."""
+    # Each was cut a part of a byte short: thirty hundredths of 40960 MiB are 12288, not 12287.
+    return sum(share.memory + 1 for share in shares) // MIB
 
 
 def _annotation(names: Sequence[str]) -> dict[str, str]:

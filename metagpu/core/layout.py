@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from uuid import UUID
 
-from metagpu.core.backend import Backend
+from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
@@ -25,12 +25,22 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """One GPU in the hands of one backend, as its pool configured it."""
+
+    gpu: Gpu
+    options: Options
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What the node offers: the result of one configuration and one set of GPUs."""
 
     assignments: tuple[Assignment, ...]
     backends: Mapping[ResourceName, Backend]
     shares: tuple[Share, ...]
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def offered(self) -> SharesOffered:
@@ -55,18 +65,22 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
                 backends.setdefault(resource, backend)
 
     assignments = []
+    cuts: list[Cut] = []
     shares: list[Share] = []
     for gpu in gpus:
         assignment, cutters = _assign(gpu, pools)
         cut = [share for backend in cutters for share in backend.shares(gpu)]
-        if assignment.pool is not None and not cut:
-            why = "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
-            assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
+        if assignment.pool is not None:
+            options = config.options[assignment.pool]
+            cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
+            if not cut:
+                why = "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+                assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
         shares += cut
 
     _check_ids(config, shares)
-    return Layout(tuple(assignments), backends, tuple(shares))
+    return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts))
 
 
 def rehearse(config: Config) -> None:

@@ -52,6 +52,7 @@ class WholeBackend(Backend):
 
 
 TWO_BACKENDS: dict[str, type[Backend]] = {**BACKENDS, "whole": WholeBackend}
+ALLOWED = f"allowed: {', '.join(sorted(TWO_BACKENDS))}"
 
 
 def refusal(text: str) -> str:
@@ -369,15 +370,15 @@ def selecting(gpus: str) -> str:
         # backends
         (
             backend("{backend: fractions}"),
-            "5: pools[0].backends[0].backend: 'fractions' is no backend; allowed: fraction, whole",
+            f"5: pools[0].backends[0].backend: 'fractions' is no backend; {ALLOWED}",
         ),
         (
             backend("{backend: [fraction]}"),
-            "5: pools[0].backends[0].backend: ['fraction'] is no backend; allowed: fraction, whole",
+            f"5: pools[0].backends[0].backend: ['fraction'] is no backend; {ALLOWED}",
         ),
         (
             backend("{sharesPerGpu: 3}"),
-            "5: pools[0].backends[0].backend: missing key `backend`; allowed: fraction, whole",
+            f"5: pools[0].backends[0].backend: missing key `backend`; {ALLOWED}",
         ),
         (
             backend("{backend: fraction, sharesPerGpu: 3, memoryUnit: 1Gi}"),

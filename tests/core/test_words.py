@@ -15,6 +15,9 @@ from metagpu.core.errors import (
     MetagpuError,
     RequestError,
     ShareTaken,
+    ToolError,
+    ToolMissing,
+    TooManyReplicas,
     UnknownShare,
 )
 from metagpu.core.model import GpuState, Holder, ShareId, Verdict, gpu_of
@@ -97,6 +100,9 @@ def test_errors_say_what_and_what_now(error: MetagpuError, text: str) -> None:
         (GpuUnhealthy, RequestError),
         (ShareTaken, RequestError),
         (FractionSplit, RequestError),
+        (TooManyReplicas, RequestError),
+        (ToolError, MetagpuError),
+        (ToolMissing, ToolError),
         (DriverUnavailable, DriverError),
         (GpuLost, DriverError),
         (DriverTimeout, DriverError),

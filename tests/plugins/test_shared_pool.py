@@ -1,0 +1,112 @@
+"""A pool with two ways of cutting: an idle GPU is on offer both ways, a held one only in one."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpclib
+import pytest
+from grpclib.client import Channel
+from grpclib.const import Status
+
+from metagpu.core.facts import LeasesObserved
+from metagpu.plugins.pb import v1beta1
+from metagpu.sim.kubelet import AdmissionError
+from tests.plugins.rig import METAGPU, Node, allocate, gpu, node, pod
+
+SHARED = "nvidia.com/gpu.shared"
+BOTH = f"""
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {{backend: fraction, resource: {METAGPU}, sharesPerGpu: 10}}
+      - {{backend: timeslice, resource: {SHARED}, replicas: 4}}
+"""
+
+
+@asynccontextmanager
+async def endpoint(it: Node, resource: str) -> AsyncIterator[v1beta1.DevicePluginStub]:
+    """Call our endpoint of a resource as the kubelet would, beside it."""
+    # A long path leaves room for the beginning of the name only.
+    [socket] = [path for path in it.sockets() if path.name.startswith(f"metagpu-{resource[:5]}")]
+
+    async with Channel(path=str(socket)) as channel:
+        yield v1beta1.DevicePluginStub(channel)
+
+
+def end_leases(it: Node) -> None:
+    """Let the kubelet tell that nobody holds anything."""
+    it.registry.apply(LeasesObserved({}, at=1e12))
+
+
+async def test_an_idle_gpu_is_on_offer_both_ways(tmp_path: Path) -> None:
+    """Nobody owns an idle GPU: all its shares of both kinds are healthy."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        await it.until(20, 20, METAGPU)
+        await it.until(8, 8, SHARED)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares", "other", "capacity"), [(METAGPU, 3, SHARED, 8), (SHARED, 1, METAGPU, 20)]
+)
+async def test_a_grant_of_one_kind_withholds_the_other(
+    tmp_path: Path, asked: str, shares: int, *, other: str, capacity: int
+) -> None:
+    """Whoever is asked first has the GPU, at once; its last lease gives it back to both."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        await it.until(20, 20, METAGPU)
+        await it.until(8, 8, SHARED)
+        lists = it.kubelet.lists[other]
+        await it.kubelet.admit(pod("first", shares, asked))
+
+        # In the turn that answered: no request can see it otherwise.
+        state = it.registry.snapshot.gpus[gpu(0).id]
+        assert {share.resource for share in state.shares if share.id in state.withheld} == {other}
+        assert all(state.withheld >= {s.id} for s in state.shares if s.resource == other)
+
+        await it.until(capacity, capacity // 2, other)
+        await it.kubelet.wait_for(lambda: it.kubelet.lists[other] == lists + 1)
+
+        end_leases(it)
+        await it.until(capacity, capacity, other)
+        assert it.registry.snapshot.gpus[gpu(0).id].owner is None
+
+
+async def test_the_race_for_a_gpu_is_lost_with_its_owners_name(tmp_path: Path) -> None:
+    """Who asks for a GPU that another kind has just taken reads by whom."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        await it.until(20, 20, METAGPU)
+        await it.until(8, 8, SHARED)
+
+        async with endpoint(it, METAGPU) as fractions, endpoint(it, SHARED) as slices:
+            await allocate(fractions, [f"{gpu(0).id}::m03"])
+            with pytest.raises(grpclib.GRPCError) as lost:
+                await allocate(slices, [f"{gpu(0).id}::t1"])
+            [other] = await allocate(slices, [f"{gpu(1).id}::t1"])
+
+        assert lost.value.message == (
+            f"share {gpu(0).id}::t1 cannot be given: GPU {gpu(0)} is in use by fraction"
+        )
+        assert lost.value.status is not Status.INTERNAL
+        assert other.envs["NVIDIA_VISIBLE_DEVICES"] == gpu(1).id
+
+
+async def test_both_kinds_share_a_node(tmp_path: Path) -> None:
+    """Pods of both kinds land on GPUs of their own, until no GPU is left for one of them."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        await it.until(20, 20, METAGPU)
+        await it.until(8, 8, SHARED)
+        visible: list[Sequence[str]] = []
+
+        for name, shares, resource in (("a", 5, METAGPU), ("b", 1, SHARED), ("c", 5, METAGPU)):
+            options = await it.kubelet.admit(pod(name, shares, resource))
+            visible.append(options["main"].envs["NVIDIA_VISIBLE_DEVICES"])
+            await it.until(20, 20 if len(visible) == 1 else 10, METAGPU)
+            await it.until(8, 4, SHARED)
+
+        assert visible == [gpu(0).id, gpu(1).id, gpu(0).id]
+
+        with pytest.raises(AdmissionError):
+            await it.kubelet.admit(pod("d", 1, METAGPU))
+        await it.kubelet.admit(pod("e", 3, SHARED))
