@@ -8,10 +8,11 @@ from metagpu.backends.fraction import FractionBackend
 from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.core.backend import Backend
 from metagpu.core.config import Config, parse
-from metagpu.core.facts import Fact, GpusFound, SharesOffered, reduce
+from metagpu.core.facts import Fact, GpusFound, SharesOffered
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import MIB, Gpu, GpuId, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.reduce import reduce
 
 METAGPU: Final = ResourceName("cnvrg.io/metagpu")
 BACKENDS: Final[Mapping[str, type[Backend]]] = {

@@ -10,7 +10,7 @@ operator, or a restart of the daemon, brings the GPU back.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, assert_never
+from typing import Final
 
 import anyio
 import structlog
@@ -20,17 +20,13 @@ from metagpu.core.driver import (
     Condition,
     Driver,
     DriverEvent,
-    EccError,
-    RecoveryAction,
-    RecoveryActionChanged,
     Survey,
-    Xid,
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
 from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound
+from metagpu.core.judgement import Patient, judge_condition, judge_event
 from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
-from metagpu.core.xid import Severity, XidRule, rule_for
 
 RETRY: Final = 5.0
 """Seconds between tries to reach an NVML that is not there."""
@@ -38,71 +34,6 @@ BACK_OFF: Final = 1.0
 """Seconds to wait after NVML failed to wait for events, so that a broken one costs no CPU."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What an event means: a fault with its reason, or only something to tell."""
-
-    gpu: GpuId | None
-    reason: str
-    fatal: bool
-
-
-def judge_event(event: DriverEvent, health: Health) -> Heard:
-    """Say what an event means for its GPU's verdict. Pure."""
-    match event:
-        case Xid(gpu, code, gpu_instance):
-            rule: XidRule = rule_for(code, health.xids)
-            where = "" if gpu_instance is None else f" in MIG instance {gpu_instance}"
-            reason = f"XID {code}{where}: {rule.meaning}"
-            return Heard(gpu, reason, rule.severity is Severity.FATAL)
-        case EccError(gpu, double_bit):
-            kind = "uncorrected (double-bit)" if double_bit else "corrected (single-bit)"
-            return Heard(gpu, f"{kind} memory error", double_bit)
-        case RecoveryActionChanged(gpu):
-            return Heard(gpu, "the recovery action changed", fatal=False)
-        case _:
-            assert_never(event)
-
-
-def judge_condition(condition: Condition) -> str | None:
-    """Say why a GPU in this condition may not serve, `None` when it may. Pure."""
-    action = condition.recovery_action
-    if action not in (None, RecoveryAction.NONE):
-        return f"NVML asks for a recovery action: {action}"
-    if condition.remapped_rows is not None and condition.remapped_rows.failed:
-        return "a row of its memory could not be remapped"
-    return None
-
-
-@dataclass(slots=True)
-class Patient:
-    """A GPU out of service, as the recovery rule sees it.
-
-    Attributes:
-        proof: whether NVML must say that no action is needed; silence will not do.
-        clean_since: when the present run of passed checks began.
-        told: whether an operator was told that it is waiting for them.
-    """
-
-    proof: bool = False
-    clean_since: float | None = None
-    told: bool = False
-
-    def checked(self, now: float, condition: Condition | None, quiet_period: float) -> bool:
-        """Take a check's result, `None` for a failed one; tell whether the GPU has recovered."""
-        clean = (
-            condition is not None
-            and judge_condition(condition) is None
-            and not (self.proof and condition.recovery_action is None)
-        )
-        if not clean:
-            self.clean_since = None
-            return False
-
-        self.clean_since = now if self.clean_since is None else self.clean_since
-        return now - self.clean_since >= quiet_period
 
 
 @dataclass

@@ -6,8 +6,9 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from metagpu.core.bus import Bus
-from metagpu.core.facts import Fact, reduce
+from metagpu.core.facts import Fact
 from metagpu.core.model import Snapshot
+from metagpu.core.reduce import reduce
 
 ViewT = TypeVar("ViewT")
 

@@ -15,7 +15,6 @@ from metagpu.core.facts import (
     SharesGranted,
     SharesOffered,
     SharesReleased,
-    reduce,
 )
 from metagpu.core.model import (
     Gpu,
@@ -28,6 +27,7 @@ from metagpu.core.model import (
     Verdict,
     conflicts,
 )
+from metagpu.core.reduce import reduce
 from tests.build import METAGPU, after, gpu, offer, share
 
 A, B = gpu(0), gpu(1)

@@ -12,7 +12,7 @@ from metagpu.core.driver import (
     RemappedRows,
     Xid,
 )
-from metagpu.core.health import Heard, Patient, judge_condition, judge_event
+from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
 from metagpu.core.xid import Severity
 from tests.build import gpu
 
