@@ -23,6 +23,7 @@ from metagpu.core.model import (
     Share,
     ShareId,
     Snapshot,
+    Topology,
     Verdict,
     contended,
     gpu_of,
@@ -36,6 +37,13 @@ class GpusFound:
 
     gpus: tuple[Gpu, ...]
     at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyRead:
+    """NVML told how GPUs are connected. What was known before and is missing now stays known."""
+
+    topology: Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,7 @@ class LeasesObserved:
 
 Fact = (
     GpusFound
+    | TopologyRead
     | GpuFaulted
     | GpuRecovered
     | SharesOffered
@@ -123,6 +132,8 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
     match fact:
         case GpusFound():
             return _found(snapshot, fact)
+        case TopologyRead():
+            return _connected(snapshot, fact)
         case GpuFaulted():
             return _judged(
                 snapshot, fact, Verdict(healthy=False, since=fact.at, reason=fact.reason)
@@ -159,6 +170,15 @@ def _found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fact, .
     ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
     gpus = MappingProxyType({state.gpu.id: state for state in ordered})
     return replace(snapshot, gpus=gpus), (fact,)
+
+
+def _connected(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.topology.connections
+    connections = {**before, **fact.topology.connections}
+    if connections == before:
+        return snapshot, ()
+
+    return replace(snapshot, topology=Topology(MappingProxyType(connections))), (fact,)
 
 
 def _judged(
