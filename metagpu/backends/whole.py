@@ -6,7 +6,7 @@ from typing import ClassVar
 from metagpu.backends.whole_placement import best_connected
 from metagpu.core.backend import Backend, Options
 from metagpu.core.injection import Injection
-from metagpu.core.model import MIB, Gpu, Grant, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.model import Gpu, Grant, ResourceName, Share, ShareId, Snapshot
 
 _SLOT = "whole"
 
@@ -60,13 +60,15 @@ class WholeBackend(Backend):
         size: int,
         snapshot: Snapshot,
     ) -> Sequence[Share]:
-        """Choose the best connected GPUs, of one alone the loneliest; faulty GPUs come last."""
+        """Choose the best connected GPUs, for one the loneliest; faulty or taken ones last."""
         shares = {share.gpu: share for share in (*available, *required)}
         must = {share.gpu for share in required}
         sound = [
             state.gpu
             for gpu, state in snapshot.gpus.items()
-            if gpu in shares and (state.verdict.healthy or gpu in must)
+            # The kubelet may not have heard yet that another backend has the GPU.
+            if gpu in shares
+            and (gpu in must or (state.verdict.healthy and state.owner in (None, self.name)))
         ]
         chosen = [shares[gpu.id] for gpu in best_connected(size, sound, must, snapshot.topology)]
 
@@ -74,14 +76,4 @@ class WholeBackend(Backend):
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPUs, and say how much memory they have."""
-        gpus = sorted((snapshot.gpus[share.gpu].gpu for share in shares), key=lambda g: g.index)
-        base = self._injection.grant(gpus)
-        memory = ",".join(f"{gpu.id}={gpu.memory // MIB}" for gpu in gpus)
-
-        return Grant(
-            {**base.envs, "METAGPU_MEMORY_MIB": memory},
-            base.mounts,
-            base.nodes,
-            base.annotations,
-            base.cdi_names,
-        )
+        return self._injection.grant_shares(shares, snapshot)

@@ -25,7 +25,7 @@ _NVLINK: Final = 1_000_000
 """More than the PCI paths between all GPUs of a node together."""
 _MENDED: Final = 4
 _BY_TWO: Final = 24
-"""GPUs up to which exchanges of two are tried: 16 are in the largest machines, and take 3 ms."""
+"""GPUs up to which exchanges of two are tried: the largest machines have 16, and take 2 ms."""
 
 
 def best_connected(
@@ -34,7 +34,7 @@ def best_connected(
     """Choose `size` of the GPUs, the required ones among them; all, if there are no more.
 
     From every GPU a set grows by whoever connects best to it. The best few are mended by exchanging
-    one or two GPUs for others while that helps: O(n^4) steps for n GPUs.
+    one or two GPUs for others while that helps. For n GPUs O(n^3) steps, up to `_BY_TWO` O(n^5).
     """
     wanted = min(size, len(gpus))
     kept = [place for place, gpu in enumerate(gpus) if gpu.id in required][:wanted]

@@ -4,7 +4,7 @@ import pytest
 
 from metagpu.backends.whole import WholeBackend, WholeOptions
 from metagpu.core.backend import Options, installed_backends
-from metagpu.core.facts import GpuFaulted, TopologyRead
+from metagpu.core.facts import GpuFaulted, SharesGranted, TopologyRead
 from metagpu.core.injection import CONTROL_NODES, DeviceListStrategy, Injection
 from metagpu.core.model import (
     MIB,
@@ -17,7 +17,7 @@ from metagpu.core.model import (
     Snapshot,
     gpu_of,
 )
-from tests.build import after, gpu, offered, topology
+from tests.build import after, gpu, offered, share, topology
 
 GPU = ResourceName("nvidia.com/gpu")
 CONFIG = "version: metagpu/v1\npools: [{name: all, backends: [{backend: whole}]}]\n"
@@ -42,14 +42,14 @@ def node(*gpus: Gpu) -> Snapshot:
 
 def of(snapshot: Snapshot, *gpus: Gpu) -> list[Share]:
     """Name the shares of some GPUs."""
-    return [share for wanted in gpus for share in snapshot.gpus[wanted.id].shares]
+    return [part for wanted in gpus for part in snapshot.gpus[wanted.id].shares]
 
 
 def test_a_gpu_is_one_share_with_its_own_id() -> None:
     """The share's id is the GPU's uuid, as NVIDIA's plugin names it, and its memory is all."""
-    [share] = whole().shares(A)
+    [made] = whole().shares(A)
 
-    assert share == Share(
+    assert made == Share(
         id=ShareId(A.id),
         gpu=A.id,
         resource=GPU,
@@ -58,7 +58,7 @@ def test_a_gpu_is_one_share_with_its_own_id() -> None:
         footprint=frozenset({"whole"}),
         memory=40960 * MIB,
     )
-    assert gpu_of(share.id) == A.id
+    assert gpu_of(made.id) == A.id
 
 
 def test_the_resource_may_have_another_name() -> None:
@@ -97,6 +97,15 @@ def test_faulty_gpus_come_last() -> None:
     assert whole().prefer(free, (), 3, snapshot) == of(snapshot, B, C, D)
     assert whole().prefer(free, (), 4, snapshot) == of(snapshot, B, C, D, A)
     assert whole().prefer(free, of(snapshot, A), 2, snapshot) == of(snapshot, A, B)
+
+
+def test_gpus_in_other_hands_come_last() -> None:
+    """A GPU that another backend has just taken is avoided, before the kubelet knows of it."""
+    snapshot = node(A, B, C, D)
+    taken = SharesGranted((share(A, 0),), at=1)
+    snapshot = after(taken, since=snapshot)
+
+    assert whole().prefer(of(snapshot, A, B, C, D), (), 3, snapshot) == of(snapshot, B, C, D)
 
 
 def test_a_preference_never_fails() -> None:
