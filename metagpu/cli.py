@@ -110,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_node(explain)
     explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument(
+        "--topology", action="store_true", help="also say how the GPUs are connected"
+    )
 
     validate = _command(
         commands,
@@ -231,7 +234,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(explained)
     else:
-        tables.show_explanation(explained)
+        tables.show_explanation(explained, topology=args.topology)
     return 0
 
 

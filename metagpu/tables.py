@@ -9,7 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 _BAR_WIDTH: Final = 10
-_UNBROKEN: Final = {"GPU", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS"}
+_LEGEND: Final = {
+    "NV": "NVLinks, so many, between the two or from each to NVSwitches",
+    "PSB": "on one board",
+    "PIX": "under one PCI switch",
+    "PXB": "under several PCI switches, below one host bridge",
+    "PHB": "below one PCI host bridge",
+    "NODE": "on one NUMA node, below different host bridges",
+    "SYS": "on different NUMA nodes",
+    "?": "NVML does not say",
+}
+_UNBROKEN: Final = {"GPU", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS", "PCI"}
 
 
 def console() -> Console:
@@ -17,10 +27,14 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=False)
 
 
-def show_explanation(explained: Mapping[str, Any]) -> None:
-    """Draw what `core.report.explanation` says."""
+def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) -> None:
+    """Draw what `core.report.explanation` says, how the GPUs are connected only if wanted."""
     console().print(
-        Group(resources_table(explained["resources"]), gpus_table(explained["gpus"], why=True))
+        Group(
+            resources_table(explained["resources"]),
+            gpus_table(explained["gpus"], why=True),
+            *(topology_tables(explained) if topology else ()),
+        )
     )
 
 
@@ -64,6 +78,20 @@ def gpus_table(
             *([gpu["why"]] if why else []),
         )
     return rows
+
+
+def topology_tables(explained: Mapping[str, Any]) -> Sequence[RenderableType]:
+    """Draw how each two GPUs are connected, in the words of `nvidia-smi topo -m`, and explain."""
+    gpus, matrix = explained["gpus"], explained["topology"]
+    rows = table("GPU", *(str(gpu["index"]) for gpu in gpus), "NUMA", "PCI")
+
+    for gpu, connections in zip(gpus, matrix, strict=True):
+        numa = "-" if gpu["numaNode"] is None else str(gpu["numaNode"])
+        rows.add_row(str(gpu["index"]), *connections, numa, gpu["pciBusId"] or "-")
+
+    seen = {connection.rstrip("0123456789") for row in matrix for connection in row}
+    legend = "\n".join(f"{word:<5} {text}" for word, text in _LEGEND.items() if word in seen)
+    return (rows, Text(legend))
 
 
 def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -1,23 +1,36 @@
 """Builders of values for tests: what a test does not name is ordinary and the same everywhere."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Final
 from uuid import UUID
 
 from metagpu.backends.fraction import FractionBackend
 from metagpu.backends.timeslice import TimesliceBackend
+from metagpu.backends.whole import WholeBackend
 from metagpu.core.backend import Backend
 from metagpu.core.config import Config, parse
 from metagpu.core.facts import Fact, GpusFound, SharesOffered
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import MIB, Gpu, GpuId, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.model import (
+    MIB,
+    Connection,
+    Gpu,
+    GpuId,
+    ResourceName,
+    Share,
+    ShareId,
+    Snapshot,
+    Topology,
+)
 from metagpu.core.reduce import reduce
 
 METAGPU: Final = ResourceName("cnvrg.io/metagpu")
 BACKENDS: Final[Mapping[str, type[Backend]]] = {
     "fraction": FractionBackend,
     "timeslice": TimesliceBackend,
+    "whole": WholeBackend,
 }
 
 
@@ -39,6 +52,11 @@ def gpu(
         pci_bus_id=f"0000:{index:02x}:00.0",
         numa_node=numa_node,
     )
+
+
+def topology(gpus: Sequence[Gpu], connect: Callable[[Gpu, Gpu], Connection]) -> Topology:
+    """Connect every two of some GPUs as a function says."""
+    return Topology({frozenset((a.id, b.id)): connect(a, b) for a, b in combinations(gpus, 2)})
 
 
 def share(

@@ -27,6 +27,8 @@ _MAY_BLOCK = (
     ("metagpu/plugins/control.py", {"_answers"}, ("socket.socket.connect",)),
     # The daemon looks for backends before it has a loop; tests do so when they need some.
     ("metagpu/core/backend.py", {"installed_backends"}, ("os.stat", "io.TextIOWrapper.read")),
+    # Coverage, where it is measured, holds a lock of its own while threads of ours run beside.
+    ("coverage/collector.py", {"lock_data"}, ("threading.Lock.acquire",)),
     # Tracebacks are drawn with their source by structlog's defaults alone; the daemon's are plain.
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # A node's configuration is a small file, read at start and when an operator says so.

@@ -388,3 +388,19 @@ async def test_recovery_is_news(tmp_path: Path) -> None:
             group.start_soon(hear)
             await anyio.wait_all_tasks_blocked()
             it.node.recover(it.node.gpu("0"))
+
+
+async def test_whole_gpus_are_the_best_connected(tmp_path: Path) -> None:
+    """Two whole V100s are the pair with the most NVLinks, and one is taken where it hurts least."""
+    config = "version: metagpu/v1\npools: [{name: all, backends: [{backend: whole}]}]\n"
+    gpu = "nvidia.com/gpu"
+
+    async with agent_at_work(tmp_path, boards="v100-16gb:8", config=config) as it:
+        await it.until(8, 8, gpu)
+        [pair] = (await it.kubelet.admit(Pod.single("pair", {gpu: 2}))).values()
+        ids = [it.node.gpu(index).id for index in (2, 3)]
+
+        assert pair.envs["NVIDIA_VISIBLE_DEVICES"] == ",".join(ids)
+        assert pair.envs["METAGPU_MEMORY_MIB"] == ",".join(f"{i}=16384" for i in ids)
+        [alone] = (await it.kubelet.admit(Pod.single("alone", {gpu: 1}))).values()
+        assert alone.envs["NVIDIA_VISIBLE_DEVICES"] == it.node.gpu(0).id

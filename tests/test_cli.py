@@ -78,6 +78,31 @@ def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in out
 
 
+def test_explain_draws_how_gpus_are_connected(capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for the topology it draws a matrix, and explains the words that are in it alone."""
+    assert main(["explain", "--simulate", "v100-16gb:8", "--topology"]) == 0
+
+    out = capsys.readouterr().out
+    assert " 7     SYS   SYS   SYS   NV1   NV2   NV1   NV2   X     1      0000:bd:00.0" in out
+    assert "SYS   on different NUMA nodes" in out
+    assert "PIX" not in out
+
+    assert main(["explain", "--simulate", "v100-16gb:8"]) == 0
+    assert "NV2" not in capsys.readouterr().out
+
+
+def test_explain_tells_programs_how_gpus_are_connected(capsys: pytest.CaptureFixture[str]) -> None:
+    """In JSON each GPU has its PCI bus id and its peers, and the node its matrix."""
+    assert main(["explain", "--simulate", "h100-80gb:2,t4:1", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert [gpu["pciBusId"] for gpu in told["gpus"]] == [
+        f"0000:{b}:00.0" for b in ("07", "0f", "47")
+    ]
+    assert [gpu["nvlinkPeers"] for gpu in told["gpus"]] == [[1], [0], []]
+    assert told["topology"] == [["X", "NV18", "NODE"], ["NV18", "X", "NODE"], ["NODE", "NODE", "X"]]
+
+
 def test_validate_tells_line_and_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each wrong file gets one line, good ones are said to be good, and the status is 1."""
     good, wrong = tmp_path / "good.yaml", tmp_path / "wrong.yaml"

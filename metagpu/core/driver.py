@@ -5,11 +5,11 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from metagpu.core.model import Gpu, GpuId
+from metagpu.core.model import Gpu, GpuId, Topology
 
 
 class RecoveryAction(IntEnum):
@@ -115,11 +115,15 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All GPUs of the node that could be read, by index, and those that could not."""
+    """All GPUs of the node that could be read, by index, and those that could not.
+
+    `topology` is read once for each set of GPUs; a pair of which NVML says nothing is left out.
+    """
 
     gpus: tuple[Gpu, ...]
     unreadable: tuple[Unreadable, ...] = ()
     driver_version: str = ""
+    topology: Topology = field(default_factory=Topology)
 
 
 class Driver(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId
+from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,13 @@ class GpusFound:
 
     gpus: tuple[Gpu, ...]
     at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyRead:
+    """NVML told how GPUs are connected. What was known before and is missing now stays known."""
+
+    topology: Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class LeasesObserved:
 
 Fact = (
     GpusFound
+    | TopologyRead
     | GpuFaulted
     | GpuRecovered
     | SharesOffered

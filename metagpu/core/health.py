@@ -23,7 +23,7 @@ from metagpu.core.driver import (
     Survey,
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
-from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound
+from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound, TopologyRead
 from metagpu.core.judgement import Patient, judge_condition, judge_event
 from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
@@ -112,6 +112,7 @@ class HealthWatch:
 
         # In one turn of the loop: a GPU that is new and ill is never seen healthy.
         self.registry.apply(GpusFound(survey.gpus, self.clock()))
+        self.registry.apply(TopologyRead(survey.topology))
         for unreadable in survey.unreadable:
             if unreadable.gpu is None:  # one that is known is told as out of service below
                 log.warning("a GPU cannot be read", index=unreadable.index, why=unreadable.reason)

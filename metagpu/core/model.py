@@ -8,6 +8,7 @@
 - **Lease**: a share that is held: by whom, since when.
 - **Owner**: the backend whose leases sit on a GPU; an idle GPU has none.
 - **Verdict**: whether a GPU is healthy, why not, since when.
+- **Topology**: how the GPUs are connected with each other.
 - **Snapshot**: everything known, at one moment.
 - **Fact**: something that happened (`core/facts.py`).
 
@@ -16,6 +17,7 @@ Times are seconds since the epoch, memory is in bytes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final, NewType
 
 import msgspec
@@ -61,6 +63,58 @@ class Gpu:
     def __str__(self) -> str:
         """Name it as messages do: index first, as people count, then the uuid."""
         return f"{self.index} ({self.id})"
+
+
+class PciPath(IntEnum):
+    """Where two GPUs meet on the PCI bus, the nearest first (NVML's levels, in NVML's numbers)."""
+
+    BOARD = 0
+    SWITCH = 10
+    SWITCHES = 20
+    HOST_BRIDGE = 30
+    NUMA_NODE = 40
+    SYSTEM = 50
+
+    def __str__(self) -> str:
+        """Name it as `nvidia-smi topo -m` does."""
+        return _PCI_LABELS[self]
+
+
+_PCI_LABELS: Final = dict(zip(PciPath, ("PSB", "PIX", "PXB", "PHB", "NODE", "SYS"), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How two GPUs reach each other; `None` where the driver does not say.
+
+    Attributes:
+        nvlinks: how many NVLinks there are between them, or from each of them to NVSwitches.
+        switched: whether NVSwitches connect them.
+    """
+
+    pci: PciPath | None = None
+    nvlinks: int | None = None
+    switched: bool = False
+
+    def __str__(self) -> str:
+        """Name it as `nvidia-smi topo -m` does; `?` when nothing is known."""
+        if self.nvlinks:
+            return f"NV{self.nvlinks}"
+        return "?" if self.pci is None else str(self.pci)
+
+
+_UNKNOWN: Final = Connection()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How the GPUs are connected: each pair once, those that are not known left out."""
+
+    connections: Mapping[frozenset[GpuId], Connection] = field(default_factory=dict)
+
+    def between(self, a: GpuId, b: GpuId) -> Connection:
+        """Say how two GPUs are connected: the same both ways."""
+        return self.connections.get(frozenset((a, b)), _UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +263,7 @@ class Snapshot:
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
     offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
+    topology: Topology = field(default_factory=Topology)
 
 
 def gpu_of(share: ShareId) -> GpuId:

@@ -20,6 +20,7 @@ from metagpu.core.facts import (
     SharesGranted,
     SharesOffered,
     SharesReleased,
+    TopologyRead,
 )
 from metagpu.core.model import (
     FOREIGN,
@@ -31,6 +32,7 @@ from metagpu.core.model import (
     Share,
     ShareId,
     Snapshot,
+    Topology,
     Verdict,
     contended,
     gpu_of,
@@ -49,6 +51,8 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
     match fact:
         case GpusFound():
             return _found(snapshot, fact)
+        case TopologyRead():
+            return _connected(snapshot, fact)
         case GpuFaulted():
             return _judged(
                 snapshot, fact, Verdict(healthy=False, since=fact.at, reason=fact.reason)
@@ -85,6 +89,15 @@ def _found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fact, .
     ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
     gpus = MappingProxyType({state.gpu.id: state for state in ordered})
     return replace(snapshot, gpus=gpus), (fact,)
+
+
+def _connected(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.topology.connections
+    connections = {**before, **fact.topology.connections}
+    if connections == before:
+        return snapshot, ()
+
+    return replace(snapshot, topology=Topology(MappingProxyType(connections))), (fact,)
 
 
 def _judged(

@@ -29,12 +29,14 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
         "gpus": [
             {
                 **_gpu(state),
+                "nvlinkPeers": _nvlink_peers(snapshot, gpu),
                 "pool": why[gpu].pool if gpu in why else None,
                 "why": why[gpu].why if gpu in why else "not laid out yet",
                 "shares": _shares(snapshot, gpu),
             }
             for gpu, state in snapshot.gpus.items()
         ],
+        "topology": _topology(snapshot),
     }
 
 
@@ -94,6 +96,7 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "uuid": state.gpu.id,
         "product": state.gpu.name,
         "memoryMiB": state.gpu.memory // MIB,
+        "pciBusId": state.gpu.pci_bus_id or None,
         "numaNode": state.gpu.numa_node,
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
@@ -101,6 +104,23 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "owner": state.owner,
         "waitsFor": hindrance(state) if state.waits_for else None,
     }
+
+
+def _nvlink_peers(snapshot: Snapshot, gpu: GpuId) -> list[int]:
+    """Name the GPUs that this one reaches over NVLink, directly or through NVSwitches."""
+    return [
+        state.gpu.index
+        for other, state in snapshot.gpus.items()
+        if other != gpu and snapshot.topology.between(gpu, other).nvlinks
+    ]
+
+
+def _topology(snapshot: Snapshot) -> list[list[str]]:
+    """Say of every two GPUs how they are connected, in the order of the GPUs."""
+    return [
+        ["X" if a == b else str(snapshot.topology.between(a, b)) for b in snapshot.gpus]
+        for a in snapshot.gpus
+    ]
 
 
 def _shares(snapshot: Snapshot, gpu: GpuId) -> dict[ResourceName, dict[str, int]]:

@@ -7,11 +7,13 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
     lane      one thread at a time, with a deadline
     reading   one GPU's answers -> our values
     session   the GPUs met so far, and the one event set
+    wiring    how the GPUs are connected, read once for each set of them
 """
 
 import ctypes
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -31,6 +33,7 @@ from metagpu.core.model import Gpu, GpuId
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.reading import read_condition, read_memory, read_processes
 from metagpu.nvml.session import SLICE, Known, Session
+from metagpu.nvml.wiring import Wiring
 
 __all__ = ["Nvml"]
 
@@ -51,6 +54,7 @@ class Nvml:
         self._library = library
         self._deadline = deadline
         self._session: Session | None = None
+        self._wiring = Wiring()
         self._met: dict[int, GpuId] = {}
         self._left: list[Lane] = []
 
@@ -61,7 +65,7 @@ class Nvml:
         Such a thread outlives the event loop, and Python does not end before its threads do.
         """
         session = self._session
-        lanes = [session.library, session.wait, *session.lanes.values()] if session else []
+        lanes = self._lanes(session) if session else []
 
         return [lane.name for lane in [*self._left, *lanes] if not lane.idle]
 
@@ -78,7 +82,7 @@ class Nvml:
         session = Session()
         with _below_pynvml(self._library):
             await session.library.call(session.open, max(_OPENING, self._deadline))
-            self._session = session
+            self._session, self._wiring = session, Wiring()
             try:
                 yield
             finally:
@@ -116,7 +120,8 @@ class Nvml:
         lost = [u.gpu for u in survey.unreadable if u.gpu and isinstance(answers[u.index], GpuLost)]
         await self._stop_listening(session, lost)
 
-        return survey
+        topology = await self._wiring.read(survey.gpus, session.gpus, self._deadline)
+        return replace(survey, topology=topology)
 
     async def condition(self, gpu: GpuId) -> Condition:
         """Read how one GPU is now: this is the device check."""
@@ -224,8 +229,11 @@ class Nvml:
         with suppress(DriverError):
             await session.library.call(pynvml.nvmlShutdown, self._deadline)
 
-        lanes = [session.library, session.wait, *session.lanes.values()]
-        self._left = [lane for lane in [*self._left, *lanes] if not lane.idle]
+        lanes = [*self._left, *self._lanes(session)]
+        self._left = [lane for lane in lanes if not lane.idle]
+
+    def _lanes(self, session: Session) -> list[Lane]:
+        return [session.library, session.wait, *session.lanes.values(), *self._wiring.lanes]
 
 
 @contextmanager

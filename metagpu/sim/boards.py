@@ -3,15 +3,43 @@
 Totals and names are what nvidia-smi prints. Sources: published `nvidia-smi -q` outputs, for totals
 and the memory that the driver reserves (it differs by driver: one published value each);
 pci.ids, for device ids; NVIDIA's CUDA GPU list, for compute capabilities. The list of totals at
-github.com/modal-labs/modal-client/pull/2797 agrees with all of its boards.
+github.com/modal-labs/modal-client/pull/2797 agrees with all of its boards. NVLinks: NVIDIA's data
+sheets, and `nvidia-smi topo -m` of machines with eight of them.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 import pynvml
 
 _NVIDIA: Final = 0x10DE
+
+
+class Fabric(Enum):
+    """What the NVLinks of eight GPUs make of them.
+
+    - none: nothing; the GPUs have the PCI bus alone.
+    - cube mesh: each GPU is linked to four others, as in a DGX-1.
+    - NVSwitch: each reaches all others over all of its links, as in a DGX A100.
+    """
+
+    NONE = "none"
+    CUBE_MESH = "cube mesh"
+    NVSWITCH = "NVSwitch"
+
+
+CUBE_MESH: Final = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+"""NVLinks between the eight GPUs of a DGX-1 with V100, as `nvidia-smi topo -m` draws them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +53,7 @@ class Board:
         device: its PCI device id at NVIDIA.
         architecture: NVML's number for its family.
         mig: whether it can be cut into MIG instances.
+        nvlinks: how many NVLinks it has; `fabric` says where they lead.
     """
 
     key: str
@@ -35,6 +64,15 @@ class Board:
     architecture: int
     device: int
     mig: bool = False
+    nvlinks: int = 0
+
+    @property
+    def fabric(self) -> Fabric:
+        """How boards of this kind are linked in machines of eight."""
+        if not self.nvlinks:
+            return Fabric.NONE
+        volta = self.architecture == int(pynvml.NVML_DEVICE_ARCH_VOLTA)
+        return Fabric.CUBE_MESH if volta else Fabric.NVSWITCH
 
     @property
     def remaps_rows(self) -> bool:
@@ -71,9 +109,9 @@ _ADA, _HOPPER, _BLACKWELL = (
 
 _ROWS: Final = (
     # nvidia-smi -q: total 16384, reserved 240.
-    Board("v100-16gb", "Tesla V100-SXM2-16GB", 16384, 240, (7, 0), _VOLTA, 0x1DB1),
+    Board("v100-16gb", "Tesla V100-SXM2-16GB", 16384, 240, (7, 0), _VOLTA, 0x1DB1, nvlinks=6),
     # nvidia-smi: total 32768; reserved assumed to be its smaller sister's.
-    Board("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 240, (7, 0), _VOLTA, 0x1DB5),
+    Board("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 240, (7, 0), _VOLTA, 0x1DB5, nvlinks=6),
     # nvidia-smi -q, error correction on: total 15360, reserved 393.
     Board("t4", "Tesla T4", 15360, 393, (7, 5), _TURING, 0x1EB8),
     # nvidia-smi: total 46068; reserved 471 on a board of this size.
@@ -81,15 +119,45 @@ _ROWS: Final = (
     # nvidia-smi: total 24576; reserved assumed: no published value found.
     Board("a30", "NVIDIA A30", 24576, 512, (8, 0), _AMPERE, 0x20B7, mig=True),
     # nvidia-smi -q of a DGX A100: total 40960, reserved 620.
-    Board("a100-40gb", "NVIDIA A100-SXM4-40GB", 40960, 620, (8, 0), _AMPERE, 0x20B0, mig=True),
+    Board(
+        "a100-40gb",
+        "NVIDIA A100-SXM4-40GB",
+        40960,
+        620,
+        (8, 0),
+        _AMPERE,
+        0x20B0,
+        mig=True,
+        nvlinks=12,
+    ),
     # nvidia-smi -q: total 81920, reserved 763.
-    Board("a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 763, (8, 0), _AMPERE, 0x20B2, mig=True),
+    Board(
+        "a100-80gb",
+        "NVIDIA A100-SXM4-80GB",
+        81920,
+        763,
+        (8, 0),
+        _AMPERE,
+        0x20B2,
+        mig=True,
+        nvlinks=12,
+    ),
     # nvidia-smi -q: total 81559, reserved 328.
-    Board("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 328, (9, 0), _HOPPER, 0x2330, mig=True),
+    Board(
+        "h100-80gb",
+        "NVIDIA H100 80GB HBM3",
+        81559,
+        328,
+        (9, 0),
+        _HOPPER,
+        0x2330,
+        mig=True,
+        nvlinks=18,
+    ),
     # nvidia-smi -q: total 143771, reserved 700.
-    Board("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, mig=True),
+    Board("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, mig=True, nvlinks=18),
     # nvidia-smi: total 183359; reserved: less the 178.35 GiB that CUDA sees (pytorch/ao#4002).
-    Board("b200", "NVIDIA B200", 183359, 729, (10, 0), _BLACKWELL, 0x2901, mig=True),
+    Board("b200", "NVIDIA B200", 183359, 729, (10, 0), _BLACKWELL, 0x2901, mig=True, nvlinks=18),
 )
 
 BOARDS: Final = {board.key: board for board in _ROWS}

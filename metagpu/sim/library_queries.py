@@ -3,6 +3,8 @@
 # ruff: noqa: N802 - functions carry the names of NVML's own
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import pynvml
@@ -25,6 +27,8 @@ from metagpu.sim.node import RECOVERY_SINCE, SimGpu, SimProcess
 _NONE: Final = 0xFFFFFFFF
 _MUTE: Final = 0xFFFFFFFFFFFFFFFF
 _ENABLED: Final = 1
+_SWITCH: Final = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+_SWITCH_ADDRESS: Final = "00000000:C4:00.0"  # of the first NVSwitch of a DGX A100
 
 
 class Queries(LibraryBase):
@@ -88,10 +92,8 @@ class Queries(LibraryBase):
     def nvmlDeviceGetPciInfo_v3(self, device: Argument, info: Argument) -> None:
         """Describe the place on the PCI bus."""
         with self._gpu(device) as gpu:
-            pci = target(info)
-            pci.busId, pci.busIdLegacy = gpu.bus_id.encode(), gpu.bus_id[4:].encode()
-            pci.domain, pci.bus = int(gpu.bus_id[:8], 16), int(gpu.bus_id[9:11], 16)
-            pci.device, pci.pciDeviceId = 0, gpu.board.pci_device_id
+            _fill_address(info, gpu.bus_id)
+            target(info).pciDeviceId = gpu.board.pci_device_id
 
     @c_function
     def nvmlDeviceGetMemoryInfo(self, device: Argument, memory: Argument) -> None:
@@ -138,6 +140,40 @@ class Queries(LibraryBase):
             if number(size) * 64 <= gpu.numa:
                 raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
             target(nodes)[gpu.numa // 64] = 1 << gpu.numa % 64
+
+    @c_function
+    def nvmlDeviceGetTopologyCommonAncestor(
+        self, first: Argument, second: Argument, level: Argument
+    ) -> None:
+        """Tell where two GPUs meet on the PCI bus."""
+        with self._gpu(first) as a, self._gpu(second) as b:
+            fill(level, self.node.pci_level(a, b))
+
+    @c_function
+    def nvmlDeviceGetNvLinkState(self, device: Argument, link: Argument, active: Argument) -> None:
+        """Tell whether an NVLink is up: one that leads nowhere is down."""
+        with self._gpu(device) as gpu:
+            ends = self.node.nvlinks(gpu)
+            self._supported(bool(gpu.board.nvlinks or ends))
+            if number(link) >= max(gpu.board.nvlinks, len(ends)):
+                raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            fill(active, number(link) < len(ends))
+
+    @c_function
+    def nvmlDeviceGetNvLinkRemoteDeviceType(
+        self, device: Argument, link: Argument, kind: Argument
+    ) -> None:
+        """Tell whether an NVLink leads to a GPU or an NVSwitch."""
+        with self._link_end(device, link) as end:
+            fill(kind, _SWITCH if end is None else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
+
+    @c_function
+    def nvmlDeviceGetNvLinkRemotePciInfo_v2(
+        self, device: Argument, link: Argument, info: Argument
+    ) -> None:
+        """Describe the place on the PCI bus of who is at the other end of an NVLink."""
+        with self._link_end(device, link) as end:
+            _fill_address(info, _SWITCH_ADDRESS if end is None else end.bus_id)
 
     @c_function
     def nvmlDeviceGetMigMode(self, device: Argument, current: Argument, pending: Argument) -> None:
@@ -211,6 +247,15 @@ class Queries(LibraryBase):
             found = [process for process in gpu.processes.values() if process.graphics]
             _list_processes(found, count, entries)
 
+    @contextmanager
+    def _link_end(self, device: Argument, link: Argument) -> Iterator[SimGpu | None]:
+        """Give who is at the other end of an NVLink, if it is up."""
+        with self._gpu(device) as gpu:
+            ends = self.node.nvlinks(gpu)
+            if number(link) >= len(ends):
+                raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            yield ends[number(link)]
+
     def _hand_out(self, gpu: SimGpu, handle: Argument) -> None:
         fill_pointer(handle, self._answering(gpu).handle)
 
@@ -224,6 +269,12 @@ class Queries(LibraryBase):
     def _supported(answer: bool) -> None:  # noqa: FBT001 - it is the whole sentence
         if not answer:
             raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def _fill_address(info: Argument, bus_id: str) -> None:
+    pci = target(info)
+    pci.busId, pci.busIdLegacy = bus_id.encode(), bus_id[4:].encode()
+    pci.domain, pci.bus, pci.device = int(bus_id[:8], 16), int(bus_id[9:11], 16), 0
 
 
 def _list_processes(found: list[SimProcess], count: Argument, entries: Argument) -> None:

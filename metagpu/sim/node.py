@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,7 +18,7 @@ import pynvml
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model import MIB, GpuId
-from metagpu.sim.boards import Board
+from metagpu.sim.boards import CUBE_MESH, Board, Fabric
 
 DRIVER: Final = "580.65.06"
 RECOVERY_SINCE: Final = 565
@@ -62,6 +62,8 @@ class SimGpu:
 
     Attributes:
         slot: its place in the machine, never given to another GPU.
+        pci_switch: GPUs with the same number are on one PCI switch.
+        nvswitch_links: how many of its NVLinks lead to NVSwitches.
         failure: the NVML code with which every call about it is answered.
         hung_until: until when calls about it block, by `time.monotonic`.
     """
@@ -70,6 +72,8 @@ class SimGpu:
     board: Board
     id: GpuId
     numa: int
+    pci_switch: int
+    nvswitch_links: int = 0
     ecc_corrected: int = 0
     ecc_uncorrected: int = 0
     rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
@@ -124,6 +128,7 @@ class SimNode:
 
     Attributes:
         gpus: those in the machine, by index; `every_gpu` has the removed ones too.
+        direct_links: the NVLinks between two slots, where they are not as the boards have them.
         failure: the NVML code with which every call is answered, when the driver is away.
         loads: how often the driver was loaded.
     """
@@ -134,6 +139,7 @@ class SimNode:
         self.gpus: list[SimGpu] = []
         self.every_gpu: list[SimGpu] = []
         self.event_sets: list[EventSet] = []
+        self.direct_links: Mapping[frozenset[int], int] | None = None
         self.failure: int | None = None
         self.loads = 1
         self._seed = seed
@@ -160,14 +166,29 @@ class SimNode:
             raise SimError(f"no GPU {name} here: this node has {here}")
 
     def add_gpu(
-        self, board: Board, *, gpu_id: GpuId | None = None, numa: int | None = None
+        self,
+        board: Board,
+        *,
+        gpu_id: GpuId | None = None,
+        numa: int | None = None,
+        pci_switch: int | None = None,
+        nvswitch_links: int | None = None,
     ) -> SimGpu:
-        """Put a GPU into the next slot: the first four are near NUMA node 0, the next near 1."""
+        """Put a GPU into the next slot: two are on a PCI switch, four are near one NUMA node."""
         with self.changed:
             slot, self._slots = self._slots, self._slots + 1
             made = GpuId(f"GPU-{uuid.uuid5(_UUIDS, f'{self._seed}/{slot}/{board.key}')}")
             near = slot // 4 % 2 if numa is None else numa
-            gpu = SimGpu(slot, board, gpu_id or made, near)
+            bridge = slot // 2 if pci_switch is None else pci_switch
+            links = board.nvlinks if board.fabric is Fabric.NVSWITCH else 0
+            gpu = SimGpu(
+                slot,
+                board,
+                gpu_id or made,
+                near,
+                bridge,
+                links if nvswitch_links is None else nvswitch_links,
+            )
 
             if any(other.id == gpu.id for other in self.gpus):
                 raise SimError(f"two GPUs with the uuid {gpu.id}")
@@ -181,6 +202,22 @@ class SimNode:
         with self._change():
             self.gpus.remove(gpu)
             gpu.failure = pynvml.NVML_ERROR_GPU_IS_LOST
+
+    def nvlinks(self, gpu: SimGpu) -> Sequence[SimGpu | None]:
+        """Say where each NVLink of a GPU leads that is connected: to a GPU, or an NVSwitch."""
+        ends: list[SimGpu | None] = [None] * gpu.nvswitch_links
+        for other in self.gpus:
+            ends += [other] * self._direct(gpu, other)
+        return ends
+
+    def pci_level(self, a: SimGpu, b: SimGpu) -> int:
+        """Say where two GPUs meet on the PCI bus, in NVML's numbers."""
+        if a is b:
+            return int(pynvml.NVML_TOPOLOGY_INTERNAL)
+        if a.pci_switch == b.pci_switch:
+            return int(pynvml.NVML_TOPOLOGY_SINGLE)
+        near = a.numa == b.numa
+        return int(pynvml.NVML_TOPOLOGY_NODE if near else pynvml.NVML_TOPOLOGY_SYSTEM)
 
     def raise_xid(
         self, gpu: SimGpu, code: int, gi: int | None = None, ci: int | None = None
@@ -278,6 +315,14 @@ class SimNode:
         with self._change():
             self.failure = None
             self.loads += 1
+
+    def _direct(self, a: SimGpu, b: SimGpu) -> int:
+        if self.direct_links is not None:
+            return self.direct_links.get(frozenset((a.slot, b.slot)), 0)
+
+        same_machine = a.slot // 8 == b.slot // 8
+        meshed = a.board.fabric is b.board.fabric is Fabric.CUBE_MESH and same_machine
+        return CUBE_MESH[a.slot % 8][b.slot % 8] if meshed else 0
 
     @contextmanager
     def _change(self) -> Iterator[None]:

@@ -10,9 +10,13 @@ the path of a YAML file:
       - board: a100-40gb
         uuid: GPU-5f2e1a3c-0000-0000-0000-00000000beef
         numa: 1
+        pciSwitch: 1
+        nvswitchLinks: 0
         recoveryAction: gpu-reset
         processes:
           - {pid: 4242, memory: 8Gi}
+    nvlinks:
+      - {gpus: [0, 1], links: 4}
 """
 
 import difflib
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import pynvml
 
 from metagpu.core.document import Document
 from metagpu.core.driver import RecoveryAction
@@ -35,6 +40,7 @@ _PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")
 _UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
 _SUFFIXES: Final = {".yaml", ".yml", ".json"}
 MOST_GPUS: Final = 64
+_MOST_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)
 
 ACTIONS: Final = {action.name.lower().replace("_", "-"): action for action in RecoveryAction}
 """Recovery actions as people write them: `gpu-reset`, `node-reboot`."""
@@ -56,15 +62,29 @@ class GpuSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     count: int = 1
     uuid: str | None = None
     numa: int | None = None
+    pci_switch: int | None = None
+    nvswitch_links: int | None = None
     processes: tuple[ProcessSpec, ...] = ()
     recovery_action: str = "none"
 
 
+class NvlinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """NVLinks between two GPUs, named by their indices."""
+
+    gpus: tuple[int, int]
+    links: int
+
+
 class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole node; GPUs get their indices in this order."""
+    """A whole node; GPUs get their indices in this order.
+
+    Attributes:
+        nvlinks: all that there are between two GPUs, instead of those that the boards have.
+    """
 
     gpus: tuple[GpuSpec, ...]
     driver: str = DRIVER
+    nvlinks: tuple[NvlinkSpec, ...] | None = None
 
 
 def simulated(argument: str) -> SimNode:
@@ -140,21 +160,47 @@ def _check(document: Document, spec: NodeSpec) -> None:
 
     for number, gpu in enumerate(spec.gpus):
         where = f"gpus[{number}]"
-        for path, find in ((f"{where}.board", board), (f"{where}.recoveryAction", recovery_action)):
-            try:
-                find(gpu.board if find is board else gpu.recovery_action)
-            except ConfigError as error:
-                raise document.error(path, error.problem) from None
-        if gpu.count < 1:
-            raise document.error(f"{where}.count", "must be at least 1")
-        if gpu.uuid is not None and gpu.count != 1:
-            raise document.error(f"{where}.uuid", f"stands for one GPU, and count is {gpu.count}")
-        if gpu.uuid is not None and not _UUID.fullmatch(gpu.uuid):
-            raise document.error(
-                f"{where}.uuid", f"{gpu.uuid!r} is no GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
-            )
-        if gpu.numa is not None and gpu.numa < 0:
-            raise document.error(f"{where}.numa", "must be at least 0")
+        _check_gpu(document, where, gpu)
+        _check_place(document, where, gpu)
+
+    for number, pair in enumerate(spec.nvlinks or ()):
+        where = f"nvlinks[{number}]"
+        if pair.gpus[0] == pair.gpus[1] or not all(0 <= index < total for index in pair.gpus):
+            raise document.error(f"{where}.gpus", f"must be two GPUs of 0 to {total - 1}")
+        if not 0 <= pair.links <= _MOST_LINKS:
+            raise document.error(f"{where}.links", f"must be 0 to {_MOST_LINKS}")
+
+
+def _check_gpu(document: Document, where: str, gpu: GpuSpec) -> None:
+    for path, find, name in (
+        (f"{where}.board", board, gpu.board),
+        (f"{where}.recoveryAction", recovery_action, gpu.recovery_action),
+    ):
+        try:
+            find(name)
+        except ConfigError as error:
+            raise document.error(path, error.problem) from None
+
+    if gpu.count < 1:
+        raise document.error(f"{where}.count", "must be at least 1")
+    if gpu.uuid is not None and gpu.count != 1:
+        raise document.error(f"{where}.uuid", f"stands for one GPU, and count is {gpu.count}")
+    if gpu.uuid is not None and not _UUID.fullmatch(gpu.uuid):
+        raise document.error(
+            f"{where}.uuid", f"{gpu.uuid!r} is no GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+        )
+
+
+def _check_place(document: Document, where: str, gpu: GpuSpec) -> None:
+    for key, value in (
+        ("numa", gpu.numa),
+        ("pciSwitch", gpu.pci_switch),
+        ("nvswitchLinks", gpu.nvswitch_links),
+    ):
+        if value is not None and value < 0:
+            raise document.error(f"{where}.{key}", "must be at least 0")
+    if (gpu.nvswitch_links or 0) > _MOST_LINKS:
+        raise document.error(f"{where}.nvswitchLinks", f"must be at most {_MOST_LINKS}")
 
 
 def _build(spec: NodeSpec) -> SimNode:
@@ -163,12 +209,21 @@ def _build(spec: NodeSpec) -> SimNode:
     for wanted in spec.gpus:
         for _ in range(wanted.count):
             gpu_id = None if wanted.uuid is None else GpuId(wanted.uuid)
-            gpu = node.add_gpu(board(wanted.board), gpu_id=gpu_id, numa=wanted.numa)
+            gpu = node.add_gpu(
+                board(wanted.board),
+                gpu_id=gpu_id,
+                numa=wanted.numa,
+                pci_switch=wanted.pci_switch,
+                nvswitch_links=wanted.nvswitch_links,
+            )
             node.need(gpu, recovery_action(wanted.recovery_action))
             for process in wanted.processes:
                 node.add_process(
                     gpu, SimProcess(process.pid, process.memory, process.gi, process.ci)
                 )
+
+    if spec.nvlinks is not None:
+        node.direct_links = {frozenset(pair.gpus): pair.links for pair in spec.nvlinks}
     return node
 
 

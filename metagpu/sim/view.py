@@ -19,7 +19,10 @@ class ProcessView(msgspec.Struct, frozen=True):
 
 
 class GpuView(msgspec.Struct, frozen=True):
-    """A GPU: memory in bytes; `state` is `ok`, `hung`, `lost` or `failing`."""
+    """A GPU: memory in bytes; `state` is `ok`, `hung`, `lost` or `failing`.
+
+    `nvlinks` are those that lead somewhere; GPUs of one `pci_switch` are on the same one.
+    """
 
     index: int
     uuid: str
@@ -31,6 +34,8 @@ class GpuView(msgspec.Struct, frozen=True):
     used: int
     ecc_corrected: int
     ecc_uncorrected: int
+    pci_switch: int
+    nvlinks: int
     processes: tuple[ProcessView, ...] = ()
 
 
@@ -45,11 +50,11 @@ class NodeView(msgspec.Struct, frozen=True):
 def describe(node: SimNode) -> NodeView:
     """Show a node as it is now."""
     with node.changed:
-        gpus = tuple(_view(index, gpu) for index, gpu in enumerate(node.gpus))
+        gpus = tuple(_view(node, index, gpu) for index, gpu in enumerate(node.gpus))
         return NodeView(node.driver, node.failure is None, gpus)
 
 
-def _view(index: int, gpu: SimGpu) -> GpuView:
+def _view(node: SimNode, index: int, gpu: SimGpu) -> GpuView:
     return GpuView(
         index=index,
         uuid=gpu.id,
@@ -61,6 +66,8 @@ def _view(index: int, gpu: SimGpu) -> GpuView:
         used=gpu.used,
         ecc_corrected=gpu.ecc_corrected,
         ecc_uncorrected=gpu.ecc_uncorrected,
+        pci_switch=gpu.pci_switch,
+        nvlinks=len(node.nvlinks(gpu)),
         processes=tuple(
             ProcessView(process.pid, process.memory, process.gi, process.ci)
             for process in gpu.processes.values()

@@ -15,15 +15,19 @@ from metagpu.core.facts import (
     SharesGranted,
     SharesOffered,
     SharesReleased,
+    TopologyRead,
 )
 from metagpu.core.model import (
+    Connection,
     Gpu,
     Holder,
     Lease,
+    PciPath,
     ResourceName,
     Share,
     ShareId,
     Snapshot,
+    Topology,
     Verdict,
     conflicts,
 )
@@ -75,6 +79,30 @@ def test_a_gpu_that_comes_later_joins_in_order() -> None:
 
     assert list(snapshot.gpus) == [A.id, B.id]
     assert snapshot.gpus[B.id] is first.gpus[B.id]
+
+
+def test_connections_are_learned_and_kept() -> None:
+    """What NVML says of a pair is known from then on; a pair it is silent about stays as it was."""
+    near, far = Connection(PciPath.SWITCH), Connection(PciPath.SYSTEM)
+    first, second = frozenset((A.id, B.id)), frozenset((B.id, gpu(2).id))
+    read = TopologyRead(Topology({first: near}))
+    snapshot, news = reduce(NODE, read)
+    later, _ = reduce(snapshot, TopologyRead(Topology({second: far})))
+
+    assert news == (read,)
+    assert later.topology == Topology({first: near, second: far})
+    assert snapshot.gpus is NODE.gpus
+    assert snapshot.offers is NODE.offers
+
+
+def test_connections_read_again_are_no_news() -> None:
+    """A survey that reads the same connections, or none, changes nothing."""
+    read = TopologyRead(Topology({frozenset((A.id, B.id)): Connection(PciPath.SWITCH)}))
+    snapshot = after(read, since=NODE)
+
+    for fact in (read, TopologyRead(Topology())):
+        assert reduce(snapshot, fact) == (snapshot, ())
+        assert reduce(snapshot, fact)[0] is snapshot
 
 
 def test_a_new_description_keeps_what_is_known() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from metagpu.core.errors import MetagpuError
-from metagpu.core.facts import GpuFaulted, LeasesObserved, SharesGranted
+from metagpu.core.facts import GpuFaulted, LeasesObserved, SharesGranted, TopologyRead
 from metagpu.core.layout import Layout
-from metagpu.core.model import Holder, Snapshot
+from metagpu.core.model import Connection, Holder, PciPath, Snapshot, Topology
 from metagpu.core.report import explanation, gpu_named, hindrance, status
 from tests.build import METAGPU, after, gpu, offer, offered, share
 
@@ -27,12 +27,14 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "uuid": A.id,
             "product": "NVIDIA A100-SXM4-40GB",
             "memoryMiB": 40960,
+            "pciBusId": "0000:00:00.0",
             "numaNode": 1,
             "healthy": True,
             "reason": "",
             "since": "1970-01-01T00:00:00+00:00",
             "owner": "fraction",
             "waitsFor": None,
+            "nvlinkPeers": [],
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
@@ -42,12 +44,14 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "uuid": B.id,
             "product": "NVIDIA A100-SXM4-40GB",
             "memoryMiB": 40960,
+            "pciBusId": "0000:01:00.0",
             "numaNode": None,
             "healthy": False,
             "reason": "XID 79",
             "since": "1970-01-01T01:00:00+00:00",
             "owner": None,
             "waitsFor": None,
+            "nvlinkPeers": [],
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
@@ -75,6 +79,22 @@ def test_a_gpu_not_laid_out_yet_says_so() -> None:
     [told] = explanation(snapshot, Layout((), {}, ()))["gpus"]
 
     assert (told["pool"], told["why"]) == (None, "not laid out yet")
+
+
+def test_an_explanation_says_how_gpus_are_connected() -> None:
+    """Each GPU is told with those it reaches over NVLink, each pair with its best connection."""
+    third = gpu(2)
+    read = Topology(
+        {
+            frozenset((A.id, B.id)): Connection(PciPath.SWITCH, nvlinks=4),
+            frozenset((A.id, third.id)): Connection(PciPath.SYSTEM, nvlinks=0),
+        }
+    )
+    layout, snapshot = offered(A, B, third)
+    told = explanation(after(TopologyRead(read), since=snapshot), layout)
+
+    assert [gpu["nvlinkPeers"] for gpu in told["gpus"]] == [[1], [0], []]
+    assert told["topology"] == [["X", "NV4", "SYS"], ["NV4", "X", "?"], ["SYS", "?", "X"]]
 
 
 def test_a_status_says_who_holds_what() -> None:

@@ -20,7 +20,16 @@ from metagpu.core.errors import (
     TooManyReplicas,
     UnknownShare,
 )
-from metagpu.core.model import GpuState, Holder, ShareId, Verdict, gpu_of
+from metagpu.core.model import (
+    Connection,
+    GpuState,
+    Holder,
+    PciPath,
+    ShareId,
+    Topology,
+    Verdict,
+    gpu_of,
+)
 from tests.build import gpu, share
 
 A = gpu(0)
@@ -47,6 +56,35 @@ def test_people_read_gpus_and_holders() -> None:
 def test_an_idle_gpu_has_no_owner() -> None:
     """Nobody owns a GPU without leases."""
     assert GpuState(A, Verdict(healthy=True, since=0)).owner is None
+
+
+@pytest.mark.parametrize(
+    ("connection", "text"),
+    [
+        (Connection(), "?"),
+        (Connection(PciPath.BOARD), "PSB"),
+        (Connection(PciPath.SWITCH, nvlinks=0), "PIX"),
+        (Connection(PciPath.SWITCHES), "PXB"),
+        (Connection(PciPath.HOST_BRIDGE), "PHB"),
+        (Connection(PciPath.NUMA_NODE), "NODE"),
+        (Connection(PciPath.SYSTEM), "SYS"),
+        (Connection(PciPath.SYSTEM, nvlinks=12, switched=True), "NV12"),
+        (Connection(nvlinks=2), "NV2"),
+    ],
+)
+def test_connections_are_named_as_nvidia_smi_does(connection: Connection, text: str) -> None:
+    """Where there are NVLinks they count, else the path over the PCI bus."""
+    assert str(connection) == text
+
+
+def test_a_topology_is_the_same_both_ways() -> None:
+    """Whoever is asked about first, two GPUs have one connection; others are unknown."""
+    other, third = gpu(1), gpu(2)
+    near = Connection(PciPath.SWITCH)
+    topology = Topology({frozenset((A.id, other.id)): near})
+
+    assert topology.between(A.id, other.id) == topology.between(other.id, A.id) == near
+    assert topology.between(A.id, third.id) == Connection()
 
 
 @pytest.mark.parametrize(

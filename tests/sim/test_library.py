@@ -115,6 +115,36 @@ def test_a_board_is_described() -> None:
     assert pynvml.nvmlDeviceGetRemappedRows(a100) == (0, 0, 0, 0)
 
 
+@pytest.mark.usefixtures("node")
+def test_gpus_meet_on_the_pci_bus() -> None:
+    """Two GPUs are on a PCI switch, four near one NUMA node."""
+    level = pynvml.nvmlDeviceGetTopologyCommonAncestor
+
+    assert [level(handle(0), handle(other)) for other in (0, 1, 2, 3, 4)] == [
+        *(pynvml.NVML_TOPOLOGY_INTERNAL, pynvml.NVML_TOPOLOGY_SINGLE),
+        *(pynvml.NVML_TOPOLOGY_NODE, pynvml.NVML_TOPOLOGY_NODE, pynvml.NVML_TOPOLOGY_SYSTEM),
+    ]
+
+
+def test_nvlinks_lead_somewhere(node: SimNode) -> None:
+    """An A100's twelve links are up and lead to NVSwitches, or to a GPU; a T4 has none."""
+    a100, t4 = handle(0), handle(4)
+    kind, state = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, pynvml.nvmlDeviceGetNvLinkState
+
+    assert [state(a100, link) for link in range(12)] == [1] * 12
+    assert code_of(state, a100, 12) == pynvml.NVML_ERROR_INVALID_ARGUMENT
+    assert code_of(state, t4, 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert kind(a100, 0) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+    assert pynvml.nvmlDeviceGetNvLinkRemotePciInfo(a100, 0).busId == "00000000:C4:00.0"
+
+    node.gpus[0].nvswitch_links = 0
+    node.direct_links = {frozenset((0, 2)): 1}
+    assert [state(a100, link) for link in (0, 1, 11)] == [1, 0, 0]
+    assert kind(a100, 0) == pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
+    assert pynvml.nvmlDeviceGetNvLinkRemotePciInfo(a100, 0).busId == node.gpus[2].bus_id
+    assert code_of(kind, a100, 1) == pynvml.NVML_ERROR_INVALID_ARGUMENT
+
+
 def test_counters_follow_the_node(node: SimNode) -> None:
     """Memory errors, recovery action and utilization are those of the node."""
     node.ecc(node.gpu(0), double_bit=True, count=3)

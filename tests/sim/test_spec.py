@@ -63,6 +63,25 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     assert (4243, 1, 0) in gpu.processes
 
 
+def test_a_file_may_wire_the_gpus(tmp_path: Path) -> None:
+    """PCI switches, and NVLinks to NVSwitches and between GPUs, may differ from the boards'."""
+    node = simulated(
+        written(
+            tmp_path,
+            "gpus:\n"
+            "  - {board: a30, count: 2, pciSwitch: 7}\n"
+            "  - {board: h100-80gb, nvswitchLinks: 0}\n"
+            "nvlinks: [{gpus: [0, 1], links: 4}]\n",
+        )
+    )
+    left, right, alone = node.gpus
+
+    assert (left.pci_switch, right.pci_switch, alone.pci_switch) == (7, 7, 1)
+    assert node.nvlinks(left) == [right] * 4
+    assert node.nvlinks(right) == [left] * 4
+    assert node.nvlinks(alone) == []
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -94,6 +113,20 @@ def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
             "stands for one GPU",
         ),
         ("gpus: [{board: t4, numa: -1}]", r"gpus\[0\].numa: must be at least 0"),
+        ("gpus: [{board: t4, pciSwitch: -1}]", r"gpus\[0\].pciSwitch: must be at least 0"),
+        ("gpus: [{board: t4, nvswitchLinks: 37}]", r"nvswitchLinks: must be at most 36"),
+        (
+            "gpus: [{board: a30, count: 2}]\nnvlinks: [{gpus: [0, 2], links: 4}]",
+            r"yaml: 2: nvlinks\[0\].gpus: must be two GPUs of 0 to 1",
+        ),
+        (
+            "gpus: [{board: a30, count: 2}]\nnvlinks: [{gpus: [1, 1], links: 4}]",
+            r"nvlinks\[0\].gpus: must be two GPUs",
+        ),
+        (
+            "gpus: [{board: a30, count: 2}]\nnvlinks: [{gpus: [0, 1], links: 37}]",
+            r"nvlinks\[0\].links: must be 0 to 36",
+        ),
         ("gpus: [{board: t4, processes: [{pid: 1, memory: 99Gi}]}]", "MiB left"),
         ("gpus: [{board: t4, processes: [{pid: 1, memory: lots}]}]", "no amount of memory"),
         ("driver: newest\ngpus: []", "yaml: 1: driver: 'newest' is no driver version"),

@@ -1,0 +1,335 @@
+"""How GPUs are connected: read once, symmetric, and no pair spoils another."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pynvml
+import pytest
+
+from metagpu.core.driver import Survey
+from metagpu.core.model import Connection, PciPath
+from metagpu.nvml import Nvml
+from metagpu.sim.boards import CUBE_MESH
+from metagpu.sim.library import Library
+from metagpu.sim.library_base import address_in
+from metagpu.sim.node import SimNode
+from metagpu.sim.spec import simulated
+from tests.nvml.rig import DEADLINE, SHORT, opened
+
+PAIRS_OF_FOUR = list(combinations(range(4), 2))
+
+
+def between(survey: Survey, a: int, b: int) -> Connection:
+    """Give the connection of two GPUs, named by their indices."""
+    return survey.topology.between(survey.gpus[a].id, survey.gpus[b].id)
+
+
+def index_of(node: SimNode, library: Library, handle: object) -> int:
+    """Say which GPU a handle is of."""
+    return node.gpus.index(library._gpu_at(address_in(handle)))
+
+
+def put(library: Library, **functions: Callable[..., int]) -> None:
+    """Have some of a library's C functions be other ones."""
+    for name, function in functions.items():
+        setattr(library, name, function)
+
+
+async def surveyed(library: Library, deadline: float = DEADLINE) -> Survey:
+    """Look around once on this library."""
+    nvml = Nvml(library, deadline)
+    async with nvml.session():
+        return await nvml.survey()
+
+
+class Counted:
+    """A C function that counts its calls, and may answer otherwise.
+
+    Args:
+        real: the function that is called otherwise.
+        answer: gives a code instead, or `None`.
+    """
+
+    def __init__(
+        self, real: Callable[..., int], answer: Callable[..., int | None] = lambda *_: None
+    ) -> None:
+        self.calls = 0
+        self._real = real
+        self._answer = answer
+
+    def __call__(self, *args: object) -> int:
+        """Be the function."""
+        self.calls += 1
+        code = self._answer(*args)
+        return self._real(*args) if code is None else code
+
+
+async def test_nvswitches_connect_everybody() -> None:
+    """GPUs with links to NVSwitches reach each other over all of them, whichever switch it is."""
+    async with opened("h100-80gb:8") as (_, _, survey):
+        for a, b in combinations(range(8), 2):
+            found = between(survey, a, b)
+            assert (found.nvlinks, found.switched) == (18, True)
+
+        assert between(survey, 0, 1).pci == PciPath.SWITCH
+        assert between(survey, 0, 3).pci == PciPath.NUMA_NODE
+        assert between(survey, 3, 4).pci == PciPath.SYSTEM
+
+
+async def test_direct_links_are_counted() -> None:
+    """In a mesh each pair has as many links as lead from one to the other."""
+    async with opened("v100-16gb:8") as (_, _, survey):
+        for a, b in combinations(range(8), 2):
+            found = between(survey, a, b)
+            assert (found.nvlinks, found.switched) == (CUBE_MESH[a][b], False)
+
+
+async def test_gpus_without_nvlinks_have_none() -> None:
+    """That a GPU knows no NVLinks is an answer: there are none."""
+    async with opened("t4:2") as (_, _, survey):
+        assert between(survey, 0, 1) == Connection(PciPath.SWITCH, 0)
+
+
+async def test_one_gpu_is_asked_nothing() -> None:
+    """A GPU without others has no connections, and its links are not looked at."""
+    library = Library(simulated("h100-80gb:1"))
+    state = Counted(library.nvmlDeviceGetNvLinkState)
+    put(library, nvmlDeviceGetNvLinkState=state)
+
+    assert (await surveyed(library)).topology.connections == {}
+    assert state.calls == 0
+
+
+async def test_connections_are_read_once_for_each_set_of_gpus() -> None:
+    """Another survey asks nothing; when a GPU was away, only what concerns it is read again."""
+    node = simulated("h100-80gb:4")
+    library = Library(node)
+    path = Counted(library.nvmlDeviceGetTopologyCommonAncestor)
+    state = Counted(library.nvmlDeviceGetNvLinkState)
+    put(library, nvmlDeviceGetNvLinkState=state, nvmlDeviceGetTopologyCommonAncestor=path)
+    nvml = Nvml(library, DEADLINE)
+
+    async with nvml.session():
+        first = await nvml.survey()
+        assert (path.calls, state.calls) == (2 * 6, 4 * pynvml.NVML_NVLINK_MAX_LINKS)
+        assert (await nvml.survey()).topology == first.topology
+        assert path.calls == 2 * 6
+
+        node.lose(node.gpu(3))
+        assert len((await nvml.survey()).topology.connections) == 3
+        assert path.calls == 2 * 6
+
+        node.recover(node.gpu(3))
+        assert (await nvml.survey()).topology == first.topology
+        assert (path.calls, state.calls) == (2 * 9, 5 * pynvml.NVML_NVLINK_MAX_LINKS)
+
+
+async def test_of_two_answers_the_weaker_is_believed() -> None:
+    """Where NVML says one thing of A and B and another of B and A, the farther and fewer hold."""
+    node = simulated("v100-16gb:2")
+    node.direct_links = {frozenset((0, 1)): 3}
+    library = Library(node)
+    real_path = library.nvmlDeviceGetTopologyCommonAncestor
+    real_state = library.nvmlDeviceGetNvLinkState
+
+    def path(first: Any, second: Any, level: Any) -> int:  # noqa: ANN401
+        code = real_path(first, second, level)
+        if index_of(node, library, first) == 1:
+            level._obj.value = pynvml.NVML_TOPOLOGY_HOSTBRIDGE
+        return code
+
+    def state(device: Any, link: Any, active: Any) -> int:  # noqa: ANN401
+        code = real_state(device, link, active)
+        if index_of(node, library, device) == 1 and link == 0:
+            active._obj.value = 0
+        return code
+
+    put(library, nvmlDeviceGetTopologyCommonAncestor=path)
+    put(library, nvmlDeviceGetNvLinkState=state)
+
+    assert between(await surveyed(library), 0, 1) == Connection(PciPath.HOST_BRIDGE, 2)
+
+
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_TIMEOUT]
+)
+async def test_an_error_for_one_pair_is_unknown_for_that_pair(code: int) -> None:
+    """NVML's failure over one pair leaves its path unknown, and is asked again the next time."""
+    node = simulated("t4:4")
+    library = Library(node)
+    broken = True
+
+    def answer(first: object, second: object, _: object) -> int | None:
+        ends = {index_of(node, library, first), index_of(node, library, second)}
+        return code if broken and ends == {0, 2} else None
+
+    path = Counted(library.nvmlDeviceGetTopologyCommonAncestor, answer)
+    put(library, nvmlDeviceGetTopologyCommonAncestor=path)
+    nvml = Nvml(library, DEADLINE)
+
+    async with nvml.session():
+        survey = await nvml.survey()
+        assert not survey.unreadable
+        unknown = [pair for pair in PAIRS_OF_FOUR if between(survey, *pair).pci is None]
+        assert unknown == [(0, 2)]
+
+        broken = False
+        asked = path.calls
+        assert between(await nvml.survey(), 0, 2).pci == PciPath.NUMA_NODE
+        assert path.calls == asked + 2
+
+
+async def test_links_that_fail_are_down() -> None:
+    """One link that fails is not counted; it is no reason to doubt the others."""
+    library = Library(simulated("h100-80gb:2"))
+
+    def answer(_: object, link: object, __: object) -> int | None:
+        return int(pynvml.NVML_ERROR_UNKNOWN) if link == 5 else None
+
+    put(library, nvmlDeviceGetNvLinkState=Counted(library.nvmlDeviceGetNvLinkState, answer))
+
+    assert between(await surveyed(library), 0, 1).nvlinks == 17
+
+
+async def test_links_of_a_gpu_that_is_lost_meanwhile_are_unknown() -> None:
+    """A GPU that falls off the bus between two questions is unknown, the others are not."""
+    node = simulated("h100-80gb:3")
+    library = Library(node)
+
+    def answer(device: object, _: object, __: object) -> int | None:
+        lost = index_of(node, library, device) == 1
+        return int(pynvml.NVML_ERROR_GPU_IS_LOST) if lost else None
+
+    put(library, nvmlDeviceGetNvLinkState=Counted(library.nvmlDeviceGetNvLinkState, answer))
+    survey = await surveyed(library)
+
+    assert between(survey, 0, 1) == Connection(PciPath.SWITCH)
+    assert between(survey, 0, 2).nvlinks == 18
+
+
+async def test_links_that_come_up_late_are_found() -> None:
+    """NVLinks that are all down are looked at again: the Fabric Manager may not be up yet."""
+    node = simulated("h100-80gb:2")
+    for gpu in node.gpus:
+        gpu.nvswitch_links = 0
+    nvml = Nvml(Library(node), DEADLINE)
+
+    async with nvml.session():
+        assert between(await nvml.survey(), 0, 1).nvlinks == 0
+        for gpu in node.gpus:
+            gpu.nvswitch_links = gpu.board.nvlinks
+        assert between(await nvml.survey(), 0, 1).nvlinks == 18
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["nvmlDeviceGetTopologyCommonAncestor"],
+        ["nvmlDeviceGetNvLinkState"],
+        ["nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetNvLinkRemotePciInfo_v2"],
+    ],
+)
+async def test_an_nvml_that_does_not_know_is_silent(names: Sequence[str]) -> None:
+    """What an older library lacks is unknown or none, never an error, and the rest is read."""
+    library = Library(simulated("v100-16gb:2"))
+
+    def lacking(*_: object) -> int:
+        return int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+    put(library, **dict.fromkeys(names, lacking))
+    survey = await surveyed(library)
+
+    assert len(survey.gpus) == 2
+    assert between(survey, 0, 1) == (
+        Connection(None, 1) if "Ancestor" in names[0] else Connection(PciPath.SWITCH, 0)
+    )
+
+
+async def test_links_are_told_by_address_where_their_kind_is_not() -> None:
+    """Without the kind of the other end, its PCI address says which GPU it is."""
+    library = Library(simulated("v100-16gb:4"))
+
+    def lacking(*_: object) -> int:
+        return int(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    put(library, nvmlDeviceGetNvLinkRemoteDeviceType=lacking)
+
+    assert between(await surveyed(library), 0, 3).nvlinks == 2
+
+
+async def test_an_address_that_is_none_leads_nowhere() -> None:
+    """A link to somebody without a PCI address leads to no GPU of this node."""
+    library = Library(simulated("v100-16gb:2"))
+
+    def nameless(*_: object) -> int:
+        return 0
+
+    put(library, nvmlDeviceGetNvLinkRemotePciInfo_v2=nameless)
+
+    assert between(await surveyed(library), 0, 1).nvlinks == 0
+
+
+async def test_a_level_that_is_new_is_unknown() -> None:
+    """NVIDIA keeps room for more levels; one that we do not know is unknown."""
+    library = Library(simulated("t4:2"))
+
+    def level(_: object, __: object, answer: Any) -> int:  # noqa: ANN401
+        answer._obj.value = 25
+        return 0
+
+    put(library, nvmlDeviceGetTopologyCommonAncestor=level)
+
+    assert between(await surveyed(library), 0, 1) == Connection(None, 0)
+
+
+async def test_a_pair_that_hangs_delays_no_other() -> None:
+    """One question that hangs costs its deadline once; nobody else's answer is lost or late."""
+    node = simulated("h100-80gb:4")
+    library = Library(node)
+    real = library.nvmlDeviceGetTopologyCommonAncestor
+    released = False
+
+    def answer(first: object, second: object, _: object) -> int | None:
+        if {index_of(node, library, first), index_of(node, library, second)} == {0, 1}:
+            with node.changed:
+                node.changed.wait_for(lambda: released)
+        return None
+
+    put(library, nvmlDeviceGetTopologyCommonAncestor=Counted(real, answer))
+    nvml = Nvml(library, SHORT)
+
+    async with nvml.session():
+        began = time.monotonic()
+        survey = await nvml.survey()
+        assert time.monotonic() - began < 6 * SHORT
+        assert nvml.overdue == ["GPU 0 with GPU 1"]
+        assert between(survey, 0, 1) == Connection(None, 18, switched=True)
+        assert all(between(survey, *pair).pci for pair in [(1, 2), (1, 3), (2, 3)])
+
+        # The GPUs themselves are not kept busy by it.
+        for gpu in survey.gpus:
+            await nvml.condition(gpu.id)
+
+        began = time.monotonic()
+        survey = await nvml.survey()
+        assert time.monotonic() - began < SHORT
+        assert [pair for pair in PAIRS_OF_FOUR if between(survey, *pair).pci is None] == [(0, 1)]
+        with node.changed:
+            released = True
+            node.changed.notify_all()
+
+
+async def test_a_gpu_that_hangs_is_not_asked_about_the_others() -> None:
+    """A GPU that cannot be read has no connections; those of the others are read as usual."""
+    node = simulated("h100-80gb:3")
+    node.hang(node.gpu(1), 60)
+    nvml = Nvml(Library(node), SHORT)
+
+    async with nvml.session():
+        survey = await nvml.survey()
+        node.recover(node.gpu(1))
+
+        assert [unreadable.index for unreadable in survey.unreadable] == [1]
+        assert [str(found) for found in survey.topology.connections.values()] == ["NV18"]
