@@ -19,7 +19,7 @@ _LEGEND: Final = {
     "SYS": "on different NUMA nodes",
     "?": "NVML does not say",
 }
-_UNBROKEN: Final = {"GPU", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS", "PCI"}
+_UNBROKEN: Final = {"GPU", "PRODUCT", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS", "PCI"}
 
 
 def console() -> Console:
