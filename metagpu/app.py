@@ -72,6 +72,7 @@ class Agent:
         self.keeper = Keeper(self.tools or HostTools(tuple(roots)))
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
+        self._laying = anyio.Lock()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -100,7 +101,7 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        await self._lay_out(self.config)
+        await self._lay_out()
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
@@ -110,7 +111,6 @@ class Agent:
         except ConfigError as error:
             log.error("the configuration was not taken; the last good one stays", error=str(error))
         else:
-            self.config = config
             self.health.settings = config.envelope.health
             log.info("configuration read", config=config.file)
 
@@ -118,23 +118,29 @@ class Agent:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
         return self._backends[resource]
 
-    async def _lay_out(self, config: configuration.Config) -> None:
-        root = self.places.dev_root
-        self._nodes = await to_thread.run_sync(host.device_nodes, root)
-        injection = Injection(dev_root=str(root or ""), present=self._nodes)
-        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-        layout = lay_out(config, gpus, injection)
-        wire.check_size(layout, config.file)
+    async def _lay_out(self, config: configuration.Config | None = None) -> None:
+        """Lay a configuration, the present one if none is given, over the GPUs known now.
 
-        self.layout = layout
-        self._backends.update(layout.backends)
-        self.registry.apply(layout.offered)
-        self.keeper.keep(layout)
+        Raises:
+            ConfigError: if it does not fit them; everything stays as it was.
+        """
+        async with self._laying:  # who comes second lays out what the first has made present
+            root = self.places.dev_root
+            nodes = await to_thread.run_sync(host.device_nodes, root)
+            config = config or self.config
+            gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+            layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
+            wire.check_size(layout, config.file)
+
+            self._nodes, self.config, self.layout = nodes, config, layout
+            self._backends.update(layout.backends)
+            self.registry.apply(layout.offered)
+            self.keeper.keep(layout)
 
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
-        await self._lay_out(self.config)
+        await self._lay_out()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
 
@@ -159,7 +165,7 @@ class Agent:
 
     async def _take_in_gpus(self) -> None:
         try:
-            await self._lay_out(self.config)
+            await self._lay_out()
         except ConfigError as error:
             log.error("new GPUs are not offered", error=str(error))
 

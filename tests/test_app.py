@@ -331,6 +331,21 @@ async def test_gpu_in_mig_mode_is_cut_by_nobody(tmp_path: Path) -> None:
         assert it.agent.layout.assignments[0].why.endswith("nothing is cut: MIG mode is on")
 
 
+async def test_reload_is_not_undone_by_a_gpu_that_comes(tmp_path: Path) -> None:
+    """A reload and a GPU that comes at once end in the new configuration over all GPUs."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(it.agent.reload)
+            for _ in range(5):
+                group.start_soon(it.agent._take_in_gpus)
+
+        assert len(it.agent.layout.shares) == 40
+        await it.until(40, 40)
+
+
 async def test_leases_follow_the_kubelet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease gets its holder from PodResources and ends when the pod is gone."""
     monkeypatch.setattr(podresources, "PERIOD", 0.02)

@@ -70,9 +70,11 @@ class SharesReleased:
 class LeasesObserved:
     """The kubelet's own account of who holds what, complete.
 
-    A lease that it does not name ends, but a grant younger than `patience` seconds is kept: the
-    kubelet tells of a pod only once it is admitted. What is held on a GPU of ours and is not on
-    offer, or under another name, is a lease too: it keeps the GPU from being given away twice.
+    `at` is when it was asked: of younger leases it says nothing, neither their end nor a holder.
+    A lease that it does not name ends, but one whose holder was never told is kept for `patience`
+    seconds: a pod is told of once it is admitted, and what its init containers hold never is.
+    What is held on a GPU of ours and is not on offer, or under another name, is a lease too: it
+    keeps the GPU from being given away twice.
 
     Attributes:
         resources: the name each is held under; left out, it is the one that offers it.
@@ -80,7 +82,7 @@ class LeasesObserved:
 
     holders: Mapping[ShareId, Holder]
     at: float
-    patience: float = 20.0
+    patience: float = 300.0
     resources: Mapping[ShareId, ResourceName] = field(default_factory=dict)
 
 

@@ -161,6 +161,7 @@ def _observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple
         for state in snapshot.gpus.values()
         for share_id, lease in state.leases.items()
         if share_id not in fact.holders
+        and lease.since < fact.at
         and (lease.holder is not None or fact.at - lease.since >= fact.patience)
     ]
 
@@ -168,6 +169,8 @@ def _observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple
         if (state := snapshot.gpus.get(gpu_of(share_id))) is None:
             continue
         known = state.leases.get(share_id)
+        if known is not None and known.since >= fact.at:
+            continue  # granted since: the answer may be about who had it before
         share = _held_share(snapshot, share_id, known, fact.resources.get(share_id))
         if known is None or (known.holder, known.share) != (holder, share):
             started.append(Lease(share, known.since if known else fact.at, holder))

@@ -24,6 +24,10 @@ ABSENT_PAUSE: Final = (0.001, 1.0)
 """First and longest pause, in seconds, while the kubelet's socket refuses connections."""
 REFUSED_PAUSE: Final = (1.0, 30.0)
 """The same while the kubelet answers and says no."""
+BAD_PAUSE: Final = 0.05
+"""Seconds before the third of two rounds that ended soon; it doubles with each more."""
+STEADY: Final = 10.0
+"""Seconds after which a round was a good one."""
 
 log = structlog.get_logger()
 
@@ -37,8 +41,7 @@ class Endpoint:
 
     def __init__(self, service: Service, directory: KubeletDirectory) -> None:
         self.registrations = 0
-        self._refusal = ""
-        self._patience = REFUSED_PAUSE[0]
+        self._pause = 0.0
         self._service = service
         self._directory = directory
         self._log = log.bind(resource=service.resource)
@@ -54,18 +57,42 @@ class Endpoint:
         while True:
             async with await self._connected() as channel:
                 kubelet = self._directory.kubelet()
-                path = self._directory.fresh(self._service.resource)
-                calls = Calls()
-                try:
-                    async with serving(path, self._service.methods(calls), calls):
-                        await self._register(channel, path)
-                        channel.close()
-                        await self._lost(path, kubelet, calls)
-                except KubeletError as error:
-                    await self._refused(str(error), kubelet)
-                except (OSError, StreamTerminatedError) as error:
-                    self._log.info("registration broken off", why=str(error))
-                    await self._directory.changed(ABSENT_PAUSE[0])
+                began = anyio.current_time()
+                refused = await self._round(channel, kubelet)
+            await self._rest(kubelet, anyio.current_time() - began, refused=refused)
+
+    async def _round(self, channel: Channel, kubelet: tuple[int, int, int] | None) -> bool:
+        """Serve and register once, and stay until that is lost; tell whether it was refused."""
+        path = self._directory.fresh(self._service.resource)
+        calls = Calls()
+
+        try:
+            async with serving(path, self._service.methods(calls), calls):
+                await self._register(channel, path)
+                channel.close()
+                await self._lost(path, kubelet, calls)
+        except KubeletError as error:
+            self._log.warning("the kubelet refuses the registration", error=str(error))
+            return True
+        except (OSError, StreamTerminatedError) as error:
+            why = str(error) or type(error).__name__
+            self._log.warning("the resource could not be served", socket=str(path), error=why)
+        return False
+
+    async def _rest(
+        self, kubelet: tuple[int, int, int] | None, lasted: float, *, refused: bool
+    ) -> None:
+        """Wait before the next round: not at all after a good one, longer after each bad one.
+
+        Another kubelet ends the wait.
+        """
+        if lasted >= STEADY:
+            self._pause = 0.0
+
+        pause = max(self._pause, REFUSED_PAUSE[0]) if refused else self._pause
+        await self._unchanged(kubelet, pause)
+        another = self._directory.kubelet() != kubelet
+        self._pause = 0.0 if another else min(max(pause * 2, BAD_PAUSE), REFUSED_PAUSE[1])
 
     async def _connected(self) -> Channel:
         """Wait for a kubelet that listens; give the connection to it.
@@ -106,19 +133,11 @@ class Endpoint:
             raise KubeletError(error.message or error.status.name) from error
         except TimeoutError as error:
             raise KubeletError(f"no answer within {REGISTER_DEADLINE:g} s") from error
+        except AssertionError as error:  # betterproto2's word for it
+            raise KubeletError("it answered without a message") from error
 
         self.registrations += 1
-        self._refusal, self._patience = "", REFUSED_PAUSE[0]
         self._log.info("registered", socket=path.name)
-
-    async def _refused(self, why: str, kubelet: tuple[int, int, int] | None) -> None:
-        """Say once why, and wait, longer each time, or until there is another kubelet."""
-        if why != self._refusal:
-            self._refusal, self._patience = why, REFUSED_PAUSE[0]
-            self._log.warning("the kubelet refuses the registration", error=why)
-
-        await self._unchanged(kubelet, self._patience)
-        self._patience = min(self._patience * 2, REFUSED_PAUSE[1])
 
     async def _unchanged(self, kubelet: tuple[int, int, int] | None, within: float) -> None:
         """Wait while the kubelet's socket stays what it is, at most `within` seconds."""

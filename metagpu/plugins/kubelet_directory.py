@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import anyio
+import structlog
 from asyncinotify import Inotify, Mask
 
 from metagpu.plugins.serving import identity_of
@@ -20,6 +21,9 @@ _PATH_LIMIT: Final = 107
 _WHAT: Final = (
     Mask.CREATE | Mask.DELETE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE_SELF | Mask.MOVE_SELF
 )
+
+
+log = structlog.get_logger()
 
 
 class KubeletDirectory:
@@ -62,19 +66,34 @@ class KubeletDirectory:
 
     async def watch(self) -> None:
         """Follow the folder for ever, through its absence and its being made anew."""
-        while True:
-            with Inotify() as inotify, anyio.move_on_after(math.inf) as waiting:
-                if not _add(inotify, self.path):
-                    # Not there yet: its nearest ancestor says when to look again.
-                    waiting.deadline = anyio.current_time() + POLL
-                    _add(inotify, _nearest(self.path))
+        told = False
 
-                self._notice()
-                async for event in inotify:
-                    if event.name is None or event.name.suffix == ".sock":
-                        self._notice()
-                    if event.name is None or waiting.deadline < math.inf:
-                        break  # the watched folder itself came or went
+        while True:
+            try:
+                with Inotify() as inotify:
+                    await self._follow(inotify)
+            except OSError as error:
+                # Readers look every `POLL` seconds anyway.
+                if not told:
+                    told = True
+                    mend = "raise fs.inotify.max_user_instances"
+                    log.warning("no inotify: changes are seen late", error=str(error), mend=mend)
+                await anyio.sleep(POLL)
+
+    async def _follow(self, inotify: Inotify) -> None:
+        """Follow what there is now, until the watched folder itself comes or goes."""
+        with anyio.move_on_after(math.inf) as waiting:
+            if not _add(inotify, self.path):
+                # Not there yet: its nearest ancestor says when to look again.
+                waiting.deadline = anyio.current_time() + POLL
+                _add(inotify, _nearest(self.path))
+
+            self._notice()
+            async for event in inotify:
+                if event.name is None or event.name.suffix == ".sock":
+                    self._notice()
+                if event.name is None or waiting.deadline < math.inf:
+                    return
 
     def _notice(self) -> None:
         self._changed.set()

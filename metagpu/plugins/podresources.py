@@ -55,9 +55,10 @@ async def follow_leases(
                 try:
                     registry.apply(await observed(socket, clock))
                     told = ""
-                except (OSError, GRPCError, StreamTerminatedError) as error:
-                    if str(error) != told:
-                        told = str(error)
+                except (OSError, GRPCError, StreamTerminatedError, AssertionError) as error:
+                    # betterproto2 asserts that an answer has a message; a hang has no text.
+                    if (why := str(error) or type(error).__name__) != told:
+                        told = why
                         log.warning(
                             "the kubelet does not say who holds what", socket=str(socket), why=told
                         )
@@ -88,6 +89,7 @@ async def observed(socket: Path, clock: Callable[[], float] = time.time) -> Leas
         GRPCError: if it refuses, as it does above 100 questions a second.
         StreamTerminatedError: if it goes away meanwhile.
     """
+    asked = clock()
     async with Channel(path=str(socket)) as channel:
         stub = v1.PodResourcesListerStub(channel)
         answer = await stub.list(v1.ListPodResourcesRequest(), timeout=DEADLINE)
@@ -101,4 +103,4 @@ async def observed(socket: Path, clock: Callable[[], float] = time.time) -> Leas
                 for device in map(ShareId, devices.device_ids):
                     holders[device] = holder
                     resources[device] = ResourceName(devices.resource_name)
-    return LeasesObserved(holders, clock(), resources=resources)
+    return LeasesObserved(holders, asked, resources=resources)

@@ -45,7 +45,7 @@ class Service:
         self._backend = backend
         self._clock = clock
         self._list = wire.DeviceList(resource)
-        self._senders: set[Callable[[], Awaitable[None]]] = set()
+        self._tellers: set[Callable[[anyio.Event], None]] = set()
         self._log = log.bind(resource=resource)
 
     @property
@@ -88,23 +88,38 @@ class Service:
     async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
         sending = anyio.Lock()
 
-        async def send() -> None:
+        async def send(done: anyio.Event) -> None:
             async with sending:  # two messages at once would mix on the stream
                 view = self._list.view(self._registry.snapshot)
                 await stream.send_message(self._list.encode(view))
+            done.set()
 
-        self._senders.add(send)
-        try:
-            async for _ in self._registry.watch(self._list.view):
-                await send()
-        finally:
-            self._senders.discard(send)
+        async with anyio.create_task_group() as group:
+
+            def tell(done: anyio.Event) -> None:
+                group.start_soon(send, done)
+
+            self._tellers.add(tell)
+            try:
+                async for _ in self._registry.watch(self._list.view):
+                    await send(anyio.Event())
+            finally:
+                self._tellers.discard(tell)
 
     async def _tell(self) -> None:
-        """Send the present list on every stream, so that the kubelet hears it before a refusal."""
+        """Send the present list on every stream, so that the kubelet hears it before a refusal.
+
+        Waiting for it ends after `TELL_DEADLINE`, sending does not: half a message would spoil all
+        that follow on the stream.
+        """
+        sent = []
+        for tell in self._tellers:
+            sent.append(anyio.Event())
+            tell(sent[-1])
+
         with anyio.move_on_after(TELL_DEADLINE):
-            for send in list(self._senders):
-                await send()
+            for done in sent:
+                await done.wait()
 
     async def _options(self, _: bytes) -> bytes:
         return wire.options(pre_start=self.pre_start)

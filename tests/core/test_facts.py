@@ -163,7 +163,7 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
     ("observed what is known", NODE, LeasesObserved({}, at=9)),
     ("observed an unknown GPU", NODE, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
-    ("observed a grant too early", LEASED, LeasesObserved({}, at=29.9)),
+    ("observed a grant too early", LEASED, LeasesObserved({}, at=309.9)),
 ]
 
 
@@ -327,10 +327,20 @@ def test_a_new_holder_takes_over_the_lease() -> None:
 
 def test_a_grant_that_never_shows_up_expires() -> None:
     """A grant that the kubelet does not name after its patience is over ends."""
-    snapshot, news = reduce(LEASED, LeasesObserved({}, at=70))
+    snapshot, news = reduce(LEASED, LeasesObserved({}, at=310))
 
     assert leases(snapshot) == {}
-    assert news == (SharesReleased(A_SHARES[:2], at=70),)
+    assert news == (SharesReleased(A_SHARES[:2], at=310),)
+
+
+def test_an_old_answer_says_nothing_of_a_young_lease() -> None:
+    """What was asked before a share was granted anew neither names its holder nor ends it."""
+    held = after(LeasesObserved({A_SHARES[0].id: ALICE}, at=20), since=NODE)
+    again = after(SharesGranted(A_SHARES[:1], at=30), since=held)
+
+    for old in (LeasesObserved({A_SHARES[0].id: ALICE}, at=29), LeasesObserved({}, at=30)):
+        assert reduce(again, old) == (again, ())
+    assert reduce(again, LeasesObserved({}, at=31)) == (again, ())
 
 
 def test_patience_is_the_facts_own() -> None:

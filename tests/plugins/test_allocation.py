@@ -13,6 +13,7 @@ from grpclib.const import Status
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.errors import RequestError
 from metagpu.core.model import Grant, Share, Snapshot
+from metagpu.plugins import service
 from metagpu.plugins.pb import v1, v1alpha1, v1beta1
 from metagpu.sim.kubelet import AdmissionError, Container, ContainerStartError, Pod
 from tests.plugins.rig import (
@@ -219,6 +220,32 @@ async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
         assert refused.value.status is Status.NOT_FOUND
         assert "no share has the id 'GPU-gone::m01'" in str(refused.value.message)
         await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 2)
+
+
+async def test_slow_reader_gets_whole_lists_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal while a list is stuck behind a slow reader leaves the stream whole (case 40)."""
+    monkeypatch.setattr(service, "TELL_DEADLINE", 0.05)
+    lists: list[int] = []
+
+    many = CONFIG.replace("10", "9000")
+
+    async with node(tmp_path, gpu(0), config=many) as it, it.kubelet.running():
+        await it.until(9000, 9000)
+
+        async with endpoint_of(it) as stub, endpoint_of(it) as other:
+            async for answer in stub.list_and_watch(v1beta1.Empty()):
+                lists.append(len(answer.devices))
+                if len(lists) == 1:
+                    # Nobody reads this stream now, and a list is larger than its window.
+                    for _ in range(3):
+                        with pytest.raises(grpclib.GRPCError):
+                            await allocate(other, ["GPU-gone::m01"])
+                if len(lists) == 4:
+                    break
+
+    assert lists == [9000] * 4
 
 
 async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from anyio.lowlevel import checkpoint
 from grpclib.client import Channel
 from grpclib.server import Server
 
+from metagpu.core.backend import Backend
+from metagpu.core.model import ResourceName
+from metagpu.core.registry import Registry
 from metagpu.plugins import endpoint, wire
+from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.service import Service
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
@@ -385,3 +389,48 @@ async def test_socket_wiped_before_the_dial_is_made_again(
         [refusal] = kubelet.refusals
         assert refusal.startswith("failed to dial device plugin")
         assert kubelet.registrations[METAGPU] == 1
+
+
+async def test_kubelet_that_closes_each_list_is_not_hammered(tmp_path: Path) -> None:
+    """Rounds that end at once follow each other ever more slowly."""
+    rests: list[float] = []
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        for registrations in range(2, 7):
+            began = anyio.current_time()
+            drop_list(it)
+            await registered(it, registrations)
+            rests.append(anyio.current_time() - began)
+
+        # 0, 0.05, 0.1, 0.2, 0.4 seconds at least
+        assert rests[4] > 0.3
+
+
+async def test_socket_that_cannot_be_bound_is_told_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no socket can be made the daemon says where and why, and tries ever more slowly."""
+    folder = tmp_path / ("long" * 30)
+    monkeypatch.setattr(endpoint, "BAD_PAUSE", 60.0)
+    told: list[str] = []
+    warning = endpoint.log.warning
+
+    def say(event: str, **about: object) -> object:
+        told.append(f"{event}: {about}")
+        return warning(event, **about)
+
+    directory = KubeletDirectory(folder)
+    registry = Registry()
+    lonely = endpoint.Endpoint(Service(ResourceName(METAGPU), registry, never), directory)
+    monkeypatch.setattr(lonely._log, "warning", say, raising=False)
+    channel = Channel(path=str(tmp_path / "none.sock"))
+
+    assert not await lonely._round(channel, None)
+    assert "AF_UNIX path too long" in told[0]
+    assert str(folder) in told[0]
+
+
+def never(resource: ResourceName) -> Backend:
+    """There is no backend here."""
+    raise AssertionError(resource)
