@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,17 @@ SIMULATE_HELP = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; give the exit status: 0 done, 1 failed, 2 not understood."""
     args = _parser().parse_args(arguments)
+    status = 1
 
+    try:
+        status = _do(args)
+    finally:
+        _leave_what_hangs(args, status)
+    return status
+
+
+def _do(args: argparse.Namespace) -> int:
+    """Carry out a command; tell an error of ours in one line."""
     try:
         return int(args.do(args))
     except (MetagpuError, BaseExceptionGroup) as error:
@@ -38,6 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _leave_what_hangs(args: argparse.Namespace, status: int) -> None:
+    """End the process here, if the command's driver has calls out: Python waits for threads."""
+    agent: Agent | None = getattr(args, "agent", None)
+    if agent is None or not agent.driver.overdue:
+        return
+
+    import structlog
+
+    if sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    structlog.get_logger().warning("NVML still hangs; leaving it", calls=agent.driver.overdue)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _ours(error: BaseException) -> MetagpuError | None:
@@ -199,19 +228,12 @@ def _add_sim(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _run(args: argparse.Namespace) -> int:
-    import structlog
-
     from metagpu.app import Places
 
     _log(args.log_level, args.log_format)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
-    agent = _agent(args.config, args.simulate, places)
-    anyio.run(agent.run)
-
-    if agent.driver.overdue:
-        # Python would wait for the threads that wait for NVML; all else has ended in order.
-        structlog.get_logger().warning("NVML still hangs; leaving it", calls=agent.driver.overdue)
-        os._exit(0)
+    args.agent = _agent(args.config, args.simulate, places)
+    anyio.run(args.agent.run)
     return 0
 
 
@@ -227,7 +249,7 @@ def _explain(args: argparse.Namespace) -> int:
     from metagpu.core import report
 
     _log("error", "console")
-    agent = _agent(args.config, args.simulate)
+    args.agent = agent = _agent(args.config, args.simulate)
     anyio.run(agent.look)
     explained = report.explanation(agent.registry.snapshot, agent.layout)
 

@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1 if stale else 0
         shutil.rmtree(TARGET, ignore_errors=True)
         shutil.copytree(fresh, TARGET)
+        TARGET.chmod(0o755)  # a temporary folder is its owner's alone, and its mode was copied too
     return 0
 
 

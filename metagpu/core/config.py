@@ -35,6 +35,12 @@ pools:
 """What runs without a file: MetaGPU's behaviour, 100 shares of every GPU."""
 
 
+_CDI_KIND: Final = re.compile(
+    r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?"
+)
+"""A vendor and a class, as CDI's specification allows them."""
+
+
 class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Which GPUs a pool takes: those for which everything given is true.
 
@@ -163,6 +169,12 @@ class Config:
             raise document.error(
                 "deviceListStrategy", "cdi-cri and cdi-annotations inject twice; choose one of them"
             )
+
+        if not _CDI_KIND.fullmatch(self.envelope.cdi_kind):
+            problem = (
+                f"{self.envelope.cdi_kind!r} is no vendor/class; write one like nvidia.com/gpu"
+            )
+            raise document.error("cdiKind", problem)
 
         for number, pool in enumerate(self.envelope.pools):
             path = f"pools[{number}]"

@@ -7,6 +7,7 @@ drivers that report no recovery action, silence proves nothing after a fatal XID
 operator, or a restart of the daemon, brings the GPU back.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ from metagpu.core.driver import (
     Condition,
     Driver,
     DriverEvent,
+    EccError,
     Survey,
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
 from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound, TopologyRead
-from metagpu.core.judgement import Patient, judge_condition, judge_event
+from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
 from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
 
@@ -33,7 +35,18 @@ RETRY: Final = 5.0
 BACK_OFF: Final = 1.0
 """Seconds to wait after NVML failed to wait for events, so that a broken one costs no CPU."""
 
+CORRECTED_EVERY: Final = 60.0
+"""Seconds for which a GPU's corrected memory errors are counted rather than told."""
+
 log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Corrected:
+    """The corrected memory errors of one GPU: when they were told last, and how many came since."""
+
+    told: float
+    untold: int = 0
 
 
 @dataclass
@@ -51,6 +64,7 @@ class HealthWatch:
     clock: Callable[[], float] = time.time
     surveyed: anyio.Event = field(default_factory=anyio.Event)
     _patients: dict[GpuId, Patient] = field(default_factory=dict)
+    _corrected: dict[GpuId | None, _Corrected] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Watch until cancelled; an NVML that is missing or lost is tried again."""
@@ -76,15 +90,22 @@ class HealthWatch:
         """Take a GPU back into service on an operator's word, if it passes the device check.
 
         Raises:
-            MetagpuError: if it is in service already, or NVML still says it needs something.
+            MetagpuError: if it is in service already, NVML still says it needs something, or it
+                had a new fault meanwhile.
             DriverError: if it fails the check.
         """
         if self.registry.snapshot.gpus[gpu].verdict.healthy:
             raise MetagpuError(f"GPU {gpu} is in service; there is nothing to acknowledge")
 
+        patient = self._patients.get(gpu)
         refusal = judge_condition(await self.driver.condition(gpu))
         if refusal is not None:
             raise MetagpuError(f"GPU {gpu} cannot come back: {refusal}")
+        if self._patients.get(gpu, patient) is not patient:
+            raise MetagpuError(
+                f"GPU {gpu} had a new fault during its check; read the daemon's log, and "
+                "acknowledge it again when that is mended"
+            )
         self._recovered(gpu, "acknowledged by an operator")
 
     async def _session(self) -> None:
@@ -131,6 +152,8 @@ class HealthWatch:
         ]
 
     async def _listen(self) -> None:
+        told: set[str] = set()
+
         async with anyio.create_task_group() as checks:
             while True:
                 try:
@@ -138,9 +161,12 @@ class HealthWatch:
                 except DriverUnavailable:
                     raise
                 except DriverError as error:
-                    log.warning("NVML does not deliver events", error=str(error))
+                    if str(error) not in told:
+                        told.add(str(error))
+                        log.warning("NVML does not deliver events", error=str(error))
                     await anyio.sleep(BACK_OFF)
                     continue
+                told.clear()
 
                 # Beside the next wait, not before it: a GPU that hangs delays no news of others.
                 for gpu in dict.fromkeys(gpu for event in events for gpu in self._hear(event)):
@@ -151,12 +177,29 @@ class HealthWatch:
         heard = judge_event(event, self.settings)
         if heard.fatal and heard.gpu is not None:
             self._fault(heard.gpu, heard.reason, proof=True)
-        log.warning("NVML reports", gpu=heard.gpu, news=heard.reason)
+        if event == EccError(heard.gpu, double_bit=False):
+            self._tell_corrected(heard)
+        else:
+            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason)
 
         if heard.gpu is None:
             # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
             return tuple(self.registry.snapshot.gpus)
         return (heard.gpu,)
+
+    def _tell_corrected(self, heard: Heard) -> None:
+        """Tell a GPU's first corrected error, and of those that follow how many there were.
+
+        A worn GPU has them by the thousand, each harmless; a count waits for the next error.
+        """
+        now = anyio.current_time()
+        known = self._corrected.setdefault(heard.gpu, _Corrected(-math.inf))
+        known.untold += 1
+        if now - known.told < CORRECTED_EVERY:
+            return
+
+        log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, times=known.untold)
+        known.told, known.untold = now, 0
 
     async def _rescan(self) -> None:
         while True:
@@ -207,9 +250,9 @@ class HealthWatch:
             return None
 
     def _fault(self, gpu: GpuId, reason: str, *, proof: bool) -> None:
-        patient = self._patients.setdefault(gpu, Patient())
-        patient.proof = patient.proof or proof
-        patient.clean_since = None
+        known = self._patients.get(gpu, Patient())
+        # A new one each time, so that who waits for a check can tell that there was a fault.
+        self._patients[gpu] = Patient(proof=known.proof or proof, told=known.told)
 
         if self.registry.apply(GpuFaulted(gpu, reason, self.clock())):
             log.error("GPU out of service", gpu=gpu, reason=reason)

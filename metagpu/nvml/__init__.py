@@ -19,6 +19,7 @@ from typing import Final
 
 import anyio
 import pynvml
+import structlog
 
 from metagpu.core.driver import (
     Condition,
@@ -28,7 +29,7 @@ from metagpu.core.driver import (
     Survey,
     Unreadable,
 )
-from metagpu.core.errors import DriverError, DriverUnavailable, GpuLost
+from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
 from metagpu.core.model import Gpu, GpuId
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.reading import read_condition, read_memory, read_processes
@@ -36,6 +37,8 @@ from metagpu.nvml.session import SLICE, Known, Session
 from metagpu.nvml.wiring import Wiring
 
 __all__ = ["Nvml"]
+
+log = structlog.get_logger()
 
 _OPENING: Final = 60.0  # seconds: without persistence mode, initialising wakes every GPU in turn
 _FIRST_TOUCH: Final = 4  # deadlines: taking a GPU's handle may initialise it
@@ -53,6 +56,8 @@ class Nvml:
     def __init__(self, library: object | None = None, deadline: float = 5.0) -> None:
         self._library = library
         self._deadline = deadline
+        # One for all sessions: a retry while NVML hangs must not cost another thread.
+        self._whole = Lane("NVML", whole=True)
         self._session: Session | None = None
         self._wiring = Wiring()
         self._met: dict[int, GpuId] = {}
@@ -67,7 +72,7 @@ class Nvml:
         session = self._session
         lanes = self._lanes(session) if session else []
 
-        return [lane.name for lane in [*self._left, *lanes] if not lane.idle]
+        return [lane.name for lane in [self._whole, *self._left, *lanes] if not lane.idle]
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -75,11 +80,12 @@ class Nvml:
 
         Raises:
             DriverUnavailable: if the library or the driver is missing; the message says which.
+                At once, while a call of an earlier session about NVML as a whole is still out.
         """
         if self._session is not None:
             raise RuntimeError("this Nvml has an open session already")
 
-        session = Session()
+        session = Session(self._whole)
         with _below_pynvml(self._library):
             await session.library.call(session.open, max(_OPENING, self._deadline))
             self._session, self._wiring = session, Wiring()
@@ -134,12 +140,12 @@ class Nvml:
             raise
 
         ailing = bool(condition.recovery_action)
-        if known.ailing and not ailing:
+        recovered, known.ailing = known.ailing and not ailing, ailing
+        if recovered:
             # A reset may have taken the registration with it, and NVML would not say so.
             known.lost, session.spoiled = False, True
             async with session.registering:
                 await self._stop_listening(session, [])
-        known.ailing = ailing
         return condition
 
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
@@ -154,6 +160,10 @@ class Nvml:
         """
         session = self._opened()
 
+        # Who holds the lock replaces the set itself; a survey may hold it for long.
+        if session.spoiled and not session.registering.locked():
+            async with session.registering:
+                await self._stop_listening(session, [])
         if not any(known.heard for known in session.gpus.values()):
             await anyio.sleep(SLICE)
             return ()
@@ -171,7 +181,7 @@ class Nvml:
             with suppress(DriverError):
                 try:
                     await known.lane.call(partial(read_memory, known.handle), self._deadline)
-                except GpuLost:
+                except (GpuLost, DriverTimeout):
                     lost.append(gpu)
 
         async with anyio.create_task_group() as group:
@@ -182,18 +192,40 @@ class Nvml:
         # While it is in the set, NVML answers with the same error at once.
         async with session.registering:
             await self._stop_listening(session, lost)
-        if not lost:
-            await anyio.sleep(SLICE)
-        return tuple(RecoveryActionChanged(gpu) for gpu in lost or (None,))
+        if lost:
+            return tuple(RecoveryActionChanged(gpu) for gpu in lost)
+
+        await anyio.sleep(SLICE)
+        # A set that could not be replaced still holds whom we know: that is no news.
+        return () if session.spoiled else (RecoveryActionChanged(None),)
 
     async def _stop_listening(self, session: Session, lost: Collection[GpuId]) -> None:
+        """Keep lost GPUs out of the event set, and replace it if it is spoiled or holds them.
+
+        A failure is told and leaves the set spoiled, for the next call to try again.
+
+        Raises:
+            DriverUnavailable: if NVML as a whole is gone.
+        """
         gone = [session.gpus[gpu] for gpu in lost if gpu in session.gpus]
-        stale = session.spoiled or any(known.heard for known in gone)
+        session.spoiled |= any(known.heard for known in gone)
 
         for known in gone:
             known.heard, known.lost, known.ailing = 0, True, True
-        if stale and session.events is not None:
+        if session.spoiled and session.events is not None:
+            await self._renew(session)
+
+    async def _renew(self, session: Session) -> None:
+        try:
             await session.wait.call(session.renew, SLICE + self._deadline)
+        except DriverUnavailable:
+            raise
+        except DriverError as error:
+            if str(error) not in session.complaints:
+                session.complaints.add(str(error))
+                log.warning("the NVML event set cannot be replaced yet", error=str(error))
+        else:
+            session.complaints.clear()
 
     def _survey(self, answers: Sequence[Gpu | DriverError], version: str) -> Survey:
         gpus = [answer for answer in answers if isinstance(answer, Gpu)]
@@ -233,7 +265,7 @@ class Nvml:
         self._left = [lane for lane in lanes if not lane.idle]
 
     def _lanes(self, session: Session) -> list[Lane]:
-        return [session.library, session.wait, *session.lanes.values(), *self._wiring.lanes]
+        return [session.wait, *session.lanes.values(), *self._wiring.lanes]
 
 
 @contextmanager

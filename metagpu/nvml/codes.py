@@ -53,17 +53,21 @@ def code_of(failure: Exception) -> int:
 
 
 def error_for(failure: Exception, who: str, *, whole: bool) -> DriverError:
-    """Give the error of ours for what pynvml raised.
+    """Give the error of ours for what a call raised.
 
     Args:
-        failure: one of `FAILURES`, caught: the name of NVML's call is in its traceback.
+        failure: caught, so that the name of NVML's call is in its traceback; if it is none of
+            `FAILURES`, NVML's answer was odd.
         who: what the call was about, as messages name it.
         whole: whether nothing at all works without this call.
     """
-    code = code_of(failure)
     calls = [frame.f_code.co_name for frame, _ in walk_tb(failure.__traceback__)]
     call = next((name for name in reversed(calls) if name.startswith("nvml")), "NVML")
+    if not isinstance(failure, FAILURES):
+        odd = f"{who}: {call}: odd answer: {type(failure).__name__}: {failure}"
+        return DriverUnavailable(odd) if whole else DriverError(odd)
 
+    code = code_of(failure)
     if code in _UNAVAILABLE:
         return DriverUnavailable(_UNAVAILABLE[code])
     if whole:

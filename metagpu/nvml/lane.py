@@ -7,8 +7,8 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from metagpu.core.errors import DriverTimeout, DriverUnavailable
-from metagpu.nvml.codes import FAILURES, error_for
+from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable
+from metagpu.nvml.codes import error_for
 
 ResultT = TypeVar("ResultT")
 
@@ -44,7 +44,7 @@ class Lane:
         Raises:
             DriverTimeout: at the deadline, and at once while an earlier call is still out;
                 `DriverUnavailable` when the call was about NVML as a whole.
-            DriverError: as NVML failed.
+            DriverError: as NVML failed, or answered what nobody can read.
         """
         late = DriverUnavailable if self._whole else DriverTimeout
 
@@ -69,7 +69,10 @@ class Lane:
 
         try:
             return work()
-        except FAILURES as failure:
+        except DriverError:
+            raise
+        except Exception as failure:
+            # pynvml and we stumble over odd answers: no GPU's may end the daemon.
             raise error_for(failure, self.name, whole=self._whole) from failure
         finally:
             self._idle.set()

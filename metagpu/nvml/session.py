@@ -60,18 +60,21 @@ class Session:
     """See the module.
 
     Attributes:
+        library: the lane of NVML as a whole; it outlives the session.
         events: the event set, `None` where NVML has no events.
         registering: held while GPUs are registered with it, or it is replaced.
-        spoiled: whether it has to be replaced.
+        spoiled: whether it has to be replaced; `renew` clears it, once the new set is there.
+        complaints: why it could not be replaced, each reason told once.
     """
 
-    library: Lane = field(default_factory=lambda: Lane("NVML", whole=True))
+    library: Lane
     wait: Lane = field(default_factory=lambda: Lane("NVML events"))
     lanes: dict[int, Lane] = field(default_factory=dict)
     gpus: dict[GpuId, Known] = field(default_factory=dict)
     events: Handle = None
     registering: anyio.Lock = field(default_factory=anyio.Lock)
     spoiled: bool = False
+    complaints: set[str] = field(default_factory=set)
 
     def open(self) -> None:
         """Initialise NVML."""

@@ -4,9 +4,11 @@
 """
 
 import asyncio
+import fcntl
+import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +16,10 @@ import msgspec
 import structlog
 
 from metagpu.core.errors import MetagpuError
+from metagpu.plugins.serving import identity_of
 
 SOCKET_NAME: Final = "metagpu.sock"
+LOCK_NAME: Final = "metagpu.lock"
 DEFAULT_RUN_DIR: Final = Path("/run/metagpu")
 _LINE_LIMIT: Final = 16 * 1024 * 1024
 _ANSWER_DEADLINE: Final = 30.0
@@ -34,10 +38,8 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
     replaced.
 
     Raises:
-        MetagpuError: if another daemon answers on the socket.
-        OSError: if the socket cannot be made.
+        MetagpuError: if another daemon runs on this folder, or the socket cannot be made.
     """
-    path = _free_path(run_dir)
     callers: set[asyncio.StreamWriter] = set()
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,16 +54,14 @@ async def controlled(run_dir: Path, handlers: Mapping[str, Handler]) -> AsyncIte
             callers.discard(writer)
             writer.close()
 
-    server = await asyncio.start_unix_server(converse, path, limit=_LINE_LIMIT)
-    path.chmod(0o600)
-
-    try:
-        yield path
-    finally:
-        server.close()
-        for caller in callers:
-            caller.close()
-        path.unlink(missing_ok=True)
+    with _listener(run_dir) as (path, listener):
+        server = await asyncio.start_unix_server(converse, sock=listener, limit=_LINE_LIMIT)
+        try:
+            yield path
+        finally:
+            server.close()
+            for caller in callers:
+                caller.close()
 
 
 async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
@@ -89,7 +89,7 @@ def ask(run_dir: Path, request: Mapping[str, object]) -> Any:  # noqa: ANN401 - 
     """Send one request to the daemon and give its answer. Blocks: for command lines only.
 
     Raises:
-        MetagpuError: if no daemon answers, or it answers with an error.
+        MetagpuError: if no daemon answers, we may not ask it, or it answers with an error.
     """
     path = run_dir / SOCKET_NAME
 
@@ -100,10 +100,7 @@ def ask(run_dir: Path, request: Mapping[str, object]) -> Any:  # noqa: ANN401 - 
             connection.sendall(msgspec.json.encode(request) + b"\n")
             line = connection.makefile("rb").readline()
     except OSError as error:
-        raise MetagpuError(
-            f"no daemon answers on {path} ({error.strerror or error}); start `metagpu run`, or "
-            "name its directory with --run-dir"
-        ) from error
+        raise MetagpuError(_unanswered(path, error)) from error
 
     answer = msgspec.json.decode(line, type=dict[str, Any]) if line else {"error": "no answer"}
     if "error" in answer:
@@ -111,20 +108,70 @@ def ask(run_dir: Path, request: Mapping[str, object]) -> Any:  # noqa: ANN401 - 
     return answer["ok"]
 
 
-def _free_path(run_dir: Path) -> Path:
-    run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+def _unanswered(path: Path, error: OSError) -> str:
+    match error:
+        case PermissionError():
+            return f"only root may ask the daemon on {path}"
+        case TimeoutError():
+            return f"the daemon on {path} did not answer within {_ANSWER_DEADLINE:g} s"
+        case _:
+            return (
+                f"no daemon answers on {path} ({error.strerror or error}); start `metagpu run`, or "
+                "name its directory with --run-dir"
+            )
+
+
+@contextmanager
+def _listener(run_dir: Path) -> Iterator[tuple[Path, socket.socket]]:
+    """Be the only daemon of a folder, with a bound socket in it, while the block lasts."""
     path = run_dir / SOCKET_NAME
 
-    if _answers(path):
-        raise MetagpuError(f"another metagpu runs here already: it answers on {path}")
-    path.unlink(missing_ok=True)
-    return path
+    with ExitStack() as held:
+        try:
+            run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+            held.enter_context(_locked(run_dir / LOCK_NAME))
+            path.unlink(missing_ok=True)  # the lock is ours: whoever made it is gone
+            listener = held.enter_context(_bound(path))
+        except OSError as error:
+            raise MetagpuError(
+                f"cannot make {error.filename or path}: {error.strerror or error}; run as root or "
+                "give --run-dir"
+            ) from error
+
+        identity = identity_of(path)
+        try:
+            yield path, listener
+        finally:
+            if identity_of(path) == identity:  # what somebody else put there stays
+                path.unlink(missing_ok=True)
 
 
-def _answers(path: Path) -> bool:
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file while the block lasts; the kernel lets go of it however we end.
+
+    The file stays: removed, it would let a second daemon lock a new file beside the first's.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(str(path))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MetagpuError(f"another metagpu runs here already: it holds {path}") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _bound(path: Path) -> socket.socket:
+    """Give a socket that nobody but root can reach: it listens only after its mode is set."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
     except OSError:
-        return False
-    return True
+        listener.close()
+        raise
+    return listener

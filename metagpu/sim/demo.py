@@ -66,7 +66,8 @@ class Scene:
 
 def run(*, as_json: bool) -> int:
     """Run the demo and print it; give the exit status."""
-    with tempfile.TemporaryDirectory(prefix="metagpu-demo-") as folder:
+    # Sockets stand in it, whose paths may not be long: a TMPDIR's may.
+    with tempfile.TemporaryDirectory(prefix="metagpu-demo-", dir="/tmp") as folder:
         story = anyio.run(_play, Path(folder))
 
     if as_json:

@@ -421,6 +421,14 @@ def selecting(gpus: str) -> str:
             POOL + "deviceListStrategy: []\n",
             "6: deviceListStrategy: there is no strategy; give at least one",
         ),
+        # a kind that no CDI device can have
+        *(
+            (
+                f'{POOL}cdiKind: "{kind}"\n',
+                f"6: cdiKind: {kind!r} is no vendor/class; write one like nvidia.com/gpu",
+            )
+            for kind in ("", "gpu", "/gpu", "nvidia.com/", "nvidia.com/gpu=0", "a/b/c", "a/b.c")
+        ),
         # keys that stand twice
         (
             POOL + "health:\n  quietPeriod: 1s\n  quietPeriod: 2s\n",

@@ -1,19 +1,24 @@
 """Events: none may be lost, none told twice, and no fault may spin."""
 
+import ctypes
+import threading
 import time
+from collections.abc import Iterable
 
 import anyio
 import anyio.lowlevel
 import pynvml
 import pytest
+from structlog.testing import capture_logs
 
 from metagpu.core.driver import EccError, RecoveryAction, RecoveryActionChanged, Xid
 from metagpu.core.errors import DriverError
 from metagpu.nvml import Nvml
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.library import Library
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from tests.nvml.rig import DEADLINE, altered, opened
+from tests.nvml.rig import DEADLINE, SHORT, altered, opened
 
 
 async def test_a_burst_comes_in_one_batch() -> None:
@@ -193,3 +198,106 @@ async def test_a_lost_gpu_that_nobody_finds_does_not_spin() -> None:
         began = time.monotonic()
         assert await nvml.events() == (RecoveryActionChanged(None),)
         assert time.monotonic() - began > 0.5
+
+
+def scarce(node: SimNode, failing: Iterable[int]) -> Library:
+    """Make a library that cannot make the event sets with these numbers."""
+    calls = 0
+
+    def create(event_set: object) -> int:
+        nonlocal calls
+        calls += 1
+        failed = calls in failing
+        return pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES if failed else real(event_set)
+
+    library = Library(node)
+    real = library.nvmlEventSetCreate
+    library.nvmlEventSetCreate = create  # type: ignore[method-assign, assignment]
+    return library
+
+
+async def test_a_set_that_cannot_be_replaced_is_told_once_and_tried_again() -> None:
+    """Surveys and waits go on without it, and the next wait that can replace it does."""
+    node = simulated("t4:3")
+    nvml = Nvml(scarce(node, range(2, 6)), DEADLINE)
+    async with nvml.session():
+        survey = await nvml.survey()
+        node.lose(node.gpu(1))
+        with capture_logs() as logs:
+            assert [u.index for u in (await nvml.survey()).unreadable] == [1]  # attempt 2
+            assert await nvml.events() == ()  # 3, and 4 once the wait has failed
+            assert [u.index for u in (await nvml.survey()).unreadable] == [1]  # 5
+            assert await nvml.events() == ()  # 6, which works
+            node.raise_xid(node.gpu(2), 31)
+            assert await nvml.events() == (Xid(survey.gpus[2].id, 31),)
+
+    assert [line["event"] for line in logs] == ["the NVML event set cannot be replaced yet"]
+    assert "nvmlEventSetCreate" in logs[0]["error"]
+
+
+async def test_a_condition_does_not_depend_on_the_event_set() -> None:
+    """A GPU that is well again is said to be, once, also where the set cannot be replaced."""
+    node = simulated("t4:2")
+    nvml = Nvml(scarce(node, {2}), DEADLINE)
+    async with nvml.session():
+        gpu = (await nvml.survey()).gpus[0].id
+        node.need(node.gpu(0), RecoveryAction.GPU_RESET)
+        await nvml.events()
+        await nvml.condition(gpu)
+        node.recover(node.gpu(0))
+        with capture_logs() as logs:
+            assert (await nvml.condition(gpu)).recovery_action == RecoveryAction.NONE
+            await nvml.condition(gpu)
+        assert len(logs) == 1
+
+        assert await nvml.events() == ()
+        node.raise_xid(node.gpu(0), 31)
+        assert await nvml.events() == (Xid(gpu, 31),)
+
+
+async def test_a_wait_that_hangs_fails_no_survey() -> None:
+    """While the wait is out the set cannot be replaced; GPUs are read all the same."""
+    node, released = simulated("t4:2"), threading.Event()
+    library = altered(
+        node, nvmlEventSetWait_v2=lambda *_: released.wait() and pynvml.NVML_ERROR_TIMEOUT
+    )
+    nvml = Nvml(library, SHORT)
+    async with nvml.session():
+        gpu = (await nvml.survey()).gpus[0].id
+        with pytest.raises(DriverError, match="no answer"):
+            await nvml.events()
+        node.lose(node.gpu(0))
+        assert [u.gpu for u in (await nvml.survey()).unreadable] == [gpu]
+        node.recover(node.gpu(0))
+        assert not (await nvml.survey()).unreadable
+        await nvml.condition(gpu)
+        released.set()
+
+
+async def test_a_gpu_that_hangs_while_it_is_lost_leaves_the_set() -> None:
+    """The wait says that a GPU is lost, and that one does not answer: it is taken for lost."""
+    node, released = simulated("t4:2"), threading.Event()
+    library = Library(node)
+    memory = library.nvmlDeviceGetMemoryInfo_v2
+
+    def hang(handle: object, answer: object) -> int:
+        if lost and ctypes.cast(handle, ctypes.c_void_p).value == node.gpu(0).handle:  # type: ignore[arg-type]
+            released.wait()
+        return memory(handle, answer)
+
+    def wait(event_set: object, data: object, patience: object) -> int:
+        held = lost and 0 in node.event_sets[0].registered
+        return pynvml.NVML_ERROR_GPU_IS_LOST if held else real(event_set, data, patience)
+
+    real, lost = library.nvmlEventSetWait_v2, False
+    library.nvmlDeviceGetMemoryInfo_v2 = hang  # type: ignore[method-assign, assignment]
+    library.nvmlEventSetWait_v2 = wait  # type: ignore[method-assign, assignment]
+    nvml = Nvml(library, SHORT)
+    async with nvml.session():
+        survey = await nvml.survey()
+        lost = True
+
+        assert await nvml.events() == (RecoveryActionChanged(survey.gpus[0].id),)
+        node.raise_xid(node.gpu(1), 31)
+        assert await nvml.events() == (Xid(survey.gpus[1].id, 31),)
+        released.set()

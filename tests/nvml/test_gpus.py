@@ -8,7 +8,7 @@ import pynvml
 import pytest
 
 from metagpu.core.driver import RecoveryAction
-from metagpu.core.errors import DriverError, DriverTimeout, GpuLost
+from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
@@ -118,3 +118,26 @@ async def test_codes_become_errors(code: int, error: type[DriverError], message:
             await nvml.condition(survey.gpus[2].id)
 
     assert type(caught.value) is error
+
+
+async def test_an_odd_answer_is_an_error_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot even be decoded makes one GPU unreadable, by name, and no other."""
+    answers = [b"\xff", b"Tesla T4"]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda _: answers.pop(0).decode())
+    nvml = Nvml(Library(simulated("t4:2")), DEADLINE)
+    async with nvml.session():
+        survey = await nvml.survey()
+
+    [odd] = survey.unreadable
+    assert len(survey.gpus) == 1
+    assert odd.reason.startswith(f"GPU {odd.index} ")
+    assert "odd answer: UnicodeDecodeError: 'utf-8'" in odd.reason
+
+
+async def test_an_odd_answer_about_nvml_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NVML says about itself is needed: a new session may bring something readable."""
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", b"\xff".decode)
+    nvml = Nvml(Library(simulated("t4:1")), DEADLINE)
+    async with nvml.session():
+        with pytest.raises(DriverUnavailable, match=r"NVML: .*UnicodeDecodeError"):
+            await nvml.survey()

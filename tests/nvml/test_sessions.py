@@ -1,7 +1,10 @@
 """Sessions that cannot open, or lose the driver."""
 
+import threading
 from contextlib import AbstractAsyncContextManager
 
+import anyio
+import anyio.lowlevel
 import pynvml
 import pytest
 
@@ -9,7 +12,7 @@ from metagpu.core.errors import DriverTimeout, DriverUnavailable
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
-from tests.nvml.rig import SHORT, opened
+from tests.nvml.rig import SHORT, altered, opened
 
 
 async def test_a_lost_driver_is_one_error_and_a_new_session_works() -> None:
@@ -87,6 +90,40 @@ async def test_a_session_ends_although_a_gpu_hangs() -> None:
     node.recover(node.gpu(0))
     async with nvml.session():
         assert await nvml.survey() == survey
+
+
+async def test_an_nvml_that_hangs_at_its_start_costs_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Retries are refused at once until the first has come back, and it is named as overdue."""
+    monkeypatch.setattr("metagpu.nvml._OPENING", SHORT)
+    released = threading.Event()
+    calls: list[object] = []
+    node = simulated("t4:1")
+
+    def start(*flags: object) -> int:
+        calls.append(flags)
+        released.wait()
+        return real(*flags)
+
+    library = altered(node)
+    real = library.nvmlInitWithFlags
+    library.nvmlInitWithFlags = start  # type: ignore[method-assign, assignment]
+    nvml = Nvml(library, SHORT)
+    with pytest.raises(DriverUnavailable, match="no answer"):
+        await _enter(nvml.session())
+    for _ in range(3):
+        with pytest.raises(DriverUnavailable, match="has not come back"):
+            await _enter(nvml.session())
+    assert len(calls) == 1
+    assert nvml.overdue == ["NVML"]
+
+    released.set()
+    with anyio.fail_after(5):
+        while nvml.overdue:
+            await anyio.lowlevel.checkpoint()
+    async with nvml.session():
+        assert (await nvml.survey()).gpus
 
 
 async def _enter(session: AbstractAsyncContextManager[None]) -> None:

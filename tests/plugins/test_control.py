@@ -1,6 +1,7 @@
 """The daemon's own socket: one JSON object a line in, one out."""
 
 import asyncio
+import errno
 import json
 import socket
 import stat
@@ -13,7 +14,7 @@ import anyio
 import pytest
 
 from metagpu.core.errors import MetagpuError
-from metagpu.plugins.control import SOCKET_NAME, Handler, ask, controlled
+from metagpu.plugins.control import LOCK_NAME, SOCKET_NAME, Handler, ask, controlled
 
 
 async def echo(request: Mapping[str, Any]) -> object:
@@ -202,12 +203,88 @@ async def test_a_file_in_the_sockets_place_is_replaced(tmp_path: Path) -> None:
 
 async def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
     """Two daemons would offer every share twice; the first one stays and goes on answering."""
-    async with controlled(tmp_path, HANDLERS) as path:
+    async with controlled(tmp_path, HANDLERS):
         with pytest.raises(MetagpuError) as caught:
             async with controlled(tmp_path, {}):
                 pass
-        assert str(caught.value) == f"another metagpu runs here already: it answers on {path}"
+        assert str(caught.value) == (
+            f"another metagpu runs here already: it holds {tmp_path / LOCK_NAME}"
+        )
         assert await asked(tmp_path, command="echo") == {"command": "echo"}
+
+
+async def test_a_daemon_that_still_starts_keeps_others_out(tmp_path: Path) -> None:
+    """The lock decides, not the socket: of two that start together one runs."""
+    async with controlled(tmp_path, HANDLERS) as path:
+        await anyio.Path(path).unlink()
+        with pytest.raises(MetagpuError, match="another metagpu runs here already"):
+            async with controlled(tmp_path, HANDLERS):
+                pass
+
+    async with controlled(tmp_path, HANDLERS):
+        assert await asked(tmp_path, command="echo") == {"command": "echo"}
+
+
+async def test_what_others_put_in_the_sockets_place_stays(tmp_path: Path) -> None:
+    """The end of the block removes the socket that its beginning made, and no other file."""
+    async with controlled(tmp_path, HANDLERS) as path:
+        await anyio.Path(path).unlink()
+        await anyio.Path(path).write_text("theirs")
+
+    assert is_there(path)
+
+
+async def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+    """The operator reads one line that says which file, why, and what to do."""
+    await anyio.Path(tmp_path / "file").touch()
+
+    with pytest.raises(MetagpuError) as caught:
+        async with controlled(tmp_path / "file" / "run", HANDLERS):
+            pass
+    assert str(caught.value) == (
+        f"cannot make {tmp_path}/file/run: Not a directory; run as root or give --run-dir"
+    )
+
+
+async def test_a_socket_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+    """A run directory whose name leaves no room for a socket's path is told so."""
+    with pytest.raises(MetagpuError) as caught:
+        async with controlled(tmp_path / ("x" * 120), HANDLERS):
+            pass
+    assert str(caught.value) == (
+        f"cannot make {tmp_path / ('x' * 120) / SOCKET_NAME}: AF_UNIX path too long; run as root "
+        "or give --run-dir"
+    )
+
+
+def test_a_client_without_the_right_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may not open the socket is not sent to start a daemon that runs."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(MetagpuError) as caught:
+        ask(tmp_path, {"command": "status"})
+    assert str(caught.value) == f"only root may ask the daemon on {tmp_path / SOCKET_NAME}"
+
+
+def test_a_client_waits_for_a_silent_daemon_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that takes the request and hangs is told as such."""
+    monkeypatch.setattr("metagpu.plugins.control._ANSWER_DEADLINE", 0.05)
+
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / SOCKET_NAME))
+        silent.listen()
+        with pytest.raises(MetagpuError) as caught:
+            ask(tmp_path, {"command": "status"})
+    assert str(caught.value) == (
+        f"the daemon on {tmp_path / SOCKET_NAME} did not answer within 0.05 s"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ pools:
 @asynccontextmanager
 async def endpoint(it: Node, resource: str) -> AsyncIterator[v1beta1.DevicePluginStub]:
     """Call our endpoint of a resource as the kubelet would, beside it."""
-    # A long path leaves room for the beginning of the name only.
-    [socket] = [path for path in it.sockets() if path.name.startswith(f"metagpu-{resource[:5]}")]
+    name = f"metagpu-{resource.replace('/', '_')}-"
+    [socket] = [path for path in it.sockets() if path.name.startswith(name)]
 
     async with Channel(path=str(socket)) as channel:
         yield v1beta1.DevicePluginStub(channel)

@@ -1,0 +1,141 @@
+"""The health watch on a driver that is told what to answer: what is told, and how often."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+
+from metagpu.core import health
+from metagpu.core.driver import (
+    Condition,
+    DriverEvent,
+    EccError,
+    GpuProcess,
+    RecoveryAction,
+    Survey,
+    Xid,
+)
+from metagpu.core.errors import DriverTimeout, MetagpuError
+from metagpu.core.health import HealthWatch
+from metagpu.core.model import GpuId
+from metagpu.core.registry import Registry
+from tests.build import gpu
+from tests.heard import heard
+
+Answer = Sequence[DriverEvent] | DriverTimeout
+
+
+@dataclass
+class Told:
+    """A driver of one GPU that gives these events, then none; `asked` is set at their end."""
+
+    answers: list[Answer] = field(default_factory=list)
+    during_check: Callable[[], Awaitable[None]] | None = None
+    asked: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def overdue(self) -> Sequence[str]:
+        """Nothing hangs."""
+        return ()
+
+    def session(self) -> AbstractAsyncContextManager[None]:
+        """Open nothing."""
+        return nullcontext()
+
+    async def survey(self) -> Survey:
+        """Find the one GPU."""
+        return Survey((gpu(0),))
+
+    async def condition(self, gpu: GpuId) -> Condition:  # noqa: ARG002
+        """Find nothing wrong."""
+        if self.during_check is not None:
+            await self.during_check()
+        return Condition(memory_used=0, recovery_action=RecoveryAction.NONE)
+
+    async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:  # noqa: ARG002
+        """Find none."""
+        return ()
+
+    async def events(self) -> Sequence[DriverEvent]:
+        """Give the next answer."""
+        if not self.answers:
+            self.asked.set()
+            await anyio.sleep_forever()
+        answer = self.answers.pop(0)
+        if isinstance(answer, DriverTimeout):
+            raise answer
+        return answer
+
+
+async def news(*answers: Answer) -> list[dict[str, object]]:
+    """Let a watch hear all this; give what it logged of it."""
+    driver = Told(list(answers))
+    watch = HealthWatch(driver, Registry())
+
+    with heard(health) as logs:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch.run)
+            with anyio.fail_after(10):
+                await driver.asked.wait()
+            group.cancel_scope.cancel()
+    return [dict(entry) for entry in logs]
+
+
+async def test_a_lack_of_events_is_told_once_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NVML that goes on failing costs one line; once it worked, the next failure is news."""
+    monkeypatch.setattr(health, "BACK_OFF", 0.0)
+    hangs, other = DriverTimeout("hangs"), DriverTimeout("other")
+
+    logs = await news(hangs, hangs, other, hangs, [], hangs)
+
+    assert [entry["error"] for entry in logs] == ["hangs", "other", "hangs"]
+
+
+async def test_corrected_memory_errors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's first is told at once, those of the next minute with the first one after it."""
+    now = 1000.0
+    monkeypatch.setattr(anyio, "current_time", lambda: now)
+    watch = HealthWatch(Told(), Registry())
+
+    with heard(health) as logs:
+        for now in (1000.0, 1001.0, 1059.0, 1060.0, 1061.0):  # noqa: B007 - the clock reads it
+            watch._hear(EccError(gpu(0).id, double_bit=False))
+        watch._hear(EccError(gpu(1).id, double_bit=False))
+
+    assert [(entry["gpu"], entry["times"]) for entry in logs] == [
+        (gpu(0).id, 1),
+        (gpu(0).id, 3),
+        (gpu(1).id, 1),
+    ]
+
+
+async def test_what_is_not_corrected_is_told_each_time() -> None:
+    """An uncorrected memory error is never only counted."""
+    fatal = EccError(gpu(0).id, double_bit=True)
+    logs = await news([fatal], [fatal])
+
+    assert [entry["event"] for entry in logs].count("NVML reports") == 2
+
+
+async def test_a_fault_during_an_acknowledgement_is_kept() -> None:
+    """An operator's word is about the faults before it: a new one keeps the GPU out."""
+    driver = Told()
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+    watch._hear(Xid(gpu(0).id, 79))
+
+    async def fault() -> None:
+        watch._hear(Xid(gpu(0).id, 95))
+
+    driver.during_check = fault
+    with pytest.raises(MetagpuError, match="had a new fault during its check"):
+        await watch.acknowledge(gpu(0).id)
+    assert not watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+    driver.during_check = None
+    await watch.acknowledge(gpu(0).id)
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
