@@ -82,7 +82,7 @@ class LeasesObserved:
 
     holders: Mapping[ShareId, Holder]
     at: float
-    patience: float = 300.0
+    patience: float = 20.0
     resources: Mapping[ShareId, ResourceName] = field(default_factory=dict)
 
 

@@ -163,7 +163,7 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
     ("observed what is known", NODE, LeasesObserved({}, at=9)),
     ("observed an unknown GPU", NODE, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
-    ("observed a grant too early", LEASED, LeasesObserved({}, at=309.9)),
+    ("observed a grant too early", LEASED, LeasesObserved({}, at=29.9)),
 ]
 
 
@@ -327,10 +327,10 @@ def test_a_new_holder_takes_over_the_lease() -> None:
 
 def test_a_grant_that_never_shows_up_expires() -> None:
     """A grant that the kubelet does not name after its patience is over ends."""
-    snapshot, news = reduce(LEASED, LeasesObserved({}, at=310))
+    snapshot, news = reduce(LEASED, LeasesObserved({}, at=30))
 
     assert leases(snapshot) == {}
-    assert news == (SharesReleased(A_SHARES[:2], at=310),)
+    assert news == (SharesReleased(A_SHARES[:2], at=30),)
 
 
 def test_an_old_answer_says_nothing_of_a_young_lease() -> None:
