@@ -40,7 +40,10 @@ class WholeBackend(Backend):
         return (self._resource,)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
-        """Leave a GPU in one piece."""
+        """Leave a GPU in one piece; one in MIG mode is not given: CUDA sees its instances only."""
+        if gpu.mig_enabled:
+            return ()
+
         return [
             Share(
                 id=ShareId(gpu.id),
