@@ -1,9 +1,96 @@
-"""The machine beside its GPUs: what stands in its file system."""
+"""The machine beside its GPUs: what stands in its file system, and its processes."""
 
+import os
+import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from metagpu.core.companions import Process
+
+_STATE, _BEGAN = 0, 19
+"""Fields of /proc/PID/stat behind the name: see proc_pid_stat(5), fields 3 and 22."""
+_GONE: Final = ("Z", "X", "x")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process that runs: which it is, and what it was started as."""
+
+    process: Process
+    arguments: tuple[str, ...]
+    env: frozenset[str]
 
 
 def device_nodes(dev_root: Path | None = None) -> frozenset[str]:
     """List NVIDIA's device nodes, as paths seen from `dev_root` (the host's root by default)."""
     root = dev_root or Path("/")
     return frozenset(f"/dev/{node.name}" for node in (root / "dev").glob("nvidia*"))
+
+
+def running(pid: int) -> Running | None:
+    """Read what the process of a number is; `None` if none runs or it may not be read."""
+    folder = Path("/proc") / str(pid)
+
+    try:
+        began = _began(pid)
+        arguments = _strings(folder / "cmdline")
+        env = frozenset(_strings(folder / "environ"))
+        if began is None or _began(pid) != began:
+            return None  # the number went to another process while we read
+    except OSError:
+        return None
+    return Running(Process(pid, began), arguments, env)
+
+
+def opened(process: Process) -> int | None:
+    """Open a descriptor of exactly this process; `None` if it has ended.
+
+    It is readable once the process has ended, and a signal sent through it reaches nobody else.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+
+    # What the descriptor stands for cannot change any more: so look now who that is.
+    if _began(process.pid) != process.began:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def kill(descriptor: int) -> None:
+    """Send SIGKILL to the process that a descriptor stands for; one that has ended is no matter.
+
+    Raises:
+        OSError: if we may not.
+    """
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def buried(process: Process) -> None:
+    """Take note of the end of a process that was left to us, as orphans are to PID 1."""
+    try:
+        os.waitpid(process.pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _began(pid: int) -> int | None:
+    """Read when the process of a number began; `None` if it has ended."""
+    try:
+        stat = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The name stands in brackets and may have brackets and spaces in it.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[_STATE] in _GONE else int(fields[_BEGAN])
+
+
+def _strings(file: Path) -> tuple[str, ...]:
+    text = file.read_bytes().decode(errors="surrogateescape")
+    return tuple(text.split("\0")[:-1])

@@ -1,0 +1,143 @@
+"""Speaks to an MPS control daemon: one command, one run of NVIDIA's program, one deadline.
+
+The commands are those of `nvidia-cuda-mps-control(1)`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from metagpu.core.companions import Companion, Companions
+from metagpu.core.errors import ToolError
+from metagpu.core.model import GpuId
+
+PROGRAM: Final = "nvidia-cuda-mps-control"
+PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
+_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
+_SHM: Final = Path("/dev/shm")  # noqa: S108 - where MPS has its shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """What one GPU's control daemon has to itself, below the run directory."""
+
+    home: Path
+
+    @property
+    def pipes(self) -> Path:
+        """Where clients find it: its sockets and the file with its number."""
+        return self.home / "pipe"
+
+    @property
+    def logs(self) -> Path:
+        """Where it and its servers write what they do."""
+        return self.home / "log"
+
+    @property
+    def shm(self) -> Path:
+        """What it and its clients see as /dev/shm."""
+        return self.home / "shm"
+
+    @property
+    def pid_file(self) -> Path:
+        """The file with its number; it removes it when it quits."""
+        return self.pipes / "nvidia-cuda-mps-control.pid"
+
+    @property
+    def mode_file(self) -> Path:
+        """The compute mode to put back, while we have set another."""
+        return self.home / "compute-mode"
+
+
+def control_daemon(gpu: GpuId, folders: Folders) -> Companion:
+    """Describe the control daemon of one GPU: in the foreground, blind for all other GPUs."""
+    env: Mapping[str, str] = {
+        "CUDA_VISIBLE_DEVICES": gpu,
+        PIPES: str(folders.pipes),
+        _LOGS: str(folders.logs),
+    }
+    return Companion(PROGRAM, ("-f",), env, folders.logs / "output.log", {_SHM: folders.shm})
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The commands to one control daemon.
+
+    Attributes:
+        deadline: seconds for each.
+    """
+
+    companions: Companions
+    daemon: Companion
+    deadline: float
+
+    async def probe(self) -> None:
+        """See whether it answers, with sense.
+
+        Raises:
+            ToolError: if not.
+        """
+        command = "get_default_active_thread_percentage"
+        answer = await self._ask(command)
+        try:
+            float(answer)
+        except ValueError:
+            raise _senseless(command, answer) from None
+
+    async def servers(self) -> Sequence[int]:
+        """List its servers: none before the first client, and then one for each user.
+
+        Raises:
+            ToolError: if it does not answer, or without sense.
+        """
+        return await self._numbers("get_server_list")
+
+    async def status(self, server: int) -> str:
+        """Give what a server is, such as `ACTIVE` or `FAULT`.
+
+        Raises:
+            ToolError: if it does not answer.
+        """
+        return await self._ask(f"get_server_status {server}")
+
+    async def clients(self) -> Sequence[int]:
+        """List the processes that are clients of any of its servers.
+
+        Raises:
+            ToolError: if it does not answer, or without sense.
+        """
+        servers = await self.servers()
+        return [
+            pid for server in servers for pid in await self._numbers(f"get_client_list {server}")
+        ]
+
+    async def shut_down(self, server: int) -> None:
+        """Let a server end once it has no clients; another is started when there is a new one.
+
+        Raises:
+            ToolError: if it does not answer.
+        """
+        await self._ask(f"shutdown_server {server}")
+
+    async def quit(self) -> None:
+        """Let it end with its servers, once these have no clients; it takes new ones no more.
+
+        Raises:
+            ToolError: if it does not answer or does not end in time.
+        """
+        await self._ask("quit")
+
+    async def _ask(self, command: str) -> str:
+        return await self.companions.ask(self.daemon, f"{command}\n", self.deadline)
+
+    async def _numbers(self, command: str) -> Sequence[int]:
+        answer = await self._ask(command)
+        try:
+            return [int(line) for line in answer.split()]
+        except ValueError:
+            raise _senseless(command, answer) from None
+
+
+def _senseless(command: str, answer: str) -> ToolError:
+    return ToolError(f"it answered {command} with {answer[:80]!r}")
