@@ -70,9 +70,10 @@ class HostCompanions:
             return None
 
         # What a companion starts has its environment too, and other arguments.
-        expected, _ = await self.tools.command(companion.program, *companion.arguments)
-        names = [Path(found.arguments[0]).name, Path(expected[0]).name] if found.arguments else []
-        same = len(set(names)) == 1 and found.arguments[1:] == tuple(expected[1:])
+        program, *arguments = (await self.tools.command(companion.program, *companion.arguments))[0]
+        cut = len(found.arguments) - len(arguments)
+        names = {Path(argument).name for argument in found.arguments[: max(0, cut)]}
+        same = Path(program).name in names and list(found.arguments[cut:]) == arguments
         return found.process if same else None
 
     async def ask(self, companion: Companion, words: str, deadline: float) -> str:

@@ -4,6 +4,7 @@ The commands are those of `nvidia-cuda-mps-control(1)`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,7 @@ from metagpu.core.model import GpuId
 PROGRAM: Final = "nvidia-cuda-mps-control"
 PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
-_SHM: Final = Path("/dev/shm")  # noqa: S108 - where MPS has its shared memory
+SHM: Final = Path("/dev/shm")  # noqa: S108 - where MPS has its shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,50 @@ class Folders:
         """What it and its clients see as /dev/shm."""
         return self.home / "shm"
 
-    @property
-    def pid_file(self) -> Path:
-        """The file with its number; it removes it when it quits."""
-        return self.pipes / "nvidia-cuda-mps-control.pid"
+    def make(self) -> None:
+        """Make them where they are missing, with modes that let every user's client in.
+
+        Other users must be able to pass through the outer ones, since a server runs as the user of
+        its clients; nobody else needs to see whose they are.
+
+        Raises:
+            OSError: if they cannot be made.
+        """
+        for folder, mode in (
+            (self.home.parent, 0o711),
+            (self.home, 0o711),
+            (self.pipes, 0o755),
+            (self.logs, 0o755),
+            (self.shm, 0o1777),
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(mode)
+
+    def pid(self) -> int | None:
+        """Read the number that the control daemon wrote down; `None` if there is none."""
+        try:
+            return int((self.pipes / "nvidia-cuda-mps-control.pid").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+
+    def note_mode(self, mode: str) -> None:
+        """Note the compute mode to put back, unless one is noted already."""
+        with suppress(FileExistsError), self._mode.open("x", encoding="ascii") as file:
+            file.write(mode)
+
+    def noted_mode(self) -> str | None:
+        """Read the compute mode to put back; `None` if there is none."""
+        try:
+            return self._mode.read_text(encoding="ascii")
+        except OSError:
+            return None
+
+    def forget_mode(self) -> None:
+        """Forget the compute mode: it was put back."""
+        self._mode.unlink(missing_ok=True)
 
     @property
-    def mode_file(self) -> Path:
-        """The compute mode to put back, while we have set another."""
+    def _mode(self) -> Path:
         return self.home / "compute-mode"
 
 
@@ -57,7 +94,7 @@ def control_daemon(gpu: GpuId, folders: Folders) -> Companion:
         PIPES: str(folders.pipes),
         _LOGS: str(folders.logs),
     }
-    return Companion(PROGRAM, ("-f",), env, folders.logs / "output.log", {_SHM: folders.shm})
+    return Companion(PROGRAM, ("-f",), env, folders.logs / "output.log", {SHM: folders.shm})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +138,13 @@ class Control:
         """
         return await self._ask(f"get_server_status {server}")
 
-    async def clients(self) -> Sequence[int]:
-        """List the processes that are clients of any of its servers.
+    async def clients(self, server: int) -> Sequence[int]:
+        """List the processes that are clients of a server.
 
         Raises:
             ToolError: if it does not answer, or without sense.
         """
-        servers = await self.servers()
-        return [
-            pid for server in servers for pid in await self._numbers(f"get_client_list {server}")
-        ]
+        return await self._numbers(f"get_client_list {server}")
 
     async def shut_down(self, server: int) -> None:
         """Let a server end once it has no clients; another is started when there is a new one.

@@ -145,5 +145,5 @@ def _silent(watch: Watch, look: Look, timing: Timing) -> Decision:
 
 
 def _pause(ends: int, timing: Timing) -> float:
-    # No power is taken of a count that grows for ever.
-    return min(timing.first_pause * 2 ** min(ends, 30), timing.longest_pause)
+    doublings = min(ends, 30)  # the count grows for ever, the pause does not
+    return min(timing.first_pause * float(1 << doublings), timing.longest_pause)

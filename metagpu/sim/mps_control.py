@@ -131,7 +131,7 @@ class Control:
             return
         self._answer(asker, self._do(command, words))
 
-    def _do(  # noqa: C901 - one case for each command
+    def _do(  # noqa: C901, PLR0912 - one case for each command
         self, command: str, words: list[str]
     ) -> str:
         server = None if self._server is None else str(self._server[0])
