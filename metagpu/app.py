@@ -11,9 +11,11 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
+from metagpu.companions import HostCompanions
 from metagpu.core import config as configuration
 from metagpu.core import report
 from metagpu.core.backend import Backend, installed_backends
+from metagpu.core.companions import Companions
 from metagpu.core.driver import Driver
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import GpusFound
@@ -53,6 +55,7 @@ class Agent:
         config_file: read at start and at every reload; `None` means the defaults.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
+        companions: likewise those that run for long.
     """
 
     config_file: Path | None
@@ -61,6 +64,7 @@ class Agent:
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
+    companions: Companions | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -69,7 +73,9 @@ class Agent:
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
-        self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
+        own = HostTools(tuple(roots))
+        tools, companions = self.tools or own, self.companions or HostCompanions(own)
+        self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -129,7 +135,9 @@ class Agent:
             nodes = await to_thread.run_sync(host.device_nodes, root)
             config = config or self.config
             gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-            layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
+            run_dir = str(self.places.run.absolute())
+            injection = Injection(dev_root=str(root or ""), present=nodes, run_dir=run_dir)
+            layout = lay_out(config, gpus, injection)
             wire.check_size(layout, config.file)
 
             self._nodes, self.config, self.layout = nodes, config, layout

@@ -323,7 +323,7 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
-    from metagpu.sim.tools import SimulatedTools
+    from metagpu.sim.tools import SimulatedTools, simulated_companions
 
     node = simulated(simulate)
     return Agent(
@@ -332,6 +332,7 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        companions=simulated_companions(),
     )
 
 

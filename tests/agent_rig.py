@@ -16,7 +16,7 @@ from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -99,7 +99,13 @@ async def agent_at_work(
     node = simulated(boards)
     if not drivers:
         node.fail_driver()
-    agent = Agent(config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools())
+    agent = Agent(
+        config_file,
+        Nvml(Library(node)),
+        places,
+        tools=tools or SimulatedTools(),
+        companions=simulated_companions(),
+    )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 
     async with (

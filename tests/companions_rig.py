@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError
 from metagpu.core.model import GpuId
 from metagpu.sim.tools import simulated_companions
+from tests.waiting import until
 
 COMPANIONS = simulated_companions()
 
@@ -54,14 +55,14 @@ class StandIn:
 
     async def answers(self) -> None:
         """Wait for its first answer."""
-        with anyio.fail_after(10):
-            while True:
-                try:
-                    await self.control.probe()
-                except ToolError:
-                    await anyio.sleep(0.01)
-                else:
-                    return
+
+        async def is_so() -> bool:
+            with suppress(ToolError):
+                await self.control.probe()
+                return True
+            return False
+
+        await until(is_so)
 
     async def gone(self) -> None:
         """End it, by force, if it still runs."""

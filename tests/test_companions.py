@@ -17,6 +17,7 @@ from metagpu.core.errors import ToolError, ToolMissing
 from metagpu.tools import HostTools
 from tests.companions_rig import COMPANIONS, running, stand_in
 from tests.test_tools import program
+from tests.waiting import until
 
 HERE = os.getpid()
 
@@ -34,9 +35,11 @@ def sleeper(folder: Path, text: str = "time.sleep(60)") -> Companion:
 
 async def said(companion: Companion, word: str) -> None:
     """Wait until a companion has said a word."""
-    with anyio.fail_after(10):
-        while word not in await anyio.Path(companion.output).read_text():
-            await anyio.sleep(0.01)
+
+    async def is_so() -> bool:
+        return word in await anyio.Path(companion.output).read_text()
+
+    await until(is_so)
 
 
 HOST = HostCompanions(HostTools(roots=()))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar, Final
 
-from metagpu.backends.fraction_placement import Placement, Seat, gather, place, splits
+from metagpu.backends.placement import Placement, Seat, gather, place, splits
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import FractionSplit
 from metagpu.core.injection import memory_mib

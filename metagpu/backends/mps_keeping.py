@@ -206,6 +206,7 @@ class _Keeping:
             await to_thread.run_sync(self._folders.note_mode, mode.name)
             await self._served.set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
         except DriverError as error:
+            await to_thread.run_sync(self._folders.forget_mode)
             self._log.warning("the GPU is not kept for MPS clients alone", error=str(error))
 
     async def _put_back(self) -> None:

@@ -10,6 +10,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from metagpu.core.backend import Backend
+from metagpu.core.companions import Companions
 from metagpu.core.driver import ComputeMode, Driver, GpuProcess
 from metagpu.core.facts import (
     BackendResumed,
@@ -55,6 +56,7 @@ class _Served:
     """The `core.served.ServedGpu` of a serve."""
 
     tools: Tools
+    companions: Companions
     _kept: _Kept
     _registry: Registry
     _driver: Driver
@@ -121,11 +123,13 @@ class Keeper:
         registry: Registry,
         driver: Driver,
         tools: Tools,
+        companions: Companions,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._driver = driver
         self._tools = tools
+        self._companions = companions
         self._clock = clock
         self._cuts: tuple[Cut, ...] = ()
         self._kept: list[_Kept] = []
@@ -207,7 +211,9 @@ class Keeper:
         self._changed.set()
 
     async def _serve(self, it: _Kept) -> None:
-        served = _Served(self._tools, it, self._registry, self._driver, self._clock)
+        served = _Served(
+            self._tools, self._companions, it, self._registry, self._driver, self._clock
+        )
         backend, pause = it.cut.backend, FIRST_PAUSE
 
         try:

@@ -23,7 +23,7 @@ from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
 
 BOARDS: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
@@ -109,7 +109,13 @@ async def _play(folder: Path) -> dict[str, Any]:
 async def _scene(folder: Path) -> AsyncIterator[Scene]:
     places = Places(folder / "device-plugins", folder / "pod-resources.sock", folder)
     node = simulated(BOARDS)
-    agent = Agent(None, Nvml(Library(node)), places, tools=SimulatedTools())
+    agent = Agent(
+        None,
+        Nvml(Library(node)),
+        places,
+        tools=SimulatedTools(),
+        companions=simulated_companions(),
+    )
     kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:

@@ -131,25 +131,14 @@ class Control:
             return
         self._answer(asker, self._do(command, words))
 
-    def _do(  # noqa: C901, PLR0912 - one case for each command
-        self, command: str, words: list[str]
-    ) -> str:
-        server = None if self._server is None else str(self._server[0])
+    def _do(self, command: str, words: list[str]) -> str:
         answer = f"Unknown command: {command}"
 
         match command, words:
             case "get_server_list", []:
-                answer = server or ""
-            case (("get_client_list" | "get_server_status" | "shutdown_server"), [pid, *_]):
-                if pid != server:
-                    answer = f"Server {pid} not found"
-                elif command == "get_server_status":
-                    answer = "ACTIVE"
-                elif command == "get_client_list":
-                    answer = "\n".join(map(str, self._clients.values()))
-                else:
-                    answer = ""
-                    self._stop_server()
+                answer = str(self._server[0]) if self._server else ""
+            case (("get_client_list" | "get_server_status"), [pid]):
+                answer = self._tell_of_server(command, pid)
             case "shutdown_server", [pid] if self._server and pid == str(self._server[0]):
                 answer = ""
                 if not self._clients:

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
-from metagpu.backends.fraction_placement import Placement
+from metagpu.backends.placement import Placement
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import DEFAULT, Config, Health, Selector, load, parse
 from metagpu.core.errors import ConfigError
