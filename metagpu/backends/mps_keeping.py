@@ -21,6 +21,7 @@ from metagpu.backends.mps_supervisor import (
 from metagpu.core.companions import Process
 from metagpu.core.driver import ComputeMode
 from metagpu.core.errors import DriverError, ToolError, ToolMissing
+from metagpu.core.model import GpuState
 from metagpu.core.served import ServedGpu
 
 LEAVE_DEADLINE: Final = 10.0
@@ -62,6 +63,7 @@ class _Keeping:
         self._control = Control(served.companions, self._daemon, timing.deadline)
         self._process: Process | None = None
         self._servers: frozenset[int] = frozenset()
+        self._looked = anyio.Event()
         self._log = log.bind(gpu=str(served.gpu))
 
     async def supervise(self) -> None:
@@ -77,19 +79,23 @@ class _Keeping:
                 decision = await self._start(decision)
             watch = decision.watch
             await self._do(decision)
+            self._looked.set()
             await self._wait(decision.wait)
 
     async def follow_owner(self) -> None:
         """Let MPS alone use the GPU while containers hold shares of it, and give it back clean."""
         served = self._served
-        if served.state.owner != served.backend:
-            await self._put_back_what_was_left()
+        await self._looked.wait()
+        await self._put_back_what_was_left()
 
         while True:
-            await served.until(lambda state: state.owner == served.backend)
+            # A GPU that was reset has forgotten its mode: it is looked at again when it recovers.
+            await served.until(lambda state: self._mine(state) and state.verdict.healthy)
             await self._make_exclusive()
             await served.until(
-                lambda state: state.owner != served.backend or served.backend in state.cleaning
+                lambda state: (
+                    not self._mine(state) or not state.verdict.healthy or self._dirty(state)
+                )
             )
             if (since := served.since_last_lease) is not None:
                 await self._clean(since)
@@ -195,6 +201,12 @@ class _Keeping:
             return True
         return not pids <= self._servers
 
+    def _mine(self, state: GpuState) -> bool:
+        return state.owner == self._served.backend
+
+    def _dirty(self, state: GpuState) -> bool:
+        return self._served.backend in state.cleaning
+
     # --- the GPU --------------------------------------------------------------------------------
 
     async def _make_exclusive(self) -> None:
@@ -218,10 +230,11 @@ class _Keeping:
             await to_thread.run_sync(self._folders.forget_mode)
 
     async def _put_back_what_was_left(self) -> None:
-        """Put back what a daemon that was killed had set; MPS does not have the GPU now."""
+        """Put back what a daemon that was killed had set, unless MPS has the GPU still."""
         try:
-            await self._put_back()
-        except DriverError as error:
+            if not self._mine(self._served.state) and not await self._clients():
+                await self._put_back()
+        except (ToolError, DriverError) as error:
             self._log.warning("the compute mode was not put back", error=str(error))
 
     async def _clean(self, since: float) -> None:
@@ -256,6 +269,8 @@ class _Keeping:
         return f"processes {_listed(pids)}" if pids else ""
 
     async def _clients(self) -> Sequence[int]:
+        if self._process is None:
+            return []
         servers = await self._control.servers()
         return [pid for server in servers for pid in await self._control.clients(server)]
 

@@ -17,6 +17,7 @@ from metagpu.backends.mps_supervisor import Timing
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Process
 from metagpu.core.driver import ComputeMode
+from metagpu.core.facts import GpuFaulted, GpuRecovered
 from metagpu.core.injection import Injection
 from metagpu.core.model import MIB, GpuState
 from metagpu.sim.node import SimProcess
@@ -358,6 +359,21 @@ async def test_a_gpu_that_is_used_again_is_not_given_back(tmp_path: Path) -> Non
 
         assert it.care.state().owner == "mps"
         assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
+
+
+async def test_a_reset_gpu_is_made_exclusive_again(tmp_path: Path) -> None:
+    """A reset makes a GPU forget its mode; with its recovery it is for clients alone again."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        it.care.grant(it.care.share("mps"))
+        await it.mode(EXCLUSIVE)
+        gpu = it.care.gpus[0].id
+        it.care.registry.apply(GpuFaulted(gpu, "XID 79", at=1.0))
+        it.care.node.gpus[0].compute_mode = DEFAULT
+        await it.care.settled()
+        it.care.registry.apply(GpuRecovered(gpu, "it passed its checks", at=2.0))
+
+        await it.mode(EXCLUSIVE)
 
 
 # --- ends and new beginnings --------------------------------------------------------------------
