@@ -94,6 +94,7 @@ async def test_claimed_and_given_back(tmp_path: Path, monkeypatch: pytest.Monkey
             return it.node.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
         await until(exclusive)
+        await it.told()
 
         await it.kubelet.delete(pod)
         await it.until(1, 1, WHOLE)
