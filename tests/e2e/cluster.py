@@ -141,18 +141,18 @@ class Cluster:
             self.daemon.start()
         self.await_amounts(ALL_SHARES, ALL_SHARES)
 
-    def await_amounts(self, capacity: int, allocatable: int) -> None:
-        """Wait until the node has these amounts of the resource."""
+    def await_amounts(self, capacity: int, allocatable: int, resource: str = RESOURCE) -> None:
+        """Wait until the node has these amounts of a resource."""
 
         def probe() -> bool:
             if allocatable:
                 self.daemon.require_alive()
-            seen = self.node.resource(RESOURCE)
+            seen = self.node.resource(resource)
             if seen != (capacity, allocatable):
                 raise RigError(f"capacity and allocatable are {seen}")
             return True
 
-        wait_for(f"{capacity} {RESOURCE}, {allocatable} allocatable", probe, within_s=AMOUNTS_S)
+        wait_for(f"{capacity} {resource}, {allocatable} allocatable", probe, within_s=AMOUNTS_S)
 
     def await_running(self) -> None:
         """Wait until every pod of the namespace runs."""

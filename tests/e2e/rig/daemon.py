@@ -1,6 +1,7 @@
 """The metagpu daemon as a process of the host, beside the kubelet, with simulated GPUs."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -46,6 +47,11 @@ class Daemon:
             device = folder / name
             os.mknod(device, stat.S_IFCHR, NULL_DEVICE)
             device.chmod(0o666)  # mknod's own mode is cut by the umask
+
+    def configure(self, configuration: str | None = None) -> None:
+        """Have the running daemon take another configuration, or its own again."""
+        self._configuration.write_text(configuration or self._configuration_text)
+        self._program.notify(signal.SIGHUP)
 
     @property
     def alive(self) -> bool:
