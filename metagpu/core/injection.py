@@ -10,11 +10,11 @@ from metagpu.core.model import (
     MIB,
     DeviceNode,
     Gpu,
-    GpuId,
     Grant,
     Mount,
     Share,
     Snapshot,
+    by_gpu,
 )
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
@@ -96,10 +96,7 @@ class Injection:
 
     def grant_shares(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPUs of some shares, and say how much memory of each the shares stand for."""
-        held: dict[GpuId, list[Share]] = {}
-        for share in dict.fromkeys(shares):
-            held.setdefault(share.gpu, []).append(share)
-
+        held = by_gpu(shares)
         gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
         base = self.grant(gpus)
         memory = ",".join(f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus)
@@ -118,7 +115,7 @@ class Injection:
 def memory_mib(shares: Sequence[Share]) -> int:
     """Say how much memory shares of one GPU are together, whichever pool cut it."""
     # Each was cut a part of a byte short: thirty hundredths of 40960 MiB are 12288, not 12287.
-    return sum(share.memory + 1 for share in shares) // MIB
+    return (sum([share.memory for share in shares]) + len(shares)) // MIB
 
 
 def _annotation(names: Sequence[str]) -> dict[str, str]:
