@@ -79,7 +79,6 @@ class Agent:
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
-        self._laid_out = anyio.Event()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -149,7 +148,6 @@ class Agent:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
         await self._lay_out()
-        self._laid_out.set()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
 
@@ -179,8 +177,7 @@ class Agent:
             log.error("new GPUs are not offered", error=str(error))
 
     async def _leases(self) -> None:
-        # What is held before anything is on offer would be taken for another plugin's for good.
-        await self._laid_out.wait()
+        await self.health.surveyed.wait()
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:

@@ -1,17 +1,15 @@
 """The agent as a whole, from NVML to the kubelet: what breaks, what comes back, what stays."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
 
-from metagpu import app, host
+from metagpu import app
 from metagpu.core import health
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
-from metagpu.core.facts import GpuRecovered, LeasesObserved, SharesReleased
+from metagpu.core.facts import GpuRecovered, SharesReleased
 from metagpu.core.model import ResourceName
 from metagpu.core.report import hindrance
 from metagpu.plugins import podresources
@@ -386,40 +384,6 @@ async def test_restarted_daemon_knows_who_holds_what(tmp_path: Path) -> None:
             await it.settles(lambda now: any(gpu.leases for gpu in now.gpus.values()))
 
             assert sorted(len(it.state(n).leases) for n in range(2)) == [5, 10]
-
-
-async def test_a_quick_kubelet_is_heard_after_the_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is held is known by its share, also when the kubelet tells it before we are laid out."""
-    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
-    told = threading.Event()
-    ask, nodes = podresources.observed, host.device_nodes
-
-    async def observed(socket: Path, clock: Callable[[], float]) -> LeasesObserved:
-        fact = await ask(socket, clock)
-        told.set()
-        return fact
-
-    def slow(root: Path | None) -> frozenset[str]:
-        told.wait(0.5)  # the kubelet could have told by now
-        return nodes(root)
-
-    async with kubelet.running():
-        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await kubelet.admit(Pod.single("train", {METAGPU: 5}))
-
-        monkeypatch.setattr(podresources, "observed", observed)
-        monkeypatch.setattr(host, "device_nodes", slow)
-        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-            await it.told()
-            await it.settles(lambda now: any(gpu.leases for gpu in now.gpus.values()))
-
-            assert {gpu.owner for gpu in it.agent.registry.snapshot.gpus.values()} == {
-                "fraction",
-                None,
-            }
 
 
 async def test_recovery_is_news(tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ from metagpu.backends.placement import Placement, Seat, gather, place
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneGpuOnly, TooManyClients
 from metagpu.core.injection import memory_mib
-from metagpu.core.model import MIB, Gpu, GpuId, GpuState, Grant, Mount, Share, ShareId, Snapshot
+from metagpu.core.model import (
+    MIB,
+    Gpu,
+    GpuId,
+    GpuState,
+    Grant,
+    Mount,
+    Share,
+    ShareId,
+    Snapshot,
+    by_gpu,
+)
 from metagpu.core.served import ServedGpu
 from metagpu.core.units import Bytes
 
@@ -118,7 +129,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
         snapshot: Snapshot,
     ) -> Sequence[Share]:
         """Choose units of one GPU that takes another client; others come last."""
-        must = _by_gpu(required)
+        must = by_gpu(required)
         seats = [
             Seat(
                 snapshot.gpus[gpu].gpu,
@@ -126,7 +137,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
                 free,
                 frozenset(must.get(gpu, ())),
             )
-            for gpu, free in _by_gpu([*available, *required]).items()
+            for gpu, free in by_gpu([*available, *required]).items()
         ]
         sound = [it for it in seats if it.required or self._takes_more(snapshot.gpus[it.gpu.id])]
         placed = place(size, sound, self.options.placement, largest=size)
@@ -140,7 +151,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             OneGpuOnly: saying what is free where.
             TooManyClients: saying how many there are.
         """
-        taken = _by_gpu(shares)
+        taken = by_gpu(shares)
         if len(taken) > 1:
             on_offer = snapshot.offers[self.resource].by_gpu
             chosen = {snapshot.gpus[gpu].gpu.index: len(those) for gpu, those in taken.items()}
@@ -159,8 +170,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPU, the way to its control daemon, and the part of it that the units are."""
         base = self.injection.grant_shares(shares, snapshot)
-        [gpu] = _by_gpu(shares)
-        count = len(set(shares))
+        [(gpu, held)] = by_gpu(shares).items()
         folders = self._folders(gpu)
 
         return replace(
@@ -168,9 +178,9 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             envs={
                 **base.envs,
                 PIPES: str(folders.pipes),
-                THREADS: str(max(1, 100 * count // self._parts)),
+                THREADS: str(max(1, 100 * len(held) // self._parts)),
                 # The container sees one GPU, so MPS knows it as number 0.
-                MEMORY: f"0={memory_mib(shares)}M",
+                MEMORY: f"0={memory_mib(held)}M",
             },
             mounts=(
                 *base.mounts,
@@ -202,14 +212,6 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
         """Count the containers on a GPU; one whose name is not known yet by when it came."""
         mine = [lease for lease in state.leases.values() if lease.share.backend == self.name]
         return len({lease.holder or lease.since for lease in mine})
-
-
-def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
-    found: dict[GpuId, list[Share]] = {}
-
-    for share in dict.fromkeys(shares):
-        found.setdefault(share.gpu, []).append(share)
-    return found
 
 
 def _told(by_index: Mapping[int, int]) -> str:
