@@ -140,5 +140,7 @@ def _spoken(words: str) -> int:
 
 
 def _failed(command: Sequence[str], words: str, problem: str) -> ToolError:
-    told = f"{shlex.join(command)} <<< {shlex.quote(words)}" if words else shlex.join(command)
+    told = (
+        f"{shlex.join(command)} <<< {shlex.quote(words.strip())}" if words else shlex.join(command)
+    )
     return ToolError(f"`{told}` {problem}")
