@@ -1,6 +1,7 @@
 """The composition root: from settings to a running agent."""
 
 import gc
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.companions import Companions
 from metagpu.core.driver import Driver
 from metagpu.core.errors import ConfigError
-from metagpu.core.facts import GpusFound
+from metagpu.core.facts import BackendResumed, GpusFound
 from metagpu.core.health import HealthWatch
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
@@ -101,6 +102,8 @@ class Agent:
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
 
+        What backends make ready before they offer it counts as ready.
+
         Raises:
             DriverError: if NVML cannot be used.
             ConfigError: if the configuration does not fit the GPUs.
@@ -108,6 +111,8 @@ class Agent:
         async with self.driver.session():
             await self.health.survey()
         await self._lay_out()
+        for cut in self.layout.cuts:
+            self.registry.apply(BackendResumed(cut.gpu.id, cut.backend.name, time.time()))
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""

@@ -9,11 +9,16 @@ from pathlib import Path
 import anyio
 import pytest
 
+from metagpu.app import Agent
 from metagpu.backends.mps_control import Folders
+from metagpu.core import report
 from metagpu.core.driver import ComputeMode
 from metagpu.core.model import GpuId
+from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
 from metagpu.sim.kubelet import AdmissionError, Pod
+from metagpu.sim.library import Library
+from metagpu.sim.spec import simulated
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.test_daemon import Daemon, command_line, daemon
@@ -103,6 +108,18 @@ async def test_claimed_and_given_back(tmp_path: Path, monkeypatch: pytest.Monkey
         await it.until(100, 0, MPS)
 
         assert "CUDA_MPS_PIPE_DIRECTORY" not in whole.envs
+
+
+async def test_what_would_be_offered_is_explained_as_ready(tmp_path: Path) -> None:
+    """`explain` starts no control daemon, and counts what one would serve."""
+    file = tmp_path / "metagpu.yaml"
+    await anyio.Path(file).write_text(MIXED)
+    agent = Agent(file, Nvml(Library(simulated("a100-40gb:1"))))
+    await agent.look()
+
+    told = report.explanation(agent.registry.snapshot, agent.layout)["resources"]
+    assert told[MPS] == {"capacity": 100, "allocatable": 100}
+    assert told[WHOLE] == {"capacity": 1, "allocatable": 1}
 
 
 async def test_a_daemon_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None:

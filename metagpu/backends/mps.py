@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
 
+import structlog
+
 from metagpu.backends.mps_control import PIPES, SHM, Folders
 from metagpu.backends.mps_keeping import keep
 from metagpu.backends.mps_supervisor import Timing
@@ -46,6 +48,8 @@ with CUDA 13.1 and newer."""
 
 THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
+log = structlog.get_logger()
 
 
 class MpsOptions(
@@ -191,6 +195,14 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
 
     async def serve(self, served: ServedGpu) -> None:
         """Keep a control daemon for the GPU, as long as there are clients or a pool wants it."""
+        most = self.clients(served.gpu)
+        if most < (self.options.replicas or 0):
+            log.warning(
+                "a GPU serves fewer clients than the pool has replicas; so many are offered",
+                gpu=str(served.gpu),
+                offered=most,
+                replicas=self.options.replicas,
+            )
         await keep(served, self._folders(served.gpu.id), self.timing)
 
     @property

@@ -10,6 +10,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
+from metagpu.backends import mps as mps_backend
 from metagpu.backends import mps_keeping
 from metagpu.backends.mps import MpsBackend
 from metagpu.backends.mps_control import Folders
@@ -256,6 +257,19 @@ async def test_a_missing_program_is_told(tmp_path: Path) -> None:
             "--dev-root (there is no nvidia-cuda-mps-control here; looked in PATH"
         )
         await scene.suspended("; it is tried again in 0.2 s")
+
+
+async def test_replicas_that_cannot_be_served_are_told(tmp_path: Path) -> None:
+    """A pool that asks for more than a GPU's architecture allows gets what there is, and a line."""
+    with heard(mps_backend) as logs:
+        text = ALONE.replace("unitsPerGpu: 10", "replicas: 60")
+        async with mps(tmp_path, text) as it:
+            await it.ready()
+            assert len(it.care.state().shares) == 48
+
+    [line] = logs
+    assert line["event"].startswith("a GPU serves fewer clients than the pool has replicas")
+    assert (line["offered"], line["replicas"]) == (48, 60)
 
 
 # --- who has the GPU ----------------------------------------------------------------------------
