@@ -17,7 +17,7 @@ from metagpu.tools import HostTools
 KILL_DEADLINE: Final = 5.0
 """Seconds until a process that was killed has to be gone; one that hangs in a driver is not."""
 
-_DETACHED: Final = 'output=$1; shift; "$@" </dev/null >>"$output" 2>&1 & echo $!'
+_DETACHED: Final = 'output=$1; shift; "$@" </dev/null >"$output" 2>&1 & echo $!'
 """For `sh -c`: leave a program behind and tell its number. What is in its place keeps the number:
 `unshare` and the inner `sh` are replaced by what they start.
 """
@@ -45,6 +45,7 @@ class HostCompanions:
             ToolError: if it could not be started, or has ended already.
         """
         command, own = await self.tools.command(companion.program, *companion.arguments)
+        path = _beside(Path(command[0]))
         if self.mounts:
             for place, folder in companion.mounts.items():
                 command = ["sh", "-c", _SEES, "sh", str(folder), str(place), *command]
@@ -55,12 +56,13 @@ class HostCompanions:
         printed = await self.tools.ask(
             "sh",
             *("-c", _DETACHED, "sh", str(companion.output), *command),
-            env={**own, **companion.env},
+            env={**own, "PATH": path, **companion.env},
             apart=True,
         )
         found = await to_thread.run_sync(host.running, int(printed))
         if found is None:
-            raise ToolError(f"`{companion.program}` ended at once: {await _last_line(companion)}")
+            words = await self.last_words(companion)
+            raise ToolError(f"`{companion.program}` ended at once: {words}")
         return found.process
 
     async def find(self, companion: Companion, pid: int) -> Process | None:
@@ -86,6 +88,14 @@ class HostCompanions:
         return await self.tools.ask(
             companion.program, words=words, env=companion.env, deadline=deadline
         )
+
+    async def last_words(self, companion: Companion) -> str:
+        """Read the last line of its output."""
+        try:
+            text = await anyio.Path(companion.output).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"{companion.output} cannot be read: {error.strerror}"
+        return next(iter(text.strip().splitlines()[-1:]), "it printed nothing")
 
     async def ended(self, process: Process) -> None:
         """Wait until a process has ended."""
@@ -121,9 +131,6 @@ class HostCompanions:
         await to_thread.run_sync(host.buried, process)
 
 
-async def _last_line(companion: Companion) -> str:
-    try:
-        text = await anyio.Path(companion.output).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"{companion.output} cannot be read: {error.strerror}"
-    return next(iter(text.strip().splitlines()[-1:]), "it printed nothing")
+def _beside(program: Path) -> str:
+    """Let a program find those that stand beside it, before the others."""
+    return os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])

@@ -64,6 +64,7 @@ class _Keeping:
         self._process: Process | None = None
         self._servers: frozenset[int] = frozenset()
         self._looked = anyio.Event()
+        self._adopted = False
         self._log = log.bind(gpu=str(served.gpu))
 
     async def supervise(self) -> None:
@@ -71,6 +72,7 @@ class _Keeping:
         watch = Watch()
         self._process = await self._found()
         if self._process is not None:
+            self._adopted = True
             self._log.info("MPS control daemon adopted", pid=self._process.pid)
 
         while True:
@@ -124,7 +126,8 @@ class _Keeping:
     async def _look(self) -> Look:
         now = anyio.current_time
         if self._process is None:
-            return Look(now(), running=False)
+            words = await self._served.companions.last_words(self._daemon)
+            return Look(now(), running=False, problem=words)
 
         try:
             await self._control.probe()
@@ -232,7 +235,8 @@ class _Keeping:
     async def _put_back_what_was_left(self) -> None:
         """Put back what a daemon that was killed had set, unless MPS has the GPU still."""
         try:
-            if not self._mine(self._served.state) and not await self._clients():
+            used = self._mine(self._served.state) or (self._adopted and await self._clients())
+            if not used:
                 await self._put_back()
         except (ToolError, DriverError) as error:
             self._log.warning("the compute mode was not put back", error=str(error))
@@ -280,7 +284,7 @@ def _listed(pids: Sequence[int]) -> str:
 
 
 def _how_to_mend(error: ToolError) -> str:
-    if isinstance(error, ToolMissing):
+    if isinstance(error, ToolMissing) and PROGRAM in str(error):
         return (
             f"MPS needs {PROGRAM} of the driver's utilities: install them, or let the daemon's "
             f"container have them through the `utility` capability of NVIDIA's runtime or "

@@ -36,7 +36,8 @@ class Look:
 
     Attributes:
         running: whether the control daemon's process is there.
-        problem: why its answer to the probe was none; empty if it was good.
+        problem: why its answer to the probe was none, empty if it was good; of one that does not
+            run, what it said last.
         fault: why its servers take no clients for now, as they say; empty if they do.
         used: whether anybody may be its client. It is never ended while that is so.
     """
@@ -115,9 +116,8 @@ def _absent(watch: Watch, look: Look, timing: Timing) -> Decision:
     if watch.since is not None:
         steady = watch.answered and look.at - watch.since >= timing.steady
         ends = 0 if steady else watch.ends
-        return not_started(
-            replace(watch, ends=ends), look.at, "the MPS control daemon ended", timing
-        )
+        problem = f"the MPS control daemon ended ({look.problem})"
+        return not_started(replace(watch, ends=ends), look.at, problem, timing)
 
     if look.at < watch.start_at:
         return Decision(Step.STAY, watch, watch.start_at - look.at)

@@ -14,7 +14,7 @@ class Companion:
         program: its name, as `core.tools.Tools` knows programs.
         arguments: the end of its command line.
         env: what is added to the environment; no other program is started with all of it.
-        output: the file that what it prints is added to.
+        output: the file that has what it printed, since it was started last.
         mounts: folders of the host, by the folders in whose place it sees them.
     """
 
@@ -60,6 +60,10 @@ class Companions(Protocol):
             ToolMissing: as in `start`.
             ToolError: if it failed or did not end within `deadline` seconds.
         """
+        ...
+
+    async def last_words(self, companion: Companion) -> str:
+        """Read the last line that it printed; says so if there is none."""
         ...
 
     async def ended(self, process: Process) -> None:

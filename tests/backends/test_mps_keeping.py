@@ -22,6 +22,7 @@ from metagpu.core.facts import GpuFaulted, GpuRecovered
 from metagpu.core.injection import Injection
 from metagpu.core.model import MIB, GpuState
 from metagpu.sim.node import SimProcess
+from metagpu.sim.spec import simulated
 from metagpu.tools import HostTools
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.heard import heard
@@ -135,10 +136,16 @@ async def mps(
 
 async def test_shares_wait_for_the_first_answer(tmp_path: Path) -> None:
     """Nothing is healthy before a control daemon of the GPU's own has answered."""
+    gpu = simulated("a100-40gb:1").gpus[0].id
+    before = StandIn(Folders(tmp_path / "mps" / gpu), gpu)
+    await to_thread.run_sync(before.folders.make)
+    before.steer("hang")
+
     async with mps(tmp_path) as it:
         assert it.care.state().suspended["mps"].reason == "it is being made ready"
         assert it.care.state().shut == {share.id for share in it.care.state().shares}
 
+        before.steer("")
         await it.ready()
         assert it.care.state().shut == set()
         assert await COMPANIONS.find(it.at().daemon, (await it.process()).pid) is not None
@@ -153,7 +160,7 @@ async def test_each_gpu_has_its_own(tmp_path: Path) -> None:
         assert first != second
 
         await COMPANIONS.kill(first)
-        await it.suspended("the MPS control daemon ended", 0)
+        await it.suspended("the MPS control daemon ended (", 0)
         assert it.care.state(1).suspended == {}
         await it.ready(0)
         assert await it.process(1) == second
@@ -167,8 +174,8 @@ async def test_one_that_crashes_is_started_again(tmp_path: Path) -> None:
         first = await it.process()
         it.at().steer("refuse")
         await COMPANIONS.kill(first)
-        await it.suspended("the MPS control daemon ended; it is tried again in 0.05 s")
-        await it.suspended("it is tried again in 0.2 s")
+        await it.suspended("the MPS control daemon ended (it printed nothing); it is tried again")
+        await it.suspended("(steered to refuse); it is tried again in 0.2 s")
 
         it.at().steer("")
         await it.ready()

@@ -17,7 +17,7 @@ from metagpu.backends.mps_supervisor import (
 )
 
 TIMING = Timing()
-GONE = Look(0.0, running=False)
+GONE = Look(0.0, running=False, problem="no such GPU")
 GOOD = Look(0.0, running=True)
 SILENT = Look(0.0, running=True, problem="it did not end within 5 s")
 
@@ -77,7 +77,7 @@ def test_one_that_ended_is_started_again_after_a_pause() -> None:
     ended = after(GOOD, GONE)
 
     assert (ended.step, ended.wait) == (Step.SUSPEND, 1.0)
-    assert ended.reason == "the MPS control daemon ended; it is tried again in 1 s"
+    assert ended.reason == ("the MPS control daemon ended (no such GPU); it is tried again in 1 s")
     assert after(replace(GONE, at=0.5), watch=ended.watch) == Decision(Step.STAY, ended.watch, 0.5)
     assert after(replace(GONE, at=1.0), watch=ended.watch).step is Step.START
 
@@ -86,8 +86,8 @@ def test_the_pause_doubles_while_it_does_not_last() -> None:
     """One that ends again and again is started ever more rarely, at last once a minute."""
     watch, at, pauses = Watch(), 0.0, []
     for _ in range(9):
-        decision = after(Look(at, running=False), Look(at, running=True), watch=watch)
-        decision = after(Look(at, running=False), watch=decision.watch)
+        decision = after(replace(GONE, at=at), replace(GOOD, at=at), watch=watch)
+        decision = after(replace(GONE, at=at), watch=decision.watch)
         pauses.append(decision.wait)
         at, watch = at + decision.wait, decision.watch
 
