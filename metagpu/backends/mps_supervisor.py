@@ -22,7 +22,7 @@ class Timing:
     """
 
     period: float = 10.0
-    retry: float = 1.0
+    retry: float = 0.5
     deadline: float = 5.0
     patience: float = 20.0
     first_pause: float = 1.0
