@@ -4,7 +4,7 @@ NVIDIA's Multi-Process Service has a control daemon for each GPU; a container be
 through a folder that they share, and the container's environment says how much it may have.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
@@ -60,7 +60,7 @@ class MpsOptions(
     Attributes:
         units_per_gpu: how many units each GPU has, 100 unless `replicas` is given; a container may
             take several, of one GPU.
-        replicas: how many equal parts each GPU has instead; at most one for each client that it
+        replicas: how many equal parts each GPU has instead; no more than the clients that it
             serves.
         placement: which GPU to take when several would do.
         max_clients: how many containers a GPU serves at once; as its architecture allows when not
@@ -99,13 +99,13 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut what the MPS server leaves of a GPU; one in MIG mode has no share.
 
-        A GPU offers no more replicas than it serves clients; each is as large as if all were there.
+        A GPU has no more replicas than it serves clients.
         """
-        parts = self._parts
-        memory = self._usable(gpu) // parts
+        units, replicas = self.options.units_per_gpu or DEFAULT_UNITS, self.options.replicas
+        count = units if replicas is None else min(replicas, self.clients(gpu))
+        memory = self._usable(gpu) // count
         if gpu.mig_enabled or memory < MIB:
             return ()
-        count = parts if self.options.replicas is None else min(parts, self.clients(gpu))
 
         return [
             Share(
@@ -166,15 +166,19 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             }
             raise OneGpuOnly(self.resource, len(shares), _told(chosen), _told(free))
 
-        for gpu in taken:
+        for gpu, those in taken.items():
             state = snapshot.gpus[gpu]
-            if self._clients_now(state) >= self.clients(state.gpu):
+            # What an init container had is handed on, and not one container more.
+            others = state.leases.keys() - {share.id for share in those}
+            if self._clients_now(state, others) >= self.clients(state.gpu):
                 raise TooManyClients(self.resource, str(state.gpu), self.clients(state.gpu))
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPU, the way to its control daemon, and the part of it that the units are."""
         base = self.injection.grant_shares(shares, snapshot)
         [(gpu, held)] = by_gpu(shares).items()
+        # Another pool may have cut it, under the same name.
+        parts = len(snapshot.offers[self.resource].by_gpu[gpu])
         folders = self._folders(gpu)
 
         return replace(
@@ -182,7 +186,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             envs={
                 **base.envs,
                 PIPES: str(folders.pipes),
-                THREADS: str(max(1, 100 * len(held) // self._parts)),
+                THREADS: str(max(1, 100 * len(held) // parts)),
                 # The container sees one GPU, so MPS knows it as number 0.
                 MEMORY: f"0={memory_mib(held)}M",
             },
@@ -205,10 +209,6 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             )
         await keep(served, self._folders(served.gpu.id), self.timing)
 
-    @property
-    def _parts(self) -> int:
-        return self.options.replicas or self.options.units_per_gpu or DEFAULT_UNITS
-
     def _usable(self, gpu: Gpu) -> int:
         """Say how much memory there is for clients, in whole MiB: so no rounding adds to it."""
         usable = gpu.memory - (gpu.reserved or 0) - self.options.server_memory
@@ -218,11 +218,13 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
         return Folders(Path(self.injection.run_dir) / "mps" / gpu)
 
     def _takes_more(self, state: GpuState) -> bool:
-        return state.open_to(self.name) and self._clients_now(state) < self.clients(state.gpu)
+        now = self._clients_now(state, state.leases.keys())
+        return state.open_to(self.name) and now < self.clients(state.gpu)
 
-    def _clients_now(self, state: GpuState) -> int:
-        """Count the containers on a GPU; one whose name is not known yet by when it came."""
-        mine = [lease for lease in state.leases.values() if lease.share.backend == self.name]
+    def _clients_now(self, state: GpuState, ids: Iterable[ShareId]) -> int:
+        """Count the containers that hold these; one whose name is not known yet by when it came."""
+        leases = [state.leases[share_id] for share_id in ids]
+        mine = [lease for lease in leases if lease.share.backend == self.name]
         return len({lease.holder or lease.since for lease in mine})
 
 

@@ -121,7 +121,9 @@ class _Keeping:
     async def _found(self) -> Process | None:
         """Find the control daemon of an earlier daemon of ours, by what it wrote down itself."""
         pid = await to_thread.run_sync(self._folders.pid)
-        return None if pid is None else await self._served.companions.find(self._daemon, pid)
+        with suppress(ToolMissing):  # it could not be spoken to
+            return None if pid is None else await self._served.companions.find(self._daemon, pid)
+        return None
 
     async def _look(self) -> Look:
         now = anyio.current_time
@@ -169,7 +171,7 @@ class _Keeping:
 
     async def _end(self) -> None:
         """End a control daemon that hangs: asked first, then by force."""
-        if self._process is None:
+        if self._process is None or self._served.leased:  # a share was given while we looked
             return
 
         with suppress(ToolError, TimeoutError), anyio.fail_after(self._timing.deadline):

@@ -114,11 +114,12 @@ def test_replicas_are_equal_parts() -> None:
     ],
 )
 def test_no_more_replicas_than_clients(found: Gpu, options: str, most: int) -> None:
-    """What a GPU cannot serve is not offered; the others stay as large as they were told to be."""
+    """A GPU is cut into as many equal parts as it can serve, and all of it is offered."""
     shares = backend(options).shares(found)
 
     assert len(shares) == most
-    assert shares[0].memory * int(options.split()[1].rstrip(",")) <= found.memory
+    whole = found.memory - (found.reserved or 0) - 64 * MIB
+    assert [share.memory for share in shares] == [whole // most] * most
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,30 @@ def test_a_container_counts_once() -> None:
         for share, lease in snapshot.gpus[OLD.id].leases.items()
     }
     known = replace(snapshot.gpus[OLD.id], leases=named)
-    assert backend()._clients_now(known) == 1
+    assert backend()._clients_now(known, known.leases) == 1
+
+
+def test_what_is_handed_on_is_no_new_container() -> None:
+    """The kubelet asks again for what an init container had; a full GPU gives it again."""
+    snapshot = offered(A, options="maxClients: 1")
+    shares = units(snapshot.gpus[A.id], 1, 2)
+    backend("maxClients: 1").check(shares, held(snapshot, shares))
+
+
+async def test_pools_of_one_name_keep_their_own_parts() -> None:
+    """Where two pools offer one resource, each GPU's parts are those of its own pool."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - {name: a, gpus: {index: 0}, backends: [{backend: mps}]}\n"
+        "  - {name: b, gpus: {index: 1}, backends: [{backend: mps, replicas: 4}]}\n"
+    )
+    layout = laid_out(A, B, text=text)
+    snapshot = after(GpusFound((A, B), at=0), layout.offered)
+    [first] = layout.backends.values()
+    quarter = await first.grant(snapshot.gpus[B.id].shares[:1], snapshot)
+
+    assert quarter.envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert quarter.envs["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={USABLE // 4}M"
 
 
 # --- what a container gets ----------------------------------------------------------------------
@@ -263,7 +287,7 @@ async def test_a_container_gets_its_part() -> None:
         (3, "replicas: 3", "100", USABLE),
         (2, "replicas: 3", "66", 26850),
         (1, "unitsPerGpu: 8", "12", 5034),
-        (1, "replicas: 60", "1", 671),
+        (1, "replicas: 60", "2", 839),
     ],
 )
 async def test_the_limits_are_exact(count: int, options: str, threads: str, memory: int) -> None:
