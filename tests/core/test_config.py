@@ -262,8 +262,8 @@ def selecting(gpus: str) -> str:
         (
             selecting("{indx: 3}"),
             (
-                "4: pools[0].gpus.indx: unknown key; allowed: index, minMemory, pci, product, "
-                "uuid; did you mean index?"
+                "4: pools[0].gpus.indx: unknown key; allowed: index, minMemory, pci, pciDevice, "
+                "product, uuid; did you mean index?"
             ),
         ),
         (
@@ -363,10 +363,7 @@ def selecting(gpus: str) -> str:
             POOL + "  - {name: all, backends: [{backend: fraction}]}\n",
             "6: pools[1].name: 'all' is taken; name each pool once",
         ),
-        (
-            HEAD + "pools:\n  - name: a\n    backends: []\n",
-            "4: pools[0].backends: there is no backend; give at least one",
-        ),
+        (HEAD + "pools:\n  - name: a\n", "3: pools[0]: missing key `backends`"),
         # backends
         (
             backend("{backend: fractions}"),
@@ -491,7 +488,7 @@ def test_no_index_is_too_large_to_be_read() -> None:
 
 # --- selectors ------------------------------------------------------------------------------------
 
-THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0")
+THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0", pci_device=0x20B010DE)
 
 
 @pytest.mark.parametrize(
@@ -506,6 +503,8 @@ THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0")
         Selector(uuid=THE_GPU.id),
         Selector(uuid=("GPU-other", THE_GPU.id)),
         Selector(pci="0000:af:00.0"),
+        Selector(pci_device="0x20B010DE"),
+        Selector(pci_device=("0x20B210DE", 0x20B010DE)),
         Selector(pci="0000:AF:00.0"),
         Selector(pci=("0000:01:00.0", "0000:af:00.0")),
         Selector(product="NVIDIA A100-SXM4-40GB"),
@@ -525,6 +524,7 @@ def test_a_selector_takes_a_gpu_for_which_all_is_true(selector: Selector) -> Non
     [
         (Selector(index="0-1,3"), "index 2 is not in 0-1,3"),
         (Selector(index=(0, "3-5")), "index 2 is not in 0,3-5"),
+        (Selector(pci_device="0x20B210DE"), "PCI device id 0x20B010DE is not 0x20B210DE"),
         (Selector(uuid="GPU-other"), f"uuid {THE_GPU.id} is not listed"),
         (Selector(pci="0000:01:00.0"), "PCI bus id 0000:af:00.0 is not listed"),
         (Selector(product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),
