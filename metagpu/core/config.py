@@ -6,14 +6,12 @@ The envelope is described here; what a pool says to a backend is described by th
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 
 from metagpu.core.backend import Backend, Options
 from metagpu.core.document import Document
-from metagpu.core.errors import ConfigError
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import Gpu, ResourceName
 from metagpu.core.names import name_refusal
@@ -256,24 +254,6 @@ def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config
         ConfigError: naming file, line and path, what is wrong and what is allowed.
     """
     return Config(Document(text, file), backends)
-
-
-def load(file: Path | None, backends: Mapping[str, type[Backend]]) -> Config:
-    """Read a configuration file, or the default without one.
-
-    Raises:
-        ConfigError: as `parse`, and if the file cannot be read.
-    """
-    if file is None:
-        return parse(DEFAULT, "<default>", backends)
-
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
-        raise ConfigError(f"cannot be read: {problem}", file=str(file)) from error
-
-    return parse(text, str(file), backends)
 
 
 def _claim(resource: ResourceName, backend: str, claims: dict[ResourceName, str]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
 from metagpu.backends.fraction_placement import Placement
 from metagpu.core.backend import Backend, Options
-from metagpu.core.config import DEFAULT, Config, Health, Selector, load, parse
+from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
@@ -74,10 +73,9 @@ def fractions(read: Config) -> FractionOptions:
 
 def test_without_a_file_metagpu_behaves_like_metagpu() -> None:
     """The default gives every GPU 100 shares under MetaGPU's name, refusing splits."""
-    read = load(None, BACKENDS)
+    read = parse(DEFAULT, "<default>", BACKENDS)
     [(only, [backend])] = read.pools(Injection())
 
-    assert read.file == "<default>"
     assert only.gpus == "all"
     assert isinstance(backend, FractionBackend)
     assert backend.resources == ("cnvrg.io/metagpu",)
@@ -168,35 +166,6 @@ pools:
         for _, backends in read.pools(Injection())
         for backend in backends
     ] == [15, 40]
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def test_a_file_is_read(tmp_path: Path) -> None:
-    """A file's configuration knows where it came from."""
-    file = tmp_path / "metagpu.yaml"
-    file.write_text(pool("sharesPerGpu: 3"), encoding="utf-8")
-
-    assert fractions(load(file, BACKENDS)).shares_per_gpu == 3
-    assert load(file, BACKENDS).file == str(file)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A file that is not there is an error that says so."""
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "none.yaml", BACKENDS)
-    assert str(caught.value) == f"{tmp_path}/none.yaml: cannot be read: No such file or directory"
-
-
-def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
-    """A file that is no text is refused as such."""
-    file = tmp_path / "metagpu.yaml"
-    file.write_bytes(b"version: \xff\xfe")
-
-    with pytest.raises(ConfigError) as caught:
-        load(file, BACKENDS)
-    assert str(caught.value) == f"{file}: cannot be read: not a text in UTF-8"
 
 
 # --- mistakes: line, path and words ---------------------------------------------------------------
