@@ -18,7 +18,7 @@ _AUTO_SHARES: Final = 100
 _TOKENS: Final = "given a token to containers; here the daemon knows its callers by itself"
 
 _UNHEEDED: Final = {
-    "processesDiscoveryPeriod": Unheeded("nothing in MetaGPU either, which looks every 5 s"),
+    "processesDiscoveryPeriod": Unheeded("had none in MetaGPU either, which looks every 5 s"),
     "deviceCacheTTL": Unheeded("set how often GPUs are read; see `health.rescanPeriod`"),
     "jwtSecret": Unheeded(f"signed tokens and {_TOKENS}"),
     "deviceToken": Unheeded(f"named a token of the operator's and {_TOKENS}"),
@@ -80,7 +80,8 @@ def convert(documents: Sequence[Document], _: Circumstances) -> Converted:
     for number, sharing in enumerate(file.device_sharing):
         origin = Origin(document, f"deviceSharing[{number}]")
         cut = cuts.fraction(sharing.resource_name, shares=_shares(sharing, origin, draft))
-        draft.pool(origin.path, _gpus(sharing, origin), [cut], origin)
+        name = sharing.resource_name.rpartition("/")[2]
+        draft.pool(name, _gpus(sharing, origin), [cut], origin)
 
     return draft.converted()
 
@@ -109,11 +110,12 @@ def _shares(sharing: _Sharing, origin: Origin, draft: Draft) -> int:
     if sharing.auto_reshare:
         for given, key in ((sharing.meta_gpus, dead), (sharing.metagpus_per_gpu, per_gpu)):
             if given is not None:
-                draft.note(key, f"not honoured: autoReshare makes {_AUTO_SHARES} shares of a GPU")
+                text = f"has no effect, as in MetaGPU: autoReshare makes {_AUTO_SHARES} shares"
+                draft.note(key, text)
         return _AUTO_SHARES
     if sharing.metagpus_per_gpu is not None:
         if sharing.meta_gpus is not None:
-            draft.note(dead, "not honoured, as in MetaGPU: metagpusPerGpu is given")
+            draft.note(dead, "has no effect, as in MetaGPU: metagpusPerGpu is given")
         return sharing.metagpus_per_gpu
     if sharing.meta_gpus is not None:
         draft.note(dead, "taken for metagpusPerGpu, the only one of the two that MetaGPU reads")

@@ -1,12 +1,15 @@
 """How a pool names its backends: the one place where conversions know our options."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from metagpu.compat.contract import Data
 
 Strategy = Literal["none", "single", "mixed"]
 """How MIG instances are named: NVIDIA's three ways."""
+
+_PLACEMENTS: Final = {"distributed": "spread", "packed": "binpack"}
+"""NVIDIA's policies, in the words of backends that place parts of GPUs."""
 
 
 def whole(resource: str) -> Data:
@@ -31,9 +34,10 @@ def timeslice(resource: str, replicas: int, *, refuse_several: bool, policy: str
     }
 
 
-def mps(resource: str, replicas: int) -> Data:
+def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
     """Offer equal parts of GPUs under MPS."""
-    return {"backend": "mps", "resource": resource, "replicas": replicas}
+    placed = {"placement": _PLACEMENTS[policy]} if policy else {}
+    return {"backend": "mps", "resource": resource, "replicas": replicas, **placed}
 
 
 def mig_layout(layout: Mapping[str, int], resource: str | None = None) -> Data:

@@ -125,6 +125,8 @@ class _File(msgspec.Struct):
     nodeconfig: tuple[_Node, ...] = ()
 
 
+_ALIASES: Final = {"7g.79gb": "7g.80gb"}
+"""What HAMi calls a profile of the A100 of 80 GB, and NVIDIA's name for it."""
 _VENDORS: Final = (
     *("amd", "ascend", "awsneuron", "biren", "cambricon", "enflame", "hygon", "iluvatar"),
     *("kunlun", "kunlunxin", "metax", "mthreads", "vastai", "vnpus"),
@@ -166,7 +168,7 @@ def convert(documents: Sequence[Document], circumstances: Circumstances) -> Conv
             if note.path not in _VENDORS  # told once, below
         ]
         if others := [key for key in document.data if str(key) in _VENDORS]:
-            text = f"without effect: devices that are not NVIDIA's: {', '.join(others)}"
+            text = f"has no effect: devices that are not NVIDIA's: {', '.join(others)}"
             draft.note(Origin(document, str(others[0])), text)
         if file.nvidia is not None:
             sections.append((Origin(document, "nvidia"), file.nvidia))
@@ -230,7 +232,7 @@ def _lay_out(
     elif nvidia.default_memory > 0:
         cut = cuts.fraction(nvidia.resource_count_name, unit_mib=nvidia.default_memory)
         if split is not None:
-            text = f"not honoured: defaultMemory makes parts of {nvidia.default_memory} MiB"
+            text = f"has no effect: defaultMemory makes parts of {nvidia.default_memory} MiB"
             draft.note(from_where, text)
     draft.pool(node.operatingmode, None, [cut], from_where if split is not None else origin)
 
@@ -254,11 +256,15 @@ def _lay_out_mig(draft: Draft, at: Origin, nvidia: _Nvidia, origin: Origin) -> N
         if not row.models or not row.profiles:
             raise here.document.error(here.path, "models and profiles have to be named")
         gpus: Data = selection.containing(row.models)
-        draft.pool(here.path, gpus, [cuts.mig_on_demand(row.profiles)], here)
+        draft.pool(row.models[0], gpus, [cuts.mig_on_demand(_named(row.profiles))], here)
 
     if "resourceCountName" in at.document.at(at.path):
-        text = "not honoured in MIG mode: instances have the names of their profiles"
+        text = "has no effect in MIG mode: instances have the names of their profiles"
         draft.note(Origin(at.document, _under(at, "resourceCountName")), text)
+
+
+def _named(profiles: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(_ALIASES.get(name, name) for name in profiles))
 
 
 def _under(origin: Origin, key: str) -> str:

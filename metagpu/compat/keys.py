@@ -20,12 +20,17 @@ class Unheeded:
     """A key that is understood and has no place here.
 
     Attributes:
-        would: what it would have done, and what to do instead where there is something.
+        would: what it would have done, said after these words, and what there is instead.
         harmless: values that ask for nothing, or for what is so anyway.
     """
 
     would: str
     harmless: tuple[object, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What an operator reads."""
+        return f"has no effect here; it would have {self.would}"
 
     def asks(self, value: object) -> bool:
         """Tell whether a value asks for something at all."""
@@ -74,11 +79,11 @@ def _other(
 
     if (known := unheeded.get(plain)) is not None:
         if known.asks(value):
-            yield here.note(f"not honoured: {known.would}")
+            yield here.note(known.text)
         return
 
     parent = plain.rpartition(".")[0]
     siblings = [name.rpartition(".")[2] for name in unheeded if name.rpartition(".")[0] == parent]
     close = difflib.get_close_matches(key, [*fields, *siblings], n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    yield here.note(f"unknown key, without effect{hint}")
+    yield here.note(f"unknown key, has no effect{hint}")

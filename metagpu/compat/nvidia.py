@@ -90,21 +90,21 @@ class _Conversion:
         if strategy == "single":
             self.draft.note(
                 self._at("flags.migStrategy"),
-                "not honoured: offered the instances of GPUs in MIG mode as nvidia.com/gpu; here "
-                "that needs mig-parted's file beside this one, or mixed",
+                "has no effect here; it would have offered the instances of GPUs in MIG mode as "
+                "nvidia.com/gpu. Give mig-parted's file beside this one, or choose mixed",
             )
         if strategy == "none" and self.wanted:
             self.draft.note(
                 self._at("flags.migStrategy"),
-                "not honoured: offered a GPU in MIG mode as a whole one, which CUDA cannot use; "
-                "instances are offered by profile, as with mixed",
+                "has no effect here; it would have offered a GPU in MIG mode as a whole one, which "
+                "CUDA cannot use. Instances are offered by profile, as with mixed",
             )
 
         covered = False
         for entry in self.wanted:
             if entry.instances:
                 cut = cuts.mig_layout(entry.instances)
-                self.draft.pool(entry.origin.path, entry.gpus, [cut], entry.origin)
+                self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
             else:
                 self._gpus(entry.gpus, [])
             covered = covered or entry.gpus is None
@@ -133,26 +133,29 @@ class _Conversion:
 
         for origin, way in given[1:]:
             del way
-            self.draft.note(origin, "not honoured: where sharing.mps is given, that wins")
+            self.draft.note(origin, "has no effect: where sharing.mps is given, that wins")
         for origin, way in given[:1]:
             self.by_mps = way is sharing.mps
             self.entries = list(self._entries(origin, way))
+            if self.by_mps and way.fail_requests_greater_than_one:
+                self.draft.note(
+                    self._at(f"{origin.path}.failRequestsGreaterThanOne"),
+                    "has no effect here; under MPS a container may hold several parts of one GPU",
+                )
 
         known = {name for _, name, _ in self._classes()}
         for entry in self.entries:
             if (name := _full(entry.replicated.name)) in known:
                 continue
             if name.startswith(_MIG) or name in {_full(m.name) for m in self._mig_names()}:
-                text = "not honoured: shared each MIG instance; metagpu gives an instance to one"
+                text = "has no effect here; it would have given each MIG instance to several"
             else:
-                text = f"without effect: no GPU goes by that name; there are: {', '.join(known)}"
+                text = f"has no effect: no GPU goes by that name; there are: {', '.join(known)}"
             self.draft.note(entry.origin, text)
 
         for number, _ in enumerate(self._mig_names()):
             origin = self._at(f"resources.mig[{number}]")
-            self.draft.note(
-                origin, "not honoured: renamed MIG instances; metagpu names them by profile"
-            )
+            self.draft.note(origin, "has no effect here; it would have renamed MIG instances")
 
     def _entries(self, origin: Origin, way: Replication) -> Iterator[_Entry]:
         if not way.resources:
@@ -190,7 +193,7 @@ class _Conversion:
                 rest = self._shared(entry, selected, beside, open_to=rest)
             if rest and selected != {}:
                 cut = self._unshared(name)
-                self.draft.pool(name.partition("/")[2], selected, [cut, *beside], origin)
+                self.draft.pool(_last(name), selected, [cut, *beside], origin)
 
     def _shared(
         self, entry: _Entry, within: Data | None, beside: list[Data], *, open_to: bool
@@ -199,17 +202,17 @@ class _Conversion:
         origin = Origin(entry.origin.document, f"{entry.origin.path}.devices")
 
         if not open_to:
-            self.draft.note(entry.origin, "without effect: the entry before it takes all GPUs")
+            self.draft.note(entry.origin, "has no effect: the entry before it takes all GPUs")
             return False
         if found := selection.mig_ones(entry.replicated.devices):
-            self.draft.note(origin, f"not honoured for MIG devices: {', '.join(found)}")
+            self.draft.note(origin, f"has no effect on MIG devices: {', '.join(found)}")
 
         cut = self._cut(entry.resource, entry.replicated.replicas)
         left = True
         for gpus in selection.devices(entry.replicated.devices, origin):
             selected = selection.both(within, gpus)
             if selected != {}:
-                self.draft.pool(entry.origin.path, selected, [cut, *beside], entry.origin)
+                self.draft.pool(_last(entry.resource), selected, [cut, *beside], entry.origin)
             left = left and gpus is not None
         return left
 
@@ -219,7 +222,7 @@ class _Conversion:
         )
         refuse = bool(way and way.fail_requests_greater_than_one)
         if self.by_mps:
-            return cuts.mps(resource, replicas)
+            return cuts.mps(resource, replicas, policy=self.settings.policy)
         return cuts.timeslice(
             resource, replicas, refuse_several=refuse, policy=self.settings.policy
         )
@@ -247,7 +250,7 @@ class _Conversion:
                 )
                 raise entry.origin.document.error(entry.origin.path, problem)
             cut = cuts.mig_layout(entry.instances, resource)
-            self.draft.pool(entry.origin.path, entry.gpus, [cut], entry.origin)
+            self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
 
     def _mig_names(self) -> tuple[Named, ...]:
         return self.file.resources.mig if self.file.resources else ()
@@ -258,3 +261,12 @@ class _Conversion:
 
 def _full(name: str) -> str:
     return name if "/" in name else f"{_PREFIX}{name}"
+
+
+def _last(resource: str) -> str:
+    return resource.rpartition("/")[2]
+
+
+def _named(instances: dict[str, int]) -> str:
+    """Name a pool as mig-parted's layouts are named: 2x2g.10gb-3x1g.5gb."""
+    return "-".join(f"{count}x{profile}" for profile, count in sorted(instances.items())[::-1])

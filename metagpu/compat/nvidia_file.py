@@ -205,12 +205,11 @@ def notes(document: Document | None, environment: Mapping[str, str]) -> Iterator
         value: object = environment.get(variable)
         value = _TRUTH.get(str(value).lower(), value)
         if _UNHEEDED[path].asks(value):
-            text = f"not honoured: {_UNHEEDED[path].would}"
-            yield Note("environment", 0, variable, text)
+            yield Note("environment", 0, variable, _UNHEEDED[path].text)
 
     for variable in ("DP_DISABLE_HEALTHCHECKS", "DP_ENABLE_HEALTHCHECKS"):
         if {"all", "xids"} & set(environment.get(variable, "").lower().split(",")):
-            text = "not honoured: judged all XIDs alike; name those that differ"
+            text = "has no effect on all XIDs at once; name those that differ"
             yield Note("environment", 0, variable, text)
 
 
