@@ -213,7 +213,7 @@ class _Conversion:
             selected = selection.both(within, gpus)
             if selected != {}:
                 self.draft.pool(_last(entry.resource), selected, [cut, *beside], entry.origin)
-            left = left and gpus is not None
+            left = left and selected != within
         return left
 
     def _cut(self, resource: str, replicas: int) -> Data:
