@@ -28,9 +28,12 @@ def test_node_b_is_cut_by_mig() -> None:
     found = pools(SEED, node="nodeB")
 
     assert [pool["backends"] for pool in found] == [
-        [{"backend": "mig", "profiles": ["1g.6gb", "2g.12gb", "4g.24gb"]}],
-        [{"backend": "mig", "profiles": ["1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb"]}],
-        [{"backend": "mig", "profiles": ["1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb"]}],
+        [{"backend": "mig", "profiles": profiles, "enableMig": True}]
+        for profiles in (
+            ["1g.6gb", "2g.12gb", "4g.24gb"],
+            ["1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb"],
+            ["1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb"],
+        )
     ]
     assert found[1]["gpus"] == {
         "product": ["*A100-SXM4-40GB*", "*A100-40GB-PCIe*", "*A100-PCIE-40GB*"]

@@ -398,7 +398,7 @@ def test_the_layout_of_cerns_notes() -> None:
     assert pool == {
         "name": "2x2g.10gb-3x1g.5gb",
         "gpus": "all",
-        "backends": [{"backend": "mig", "layout": {"1g.5gb": 3, "2g.10gb": 2}}],
+        "backends": [{"backend": "mig", "layout": {"1g.5gb": 3, "2g.10gb": 2}, "enableMig": True}],
     }
     assert pools(LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == [pool]
 
@@ -410,20 +410,12 @@ def test_single_names_all_instances_nvidia_com_gpu() -> None:
     [by_variable] = pools(SEVEN, environment={"MIG_STRATEGY": "single"})
 
     assert single["backends"] == [
-        {"backend": "mig", "resource": "nvidia.com/gpu", "layout": {"1g.5gb": 7}}
+        {"backend": "mig", "resource": "nvidia.com/gpu", "layout": {"1g.5gb": 7}, "enableMig": True}
     ]
-    assert by_profile["backends"] == [{"backend": "mig", "layout": {"1g.5gb": 7}}]
+    assert by_profile["backends"] == [
+        {"backend": "mig", "layout": {"1g.5gb": 7}, "enableMig": True}
+    ]
     assert by_variable == single
-
-
-def test_mixed_without_a_layout_makes_instances_on_demand() -> None:
-    """GPUs in MIG mode are cut when asked, beside whole ones, where no layout is named."""
-    [pool] = pools(mixed("mixed"))
-
-    assert pool["backends"] == [
-        {"backend": "whole", "resource": "nvidia.com/gpu"},
-        {"backend": "mig"},
-    ]
 
 
 def test_a_disabled_layout_leaves_gpus_to_the_plugin() -> None:
@@ -469,7 +461,7 @@ mig-configs:
 
 
 def test_strategies_that_cannot_be_are_told() -> None:
-    """`none` beside a layout, and `single` without one, say what they would have done."""
+    """`none` beside a layout, and the others without one, say what they would have done."""
     assert notes(mixed("none"), SEVEN) == [
         (
             "f.yaml: 2: flags.migStrategy: has no effect here; it would have offered a GPU in MIG "
@@ -477,14 +469,43 @@ def test_strategies_that_cannot_be_are_told() -> None:
             "mixed"
         )
     ]
-    assert notes(mixed("single")) == [
+    for strategy in ("single", "mixed"):
+        assert notes(mixed(strategy)) == [
+            (
+                "f.yaml: 2: flags.migStrategy: has no effect here; it would have offered the MIG "
+                "instances that there are. Give mig-parted's file beside this one, or a pool with "
+                "backend mig"
+            )
+        ]
+        assert offered(converted(mixed(strategy)), *FOUR) == {"nvidia.com/gpu": 4}
+
+
+def test_mig_mode_is_not_turned_off() -> None:
+    """A layout without MIG does not take GPUs out of MIG mode, and says so."""
+    assert notes(LAYOUT, mig_config="disabled") == [
         (
-            "f.yaml: 2: flags.migStrategy: has no effect here; it would have offered the instances "
-            "of GPUs in MIG mode as nvidia.com/gpu. Give mig-parted's file beside this one, or "
-            "choose mixed"
+            "f.yaml: 12: mig-configs.disabled[0].mig-enabled: would have turned MIG mode off; "
+            "metagpu leaves it on, and such a GPU alone"
         )
     ]
-    assert offered(converted(mixed("single")), *FOUR) == {"nvidia.com/gpu": 4}
+
+
+def test_a_flag_of_the_environment_is_told_as_such() -> None:
+    """What is wrong with a flag is said of the variable that gave it."""
+    environment = {"MIG_STRATEGY": "mixed", "DEVICE_LIST_STRATEGY": "magic"}
+
+    assert notes("version: v1", environment=environment)[0].startswith("environment: MIG_STRATEGY:")
+    assert refusal("version: v1", environment=environment).startswith(
+        "environment: DEVICE_LIST_STRATEGY: 'magic' is not known here; allowed: "
+    )
+
+
+def test_single_takes_the_name_for_instances() -> None:
+    """Under single, `resources.mig` names all instances, and its first entry counts."""
+    plugin = mixed("single") + "resources: {mig: [{pattern: '*', name: slice}]}\n"
+
+    assert pools(plugin, SEVEN)[0]["backends"][0]["resource"] == "nvidia.com/slice"
+    assert notes(plugin, SEVEN) == []
 
 
 def test_names_and_devices_of_mig_are_told() -> None:
