@@ -73,7 +73,7 @@ class Agent:
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
-        self.keeper = Keeper(self.tools or HostTools(tuple(roots)))
+        self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -165,7 +165,6 @@ class Agent:
 
             self.config, self.layout = config, layout
             self._backends.update(layout.backends)
-            self.registry.apply(layout.offered)
             self.keeper.keep(layout)
 
     def _laid(self, config: Config) -> Layout:
