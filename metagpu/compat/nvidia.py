@@ -6,7 +6,7 @@ different replicas for different GPUs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from metagpu.compat import cuts, mig_parted, nvidia_file, selection
 from metagpu.compat.contract import Circumstances, Converted, Data, Draft, Origin
@@ -18,11 +18,6 @@ from metagpu.core.document import Document
 _PREFIX: Final = "nvidia.com/"
 _GPU: Final = "nvidia.com/gpu"
 _MIG: Final = "nvidia.com/mig-"
-
-
-def recognises(data: dict[Any, Any]) -> bool:
-    """Tell whether this is a file of NVIDIA's: the device plugin's or mig-parted's."""
-    return mig_parted.recognises(data) or nvidia_file.recognises(data)
 
 
 def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
