@@ -1,7 +1,7 @@
 """Where a configuration comes from: files, directories of profiles, ConfigMaps; in any format."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -81,15 +81,17 @@ class Source:
             ConfigError: if one cannot be read, or no profile can be chosen.
         """
         places = [_place(path) for path in self.paths]
-        wanted = self.choice.wanted
-        found = wanted is not None and any(
-            each.several and profiles.has(each.texts, wanted) for each in places
-        )
-        if wanted is not None and places and not any(each.several for each in places):
+        several = [each for each in places if each.several]
+        if self.choice.wanted is not None and places and not several:
             problem = "it has no profiles; --profile chooses in a directory or a ConfigMap"
             raise ConfigError(problem, file=places[0].path)
 
-        return tuple(each.chosen(self.choice, elsewhere=found) for each in places)
+        somewhere = {
+            name
+            for name in (self.choice.wanted, self.choice.default)
+            if name is not None and any(profiles.has(each.texts, name) for each in several)
+        }
+        return tuple(each.chosen(self.choice, somewhere) for each in places)
 
     def variants(self) -> Iterator[tuple[str, "Source"]]:
         """Give this source once for each choice that it leaves open, with a name for it.
@@ -196,10 +198,10 @@ class _Place:
     texts: Mapping[str, Callable[[], Text]]
     several: bool
 
-    def chosen(self, choice: profiles.Choice, *, elsewhere: bool) -> Text:
+    def chosen(self, choice: profiles.Choice, elsewhere: Collection[str]) -> Text:
         if not self.several:
             return next(iter(self.texts.values()))()
-        return self.texts[profiles.choose(self.texts, choice, self.path, elsewhere=elsewhere)]()
+        return self.texts[profiles.choose(self.texts, choice, self.path, elsewhere)]()
 
 
 def _place(path: Path) -> _Place:

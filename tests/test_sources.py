@@ -119,11 +119,12 @@ def test_a_profile_that_is_not_chosen_may_be_broken(tmp_path: Path) -> None:
     }
 
 
-def test_a_profile_is_looked_for_where_there_are_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", [Choice("slice-4"), Choice(None, "slice-4")])
+def test_a_profile_is_looked_for_where_there_are_some(tmp_path: Path, choice: Choice) -> None:
     """Of several places the one that has the profile gives it, and the other its only one."""
     folder = profiles(tmp_path / "config")
     layouts = SEEDS / "nvidia-mig-config.yaml"
-    source = Source((folder, layouts), Choice("slice-4"), Circumstances(mig_config="disabled"))
+    source = Source((folder, layouts), choice, Circumstances(mig_config="disabled"))
     loaded = source.load(BACKENDS)
 
     assert offers(loaded) == {"nvidia.com/gpu.shared": 16}

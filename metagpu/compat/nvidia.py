@@ -243,7 +243,9 @@ class _Conversion:
 
         for entry in self.wanted:
             if not entry.instances or len(profiles) > 1:
-                many = f"has {', '.join(sorted(profiles))}" if entry.instances else "has no MIG"
+                many = (
+                    f"has {', '.join(sorted(profiles))}" if entry.instances else "has GPUs without"
+                )
                 problem = (
                     f"the strategy single wants instances of one profile on all GPUs, and this "
                     f"layout {many}; choose mixed, or another layout"
@@ -251,6 +253,10 @@ class _Conversion:
                 raise entry.origin.document.error(entry.origin.path, problem)
             cut = cuts.mig_layout(entry.instances, resource)
             self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
+
+        if not any(entry.gpus is None for entry in self.wanted):
+            text = "GPUs that this layout does not name are offered to nobody under single"
+            self.draft.note(self.wanted[-1].origin, text)
 
     def _mig_names(self) -> tuple[Named, ...]:
         return self.file.resources.mig if self.file.resources else ()

@@ -1,6 +1,6 @@
 """Profiles: several configurations side by side, of which a node has one."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +24,9 @@ class Choice:
     default: str | None = None
 
 
-def choose(names: Iterable[str], choice: Choice, place: str, *, elsewhere: bool = False) -> str:
+def choose(
+    names: Iterable[str], choice: Choice, place: str, elsewhere: Collection[str] = ()
+) -> str:
     """Choose one of the profiles of a place; a file's suffix need not be said.
 
     The node's own comes first, then the default one, then `default`, then the only one.
@@ -33,7 +35,7 @@ def choose(names: Iterable[str], choice: Choice, place: str, *, elsewhere: bool 
         names: files of a directory, or keys of a ConfigMap.
         choice: who chose what.
         place: where they are, for messages.
-        elsewhere: whether another place has the node's own profile, so that here it may be absent.
+        elsewhere: profiles that another place has, so that here they may be absent.
 
     Raises:
         ConfigError: if there is no such profile, or nothing chooses among several.
@@ -43,7 +45,7 @@ def choose(names: Iterable[str], choice: Choice, place: str, *, elsewhere: bool 
     listed = ", ".join(sorted(set(known.values()))) or "none"
 
     for name, option in ((choice.wanted, "--profile"), (choice.default, "--default-profile")):
-        if name is None or (name not in known and elsewhere):
+        if name is None or (name not in known and name in elsewhere):
             continue
         if name not in known:
             problem = f"there is no profile {name!r} ({option}); there are: {listed}"

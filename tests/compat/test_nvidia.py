@@ -610,8 +610,22 @@ def test_single_wants_one_profile_on_all_gpus() -> None:
         "layout"
     )
     assert refusal(LAYOUT, mixed("single"), mig_config="disabled").endswith(
-        "and this layout has no MIG; choose mixed, or another layout"
+        "and this layout has GPUs without; choose mixed, or another layout"
     )
+
+
+def test_gpus_that_single_leaves_out_are_told() -> None:
+    """Under single, GPUs that no entry names would go by the name of instances: they go by none."""
+    text = SEVEN.replace("devices: all", "devices: [0]")
+
+    assert len(pools(text, mixed("single"))) == 1
+    assert notes(text, mixed("single")) == [
+        (
+            'f.yaml: 4: mig-configs["7x1g.5gb"][0]: GPUs that this layout does not name are '
+            "offered to "
+            "nobody under single"
+        )
+    ]
 
 
 def test_an_unknown_key_of_a_layout_is_a_note() -> None:

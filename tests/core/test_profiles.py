@@ -67,6 +67,7 @@ def test_no_profile_is_told_with_those_that_are(
 
 def test_a_profile_of_another_place_is_not_missed_here() -> None:
     """Where another place has the node's profile, this one goes by its own default."""
-    assert choose(("config.yaml",), Choice("slice-4"), "mig", elsewhere=True) == "config.yaml"
+    assert choose(("a.yaml",), Choice("slice-4"), "mig", {"slice-4"}) == "a.yaml"
+    assert choose(("a.yaml",), Choice(None, "slice-4"), "mig", {"slice-4"}) == "a.yaml"
     assert has(SLICES, "slice-4")
     assert not has(SLICES, "slice")
