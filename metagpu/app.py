@@ -1,6 +1,7 @@
 """The composition root: from settings to a running agent."""
 
 import gc
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,13 @@ from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
-from metagpu.core.errors import ConfigError
-from metagpu.core.facts import GpusFound
+from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import ResourceName
+from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
@@ -88,7 +89,13 @@ class Agent:
         """
         form = ", ".join(self.loaded.formats) or "default"
         log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
-        own = {"status": self._status, "acknowledge": self._acknowledge, "plan": self._plan}
+        own = {
+            "status": self._status,
+            "plan": self._plan,
+            "acknowledge": self._acknowledge,
+            "cordon": self._cordon,
+            "uncordon": self._uncordon,
+        }
 
         async with control.controlled(self.places.run, {**own, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
@@ -107,7 +114,7 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        await self._lay_out()
+        self.registry.apply((await self._laid_out(self.config)).offered)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
@@ -160,13 +167,20 @@ class Agent:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         async with self._laying:  # who comes second lays out what the first has made present
-            self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-            config = config or self.config
-            layout = self._laid(config)
+            self.keeper.keep(await self._laid_out(config or self.config))
 
-            self.config, self.layout = config, layout
-            self._backends.update(layout.backends)
-            self.keeper.keep(layout)
+    async def _laid_out(self, config: Config) -> Layout:
+        """Lay a configuration over the GPUs known now, and take the result as the present one.
+
+        Raises:
+            ConfigError: if it does not fit them; everything stays as it was.
+        """
+        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config)
+
+        self.config, self.layout = config, layout
+        self._backends.update(layout.backends)
+        return layout
 
     def _laid(self, config: Config) -> Layout:
         """Lay a configuration over the GPUs and device nodes known now; change nothing.
@@ -246,6 +260,28 @@ class Agent:
         return report.plan(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
-        gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+        gpu = self._named(request)
         await self.health.acknowledge(gpu)
-        return f"GPU {self.registry.snapshot.gpus[gpu].gpu} is back in service"
+        return f"GPU {self._state(gpu).gpu} is back in service"
+
+    async def _cordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        reason = " ".join(str(request.get("reason", "")).split()) or "no reason was given"
+        self.registry.apply(GpuCordoned(gpu, reason, time.time()))
+        log.warning("GPU cordoned", gpu=gpu, reason=reason)
+
+        state = self._state(gpu)
+        return f"GPU {state.gpu} gives no new shares; held of it now: {len(state.leases)}"
+
+    async def _uncordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        if not self.registry.apply(GpuUncordoned(gpu, time.time())):
+            raise MetagpuError(f"GPU {self._state(gpu).gpu} is not cordoned")
+        log.info("GPU uncordoned", gpu=gpu)
+        return f"GPU {self._state(gpu).gpu} gives new shares again"
+
+    def _named(self, request: Mapping[str, Any]) -> GpuId:
+        return report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+
+    def _state(self, gpu: GpuId) -> GpuState:
+        return self.registry.snapshot.gpus[gpu]
