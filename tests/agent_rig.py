@@ -17,6 +17,7 @@ from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools
+from metagpu.sources import Source
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -83,10 +84,11 @@ async def agent_at_work(
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
+    source: Source | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
-    `drivers=False` starts without NVML.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -99,7 +101,12 @@ async def agent_at_work(
     node = simulated(boards)
     if not drivers:
         node.fail_driver()
-    agent = Agent(config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools())
+    agent = Agent(
+        source or Source((config_file,)),
+        Nvml(Library(node)),
+        places,
+        tools=tools or SimulatedTools(),
+    )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 
     async with (
