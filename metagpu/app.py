@@ -1,6 +1,8 @@
 """The composition root: from settings to a running agent."""
 
 import gc
+import os
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +14,20 @@ from anyio import to_thread
 
 from metagpu import __version__, host
 from metagpu.core import config as configuration
-from metagpu.core import report
+from metagpu.core import report, usage_report
 from metagpu.core.backend import Backend, installed_backends
+from metagpu.core.census import Census
 from metagpu.core.driver import Driver
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import GpusFound
 from metagpu.core.health import HealthWatch
+from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out, rehearse
-from metagpu.core.model import ResourceName
+from metagpu.core.model import GpuId, ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
@@ -53,6 +59,7 @@ class Agent:
         config_file: read at start and at every reload; `None` means the defaults.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
+        host: processes of the host; those of this one unless given.
     """
 
     config_file: Path | None
@@ -61,6 +68,7 @@ class Agent:
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -70,6 +78,10 @@ class Agent:
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
         self.keeper = Keeper(self.tools or HostTools(tuple(roots)))
+        self.host = self.host or host.LinuxHost()
+        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
+        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
+        self._census = Census(self.driver, self.host, self.registry)
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -82,15 +94,21 @@ class Agent:
                 found at start.
         """
         log.info("metagpu starts", version=__version__, config=self.config.file)
-        own = {"status": self._status, "acknowledge": self._acknowledge}
-
-        async with control.controlled(self.places.run, {**own, **self.handlers}):
+        async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What has to run side by side to serve the node: health, offers, GPUs kept, leases."""
-        return (self.health.run, self._offer, self.keeper.run, self._leases)
+        """What has to run side by side to serve the node.
+
+        Health, offers, GPUs kept, leases, memory enforced.
+        """
+        return (self.health.run, self._offer, self.keeper.run, self._leases, self.enforcer.run)
+
+    @property
+    def commands(self) -> Mapping[str, control.Handler]:
+        """What the agent itself answers on the control socket."""
+        return {"status": self._status, "acknowledge": self._acknowledge, "usage": self._usage}
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -180,3 +198,23 @@ class Agent:
         gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
         await self.health.acknowledge(gpu)
         return f"GPU {self.registry.snapshot.gpus[gpu].gpu} is back in service"
+
+    async def _usage(self, _: Mapping[str, Any]) -> object:
+        findings = await self._census.take()
+        snapshot = self.registry.snapshot
+        rules = usage_report.Rules(self._terms, self._guards)
+
+        return {
+            "version": __version__,
+            "node": os.environ.get("NODE_NAME") or socket.gethostname(),
+            **usage_report.usage_report(snapshot, findings, rules),
+            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+        }
+
+    def _terms(self, gpu: GpuId) -> Enforcement:
+        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
+        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
+        for assignment in self.layout.assignments:
+            if assignment.gpu.id == gpu and assignment.pool in pools:
+                return pools[assignment.pool]
+        return Enforcement(policy=Policy.OFF)

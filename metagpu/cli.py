@@ -320,6 +320,7 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
     if simulate is None:
         return Agent(config, Nvml(), places)
 
+    from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
@@ -332,6 +333,7 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        host=LinuxHost(own_pids=True),
     )
 
 

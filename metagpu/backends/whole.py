@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from metagpu.backends.whole_placement import best_connected
-from metagpu.core.backend import Backend, Options
+from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.injection import Injection
 from metagpu.core.model import Gpu, Grant, ResourceName, Share, ShareId, Snapshot
 
@@ -22,6 +22,7 @@ class WholeBackend(Backend):
 
     name: ClassVar[str] = "whole"
     options_type: ClassVar[type[Options]] = WholeOptions
+    guard: ClassVar[Guard] = Guard.ALONE
 
     def __init__(self, options: WholeOptions, injection: Injection) -> None:
         self._injection = injection

@@ -6,6 +6,7 @@ name is its `name` and what a pool's `backend:` says. Built-in ones come through
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import ClassVar
 
@@ -16,6 +17,19 @@ from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
 from metagpu.core.tools import Tools
 
 GROUP = "metagpu.backends"
+
+
+class Guard(StrEnum):
+    """What keeps a container of a backend within its share of a GPU's memory.
+
+    The enforcer looks after `ENFORCER` alone: what the hardware or MPS refuses needs no second
+    judge, and who has a GPU alone can take nobody's memory.
+    """
+
+    ENFORCER = "enforcer"
+    MPS = "mps"
+    MIG = "mig"
+    ALONE = "alone"
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -31,11 +45,13 @@ class Backend(ABC):
         name: how the configuration calls it.
         options_type: what a pool may say to it; an instance arrives as `options`.
         prepares: whether the kubelet shall call `prepare` before every container start.
+        guard: what keeps its containers within `Share.memory`.
     """
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
     prepares: ClassVar[bool] = False
+    guard: ClassVar[Guard] = Guard.ENFORCER
 
     @classmethod
     @abstractmethod

@@ -96,3 +96,48 @@ Fact = (
     | SharesReleased
     | LeasesObserved
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryExceeded:
+    """A container was found to use more of a GPU's memory than it may: once for each excess.
+
+    Attributes:
+        pod_uid: tells its pod from an earlier one of its name.
+        used: bytes that its processes have together; `share` what it holds, `limit` what it may.
+        will_end: whether processes of it will be ended if it stays so.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    used: int
+    share: int
+    limit: int
+    will_end: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSignalled:
+    """A process was made to end because its container used too much of a GPU's memory.
+
+    Attributes:
+        signal: `SIGTERM`, or `SIGKILL` for one that did not go.
+        memory: bytes that the process had of the GPU.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    pid: int
+    signal: str
+    memory: int
+    used: int
+    share: int
+    limit: int
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled
+"""What is heard on the bus: facts that changed something, and news that change nothing we keep."""

@@ -47,3 +47,11 @@ async def test_processes_are_well_formed(driver: Driver) -> None:
             assert len(set(keys)) == len(keys)
             assert all(p.pid > 0 for p in processes)
             assert all(p.memory is None or p.memory <= gpu.memory for p in processes)
+
+
+async def test_how_busy_processes_are_is_a_percentage(driver: Driver) -> None:
+    """Utilisation is told by pid, from 0 to 100 percent, or not at all."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            busy = await driver.utilisation(gpu.id) or {}
+            assert all(pid > 0 and 0 <= percent <= 100 for pid, percent in busy.items())
