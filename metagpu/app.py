@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import time
 from typing import Any, Final
 
 import anyio
@@ -206,6 +207,7 @@ class Agent:
 
         return {
             "version": __version__,
+            "at": time(),
             "node": os.environ.get("NODE_NAME") or socket.gethostname(),
             **usage_report.usage_report(snapshot, findings, rules),
             "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),

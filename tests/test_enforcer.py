@@ -2,47 +2,51 @@
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import pytest
 from anyio.abc import Process
 
 from metagpu.core import enforcer
+from metagpu.core.backend import Guard
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import HostError
-from metagpu.core.facts import MemoryExceeded, ProcessSignalled
-from metagpu.core.host import Host, Identity
-from metagpu.core.model import MIB, Holder
+from metagpu.core.facts import GpusFound, LeasesObserved, MemoryExceeded, ProcessSignalled
+from metagpu.core.host import Identity
+from metagpu.core.model import MIB, Gpu, Holder, ShareId
+from metagpu.core.registry import Registry
+from metagpu.core.units import Duration
 from metagpu.host import LinuxHost
+from metagpu.nvml import Nvml
 from metagpu.sim.kubelet import Pod
-from metagpu.sim.node import SimProcess
-from tests.agent_rig import METAGPU, Scene, agent_at_work
+from metagpu.sim.node import SimNode, SimProcess
+from tests.agent_rig import METAGPU, agent_at_work
+from tests.build import laid_out, pool
 from tests.heard import heard
 from tests.host_rig import HostRig, running
+from tests.nvml.rig import opened
 
-QUICK = "period: 20ms, grace: 20ms, stopTimeout: 20ms"
+SOON: Final = Duration(0.02)
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
-STUBBORN = (
+STUBBORN: Final = (
     "import signal, time\n"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "print(flush=True)\n"
     "time.sleep(60)"
 )
-PERCENT = 40960 * MIB // 100
-LIMIT_OF_25 = 10085 + 512
+PERCENT: Final = 40960 * MIB // 100
+LIMIT_OF_25: Final = 10085 + 512
 """MiB: a quarter of the 40340 that programs can have of such a GPU, and the headroom."""
 
 
-def config(options: str = f"policy: kill, {QUICK}") -> str:
-    """Write a configuration of hundredths, enforced as told."""
-    return (
-        "version: metagpu/v1\npools:\n"
-        f"  - name: all\n    memoryEnforcement: {{{options}}}\n"
-        "    backends: [{backend: fraction, sharesPerGpu: 100}]\n"
-    )
+def terms(policy: Policy = Policy.KILL, *, dry_run: bool = False) -> Enforcement:
+    """Make settings that lose no time."""
+    return Enforcement(policy=policy, period=SOON, grace=SOON, stop_timeout=SOON, dry_run=dry_run)
 
 
 class Watched:
@@ -77,22 +81,37 @@ class Watched:
 
 
 class Ground:
-    """A node of two A100s at work, with a kubelet, and a machine of real processes."""
+    """An enforcer on a node of two simulated A100s, and a machine of real processes.
 
-    def __init__(self, scene: Scene, machine: HostRig, host: Watched) -> None:
-        self.scene, self.machine, self.host = scene, machine, host
+    Attributes:
+        terms: what its pool says; may be replaced.
+    """
 
-    async def admit(self, holder: Holder, shares: int) -> int:
-        """Admit a pod; give the index of the GPU of which it holds shares."""
-        await self.scene.kubelet.admit(Pod.single(holder.pod, {METAGPU: shares}))
-        await self.scene.told()
-        [index] = {
-            state.gpu.index
-            for state in self.scene.agent.registry.snapshot.gpus.values()
-            for lease in state.leases.values()
-            if lease.holder == holder
-        }
-        return index
+    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: HostRig) -> None:
+        self.node, self.gpus, self.machine = node, gpus, machine
+        self.host = Watched(machine.host)
+        self.terms = terms()
+        self.registry = Registry()
+        self.registry.apply(GpusFound(tuple(gpus), at=0))
+        self.registry.apply(laid_out(*gpus, text=pool("sharesPerGpu: 100")).offered)
+        self._holders: dict[ShareId, Holder] = {}
+        self.enforcer = Enforcer(
+            nvml,
+            self.host,
+            self.registry,
+            lambda _: self.terms,
+            {"fraction": Guard.ENFORCER, "whole": Guard.ALONE},
+        )
+
+    def hold(self, holder: Holder, shares: int, gpu: int = 0) -> None:
+        """Let a container hold so many shares of a GPU."""
+        free = [
+            share.id
+            for share in self.registry.snapshot.gpus[self.gpus[gpu].id].shares
+            if share.id not in self._holders
+        ]
+        self._holders |= dict.fromkeys(free[:shares], holder)
+        self.registry.apply(LeasesObserved(self._holders, at=len(self._holders)))
 
     def put(
         self, process: Process, percent: int | None, *, gpu: int = 0, of: Holder | None = ALICE
@@ -103,7 +122,7 @@ class Ground:
         else:
             self.machine.house(process.pid, of)
         memory = None if percent is None else percent * PERCENT
-        self.scene.node.add_process(self.scene.node.gpu(gpu), SimProcess(process.pid, memory))
+        self.node.add_process(self.node.gpu(gpu), SimProcess(process.pid, memory))
 
     async def looked(self, times: int = 5) -> None:
         """Wait until the enforcer has looked so often from now on."""
@@ -119,15 +138,14 @@ async def until(predicate: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def ground(tmp_path: Path, text: str = "", **options: Any) -> AsyncIterator[Ground]:  # noqa: ANN401 - of the rig
-    """Set the scene."""
-    machine = HostRig(tmp_path)
-    host = Watched(machine.host)
-    as_host: Host = host
-    scene = agent_at_work(tmp_path, config=text or config(), host=as_host, **options)
-    async with scene as it:
-        await it.until(200, 200)
-        yield Ground(it, machine, host)
+async def ground(tmp_path: Path, settings: Enforcement | None = None) -> AsyncIterator[Ground]:
+    """Run an enforcer while the block lasts."""
+    async with opened("a100-40gb:2") as (node, nvml, survey), anyio.create_task_group() as group:
+        it = Ground(node, nvml, survey.gpus, HostRig(tmp_path))
+        it.terms = settings or it.terms
+        group.start_soon(it.enforcer.run)
+        yield it
+        group.cancel_scope.cancel()
 
 
 # --- who is ended ---------------------------------------------------------------------------------
@@ -137,7 +155,7 @@ async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Pa
     """Two of 15 % each in a container of 25 %: one is ended, and the log says why in figures."""
     with heard(enforcer) as entries:
         async with ground(tmp_path) as it, running() as one, running() as other:
-            await it.admit(ALICE, 25)
+            it.hold(ALICE, 25)
             it.put(one, 15)
             await it.looked()
             assert one.returncode is None
@@ -149,12 +167,12 @@ async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Pa
             assert await ended.wait() == -signal.SIGTERM
             await it.looked()
             assert {one, other} - {ended} == {p for p in (one, other) if p.returncode is None}
-            assert it.scene.agent.enforcer.tally.warnings == 1
-            assert it.scene.agent.enforcer.tally.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
+            assert it.enforcer.tally.warnings == 1
+            assert it.enforcer.tally.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
 
     told = {
         "container": "default/alice (main)",
-        "gpu": str(it.scene.state(0).gpu),
+        "gpu": str(it.gpus[0]),
         "share_mib": 10240,
         "limit_mib": LIMIT_OF_25,
         "used_mib": 12287,
@@ -179,20 +197,20 @@ async def test_who_does_not_go_is_killed(tmp_path: Path) -> None:
     async with ground(tmp_path) as it, running(sys.executable, "-c", STUBBORN) as stubborn:
         assert stubborn.stdout is not None
         await stubborn.stdout.receive()
-        await it.admit(ALICE, 25)
+        it.hold(ALICE, 25)
         it.put(stubborn, 50)
 
         assert await stubborn.wait() == -signal.SIGKILL
         await it.looked()
-        assert it.scene.agent.enforcer.tally.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
+        assert it.enforcer.tally.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
 
 
 async def test_the_bus_tells_of_warning_and_end(tmp_path: Path) -> None:
     """Who listens hears which container used how much of what it may, and which process ends."""
     async with ground(tmp_path) as it, running() as greedy:
-        news = it.scene.agent.registry.news
+        news = it.registry.news
         with news.subscribe(MemoryExceeded, ProcessSignalled) as events:
-            await it.admit(ALICE, 25)
+            it.hold(ALICE, 25)
             it.put(greedy, 50)
             heard_of = [event async for event, _ in _numbered(events, 2)]
 
@@ -218,16 +236,14 @@ async def _numbered(events: Any, count: int) -> AsyncIterator[tuple[Any, int]]: 
 
 async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
     """While NVML hangs over one GPU, a container of another is kept within its limit."""
-    async with ground(tmp_path) as it, running() as greedy, running() as quiet:
-        first = await it.admit(ALICE, 60)
-        second = await it.admit(BOB, 60)
-        assert first != second
-        it.put(quiet, 1, gpu=first)
-        it.scene.node.hang(it.scene.node.gpu(first), 4)
-        it.put(greedy, 90, gpu=second, of=BOB)
+    async with ground(tmp_path) as it, running() as greedy:
+        it.node.hang(it.node.gpu(0), 4)
+        it.hold(ALICE, 25, gpu=0)
+        it.hold(BOB, 25, gpu=1)
+        it.put(greedy, 90, gpu=1, of=BOB)
 
         assert await greedy.wait() == -signal.SIGTERM
-        it.scene.node.recover(it.scene.node.gpu(first))
+        it.node.recover(it.node.gpu(0))
 
 
 # --- who is left alone ----------------------------------------------------------------------------
@@ -243,8 +259,8 @@ async def test_neighbours_and_strangers_are_left_alone(tmp_path: Path) -> None:
         running() as of_another_pod,
         running() as unknown,
     ):
-        await it.admit(ALICE, 25)
-        await it.admit(BOB, 25)
+        it.hold(ALICE, 25)
+        it.hold(BOB, 25)
         it.put(neighbour, 20, of=BOB)
         it.put(of_the_host, 26, of=None)
         it.put(of_another_pod, 10, of=Holder("default", "carol", "main"))
@@ -261,18 +277,18 @@ async def test_neighbours_and_strangers_are_left_alone(tmp_path: Path) -> None:
 async def test_unknown_memory_is_never_a_reason(tmp_path: Path) -> None:
     """A process of which the driver does not say how much it has is left alone."""
     async with ground(tmp_path) as it, running() as unknown:
-        await it.admit(ALICE, 1)
+        it.hold(ALICE, 1)
         it.put(unknown, None)
         await it.looked()
 
         assert unknown.returncode is None
-        assert it.scene.agent.enforcer.tally.warnings == 0
+        assert it.enforcer.tally.warnings == 0
 
 
 async def test_who_exits_between_decision_and_signal_harms_nobody(tmp_path: Path) -> None:
     """A process that goes by itself just then is told as such, and nobody is signalled."""
     async with ground(tmp_path) as it, running() as greedy:
-        await it.admit(ALICE, 25)
+        it.hold(ALICE, 25)
 
         async def leave() -> None:
             greedy.kill()
@@ -285,13 +301,13 @@ async def test_who_exits_between_decision_and_signal_harms_nobody(tmp_path: Path
 
         assert entries[1]["event"] == "a process that was to be ended has gone by itself"
         assert [who.pid for who in it.host.refused] == [greedy.pid]
-        assert it.scene.agent.enforcer.tally.signals[signal.SIGTERM] == 0
+        assert it.enforcer.tally.signals[signal.SIGTERM] == 0
 
 
 async def test_a_pid_that_was_given_away_is_not_signalled(tmp_path: Path) -> None:
     """If the pid is another's by the time of the signal, that other does not notice."""
     async with ground(tmp_path) as it, running() as process:
-        await it.admit(ALICE, 25)
+        it.hold(ALICE, 25)
         stat = anyio.Path(it.machine.proc / str(process.pid) / "stat")
 
         async def reuse(who: Identity) -> None:
@@ -303,7 +319,7 @@ async def test_a_pid_that_was_given_away_is_not_signalled(tmp_path: Path) -> Non
         it.put(process, 50)
         await until(lambda: bool(it.host.refused))
         it.host.before = lambda _: None
-        it.scene.node.end_process(it.scene.node.gpu(0), process.pid)
+        it.node.end_process(it.node.gpu(0), process.pid)
         await it.looked()
 
         assert process.returncode is None
@@ -313,16 +329,16 @@ async def test_a_dry_run_only_tells(tmp_path: Path) -> None:
     """With `dryRun` the log says who would be ended by which signal, and nobody is."""
     with heard(enforcer) as entries:
         async with (
-            ground(tmp_path, config(f"policy: kill, dryRun: true, {QUICK}")) as it,
+            ground(tmp_path, terms(dry_run=True)) as it,
             running() as greedy,
         ):
-            await it.admit(ALICE, 25)
+            it.hold(ALICE, 25)
             it.put(greedy, 50)
             await until(lambda: len(entries) == 3)
             await it.looked()
 
             assert greedy.returncode is None
-            assert it.scene.agent.enforcer.tally.signals[signal.SIGTERM] == 0
+            assert it.enforcer.tally.signals[signal.SIGTERM] == 0
 
     assert [(entry["event"], entry.get("signal")) for entry in entries] == [
         ("a container uses more GPU memory than it may", None),
@@ -334,8 +350,8 @@ async def test_a_dry_run_only_tells(tmp_path: Path) -> None:
 async def test_by_default_an_excess_is_only_told(tmp_path: Path) -> None:
     """Without settings there is a warning, and no signal."""
     with heard(enforcer) as entries:
-        async with ground(tmp_path, config("period: 20ms")) as it, running() as greedy:
-            await it.admit(ALICE, 25)
+        async with ground(tmp_path, Enforcement(period=SOON)) as it, running() as greedy:
+            it.hold(ALICE, 25)
             it.put(greedy, 50)
             await until(lambda: bool(entries))
             await it.looked()
@@ -344,40 +360,69 @@ async def test_by_default_an_excess_is_only_told(tmp_path: Path) -> None:
     assert [entry["policy"] for entry in entries] == ["warn"]
 
 
-@pytest.mark.parametrize("policy", ["off", "report"])
-async def test_who_is_not_to_be_warned_is_not_watched(tmp_path: Path, policy: str) -> None:
-    """`off` and `report` cost nothing: nobody looks until somebody asks."""
-    async with ground(tmp_path, config(f"policy: {policy}, {QUICK}")) as it, running() as greedy:
-        await it.admit(ALICE, 25)
+@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT])
+async def test_who_is_not_to_be_warned_is_not_watched(tmp_path: Path, policy: Policy) -> None:
+    """`off` and `report` cost nothing: nobody looks, until the policy is another."""
+    async with ground(tmp_path, terms(policy)) as it, running() as greedy:
+        it.hold(ALICE, 25)
         it.put(greedy, 50)
-        usage = await it.scene.agent.commands["usage"]({})
+        await anyio.wait_all_tasks_blocked()
+        assert it.host.looks == 0
 
-        assert isinstance(usage, dict)
-        [container] = usage["containers"]
-        assert container["gpus"][0]["over"] is (policy == "report")
-        assert it.host.looks == len(it.scene.node.gpus)
+        it.terms = terms()
+        assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_who_is_guarded_otherwise_is_not_watched(tmp_path: Path) -> None:
+    """Who has a GPU alone, or is kept within its share by the hardware, needs no enforcer."""
+    async with ground(tmp_path) as it, running() as greedy:
+        whole = laid_out(
+            it.gpus[0], text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", "")
+        )
+        it.registry.apply(whole.offered)
+        it.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
+        it.put(greedy, 90)
+        await anyio.wait_all_tasks_blocked()
+
+        assert it.host.looks == 0
+        assert greedy.returncode is None
 
 
 # --- what changes while it runs -------------------------------------------------------------------
 
 
-async def test_a_reload_changes_the_policy(tmp_path: Path) -> None:
-    """What a reload says about memory holds from the next look on."""
-    async with ground(tmp_path, config("policy: off")) as it, running() as greedy:
-        await it.admit(ALICE, 25)
-        it.put(greedy, 50)
-        await anyio.Path(it.scene.config_file).write_text(config())
-        await it.scene.agent.reload()
+async def test_the_agent_enforces_what_its_pool_says(tmp_path: Path) -> None:
+    """From the configuration's key to a pod's process: what a reload says holds from then on."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - name: all\n    memoryEnforcement: {policy: POLICY, headroom: 1Gi, period: 50ms}\n"
+        "    backends: [{backend: fraction, sharesPerGpu: 100}]\n"
+    )
+    machine = HostRig(tmp_path)
+    off, kill = text.replace("POLICY", "off"), text.replace("POLICY", "kill")
+    scene = agent_at_work(tmp_path, config=off, host=machine.host)
+
+    async with scene as it, running() as greedy:
+        await it.until(200, 200)
+        await it.kubelet.admit(Pod.single("alice", {METAGPU: 25}))
+        await it.told()
+        machine.house(greedy.pid, ALICE)
+        [index] = [
+            state.gpu.index for state in it.agent.registry.snapshot.gpus.values() if state.leases
+        ]
+        it.node.add_process(it.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT))
+        await anyio.Path(it.config_file).write_text(kill)
+        await it.agent.reload()
 
         assert await greedy.wait() == -signal.SIGTERM
 
 
 async def test_over_is_told_while_it_lasts(tmp_path: Path) -> None:
     """The bytes above the limit are known for as long as a container is above it."""
-    async with ground(tmp_path, config(f"policy: warn, {QUICK}")) as it, running() as greedy:
-        over = it.scene.agent.enforcer.tally.over
-        gpu = it.scene.state(0).gpu.id
-        await it.admit(ALICE, 25)
+    async with ground(tmp_path, terms(Policy.WARN)) as it, running() as greedy:
+        over = it.enforcer.tally.over
+        gpu = it.gpus[0].id
+        it.hold(ALICE, 25)
         it.put(greedy, 50)
         await until(lambda: bool(over.get(gpu)))
         assert {holder: above // MIB for holder, above in over[gpu].items()} == {
@@ -392,10 +437,10 @@ async def test_what_nvml_does_not_say_is_told_once(tmp_path: Path) -> None:
     """A GPU that cannot be asked is not enforced; the log says why, once for each reason."""
     with heard(enforcer) as entries:
         async with ground(tmp_path) as it, running() as process:
-            await it.admit(ALICE, 25)
-            it.scene.node.lose(it.scene.node.gpu(0))
+            it.hold(ALICE, 25)
+            it.node.lose(it.node.gpu(0))
             await until(lambda: bool(entries))
-            it.scene.node.recover(it.scene.node.gpu(0))
+            it.node.recover(it.node.gpu(0))
             it.put(process, 1)
             await it.looked()
 
@@ -413,7 +458,7 @@ async def test_a_refusal_of_the_kernel_is_told(tmp_path: Path) -> None:
     with heard(enforcer) as entries:
         async with ground(tmp_path) as it, running() as greedy:
             it.host.before = refuse
-            await it.admit(ALICE, 25)
+            it.hold(ALICE, 25)
             it.put(greedy, 50)
             await until(lambda: len(entries) == 3)
             await it.looked()
@@ -427,7 +472,7 @@ async def test_what_hinders_us_is_told_once(tmp_path: Path) -> None:
     with heard(enforcer) as entries:
         async with ground(tmp_path) as it, running() as process:
             it.host.advice = ("mount this",)
-            await it.admit(ALICE, 25)
+            it.hold(ALICE, 25)
             it.put(process, 1)
             await it.looked()
 
