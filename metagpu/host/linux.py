@@ -16,7 +16,7 @@ from metagpu.host.process import read_boot_time, read_identity, read_particulars
 
 _HOST_NAMESPACE: Final = 0xEFFFFFFC
 """The inode of the first pid namespace (`PROC_PID_INIT_INO` in Linux' proc_ns.h)."""
-_REMEMBERED: Final = 4096
+_REMEMBERED: Final = 1024
 """Names of containers: more than a node's pods ever are at once, so nothing is looked up twice."""
 
 
