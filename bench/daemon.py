@@ -1,5 +1,6 @@
 """The daemon under test: the real one, a process of its own on a simulated node."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -137,5 +138,14 @@ def start(
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]
     with (directory / "log").open("ab") as log:
         other = subprocess.Popen(beside, stdout=log, stderr=log) if kubelet else None
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=_as_installed(directory))
     return Daemon(process, directory, other)
+
+
+def _as_installed(directory: Path) -> dict[str, str]:
+    """Let Python keep the bytecode it makes, as it does of an installed package, whatever is set.
+
+    A first start makes it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(directory / "bytecode")}

@@ -15,7 +15,7 @@ from typing import Final
 
 import pynvml
 
-from metagpu.core.driver import RecoveryAction
+from metagpu.core.driver import ComputeMode, RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model import MIB, GpuId
 from metagpu.sim.boards import CUBE_MESH, Board, Fabric
@@ -83,6 +83,7 @@ class SimGpu:
     ecc_uncorrected: int = 0
     rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     recovery_action: RecoveryAction = RecoveryAction.NONE
+    compute_mode: ComputeMode = ComputeMode.DEFAULT
     mig: bool = False
     mig_pending: bool = False
     failure: int | None = None
@@ -135,6 +136,7 @@ class SimNode:
         gpus: those in the machine, by index; `every_gpu` has the removed ones too.
         direct_links: the NVLinks between two slots, where they are not as the boards have them.
         failure: the NVML code with which every call is answered, when the driver is away.
+        root: whether NVML's callers are root, and so may change settings.
         loads: how often the driver was loaded.
     """
 
@@ -146,6 +148,7 @@ class SimNode:
         self.event_sets: list[EventSet] = []
         self.direct_links: Mapping[frozenset[int], int] | None = None
         self.failure: int | None = None
+        self.root = True
         self.loads = 1
         self._seed = seed
         self._slots = 0
@@ -259,6 +262,7 @@ class SimNode:
         """Reset a GPU: it answers and needs nothing. Who listened to it has to register again."""
         with self._change():
             gpu.failure, gpu.hung_until = None, 0.0
+            gpu.compute_mode = ComputeMode.DEFAULT
             gpu.ecc_corrected = gpu.ecc_uncorrected = 0
             gpu.rows[2] = 0
             for events in self.event_sets:

@@ -1,6 +1,6 @@
 """What we rely on in NVML: how a GPU is, and who is on it."""
 
-from metagpu.core.driver import Driver, RecoveryAction
+from metagpu.core.driver import ComputeMode, Driver, RecoveryAction
 
 
 async def test_a_healthy_gpu_needs_nothing(driver: Driver) -> None:
@@ -55,3 +55,11 @@ async def test_how_busy_processes_are_is_a_percentage(driver: Driver) -> None:
         for gpu in (await driver.survey()).gpus:
             busy = await driver.utilisation(gpu.id) or {}
             assert all(pid > 0 and 0 <= percent <= 100 for pid, percent in busy.items())
+
+
+async def test_a_compute_mode_is_one_of_nvmls(driver: Driver) -> None:
+    """A GPU says who may compute on it, or does not say."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            mode = await driver.compute_mode(gpu.id)
+            assert mode in {None, *ComputeMode}

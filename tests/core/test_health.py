@@ -9,6 +9,7 @@ import pytest
 
 from metagpu.core import health
 from metagpu.core.driver import (
+    ComputeMode,
     Condition,
     DriverEvent,
     EccError,
@@ -61,6 +62,13 @@ class Told:
     async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
         """Say nothing."""
         return None
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
+        """Say that anyone may."""
+        return ComputeMode.DEFAULT
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Set nothing."""
 
     async def events(self) -> Sequence[DriverEvent]:
         """Give the next answer."""
