@@ -411,6 +411,13 @@ async def test_the_agent_enforces_what_its_pool_says(tmp_path: Path) -> None:
             state.gpu.index for state in it.agent.registry.snapshot.gpus.values() if state.leases
         ]
         it.node.add_process(it.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT))
+        asked = await it.agent.commands["usage"]({})
+        assert isinstance(asked, dict)
+        [container] = asked["containers"]
+        [part] = container["gpus"]
+        assert (container["pod"], part["usedMiB"], part["policy"]) == ("alice", 20479, "off")
+        assert [process["pid"] for process in part["processes"]] == [greedy.pid]
+
         await anyio.Path(it.config_file).write_text(kill)
         await it.agent.reload()
 
