@@ -31,6 +31,7 @@ from metagpu.core.layout import Layout, lay_out, rehearse
 from metagpu.core.model import GpuId, ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
+from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.endpoints import serve_offers
@@ -83,6 +84,7 @@ class Agent:
         self._guards = {name: kind.guard for name, kind in self._kinds.items()}
         self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
         self._census = Census(self.driver, self.host, self.registry)
+        self._strangers = StrangerWatch(self._census, self.host, self.registry)
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -102,9 +104,16 @@ class Agent:
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node.
 
-        Health, offers, GPUs kept, leases, memory enforced.
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of.
         """
-        return (self.health.run, self._offer, self.keeper.run, self._leases, self.enforcer.run)
+        return (
+            self.health.run,
+            self._offer,
+            self.keeper.run,
+            self._leases,
+            self.enforcer.run,
+            self._strangers.run,
+        )
 
     @property
     def commands(self) -> Mapping[str, control.Handler]:

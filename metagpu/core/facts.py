@@ -226,5 +226,23 @@ class ProcessSignalled:
     at: float
 
 
-Event = Fact | MemoryExceeded | ProcessSignalled
+@dataclass(frozen=True, slots=True)
+class StrangerFound:
+    """A container uses a GPU of which it holds no share: once for each container and GPU.
+
+    Attributes:
+        holder: its names, `None` if nobody knows them.
+        memory: bytes that one of its processes has, `None` when the driver does not say.
+    """
+
+    gpu: GpuId
+    holder: Holder | None
+    container_id: str
+    pod_uid: str
+    pid: int
+    memory: int | None
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound
 """What is heard on the bus: facts that changed something, and news that change nothing we keep."""
