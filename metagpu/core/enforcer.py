@@ -116,6 +116,7 @@ class Enforcer:
         try:
             account = await self._census.account(gpu)
         except DriverError as error:
+            self.tally.over.pop(gpu, None)
             self._tell(gpu, str(error))
             return terms.period
         self._told.pop(gpu, None)
