@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from metagpu.tables import health, table
+from metagpu.tables import table
 
 Answer = Mapping[str, Any]
 """What the daemon's `usage` says; see `core.usage_report`."""
@@ -117,7 +117,7 @@ def top_screen(answer: Answer, cpu: Mapping[int, float]) -> RenderableType:
             _bar(gpu["utilisation"], 100, "%"),
             _bar(gpu["usedMiB"], gpu["usableMiB"], " MiB"),
             Text(held or _NOTHING),
-            health({"waitsFor": None, "since": "", **gpu}),
+            _health(gpu),
         )
 
     rows = _table("GPU", "PID", "POD (CONTAINER)", "BUSY", "MEMORY", "CPU", "HOST MEMORY", "CMD")
@@ -168,7 +168,7 @@ def _device_more(gpu: Answer, offer: Answer | None) -> Iterator[RenderableType]:
     yield _percent(gpu["utilisation"])
     yield gpu["policy"]
     yield gpu["product"].removeprefix("NVIDIA ")
-    yield Text("healthy", "green") if gpu["healthy"] else Text(gpu["reason"], "bold red")
+    yield _health(gpu)
 
 
 def _process(
@@ -226,6 +226,10 @@ def _relative(process: Answer, part: Answer) -> float | None:
     """Say how busy a process is in percent of what its container's shares are of the GPU."""
     busy: int | None = process["utilisation"]
     return None if busy is None else busy * float(max(part["capacity"], 1) / part["shares"])
+
+
+def _health(gpu: Answer) -> Text:
+    return Text("healthy", "green") if gpu["healthy"] else Text(gpu["reason"], "bold red")
 
 
 def _guard(part: Answer) -> str:
