@@ -3,10 +3,10 @@
 import gc
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import time
 from typing import Any, Final
 
 import anyio
@@ -21,14 +21,14 @@ from metagpu.core.census import Census
 from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
-from metagpu.core.errors import ConfigError
-from metagpu.core.facts import GpusFound
+from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out, rehearse
-from metagpu.core.model import GpuId, ResourceName
+from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.strangers import StrangerWatch
@@ -118,7 +118,13 @@ class Agent:
     @property
     def commands(self) -> Mapping[str, control.Handler]:
         """What the agent itself answers on the control socket."""
-        return {"status": self._status, "acknowledge": self._acknowledge, "usage": self._usage}
+        return {
+            "status": self._status,
+            "usage": self._usage,
+            "acknowledge": self._acknowledge,
+            "cordon": self._cordon,
+            "uncordon": self._uncordon,
+        }
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -129,7 +135,7 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        await self._lay_out()
+        self.registry.apply((await self._laid_out(self.config)).offered)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
@@ -153,16 +159,23 @@ class Agent:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         async with self._laying:  # who comes second lays out what the first has made present
-            root = self.places.dev_root
-            nodes = await to_thread.run_sync(host.device_nodes, root)
-            config = config or self.config
-            gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-            layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
-            wire.check_size(layout, config.file)
+            self.keeper.keep(await self._laid_out(config or self.config))
 
-            self._nodes, self.config, self.layout = nodes, config, layout
-            self._backends.update(layout.backends)
-            self.keeper.keep(layout)
+    async def _laid_out(self, config: configuration.Config) -> Layout:
+        """Lay a configuration over the GPUs known now, and take the result as the present one.
+
+        Raises:
+            ConfigError: if it does not fit them; everything stays as it was.
+        """
+        root = self.places.dev_root
+        nodes = await to_thread.run_sync(host.device_nodes, root)
+        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
+        wire.check_size(layout, config.file)
+
+        self._nodes, self.config, self.layout = nodes, config, layout
+        self._backends.update(layout.backends)
+        return layout
 
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
@@ -204,9 +217,31 @@ class Agent:
         return report.status(self.registry.snapshot, self.layout)
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
-        gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+        gpu = self._named(request)
         await self.health.acknowledge(gpu)
-        return f"GPU {self.registry.snapshot.gpus[gpu].gpu} is back in service"
+        return f"GPU {self._state(gpu).gpu} is back in service"
+
+    async def _cordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        reason = " ".join(str(request.get("reason", "")).split()) or "no reason was given"
+        self.registry.apply(GpuCordoned(gpu, reason, time.time()))
+        log.warning("GPU cordoned", gpu=gpu, reason=reason)
+
+        state = self._state(gpu)
+        return f"GPU {state.gpu} gives no new shares; held of it now: {len(state.leases)}"
+
+    async def _uncordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        if not self.registry.apply(GpuUncordoned(gpu, time.time())):
+            raise MetagpuError(f"GPU {self._state(gpu).gpu} is not cordoned")
+        log.info("GPU uncordoned", gpu=gpu)
+        return f"GPU {self._state(gpu).gpu} gives new shares again"
+
+    def _named(self, request: Mapping[str, Any]) -> GpuId:
+        return report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+
+    def _state(self, gpu: GpuId) -> GpuState:
+        return self.registry.snapshot.gpus[gpu]
 
     async def _usage(self, _: Mapping[str, Any]) -> object:
         findings = await self._census.take()
@@ -215,7 +250,7 @@ class Agent:
 
         return {
             "version": __version__,
-            "at": time(),
+            "at": time.time(),
             "node": os.environ.get("NODE_NAME") or socket.gethostname(),
             **usage_report.usage_report(snapshot, findings, rules),
             "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),

@@ -228,3 +228,7 @@ def _again(show: Callable[[], None]) -> int:
 def _hint(answer: Answer) -> None:
     for hint in answer["hints"]:
         print(f"mgctl: {hint}", file=sys.stderr)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -229,7 +229,11 @@ def _relative(process: Answer, part: Answer) -> float | None:
 
 
 def _health(gpu: Answer) -> Text:
-    return Text("healthy", "green") if gpu["healthy"] else Text(gpu["reason"], "bold red")
+    if not gpu["healthy"]:
+        return Text(printable(gpu["reason"]), "bold red")
+    if gpu["cordon"]:
+        return Text(printable(f"cordoned: {gpu['cordon']}"), "yellow")
+    return Text("healthy", "green")
 
 
 def _guard(part: Answer) -> str:

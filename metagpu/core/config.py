@@ -16,7 +16,7 @@ from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import DeviceListStrategy, Injection
-from metagpu.core.model import Gpu, ResourceName
+from metagpu.core.model import Gpu, ResourceName, bus_id
 from metagpu.core.names import name_refusal
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.xid import Severity
@@ -48,7 +48,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     Attributes:
         index: numbers and ranges, as in `0-3,6`.
         uuid: one or several NVML uuids.
-        pci: one or several bus ids, as `0000:07:00.0`.
+        pci: one or several bus ids, as `0000:07:00.0`, or with NVML's domain of eight digits.
         product: a pattern for the product name with `*` and `?`, in any case: `*A100*`.
         min_memory: least total memory, as `40Gi`.
     """
@@ -62,9 +62,14 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     def __post_init__(self) -> None:
         if all(getattr(self, name) is None for name in self.__struct_fields__):
             raise ValueError("an empty selector selects nothing; write `gpus: all`")
+        for name in self.__struct_fields__:
+            if getattr(self, name) == ():
+                raise ValueError(f"the list `{name}` is empty and selects nothing; leave it out")
 
         for part in _listed(self.index):
             _index_ranges(part)
+        for name in _listed(self.pci):
+            bus_id(name)
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not selected, `None` when it is."""
@@ -74,7 +79,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             return f"index {gpu.index} is not in {_shown(self.index)}"
         if self.uuid is not None and gpu.id not in _listed(self.uuid):
             return f"uuid {gpu.id} is not listed"
-        if self.pci is not None and gpu.pci_bus_id not in map(str.lower, _listed(self.pci)):
+        if self.pci is not None and gpu.pci_bus_id not in map(bus_id, _listed(self.pci)):
             return f"PCI bus id {gpu.pci_bus_id} is not listed"
         if self.product is not None and not any(
             fnmatchcase(gpu.name.lower(), pattern.lower()) for pattern in _listed(self.product)

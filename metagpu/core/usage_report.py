@@ -88,6 +88,7 @@ def _gpu(state: GpuState, findings: Findings, rules: Rules) -> dict[str, Any]:
         "shares": _offered(state),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
+        "cordon": state.cordon and state.cordon.reason,
         "policy": str(rules.terms(gpu.id).policy),
         "failure": failure,
     }

@@ -405,6 +405,20 @@ def selecting(gpus: str) -> str:
         (selecting("{}"), "4: pools[0].gpus: an empty selector selects nothing; write `gpus: all`"),
         *(
             (
+                selecting(f"{{{key}: []}}"),
+                f"4: pools[0].gpus: the list `{key}` is empty and selects nothing; leave it out",
+            )
+            for key in ("index", "uuid", "pci", "product")
+        ),
+        *(
+            (
+                selecting(f"{{pci: {name}}}"),
+                f"4: pools[0].gpus: {name!r} is no PCI bus id; write one like 0000:07:00.0",
+            )
+            for name in ("af:00.0", "0000:af:00", "0000-af-00.0")
+        ),
+        *(
+            (
                 selecting(f"{{index: {index}}}"),
                 f"4: pools[0].gpus: {shown} is no index; write one like 3, 0-3 or 0-3,6",
             )
@@ -567,6 +581,7 @@ THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0")
         Selector(uuid=("GPU-other", THE_GPU.id)),
         Selector(pci="0000:af:00.0"),
         Selector(pci="0000:AF:00.0"),
+        Selector(pci="00000000:AF:00.0"),
         Selector(pci=("0000:01:00.0", "0000:af:00.0")),
         Selector(product="NVIDIA A100-SXM4-40GB"),
         Selector(product="*a100*"),
