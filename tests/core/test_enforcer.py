@@ -23,12 +23,13 @@ from metagpu.core.registry import Registry
 from metagpu.core.units import Duration
 from metagpu.host import LinuxHost
 from metagpu.nvml import Nvml
+from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod
 from metagpu.sim.node import SimNode, SimProcess
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.build import laid_out, pool
 from tests.heard import heard
-from tests.host_rig import HostRig, running
+from tests.host_rig import running
 from tests.nvml.rig import opened
 
 SOON: Final = Duration(0.02)
@@ -87,7 +88,7 @@ class Ground:
         terms: what its pool says; may be replaced.
     """
 
-    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: HostRig) -> None:
+    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: SimHost) -> None:
         self.node, self.gpus, self.machine = node, gpus, machine
         self.host = Watched(machine.host)
         self.terms = terms()
@@ -141,7 +142,7 @@ async def until(predicate: Callable[[], bool]) -> None:
 async def ground(tmp_path: Path, settings: Enforcement | None = None) -> AsyncIterator[Ground]:
     """Run an enforcer while the block lasts."""
     async with opened("a100-40gb:2") as (node, nvml, survey), anyio.create_task_group() as group:
-        it = Ground(node, nvml, survey.gpus, HostRig(tmp_path))
+        it = Ground(node, nvml, survey.gpus, SimHost(tmp_path))
         it.terms = settings or it.terms
         group.start_soon(it.enforcer.run)
         yield it
@@ -398,7 +399,7 @@ async def test_the_agent_enforces_what_its_pool_says(tmp_path: Path) -> None:
         "  - name: all\n    memoryEnforcement: {policy: POLICY, headroom: 1Gi, period: 50ms}\n"
         "    backends: [{backend: fraction, sharesPerGpu: 100}]\n"
     )
-    machine = HostRig(tmp_path)
+    machine = SimHost(tmp_path)
     off, kill = text.replace("POLICY", "off"), text.replace("POLICY", "kill")
     scene = agent_at_work(tmp_path, config=off, host=machine.host)
 

@@ -10,8 +10,8 @@ from metagpu.core.facts import GpusFound, LeasesObserved, SharesGranted
 from metagpu.core.host import Container, Identity
 from metagpu.core.model import MIB, GpuState, Holder, ShareId
 from metagpu.core.usage import Account, account
+from metagpu.sim.host import container_of
 from tests.build import after, gpu, laid_out
-from tests.host_rig import container_of
 
 A = gpu(0)
 ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")

@@ -17,8 +17,8 @@ from metagpu.core.host import Identity, Particulars
 from metagpu.core.model import MIB, Holder, Snapshot
 from metagpu.core.usage import account
 from metagpu.core.usage_report import Rules, tally_report, usage_report
+from metagpu.sim.host import container_of
 from tests.build import after, gpu, laid_out
-from tests.host_rig import container_of
 
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
 ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
