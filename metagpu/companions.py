@@ -9,9 +9,9 @@ from typing import Final
 import anyio
 from anyio import to_thread
 
-from metagpu import host
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError
+from metagpu.host import running
 from metagpu.tools import HostTools
 
 KILL_DEADLINE: Final = 5.0
@@ -59,7 +59,7 @@ class HostCompanions:
             env={**own, "PATH": path, **companion.env},
             apart=True,
         )
-        found = await to_thread.run_sync(host.running, int(printed))
+        found = await to_thread.run_sync(running.read, int(printed))
         if found is None:
             words = await self.last_words(companion)
             raise ToolError(f"`{companion.program}` ended at once: {words}")
@@ -67,7 +67,7 @@ class HostCompanions:
 
     async def find(self, companion: Companion, pid: int) -> Process | None:
         """Look whether a process was started as this companion."""
-        found = await to_thread.run_sync(host.running, pid)
+        found = await to_thread.run_sync(running.read, pid)
         if found is None or not {f"{k}={v}" for k, v in companion.env.items()} <= found.env:
             return None
 
@@ -100,11 +100,11 @@ class HostCompanions:
     async def ended(self, process: Process) -> None:
         """Wait until a process has ended."""
         async with AsyncExitStack() as stack:
-            descriptor = await to_thread.run_sync(host.opened, process)
+            descriptor = await to_thread.run_sync(running.opened, process)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
                 await anyio.wait_readable(descriptor)
-        await to_thread.run_sync(host.buried, process)
+        await to_thread.run_sync(running.buried, process)
 
     async def kill(self, process: Process) -> None:
         """Kill a process through a descriptor that was verified to be its own.
@@ -112,12 +112,12 @@ class HostCompanions:
         Raises:
             ToolError: if it is still there after some seconds, or we may not.
         """
-        descriptor = await to_thread.run_sync(host.opened, process)
+        descriptor = await to_thread.run_sync(running.opened, process)
         if descriptor is None:
             return
 
         try:
-            host.kill(descriptor)
+            running.kill(descriptor)
             with anyio.fail_after(KILL_DEADLINE):
                 await anyio.wait_readable(descriptor)
         except TimeoutError:
@@ -128,7 +128,7 @@ class HostCompanions:
             raise ToolError(f"process {process.pid} cannot be killed: {error.strerror}") from error
         finally:
             os.close(descriptor)
-        await to_thread.run_sync(host.buried, process)
+        await to_thread.run_sync(running.buried, process)
 
 
 def _beside(program: Path) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from metagpu import host
 from metagpu.backends.mps_control import Control, Folders, control_daemon
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError
 from metagpu.core.model import GpuId
+from metagpu.host import running
 from metagpu.sim.tools import simulated_companions
 from tests.waiting import until
 
@@ -39,7 +39,7 @@ class StandIn:
     async def process(self) -> Process | None:
         """Give the process that wrote down its number last, if it still runs."""
         pid = await to_thread.run_sync(self.folders.pid)
-        found = None if pid is None else await to_thread.run_sync(host.running, pid)
+        found = None if pid is None else await to_thread.run_sync(running.read, pid)
         return found.process if found else None
 
     def steer(self, how: str) -> None:
@@ -84,7 +84,7 @@ async def stand_in(folder: Path, gpu: str = "GPU-0") -> AsyncIterator[StandIn]:
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[StandIn]:
+async def serving(folder: Path) -> AsyncIterator[StandIn]:
     """Have a control daemon that answers."""
     async with stand_in(folder) as it:
         await COMPANIONS.start(it.daemon)

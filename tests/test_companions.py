@@ -10,12 +10,12 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu import host
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError, ToolMissing
+from metagpu.host import running
 from metagpu.tools import HostTools
-from tests.companions_rig import COMPANIONS, running, stand_in
+from tests.companions_rig import COMPANIONS, serving, stand_in
 from tests.test_tools import program
 from tests.waiting import until
 
@@ -79,7 +79,7 @@ async def test_a_companion_outlives_who_started_it(tmp_path: Path) -> None:
 
 async def test_another_process_is_never_taken_for_it(tmp_path: Path) -> None:
     """A number alone says nothing: the environment and the command line have to be the same."""
-    async with running(tmp_path) as it, stand_in(tmp_path, "GPU-1") as other:
+    async with serving(tmp_path) as it, stand_in(tmp_path, "GPU-1") as other:
         process = await it.process()
         assert process is not None
         pid = process.pid
@@ -97,12 +97,12 @@ async def test_another_process_is_never_taken_for_it(tmp_path: Path) -> None:
 async def test_a_number_that_was_given_away_is_left_alone(tmp_path: Path) -> None:
     """A process with the same number and another start time is neither waited for nor killed."""
     process = await HOST.start(sleeper(tmp_path))
-    before = replace(process, began=process.began - 1)
+    before = replace(process, started=process.started - 1)
 
     with anyio.fail_after(5):
         await HOST.ended(before)
         await HOST.kill(before)
-    assert await to_thread.run_sync(host.running, process.pid) is not None
+    assert await to_thread.run_sync(running.read, process.pid) is not None
     await HOST.kill(process)
 
 
@@ -181,11 +181,11 @@ async def test_mounts_that_are_refused_are_told(tmp_path: Path) -> None:
 
 def test_processes_are_told_apart_by_their_start() -> None:
     """We ourselves run; what is named by our number and another start does not."""
-    ourselves = host.running(HERE)
+    ourselves = running.read(HERE)
     assert ourselves is not None
     assert ourselves.process.pid == HERE
 
-    assert host.opened(Process(HERE, ourselves.process.began - 1)) is None
-    descriptor = host.opened(ourselves.process)
+    assert running.opened(Process(HERE, ourselves.process.started - 1)) is None
+    descriptor = running.opened(ourselves.process)
     assert descriptor is not None
     os.close(descriptor)

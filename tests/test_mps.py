@@ -19,6 +19,7 @@ from metagpu.plugins import podresources
 from metagpu.sim.kubelet import AdmissionError, Pod
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
+from metagpu.sources import Source
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.test_daemon import Daemon, command_line, daemon
@@ -114,7 +115,7 @@ async def test_what_would_be_offered_is_explained_as_ready(tmp_path: Path) -> No
     """`explain` starts no control daemon, and counts what one would serve."""
     file = tmp_path / "metagpu.yaml"
     await anyio.Path(file).write_text(MIXED)
-    agent = Agent(file, Nvml(Library(simulated("a100-40gb:1"))))
+    agent = Agent(Source((file,)), Nvml(Library(simulated("a100-40gb:1"))))
     await agent.look()
 
     told = report.explanation(agent.registry.snapshot, agent.layout)["resources"]

@@ -15,7 +15,7 @@ from metagpu.backends.mps_control import PIPES, SHM, Folders
 from metagpu.backends.mps_keeping import keep
 from metagpu.backends.mps_supervisor import Timing
 from metagpu.backends.placement import Placement, Seat, gather, place
-from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
+from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneGpuOnly, TooManyClients
 from metagpu.core.injection import memory_mib
 from metagpu.core.model import (
@@ -94,6 +94,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
     options_type: ClassVar[type[Options]] = MpsOptions
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
+    guard: ClassVar[Guard] = Guard.MPS
     timing: ClassVar[Timing] = Timing()
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:

@@ -30,11 +30,11 @@ class Process:
     """One process for good: its number may be given away again, but not with its start time.
 
     Attributes:
-        began: clock ticks from the machine's start to its own.
+        started: clock ticks from the machine's start to its own.
     """
 
     pid: int
-    began: int
+    started: int
 
 
 class Companions(Protocol):

@@ -1,13 +1,24 @@
 """A snapshot as plain data, for people and programs: what `explain` and `status` say."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout import Layout
-from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot
+from metagpu.core.model import (
+    MIB,
+    GpuId,
+    GpuState,
+    Lease,
+    Pause,
+    ResourceName,
+    Snapshot,
+    bus_id,
+)
+from metagpu.core.plan import Plan
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -64,6 +75,47 @@ def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     }
 
 
+def plan(planned: Plan) -> dict[str, Any]:
+    """Say what a change of configuration would do."""
+    return {
+        "resources": {
+            each.resource: {
+                "change": str(each.change),
+                "before": each.shares[0],
+                "after": each.shares[1],
+                "backendBefore": each.backend[0],
+                "backendAfter": each.backend[1],
+            }
+            for each in planned.resources
+        },
+        "gpus": [
+            {
+                "index": each.gpu.index,
+                "uuid": each.gpu.id,
+                "product": each.gpu.name,
+                "change": str(each.change),
+                "poolBefore": each.pool[0],
+                "poolAfter": each.pool[1],
+                "backendsBefore": list(each.backends[0]),
+                "backendsAfter": list(each.backends[1]),
+                "waitsFor": _waiting(each.waits_for),
+            }
+            for each in planned.gpus
+        ],
+        "settings": list(planned.settings),
+    }
+
+
+def _waiting(leases: Sequence[Lease]) -> list[dict[str, Any]]:
+    """Say who has to end, each holder once for each resource."""
+    counted = Counter((str(lease.holder or ""), lease.share.resource) for lease in leases)
+
+    return [
+        {"holder": holder or None, "resource": resource, "shares": count}
+        for (holder, resource), count in counted.items()
+    ]
+
+
 def hindrance(state: GpuState) -> str:
     """Say who keeps shares of a GPU from being granted."""
     for lease in state.waits_for:
@@ -90,7 +142,7 @@ def pause(state: GpuState, backend: str) -> str:
 
 
 def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
-    """Find a GPU by index or uuid.
+    """Find a GPU by index, uuid or PCI bus id.
 
     Raises:
         MetagpuError: if there is none of that name; says which there are.
@@ -98,6 +150,9 @@ def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
     for gpu, state in snapshot.gpus.items():
         if name in (gpu, str(state.gpu.index)):
             return gpu
+        with suppress(ValueError):
+            if bus_id(name) == state.gpu.pci_bus_id:
+                return gpu
 
     known = ", ".join(str(state.gpu.index) for state in snapshot.gpus.values()) or "none"
     raise MetagpuError(f"there is no GPU {name!r} here; there are: {known}")
@@ -114,6 +169,7 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
         "since": _moment(state.verdict.since),
+        "backends": list(dict.fromkeys(share.backend for share in state.shares)),
         "owner": state.owner,
         "cleaning": {backend: _moment(since) for backend, since in state.cleaning.items()},
         "suspended": {backend: _pause(pause) for backend, pause in state.suspended.items()},

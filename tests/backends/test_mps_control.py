@@ -7,7 +7,7 @@ import pytest
 from metagpu.backends.mps_control import Folders, control_daemon
 from metagpu.core.errors import ToolError
 from metagpu.core.model import GpuId
-from tests.companions_rig import running
+from tests.companions_rig import serving
 
 GPU = GpuId("GPU-00000000-0000-0000-0000-000000000000")
 
@@ -35,7 +35,7 @@ def test_its_sockets_have_a_path_that_linux_takes() -> None:
 
 async def test_clients_are_listed_by_server(tmp_path: Path) -> None:
     """The first client starts a server; each is listed by its process."""
-    async with running(tmp_path) as it:
+    async with serving(tmp_path) as it:
         with it.client(), it.client():
             [server] = await it.control.servers()
             assert len(await it.control.clients(server)) == 2
@@ -45,7 +45,7 @@ async def test_clients_are_listed_by_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("question", ["probe", "servers"])
 async def test_nonsense_is_no_answer(tmp_path: Path, question: str) -> None:
     """What was asked and what came back are in the error."""
-    async with running(tmp_path) as it:
+    async with serving(tmp_path) as it:
         it.steer("garbage")
         with pytest.raises(
             ToolError, match=r"it answered get_\w+ with '\?\\x07 not what you asked"
@@ -55,7 +55,7 @@ async def test_nonsense_is_no_answer(tmp_path: Path, question: str) -> None:
 
 async def test_silence_has_a_deadline(tmp_path: Path) -> None:
     """A control daemon that hangs costs a second here, and is told with the command."""
-    async with running(tmp_path) as it:
+    async with serving(tmp_path) as it:
         it.steer("hang")
         with pytest.raises(ToolError) as caught:
             await it.control.probe()
@@ -67,7 +67,7 @@ async def test_silence_has_a_deadline(tmp_path: Path) -> None:
 
 async def test_a_crash_is_no_answer(tmp_path: Path) -> None:
     """It leaves its sockets and its number behind, and nobody is taken for it."""
-    async with running(tmp_path) as it:
+    async with serving(tmp_path) as it:
         it.steer("crash")
         with pytest.raises(ToolError, match="Cannot find MPS control daemon process"):
             await it.control.probe()

@@ -1,4 +1,7 @@
-"""The machine beside its GPUs: what stands in its file system, and its processes."""
+"""Processes of the host that we keep: who they are, what they were started as, how they end.
+
+These functions block.
+"""
 
 import os
 import signal
@@ -8,7 +11,7 @@ from typing import Final
 
 from metagpu.core.companions import Process
 
-_STATE, _BEGAN = 0, 19
+_STATE, _STARTED = 0, 19
 """Fields of /proc/PID/stat behind the name: see proc_pid_stat(5), fields 3 and 22."""
 _GONE: Final = ("Z", "X", "x")
 
@@ -22,25 +25,19 @@ class Running:
     env: frozenset[str]
 
 
-def device_nodes(dev_root: Path | None = None) -> frozenset[str]:
-    """List NVIDIA's device nodes, as paths seen from `dev_root` (the host's root by default)."""
-    root = dev_root or Path("/")
-    return frozenset(f"/dev/{node.name}" for node in (root / "dev").glob("nvidia*"))
-
-
-def running(pid: int) -> Running | None:
+def read(pid: int) -> Running | None:
     """Read what the process of a number is; `None` if none runs or it may not be read."""
     folder = Path("/proc") / str(pid)
 
     try:
-        began = _began(pid)
+        started = _started(pid)
         arguments = _strings(folder / "cmdline")
         env = frozenset(_strings(folder / "environ"))
-        if began is None or _began(pid) != began:
+        if started is None or _started(pid) != started:
             return None  # the number went to another process while we read
     except OSError:
         return None
-    return Running(Process(pid, began), arguments, env)
+    return Running(Process(pid, started), arguments, env)
 
 
 def opened(process: Process) -> int | None:
@@ -54,7 +51,7 @@ def opened(process: Process) -> int | None:
         return None
 
     # What the descriptor stands for cannot change any more: so look now who that is.
-    if _began(process.pid) != process.began:
+    if _started(process.pid) != process.started:
         os.close(descriptor)
         return None
     return descriptor
@@ -80,7 +77,7 @@ def buried(process: Process) -> None:
         return
 
 
-def _began(pid: int) -> int | None:
+def _started(pid: int) -> int | None:
     """Read when the process of a number began; `None` if it has ended."""
     try:
         stat = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
@@ -88,7 +85,7 @@ def _began(pid: int) -> int | None:
         return None
     # The name stands in brackets and may have brackets and spaces in it.
     fields = stat.rpartition(")")[2].split()
-    return None if fields[_STATE] in _GONE else int(fields[_BEGAN])
+    return None if fields[_STATE] in _GONE else int(fields[_STARTED])
 
 
 def _strings(file: Path) -> tuple[str, ...]:
