@@ -195,7 +195,7 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
     """In its mixed pool a GPU is claimed, given back, and taken in another way."""
     assert main(["demo", "--json"]) == 0
 
-    names = ("cnvrg.io/metagpu", "nvidia.com/gpu.shared", "nvidia.com/gpu")
+    names = ("nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu")
     assert [
         (
             step["what"],
@@ -204,11 +204,11 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
         )
         for step in json.loads(capsys.readouterr().out)["pool"]["steps"]
     ] == [
-        ("nobody has asked yet", [None, None], [200, 8, 2]),
-        ("lab asks for 1 gpu.shared", ["timeslice", None], [100, 8, 1]),
-        ("train asks for 1 gpu", ["timeslice", "whole"], [0, 4, 1]),
-        ("lab ends", [None, "whole"], [100, 4, 2]),
-        ("serve asks for 50 metagpu", ["fraction", "whole"], [100, 0, 1]),
+        ("nobody has asked yet", [None, None], [8, 200, 2]),
+        ("lab asks for 1 gpu.shared", ["timeslice", None], [8, 100, 1]),
+        ("train asks for 1 gpu", ["timeslice", "whole"], [4, 0, 1]),
+        ("lab ends", [None, "whole"], [4, 100, 2]),
+        ("serve asks for 50 gpu.mps", ["mps", "whole"], [0, 100, 1]),
     ]
 
 
@@ -219,7 +219,7 @@ def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "██████████ 100/100" in captured.out
     assert "XID 79: GPU has fallen" in captured.out
-    assert "serve asks for 50 metagpu   fraction    whole   100" in captured.out
+    assert "serve asks for 50 gpu.mps   mps         whole   0            100" in captured.out
     assert captured.err == ""
 
 

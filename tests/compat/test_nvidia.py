@@ -157,10 +157,17 @@ def test_mps_takes_the_policy_and_lets_a_container_hold_several() -> None:
 
 def test_a_backend_that_is_missing_is_named() -> None:
     """What is not installed is told of the line that needs it, with what there is."""
-    assert refusal(slices(way="mps")) == (
+    problem = converted(slices(way="mps")).missing(("fraction", "timeslice", "whole"))
+
+    assert str(problem) == (
         "f.yaml: 5: sharing.mps.resources[0]: this needs the backend mps, which is not installed; "
         "there are: fraction, timeslice, whole"
     )
+
+
+def test_mps_is_offered() -> None:
+    """Replicas under MPS are offered by their name, as many as were said."""
+    assert offered(converted(slices(way="mps")), *FOUR) == {"nvidia.com/gpu": 16}
 
 
 def test_flags_that_are_honoured() -> None:
