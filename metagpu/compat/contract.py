@@ -92,8 +92,11 @@ class Converted:
         """Say an error about `data` of the line that it comes from."""
         for path in sorted(self.origins, key=len, reverse=True):
             if error.path == path or error.path.startswith((f"{path}.", f"{path}[")):
-                origin = self.origins[path]
-                return origin.document.error(origin.path, error.problem)
+                origin, problem = self.origins[path], error.problem
+                if problem.startswith("unknown key"):  # our key, which the operator never wrote
+                    key = error.path.rpartition(".")[2]
+                    problem = f"this needs the option {key} of a backend, which has none here"
+                return origin.document.error(origin.path, problem)
         return error
 
 

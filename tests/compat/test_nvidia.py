@@ -6,6 +6,7 @@ import pytest
 
 from metagpu.compat import manifest
 from metagpu.core.document import Document
+from metagpu.core.errors import ConfigError
 from tests.build import gpu
 from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
 
@@ -157,9 +158,22 @@ def test_mps_takes_the_policy_and_lets_a_container_hold_several() -> None:
 
 def test_a_backend_that_is_missing_is_named() -> None:
     """What is not installed is told of the line that needs it, with what there is."""
-    assert refusal(slices(way="mps")) == (
+    conversion = converted(slices(way="mps"))
+
+    assert conversion.missing(["mps", "whole"]) is None
+    assert str(conversion.missing(["whole", "fraction"])) == (
         "f.yaml: 5: sharing.mps.resources[0]: this needs the backend mps, which is not installed; "
-        "there are: fraction, timeslice, whole"
+        "there are: fraction, whole"
+    )
+
+
+def test_an_option_that_a_backend_does_not_have_is_named() -> None:
+    """A conversion to a key that the installed backend does not know is told in those words."""
+    error = ConfigError("unknown key; allowed: a", path="pools[0].backends[0].replicas")
+
+    assert str(converted(SLICES).retold(error)) == (
+        "f.yaml: 5: sharing.timeSlicing.resources[0]: this needs the option replicas of a backend, "
+        "which has none here"
     )
 
 
