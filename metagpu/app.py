@@ -69,8 +69,8 @@ class Agent:
         self._kinds = installed_backends()
         self._read = self.source.read()
         self._told: frozenset[str] = frozenset()
-        self._take(self.source.understand(self._read, self._kinds))
         self.config_error: str | None = None
+        self._take(self.source.understand(self._read, self._kinds))
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -175,22 +175,22 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
-        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-        layout = self._laid(config)
+        nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config, nodes)
 
-        self.config, self.layout = config, layout
+        self._nodes, self.config, self.layout = nodes, config, layout
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config) -> Layout:
-        """Lay a configuration over the GPUs and device nodes known now; change nothing.
+    def _laid(self, config: Config, nodes: frozenset[str]) -> Layout:
+        """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
             ConfigError: if it does not fit them.
         """
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
-        layout = lay_out(config, gpus, Injection(dev_root=root, present=self._nodes))
+        layout = lay_out(config, gpus, Injection(dev_root=root, present=nodes))
         wire.check_size(layout, config.file)
         return layout
 
@@ -256,7 +256,7 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them.
         """
-        after = plan.State(self._laid(config), config)
+        after = plan.State(self._laid(config, self._nodes), config)
         return report.plan(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:

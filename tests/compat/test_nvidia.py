@@ -617,15 +617,26 @@ def test_a_wrong_layout_is_told_of_its_line(
 
 
 def test_single_wants_one_profile_on_all_gpus() -> None:
-    """A layout of several profiles, or without MIG somewhere, is refused under single."""
+    """A layout of several profiles, or without MIG on some GPUs, is refused under single."""
+    some = SEVEN + "  - {devices: [0], mig-enabled: false}\n"
+
     assert refusal(LAYOUT, mixed("single"), mig_config="2x2g.10gb-3x1g.5gb") == (
         'f.yaml: 16: mig-configs["2x2g.10gb-3x1g.5gb"][0]: the strategy single wants instances of '
         "one profile on all GPUs, and this layout has 1g.5gb, 2g.10gb; choose mixed, or another "
         "layout"
     )
-    assert refusal(LAYOUT, mixed("single"), mig_config="disabled").endswith(
+    assert refusal(some, mixed("single")).endswith(
         "and this layout has GPUs without; choose mixed, or another layout"
     )
+
+
+def test_without_any_instance_single_is_as_none() -> None:
+    """Where no GPU shall have MIG, GPUs are offered as they are, whatever the strategy."""
+    for strategy in ("none", "single", "mixed"):
+        conversion = converted(LAYOUT, mixed(strategy), mig_config="disabled")
+
+        assert offered(conversion, *FOUR) == {"nvidia.com/gpu": 4}
+        assert len(conversion.notes) == 1
 
 
 def test_gpus_that_single_leaves_out_are_told() -> None:
