@@ -257,7 +257,7 @@ class Agent:
             ConfigError: if it does not fit them.
         """
         after = plan.State(self._laid(config, self._nodes), config)
-        return report.plan(plan.compare(self.registry.snapshot, before, after))
+        return plan.told(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
         gpu = self._named(request)

@@ -1,5 +1,6 @@
 """What a change of configuration would do: one layout against another, as values."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -78,6 +79,47 @@ def compare(snapshot: Snapshot, before: State, after: State) -> Plan:
         tuple(_gpu(snapshot, gpu, *seen) for gpu in snapshot.gpus),
         _settings(before.config, after.config),
     )
+
+
+def told(plan: Plan) -> dict[str, Any]:
+    """Say a plan as plain data, for people and programs."""
+    return {
+        "resources": {
+            each.resource: {
+                "change": str(each.change),
+                "before": each.shares[0],
+                "after": each.shares[1],
+                "backendBefore": each.backend[0],
+                "backendAfter": each.backend[1],
+            }
+            for each in plan.resources
+        },
+        "gpus": [
+            {
+                "index": each.gpu.index,
+                "uuid": each.gpu.id,
+                "product": each.gpu.name,
+                "change": str(each.change),
+                "poolBefore": each.pool[0],
+                "poolAfter": each.pool[1],
+                "backendsBefore": list(each.backends[0]),
+                "backendsAfter": list(each.backends[1]),
+                "waitsFor": _waiting(each.waits_for),
+            }
+            for each in plan.gpus
+        ],
+        "settings": list(plan.settings),
+    }
+
+
+def _waiting(leases: Sequence[Lease]) -> list[dict[str, Any]]:
+    """Say who has to end, each holder once for each resource."""
+    counted = Counter((str(lease.holder or ""), lease.share.resource) for lease in leases)
+
+    return [
+        {"holder": holder or None, "resource": resource, "shares": count}
+        for (holder, resource), count in counted.items()
+    ]
 
 
 class _Side:
