@@ -1,6 +1,8 @@
 """The composition root: from settings to a running agent."""
 
 import gc
+import os
+import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -12,19 +14,24 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
-from metagpu.core import plan, report
+from metagpu.core import plan, report, usage_report
 from metagpu.core.backend import Backend, installed_backends
+from metagpu.core.census import Census
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
+from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
+from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.config_files import changes
@@ -56,6 +63,7 @@ class Agent:
         source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
+        host: processes of the host; those of this one unless given.
     """
 
     source: Source
@@ -64,6 +72,7 @@ class Agent:
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -75,6 +84,11 @@ class Agent:
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
         self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
+        self.host = self.host or host.LinuxHost()
+        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
+        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
+        self._census = Census(self.driver, self.host, self.registry)
+        self._strangers = StrangerWatch(self._census, self.host, self.registry)
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -89,21 +103,37 @@ class Agent:
         """
         form = ", ".join(self.loaded.formats) or "default"
         log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
-        own = {
-            "status": self._status,
-            "plan": self._plan,
-            "acknowledge": self._acknowledge,
-            "cordon": self._cordon,
-            "uncordon": self._uncordon,
-        }
 
-        async with control.controlled(self.places.run, {**own, **self.handlers}):
+        async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What has to run side by side to serve the node: health, offers, GPUs kept, leases."""
-        return (self.health.run, self._offer, self.keeper.run, self._leases, self._follow_files)
+        """What has to run side by side to serve the node.
+
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed.
+        """
+        return (
+            self.health.run,
+            self._offer,
+            self.keeper.run,
+            self._leases,
+            self.enforcer.run,
+            self._strangers.run,
+            self._follow_files,
+        )
+
+    @property
+    def commands(self) -> Mapping[str, control.Handler]:
+        """What the agent itself answers on the control socket."""
+        return {
+            "status": self._status,
+            "plan": self._plan,
+            "usage": self._usage,
+            "acknowledge": self._acknowledge,
+            "cordon": self._cordon,
+            "uncordon": self._uncordon,
+        }
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -285,3 +315,24 @@ class Agent:
 
     def _state(self, gpu: GpuId) -> GpuState:
         return self.registry.snapshot.gpus[gpu]
+
+    async def _usage(self, _: Mapping[str, Any]) -> object:
+        findings = await self._census.take()
+        snapshot = self.registry.snapshot
+        rules = usage_report.Rules(self._terms, self._guards)
+
+        return {
+            "version": __version__,
+            "at": time.time(),
+            "node": os.environ.get("NODE_NAME") or socket.gethostname(),
+            **usage_report.usage_report(snapshot, findings, rules),
+            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+        }
+
+    def _terms(self, gpu: GpuId) -> Enforcement:
+        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
+        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
+        for assignment in self.layout.assignments:
+            if assignment.gpu.id == gpu and assignment.pool in pools:
+                return pools[assignment.pool]
+        return Enforcement(policy=Policy.OFF)

@@ -195,6 +195,7 @@ def _agent(source: Source, simulate: str | None, places: "Places | None" = None)
     if simulate is None:
         return Agent(source, Nvml(), places)
 
+    from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
@@ -207,6 +208,7 @@ def _agent(source: Source, simulate: str | None, places: "Places | None" = None)
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        host=LinuxHost(own_pids=True),
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from metagpu.core.backend import Backend, Options
 from metagpu.core.document import Document
+from metagpu.core.enforcement import Enforcement
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import Gpu, ResourceName, bus_id
 from metagpu.core.names import name_refusal
@@ -143,6 +144,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     name: str
     backends: tuple[dict[str, Any], ...]
     gpus: Literal["all"] | Selector = "all"
+    memory_enforcement: Enforcement = Enforcement()
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""

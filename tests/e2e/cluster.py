@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.errors import RigError
@@ -42,13 +43,15 @@ RUNNING_S = 60.0
 GONE_S = 60.0
 
 
-def container(name: str, shares: int, command: Sequence[str] = IDLE_COMMAND) -> Document:
-    """A container that holds SHARES while it runs COMMAND."""
+def container(
+    name: str, shares: int, command: Sequence[str] = IDLE_COMMAND, resource: str = RESOURCE
+) -> Document:
+    """A container that holds SHARES of a resource while it runs COMMAND."""
     return {
         "name": name,
         "image": BUSYBOX_IMAGE,
         "command": list(command),
-        "resources": {"limits": {RESOURCE: str(shares)}},
+        "resources": {"limits": {resource: str(shares)}},
     }
 
 
@@ -62,9 +65,9 @@ def pod(name: str, *containers: Document, **spec: object) -> Document:
     }
 
 
-def idle_pod(name: str, shares: int) -> Document:
-    """A pod that holds SHARES and otherwise idles."""
-    return pod(name, container("main", shares))
+def idle_pod(name: str, shares: int, resource: str = RESOURCE) -> Document:
+    """A pod that holds SHARES of a resource and otherwise idles."""
+    return pod(name, container("main", shares, resource=resource))
 
 
 @dataclass(frozen=True)
@@ -141,18 +144,18 @@ class Cluster:
             self.daemon.start()
         self.await_amounts(ALL_SHARES, ALL_SHARES)
 
-    def await_amounts(self, capacity: int, allocatable: int) -> None:
-        """Wait until the node has these amounts of the resource."""
+    def await_amounts(self, capacity: int, allocatable: int, resource: str = RESOURCE) -> None:
+        """Wait until the node has these amounts of a resource."""
 
         def probe() -> bool:
             if allocatable:
                 self.daemon.require_alive()
-            seen = self.node.resource(RESOURCE)
+            seen = self.node.resource(resource)
             if seen != (capacity, allocatable):
                 raise RigError(f"capacity and allocatable are {seen}")
             return True
 
-        wait_for(f"{capacity} {RESOURCE}, {allocatable} allocatable", probe, within_s=AMOUNTS_S)
+        wait_for(f"{capacity} {resource}, {allocatable} allocatable", probe, within_s=AMOUNTS_S)
 
     def await_running(self) -> None:
         """Wait until every pod of the namespace runs."""
@@ -223,15 +226,28 @@ class Cluster:
             if _runs(document)
         }
 
+    def first_process(self, name: str) -> int:
+        """The pid, on the machine, of process 1 of a running pod's container."""
+        _, _, container = self.incarnations()[name].container.partition("://")
+        housed = [
+            path.parent for path in Path("/proc").glob("[0-9]*/cgroup") if container in _read(path)
+        ]
+        (first,) = (
+            path
+            for path in housed
+            if re.search(r"NSpid:.*\t1$", _read(path / "status"), re.MULTILINE)
+        )
+        return int(first.name)
+
     def reasons(self, name: str, reason: str) -> str:
         """The messages of all events of one REASON about a pod."""
         selector = f"--field-selector=involvedObject.name={name},reason={reason}"
         events = self.kubectl.list("events", NAMESPACE, selector)
         return "\n".join(event["message"] for event in events)
 
-    def delete(self, name: str, *, wait: bool = True) -> None:
-        """Delete a pod, and unless told otherwise wait until it is gone."""
-        target = (name, f"--namespace={NAMESPACE}")
+    def delete(self, *names: str, wait: bool = True) -> None:
+        """Delete pods, and unless told otherwise wait until they are gone."""
+        target = (*names, f"--namespace={NAMESPACE}")
         self.kubectl("delete", "pod", *target, "--grace-period=1", f"--wait={str(wait).lower()}")
 
     def _all_run(self) -> bool:
@@ -240,6 +256,14 @@ class Cluster:
         if waiting:
             raise RigError(f"not running: {'; '.join(waiting)}")
         return bool(documents)
+
+
+def _read(path: Path) -> str:
+    """What a file of a process says, nothing when the process has gone."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _runs(document: Document) -> bool:
