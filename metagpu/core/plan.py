@@ -128,6 +128,10 @@ class _Side:
     def __init__(self, state: State) -> None:
         self.backends = state.layout.backends
         self.pools = {each.gpu.id: each.pool for each in state.layout.assignments}
+        self.rules = {
+            pool.name: pool.memory_enforcement
+            for pool in (state.config.envelope.pools if state.config else ())
+        }
         self._layout = state.layout
 
     def offered(self, resource: ResourceName) -> list[Share]:
@@ -170,7 +174,8 @@ def _gpu(snapshot: Snapshot, gpu: GpuId, before: _Side, after: _Side) -> GpuChan
         was=pools[0] is not None,
         will=pools[1] is not None,
         same=old == new and pools == pools[::-1] and backends == backends[::-1],
-        terms=before.terms(gpu) == after.terms(gpu),
+        terms=before.terms(gpu) == after.terms(gpu)
+        and before.rules.get(pools[0] or "") == after.rules.get(pools[1] or ""),
     )
     return GpuChange(state.gpu, change, pools, backends, strays(new, state.leases))
 
