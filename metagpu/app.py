@@ -82,8 +82,8 @@ class Agent:
         self._kinds = installed_backends()
         self._read = self.source.read()
         self._told: frozenset[str] = frozenset()
-        self._take(self.source.understand(self._read, self._kinds))
         self.config_error: str | None = None
+        self._take(self.source.understand(self._read, self._kinds))
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -211,15 +211,15 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
-        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-        layout = self._laid(config)
+        nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config, nodes)
 
-        self.config, self.layout = config, layout
+        self._nodes, self.config, self.layout = nodes, config, layout
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config) -> Layout:
-        """Lay a configuration over the GPUs and device nodes known now; change nothing.
+    def _laid(self, config: Config, nodes: frozenset[str]) -> Layout:
+        """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
             ConfigError: if it does not fit them.
@@ -227,7 +227,7 @@ class Agent:
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
         run_dir = str(self.places.run.absolute())
-        injection = Injection(dev_root=root, present=self._nodes, run_dir=run_dir)
+        injection = Injection(dev_root=root, present=nodes, run_dir=run_dir)
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
         return layout
@@ -294,8 +294,8 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them.
         """
-        after = plan.State(self._laid(config), config)
-        return report.plan(plan.compare(self.registry.snapshot, before, after))
+        after = plan.State(self._laid(config, self._nodes), config)
+        return plan.told(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
         gpu = self._named(request)
