@@ -14,10 +14,10 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
-from metagpu.core import config as configuration
-from metagpu.core import report, usage_report
+from metagpu.core import plan, report, usage_report
 from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.census import Census
+from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
@@ -27,14 +27,16 @@ from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
-from metagpu.core.layout import Layout, lay_out, rehearse
+from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
+from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
+from metagpu.sources import Loaded, Source
 from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
@@ -58,13 +60,13 @@ class Agent:
     """One node's agent: a registry, those who tell it facts, and those who offer what it holds.
 
     Attributes:
-        config_file: read at start and at every reload; `None` means the defaults.
+        source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
         host: processes of the host; those of this one unless given.
     """
 
-    config_file: Path | None
+    source: Source
     driver: Driver
     places: Places = field(default_factory=Places)
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
@@ -74,8 +76,10 @@ class Agent:
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
-        self.config = configuration.load(self.config_file, self._kinds)
-        rehearse(self.config)
+        self._read = self.source.read()
+        self._told: frozenset[str] = frozenset()
+        self._take(self.source.understand(self._read, self._kinds))
+        self.config_error: str | None = None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -88,6 +92,7 @@ class Agent:
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
+        self._reloading = anyio.Lock()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -96,7 +101,9 @@ class Agent:
             MetagpuError: if another agent runs here, or the configuration does not fit the GPUs
                 found at start.
         """
-        log.info("metagpu starts", version=__version__, config=self.config.file)
+        form = ", ".join(self.loaded.formats) or "default"
+        log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
+
         async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
 
@@ -104,7 +111,7 @@ class Agent:
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node.
 
-        Health, offers, GPUs kept, leases, memory enforced, strangers told of.
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed.
         """
         return (
             self.health.run,
@@ -113,6 +120,7 @@ class Agent:
             self._leases,
             self.enforcer.run,
             self._strangers.run,
+            self._follow_files,
         )
 
     @property
@@ -120,6 +128,7 @@ class Agent:
         """What the agent itself answers on the control socket."""
         return {
             "status": self._status,
+            "plan": self._plan,
             "usage": self._usage,
             "acknowledge": self._acknowledge,
             "cordon": self._cordon,
@@ -139,20 +148,49 @@ class Agent:
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
-        try:
-            config = await to_thread.run_sync(configuration.load, self.config_file, self._kinds)
-            await self._lay_out(config)
-        except ConfigError as error:
-            log.error("the configuration was not taken; the last good one stays", error=str(error))
-        else:
-            self.health.settings = config.envelope.health
-            log.info("configuration read", config=config.file)
+        await self._reload(again=True)
+
+    async def _reload(self, *, again: bool) -> None:
+        """Read the configuration; `again` also if the files are as they were."""
+        async with self._reloading:
+            try:
+                read = await to_thread.run_sync(self.source.read)
+                if read == self._read and not again:
+                    return
+                self._read = read
+                loaded = await to_thread.run_sync(self.source.understand, read, self._kinds)
+                await self._lay_out(loaded.config)
+            except ConfigError as error:
+                self._read = ()
+                if again or str(error) != self.config_error:
+                    log.error(
+                        "the configuration was not taken; the last good one stays",
+                        error=str(error),
+                    )
+                self.config_error = str(error)
+            else:
+                self._take(loaded)
+                self.health.settings = loaded.config.envelope.health
+                log.info("configuration read", config=loaded.config.file)
+
+    async def _follow_files(self) -> None:
+        """Take what the files say as soon as they say something else."""
+        async for _ in changes(self.source.paths):
+            await self._reload(again=False)
+
+    def _take(self, loaded: Loaded) -> None:
+        """Go by a configuration from now on; tell what of it is not honoured, each thing once."""
+        self.loaded, self.config, self.config_error = loaded, loaded.config, None
+        for note in loaded.notes:
+            if str(note) not in self._told:
+                log.warning("in the configuration", note=str(note))
+        self._told = frozenset(map(str, loaded.notes))
 
     def backend(self, resource: ResourceName) -> Backend:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
         return self._backends[resource]
 
-    async def _lay_out(self, config: configuration.Config | None = None) -> None:
+    async def _lay_out(self, config: Config | None = None) -> None:
         """Lay a configuration, the present one if none is given, over the GPUs known now.
 
         Raises:
@@ -161,20 +199,29 @@ class Agent:
         async with self._laying:  # who comes second lays out what the first has made present
             self.keeper.keep(await self._laid_out(config or self.config))
 
-    async def _laid_out(self, config: configuration.Config) -> Layout:
+    async def _laid_out(self, config: Config) -> Layout:
         """Lay a configuration over the GPUs known now, and take the result as the present one.
 
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
-        root = self.places.dev_root
-        nodes = await to_thread.run_sync(host.device_nodes, root)
-        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-        layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
-        wire.check_size(layout, config.file)
+        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config)
 
-        self._nodes, self.config, self.layout = nodes, config, layout
+        self.config, self.layout = config, layout
         self._backends.update(layout.backends)
+        return layout
+
+    def _laid(self, config: Config) -> Layout:
+        """Lay a configuration over the GPUs and device nodes known now; change nothing.
+
+        Raises:
+            ConfigError: if it does not fit them.
+        """
+        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        root = str(self.places.dev_root or "")
+        layout = lay_out(config, gpus, Injection(dev_root=root, present=self._nodes))
+        wire.check_size(layout, config.file)
         return layout
 
     async def _offer(self) -> None:
@@ -215,7 +262,33 @@ class Agent:
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
-        return report.status(self.registry.snapshot, self.layout)
+        return {
+            **report.status(self.registry.snapshot, self.layout),
+            "configuration": {
+                "file": self.config.file,
+                "formats": list(self.loaded.formats),
+                "profiles": list(self.loaded.profiles),
+                "notes": [str(note) for note in self.loaded.notes],
+                "error": self.config_error,
+            },
+        }
+
+    async def _plan(self, request: Mapping[str, Any]) -> object:
+        """Say what a configuration, as text of ours, would change if it were taken now."""
+        text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
+        config = await to_thread.run_sync(parse, text, file, self._kinds)
+        now = plan.State(self.layout, self.config)
+        # In a thread: a plan of very many shares must not keep the kubelet waiting.
+        return await to_thread.run_sync(self.planned, config, now)
+
+    def planned(self, config: Config, before: plan.State) -> dict[str, Any]:
+        """Say what a configuration would make of the GPUs known now, against another state.
+
+        Raises:
+            ConfigError: if it does not fit them.
+        """
+        after = plan.State(self._laid(config), config)
+        return report.plan(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
         gpu = self._named(request)

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from metagpu import __version__
+from metagpu.options import Variable, add_choice, add_source
 from metagpu.plugins import control, kubelet_directory, podresources
 
 SIMULATE_HELP: Final = (
     "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
     "file that describes the node"
 )
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_LOG_FORMATS: Final = ("auto", "json", "console")
 _GPU_HELP: Final = "index, uuid or PCI bus id"
 
 
@@ -26,7 +29,10 @@ def parser() -> argparse.ArgumentParser:
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
 
-    for add in (_run, _demo, _explain, _validate, _status, _acknowledge, _cordon, _uncordon, _sim):
+    for add in (
+        *(_run, _demo, _explain, _validate, _plan, _status),
+        *(_acknowledge, _cordon, _uncordon, _sim),
+    ):
         add(commands)
     return made
 
@@ -43,25 +49,32 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
     it.add_argument(
         "--kubelet-dir",
         type=Path,
-        default=kubelet_directory.DEFAULT_DIRECTORY,
+        default=Variable(
+            ("METAGPU_KUBELET_DIR",), kubelet_directory.DEFAULT_DIRECTORY, convert=Path
+        ),
         help="the kubelet's device-plugins folder (default: %(default)s)",
     )
     it.add_argument(
         "--pod-resources",
         type=Path,
-        default=podresources.DEFAULT_SOCKET,
+        default=Variable(("METAGPU_POD_RESOURCES",), podresources.DEFAULT_SOCKET, convert=Path),
         help="the kubelet's PodResources socket (default: %(default)s)",
     )
     it.add_argument(
         "--dev-root",
         type=Path,
+        default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
         help="where the host's /dev stands, as seen from here and from the container runtime",
     )
-    it.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    it.add_argument(
+        "--log-level",
+        default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
+        choices=_LOG_LEVELS,
+    )
     it.add_argument(
         "--log-format",
-        default="auto",
-        choices=("auto", "json", "console"),
+        default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
+        choices=_LOG_FORMATS,
         help="json, or console for people; auto asks whether a terminal listens",
     )
     _add_run_dir(it)
@@ -94,9 +107,37 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         commands,
         "validate",
         "check configuration files; name line, path and mend of what is wrong",
-        "metagpu validate metagpu.yaml",
+        "metagpu validate metagpu.yaml\n"
+        "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4",
     )
-    it.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    it.add_argument("files", type=Path, nargs="+", metavar="PATH")
+    it.add_argument(
+        "--convert",
+        action="store_true",
+        help="print the configuration, of all these files together, as metagpu/v1",
+    )
+    add_choice(it)
+
+
+def _plan(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "plan",
+        "say what a configuration would change, without changing anything",
+        "metagpu plan --config new.yaml\n"
+        "  metagpu plan --from old.yaml --config new.yaml --simulate a100-40gb:4",
+    )
+    _add_node(it)
+    it.add_argument(
+        "--from",
+        dest="before",
+        type=Path,
+        action="append",
+        metavar="PATH",
+        help="compare with this configuration instead of with the running daemon",
+    )
+    it.add_argument("--json", action="store_true", help="print JSON")
+    _add_run_dir(it)
 
 
 def _status(commands: Any) -> None:  # noqa: ANN401 - as above
@@ -176,16 +217,19 @@ def _command(
 
 
 def _add_node(it: argparse.ArgumentParser) -> None:
+    add_source(it)
     it.add_argument(
-        "--config", type=Path, metavar="FILE", help="without it: 100 shares of every GPU"
+        "--simulate",
+        metavar="BOARDS|FILE",
+        default=Variable(("METAGPU_SIMULATE",)),
+        help=SIMULATE_HELP,
     )
-    it.add_argument("--simulate", metavar="BOARDS|FILE", help=SIMULATE_HELP)
 
 
 def _add_run_dir(it: argparse.ArgumentParser) -> None:
     it.add_argument(
         "--run-dir",
         type=Path,
-        default=control.DEFAULT_RUN_DIR,
+        default=Variable(("METAGPU_RUN_DIR",), control.DEFAULT_RUN_DIR, convert=Path),
         help="where the daemon's control socket stands (default: %(default)s)",
     )

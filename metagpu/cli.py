@@ -8,14 +8,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
+from metagpu import configuring
 from metagpu.arguments import parser
-from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.errors import MetagpuError
+from metagpu.options import settle, source_of
 from metagpu.plugins import control
+from metagpu.sources import Source
 
 if TYPE_CHECKING:
     from metagpu.app import Agent, Places
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     """Carry out a command; tell an error of ours in one line."""
     try:
+        settle(args)
         return COMMANDS[args.command](args)
     except (MetagpuError, BaseExceptionGroup) as error:
         ours = _ours(error)
@@ -80,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
 
     _log(args.log_level, args.log_format)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
-    args.agent = _agent(args.config, args.simulate, places)
+    args.agent = _agent(source_of(args), args.simulate, places)
     anyio.run(args.agent.run)
     return 0
 
@@ -97,7 +100,8 @@ def _explain(args: argparse.Namespace) -> int:
     from metagpu.core import report
 
     _log("error", "console")
-    args.agent = agent = _agent(args.config, args.simulate)
+    args.agent = agent = _agent(source_of(args), args.simulate)
+    configuring.warn(agent)
     anyio.run(agent.look)
     explained = report.explanation(agent.registry.snapshot, agent.layout)
 
@@ -108,21 +112,17 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _validate(args: argparse.Namespace) -> int:
-    from metagpu.core import config
-    from metagpu.core.backend import installed_backends
-    from metagpu.core.layout import rehearse
+def _plan(args: argparse.Namespace) -> int:
+    from metagpu import tables
 
-    wrong = 0
-    for file in args.files:
-        try:
-            rehearse(config.load(file, installed_backends()))
-        except ConfigError as error:
-            wrong += 1
-            print(error, file=sys.stderr)  # noqa: T201
-        else:
-            print(f"{file}: good")  # noqa: T201
-    return 1 if wrong else 0
+    _log("error", "console")
+    planned = configuring.plan(args, _agent)
+
+    if args.json:
+        _print_json(planned)
+    else:
+        tables.show_plan(planned)
+    return 0
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -174,7 +174,8 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "run": _run,
     "demo": _demo,
     "explain": _explain,
-    "validate": _validate,
+    "validate": configuring.validate,
+    "plan": _plan,
     "status": _status,
     "acknowledge": _acknowledge,
     "cordon": _cordon,
@@ -186,13 +187,13 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 # --- shared ---------------------------------------------------------------------------------------
 
 
-def _agent(config: Path | None, simulate: str | None, places: "Places | None" = None) -> "Agent":
+def _agent(source: Source, simulate: str | None, places: "Places | None" = None) -> "Agent":
     from metagpu.app import Agent, Places
     from metagpu.nvml import Nvml
 
     places = places or Places()
     if simulate is None:
-        return Agent(config, Nvml(), places)
+        return Agent(source, Nvml(), places)
 
     from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
@@ -202,7 +203,7 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
 
     node = simulated(simulate)
     return Agent(
-        config,
+        source,
         Nvml(Library(node)),
         places,
         {COMMAND: steering(node)},

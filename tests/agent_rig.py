@@ -18,6 +18,7 @@ from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools
+from metagpu.sources import Source
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -84,11 +85,12 @@ async def agent_at_work(
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
+    source: Source | None = None,
     host: Host | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
-    `drivers=False` starts without NVML.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -102,7 +104,11 @@ async def agent_at_work(
     if not drivers:
         node.fail_driver()
     agent = Agent(
-        config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools(), host=host
+        source or Source((config_file,)),
+        Nvml(Library(node)),
+        places,
+        tools=tools or SimulatedTools(),
+        host=host,
     )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 

@@ -19,6 +19,7 @@ from metagpu.plugins import podresources
 from metagpu.sim.kubelet import Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
+from metagpu.sources import Source
 from tests.agent_rig import METAGPU, QUICK, agent_at_work
 
 
@@ -141,7 +142,7 @@ async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
 async def test_looking_makes_nothing_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be offered is told as it would be when everything is ready."""
     monkeypatch.setattr(FractionBackend, "readies", True)
-    agent = Agent(None, Nvml(Library(simulated("t4:1"))))
+    agent = Agent(Source(), Nvml(Library(simulated("t4:1"))))
     await agent.look()
 
     [state] = agent.registry.snapshot.gpus.values()
@@ -338,7 +339,7 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"bad.yaml: 4: pools\[0\].backends\[0\].backend: 'magic'"
     ):
-        Agent(file, Nvml())
+        Agent(Source((file,)), Nvml())
 
 
 async def test_device_node_that_comes_late_is_given(

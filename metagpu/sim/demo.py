@@ -26,6 +26,7 @@ from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools
+from metagpu.sources import Source
 
 BOARDS: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
@@ -159,11 +160,12 @@ async def _share(folder: Path) -> dict[str, Any]:
 @asynccontextmanager
 async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncIterator[Scene]:
     places = Places(folder / "device-plugins", folder / "pod-resources.sock", folder)
-    file = None if config is None else folder / "metagpu.yaml"
-    if file is not None and config is not None:
-        await anyio.Path(file).write_text(config)
+    paths: tuple[Path, ...] = ()
+    if config is not None:
+        paths = (folder / "metagpu.yaml",)
+        await anyio.Path(paths[0]).write_text(config)
     node = simulated(boards)
-    agent = Agent(file, Nvml(Library(node)), places, tools=SimulatedTools())
+    agent = Agent(Source(paths), Nvml(Library(node)), places, tools=SimulatedTools())
     kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:
