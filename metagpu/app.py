@@ -35,7 +35,7 @@ from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
-from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.sources import Loaded, Source
@@ -92,8 +92,8 @@ class Agent:
         self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
         self._guards = {name: kind.guard for name, kind in self._kinds.items()}
-        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
         self._census = Census(self.driver, self.host, self.registry)
+        self.enforcer = Enforcer(self._census, self.host, self.registry, self._terms, self._guards)
         self._strangers = StrangerWatch(self._census, self.host, self.registry)
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
@@ -266,6 +266,7 @@ class Agent:
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
+        self._census.told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
