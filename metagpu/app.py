@@ -14,9 +14,11 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
+from metagpu.companions import HostCompanions
 from metagpu.core import plan, report, usage_report
 from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.census import Census
+from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Policy
@@ -63,6 +65,7 @@ class Agent:
         source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
+        companions: likewise those that run for long.
         host: processes of the host; those of this one unless given.
     """
 
@@ -72,6 +75,7 @@ class Agent:
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
+    companions: Companions | None = None
     host: Host | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +87,9 @@ class Agent:
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
-        self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
+        own = HostTools(tuple(roots))
+        tools, companions = self.tools or own, self.companions or HostCompanions(own)
+        self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
         self._guards = {name: kind.guard for name, kind in self._kinds.items()}
         self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
@@ -220,7 +226,9 @@ class Agent:
         """
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
-        layout = lay_out(config, gpus, Injection(dev_root=root, present=nodes))
+        run_dir = str(self.places.run.absolute())
+        injection = Injection(dev_root=root, present=nodes, run_dir=run_dir)
+        layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
         return layout
 

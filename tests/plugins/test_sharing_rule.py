@@ -378,6 +378,7 @@ def test_no_story_breaks_the_rule_of_sharing() -> None:
         settings=settings(
             max_examples=settings().max_examples // 2,
             stateful_step_count=50,
+            report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
         ),
     )
