@@ -199,7 +199,7 @@ def _agent(source: Source, simulate: str | None, places: "Places | None" = None)
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
-    from metagpu.sim.tools import SimulatedTools
+    from metagpu.sim.tools import SimulatedTools, simulated_companions
 
     node = simulated(simulate)
     return Agent(
@@ -208,6 +208,7 @@ def _agent(source: Source, simulate: str | None, places: "Places | None" = None)
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        companions=simulated_companions(),
         host=LinuxHost(own_pids=True),
     )
 
