@@ -11,7 +11,10 @@ MetagpuError
 ├── DriverError          the machine's: NVML could not do it
 │   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
 │   ├── GpuLost          this GPU does not answer any more, or wants a reset first
-│   └── DriverTimeout    this call did not come back in time
+│   ├── DriverTimeout    this call did not come back in time
+│   ├── InUse            not while programs use it; may be tried again
+│   ├── NoRoom           what is there already leaves no room for it
+│   └── Unsupported      this GPU, or its driver, cannot do it
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
 └── KubeletError         the kubelet's: it refused us, or is not there
@@ -104,6 +107,18 @@ class GpuLost(DriverError):
 
 class DriverTimeout(DriverError):
     """Raised when an NVML call did not come back within its deadline."""
+
+
+class InUse(DriverError):
+    """Raised when something cannot be changed because programs use it; may be tried again."""
+
+
+class NoRoom(DriverError):
+    """Raised when what is on a GPU already leaves no room for what was asked."""
+
+
+class Unsupported(DriverError):
+    """Raised when a GPU, its driver, or its present mode cannot do what was asked."""
 
 
 class ToolError(MetagpuError):

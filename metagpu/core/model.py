@@ -22,6 +22,8 @@ from typing import Final, NewType
 
 import msgspec
 
+from metagpu.core.mig import MigProfile
+
 GpuId = NewType("GpuId", str)
 """NVML's uuid: `GPU-` and 36 characters."""
 ShareId = NewType("ShareId", str)
@@ -44,6 +46,8 @@ class Gpu:
         minor: N of its device node `/dev/nvidiaN`.
         memory: total memory; `reserved` of it belongs to the driver and firmware.
         compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
+        mig_profiles: the instances it can be cut into, whether MIG mode is on or not; none where
+            there is no MIG.
         listens: whether NVML delivers this GPU's XID events.
     """
 
@@ -58,6 +62,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None
     mig_enabled: bool | None = None
+    mig_profiles: tuple[MigProfile, ...] = ()
     listens: bool = True
 
     def __str__(self) -> str:

@@ -6,8 +6,9 @@ library too old to have them.
 """
 
 from metagpu.sim.library_events import Events
+from metagpu.sim.library_mig import Mig
 from metagpu.sim.library_queries import Queries
 
 
-class Library(Queries, Events):
+class Library(Queries, Mig, Events):
     """All of the functions; see `LibraryBase` for what it takes."""
