@@ -69,7 +69,7 @@ class Agent:
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
-        self.keeper = Keeper(self.tools or HostTools(tuple(roots)))
+        self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -134,7 +134,6 @@ class Agent:
 
             self._nodes, self.config, self.layout = nodes, config, layout
             self._backends.update(layout.backends)
-            self.registry.apply(layout.offered)
             self.keeper.keep(layout)
 
     async def _offer(self) -> None:

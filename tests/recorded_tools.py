@@ -14,11 +14,13 @@ class RecordedTools:
     Attributes:
         calls: the commands so far, as one would type them.
         refusal: raised for every command, when given.
+        refuses: how many commands it is raised for; all unless given.
         hold: once set, commands do not come back; what is cancelled stays noted.
     """
 
     calls: list[str] = field(default_factory=list)
     refusal: ToolError | None = None
+    refuses: int | None = None
     hold: bool = False
     _more: anyio.Event = field(default_factory=anyio.Event)
 
@@ -29,7 +31,7 @@ class RecordedTools:
         self._more = anyio.Event()
         if self.hold:
             await anyio.sleep_forever()
-        if self.refusal is not None:
+        if self.refusal is not None and (self.refuses is None or len(self.calls) <= self.refuses):
             raise self.refusal
         return ""
 

@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import ClassVar, Final
 
 from metagpu.backends.fraction_placement import Placement, Seat, gather, place, splits
-from metagpu.core.backend import Backend, Options
+from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import FractionSplit
-from metagpu.core.injection import Injection, memory_mib
-from metagpu.core.model import MIB, Gpu, GpuId, Grant, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.injection import memory_mib
+from metagpu.core.model import MIB, Gpu, GpuId, Grant, Share, ShareId, Snapshot
 from metagpu.core.units import Bytes
 
 DEFAULT_SHARES: Final = 100
@@ -27,7 +27,9 @@ class Split(StrEnum):
     ACCEPT = "accept"
 
 
-class FractionOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class FractionOptions(
+    OneResourceOptions, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
+):
     """What a pool may say to fractions.
 
     Attributes:
@@ -55,34 +57,17 @@ class FractionOptions(Options, frozen=True, forbid_unknown_fields=True, rename="
             raise ValueError("memoryUnit must be 1Mi or more")
 
 
-class FractionBackend(Backend):
+class FractionBackend(OneResourceBackend[FractionOptions]):
     """Cuts a GPU into shares of equal memory. Ids are `GPU-<uuid>::m07`."""
 
     name: ClassVar[str] = "fraction"
     options_type: ClassVar[type[Options]] = FractionOptions
 
-    def __init__(self, options: FractionOptions, injection: Injection) -> None:
-        self._options = options
-        self._injection = injection
-        self._resource = ResourceName(options.resource)
-
-    @classmethod
-    def configured(cls, options: Options, injection: Injection) -> "FractionBackend":
-        """Make it from a pool's options."""
-        if not isinstance(options, FractionOptions):
-            raise TypeError(f"fraction cannot read {type(options).__name__}")
-        return cls(options, injection)
-
-    @property
-    def resources(self) -> tuple[ResourceName, ...]:
-        """The one resource name of this pool's fractions."""
-        return (self._resource,)
-
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut a GPU; one that is smaller than the memory unit, or in MIG mode, has no share."""
         if gpu.mig_enabled:
             return ()  # CUDA sees its instances only, and there may be none
-        unit, count = self._options.memory_unit, self._options.shares_per_gpu
+        unit, count = self.options.memory_unit, self.options.shares_per_gpu
         number_of = gpu.memory // unit if unit else count or DEFAULT_SHARES
         memory = unit or gpu.memory // number_of
 
@@ -91,7 +76,7 @@ class FractionBackend(Backend):
                 # Two digits at least and never more than needed: an id outlives a change of count.
                 id=ShareId(f"{gpu.id}::m{number:02d}"),
                 gpu=gpu.id,
-                resource=self._resource,
+                resource=self.resource,
                 backend=self.name,
                 number=number,
                 footprint=frozenset((f"m{number:02d}",)),
@@ -107,12 +92,16 @@ class FractionBackend(Backend):
         size: int,
         snapshot: Snapshot,
     ) -> Sequence[Share]:
-        """Choose shares of one GPU, or of whole GPUs and one part; faulty GPUs come last."""
-        seats = self._seats(available, required, snapshot)
-        sound = [s for s in seats if s.required or snapshot.gpus[s.gpu.id].verdict.healthy]
+        """Choose shares of one GPU, or of whole GPUs and one part.
 
-        largest = max(map(len, snapshot.offers[self._resource].by_gpu.values()), default=0)
-        placed = place(size, sound, self._options.placement, largest)
+        GPUs that are faulty, paused or in others' hands come last: the kubelet may not have heard
+        of it yet.
+        """
+        seats = self._seats(available, required, snapshot)
+        sound = [s for s in seats if s.required or snapshot.gpus[s.gpu.id].open_to(self.name)]
+
+        largest = max(map(len, snapshot.offers[self.resource].by_gpu.values()), default=0)
+        placed = place(size, sound, self.options.placement, largest)
 
         return placed or list(dict.fromkeys([*gather(size, sound), *gather(size, seats)]))[:size]
 
@@ -123,24 +112,24 @@ class FractionBackend(Backend):
             FractionSplit: saying what is free where.
         """
         taken = _by_gpu(shares)
-        if len(taken) == 1 or self._options.split is Split.ACCEPT:
+        if len(taken) == 1 or self.options.split is Split.ACCEPT:
             return
 
-        on_offer = snapshot.offers[self._resource].by_gpu
+        on_offer = snapshot.offers[self.resource].by_gpu
         counts = [(len(those), len(on_offer[gpu])) for gpu, those in taken.items()]
 
         if splits(counts, max(map(len, on_offer.values()))):
             chosen = {snapshot.gpus[gpu].gpu.index: len(those) for gpu, those in taken.items()}
-            raise FractionSplit(self._resource, len(shares), _told(chosen), self._free(snapshot))
+            raise FractionSplit(self.resource, len(shares), _told(chosen), self._free(snapshot))
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPUs, and say how much memory of each the container should keep to."""
         taken = sorted(_by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
         gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
-        base = self._injection.grant_shares(shares, snapshot)
+        base = self.injection.grant_shares(shares, snapshot)
         envs = dict(base.envs)
 
-        if self._options.metagpu_env:
+        if self.options.metagpu_env:
             envs["METAGPU_MAX_MEM"] = str(sum(memory_mib(those) for _, those in taken))
             names = _metagpu_names(gpus, dict(taken))
             if len(names) <= _ENV_LIMIT:
@@ -151,7 +140,7 @@ class FractionBackend(Backend):
     def _seats(
         self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
     ) -> list[Seat]:
-        on_offer = snapshot.offers[self._resource].by_gpu
+        on_offer = snapshot.offers[self.resource].by_gpu
         must = _by_gpu(required)
 
         return [
@@ -166,9 +155,9 @@ class FractionBackend(Backend):
 
     def _free(self, snapshot: Snapshot) -> str:
         free = {
-            state.gpu.index: state.free(self._resource) if state.verdict.healthy else "unhealthy"
+            state.gpu.index: state.free(self.resource) if state.verdict.healthy else "unhealthy"
             for state in snapshot.gpus.values()
-            if state.gpu.id in snapshot.offers[self._resource].by_gpu
+            if state.gpu.id in snapshot.offers[self.resource].by_gpu
         }
         return _told(free)
 

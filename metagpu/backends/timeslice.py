@@ -12,14 +12,17 @@ import anyio
 import structlog
 
 from metagpu.backends.timeslice_placement import AllocationPolicy, Seat, place
-from metagpu.core.backend import Backend, Options
+from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import ToolError, ToolMissing, TooManyReplicas
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, GpuId, Grant, ResourceName, Share, ShareId, Snapshot
-from metagpu.core.tools import Tools
+from metagpu.core.model import Gpu, GpuId, Share, ShareId, Snapshot
+from metagpu.core.served import ServedGpu
 
 _MOST_REPLICAS: Final = 100_000
 """Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
+
+RETRY: Final = 60.0
+"""Seconds between two tries to set the length of a turn."""
 
 log = structlog.get_logger()
 
@@ -42,7 +45,9 @@ _STEPS: Final = {
 """The numbers of `nvidia-smi compute-policy --set-timeslice`."""
 
 
-class TimesliceOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class TimesliceOptions(
+    OneResourceOptions, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
+):
     """What a pool may say to time-slices.
 
     Attributes:
@@ -65,29 +70,15 @@ class TimesliceOptions(Options, frozen=True, forbid_unknown_fields=True, rename=
             raise ValueError(f"replicas is {self.replicas}; allowed: 1 to {_MOST_REPLICAS}")
 
 
-class TimesliceBackend(Backend):
+class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
     """Offers a GPU several times over. Ids are `GPU-<uuid>::t3`."""
 
     name: ClassVar[str] = "timeslice"
     options_type: ClassVar[type[Options]] = TimesliceOptions
 
     def __init__(self, options: TimesliceOptions, injection: Injection) -> None:
-        self._options = options
-        self._injection = injection
-        self._resource = ResourceName(options.resource)
+        super().__init__(options, injection)
         self._warned = False
-
-    @classmethod
-    def configured(cls, options: Options, injection: Injection) -> "TimesliceBackend":
-        """Make it from a pool's options."""
-        if not isinstance(options, TimesliceOptions):
-            raise TypeError(f"timeslice cannot read {type(options).__name__}")
-        return cls(options, injection)
-
-    @property
-    def resources(self) -> tuple[ResourceName, ...]:
-        """The one resource name of this pool's replicas."""
-        return (self._resource,)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Offer a GPU as often as it has replicas; each stands for its part of the memory.
@@ -97,19 +88,19 @@ class TimesliceBackend(Backend):
         if gpu.mig_enabled:
             return ()
 
-        memory = gpu.memory // self._options.replicas
+        memory = gpu.memory // self.options.replicas
 
         return [
             Share(
                 id=ShareId(f"{gpu.id}::t{number}"),
                 gpu=gpu.id,
-                resource=self._resource,
+                resource=self.resource,
                 backend=self.name,
                 number=number,
                 footprint=frozenset((f"t{number}",)),
                 memory=memory,
             )
-            for number in range(self._options.replicas)
+            for number in range(self.options.replicas)
         ]
 
     def prefer(
@@ -120,7 +111,7 @@ class TimesliceBackend(Backend):
         snapshot: Snapshot,
     ) -> Sequence[Share]:
         """Choose by the pool's policy; GPUs that are faulty or in others' hands come last."""
-        on_offer = snapshot.offers[self._resource].by_gpu
+        on_offer = snapshot.offers[self.resource].by_gpu
         must = _by_gpu(required)
 
         seats = []
@@ -133,10 +124,10 @@ class TimesliceBackend(Backend):
                     required=bound,
                     free=those[len(bound) :],
                     # The kubelet may not have heard yet that another backend has the GPU.
-                    last=not state.verdict.healthy or state.owner not in (None, self.name),
+                    last=not state.open_to(self.name),
                 )
             )
-        return place(size, seats, self._options.allocation_policy)
+        return place(size, seats, self.options.allocation_policy)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse more than one replica for a container, where the pool says so.
@@ -145,54 +136,73 @@ class TimesliceBackend(Backend):
             TooManyReplicas: in the words of NVIDIA's device plugin.
         """
         del snapshot
-        if self._options.fail_requests_greater_than_one and len(shares) > 1:
-            raise TooManyReplicas(self._resource, len(shares))
+        if self.options.fail_requests_greater_than_one and len(shares) > 1:
+            raise TooManyReplicas(self.resource, len(shares))
 
-    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give each GPU once, however many of its replicas are held, and say their memory."""
-        return self._injection.grant_shares(shares, snapshot)
+    async def serve(self, served: ServedGpu) -> None:
+        """Have turns last as long as the pool says while the GPU is offered; the default after.
 
-    async def serve(self, gpu: Gpu, tools: Tools) -> None:
-        """Have turns last as long as the pool says while the GPU is offered; the default after."""
-        length = self._options.time_slice
+        Set anew when the GPU is back from a fault, which a reset may have ended, and tried again
+        for as long as it fails: the driver's programs may come later than this daemon.
+        """
+        length = self.options.time_slice
         if length is None:
             return
 
+        undo, told = False, ""
         try:
-            if await self._set(length, gpu, tools) and length is not TimeSlice.DEFAULT:
-                await anyio.sleep_forever()
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):  # the tool's own deadline ends it
-                await self._set(TimeSlice.DEFAULT, gpu, tools)
-            raise
+            while True:
+                # Who is stopped while the tool runs cannot know whether it took effect.
+                before, undo = undo, True
+                failure = await self._set(length, served)
+                if failure is not None:
+                    undo = before
+                    if str(failure) != told:
+                        told = str(failure)
+                        self._complain(length, served.gpu, failure)
+                    await anyio.sleep(RETRY)
+                    continue
 
-    async def _set(self, length: TimeSlice, gpu: Gpu, tools: Tools) -> bool:
-        """Set how long turns last on a GPU; tell whether that worked. NVML has no call for it.
+                told = ""
+                await served.until(lambda state: not state.verdict.healthy)
+                await served.until(lambda state: state.verdict.healthy)
+        finally:
+            if undo and length is not TimeSlice.DEFAULT:
+                with anyio.CancelScope(shield=True):  # the tool's own deadline ends it
+                    failure = await self._set(TimeSlice.DEFAULT, served)
+                if failure is not None:
+                    self._complain(TimeSlice.DEFAULT, served.gpu, failure)
+
+    async def _set(self, length: TimeSlice, served: ServedGpu) -> ToolError | None:
+        """Set how long turns last on a GPU; give what went wrong. NVML has no call for it.
 
         The command is that of NVIDIA's own DRA driver (`setTimeSlice` in the kubelet plugin's
         nvlib.go, github.com/kubernetes-sigs/dra-driver-nvidia-gpu).
         """
-        step = _STEPS[length]
-        bound = log.bind(resource=self._resource, gpu=str(gpu), time_slice=str(length))
+        command = ("compute-policy", "-i", served.gpu.id, "--set-timeslice", _STEPS[length])
 
         try:
-            await tools.run("nvidia-smi", "compute-policy", "-i", gpu.id, "--set-timeslice", step)
-        except ToolMissing as error:
-            if not self._warned:  # once for all GPUs of the pool
-                self._warned = True
-                bound.warning(
-                    "timeSlice has no effect: it is set through nvidia-smi. Give the daemon's "
-                    "container the `utility` capability of NVIDIA's runtime, name the driver's "
-                    "root with --dev-root, or leave the option out",
-                    error=str(error),
-                )
-            return False
+            await served.tools.run("nvidia-smi", *command)
         except ToolError as error:
-            bound.warning("the time-slice could not be set; shares are offered", error=str(error))
-            return False
+            return error
+        log.info(
+            "time-slice set", resource=self.resource, gpu=str(served.gpu), time_slice=str(length)
+        )
+        return None
 
-        bound.info("time-slice set")
-        return True
+    def _complain(self, length: TimeSlice, gpu: Gpu, failure: ToolError) -> None:
+        bound = log.bind(
+            resource=self.resource, gpu=str(gpu), time_slice=str(length), error=str(failure)
+        )
+        if not isinstance(failure, ToolMissing):
+            bound.warning("the time-slice could not be set; shares are offered")
+        elif not self._warned:  # once for all GPUs of the pool
+            self._warned = True
+            bound.warning(
+                "timeSlice has no effect: it is set through nvidia-smi. Give the daemon's "
+                "container the `utility` capability of NVIDIA's runtime, name the driver's "
+                "root with --dev-root, or leave the option out"
+            )
 
 
 def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:

@@ -7,13 +7,13 @@ name is its `name` and what a pool's `backend:` says. Built-in ones come through
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import ClassVar
+from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 
 from metagpu.core.injection import Injection
 from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
-from metagpu.core.tools import Tools
+from metagpu.core.served import ServedGpu
 
 GROUP = "metagpu.backends"
 
@@ -31,11 +31,15 @@ class Backend(ABC):
         name: how the configuration calls it.
         options_type: what a pool may say to it; an instance arrives as `options`.
         prepares: whether the kubelet shall call `prepare` before every container start.
+        readies: whether `serve` makes a GPU ready: its shares begin suspended, until it resumes.
+        cleans: whether `serve` cleans a GPU after its last lease; nobody else gets it before.
     """
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
     prepares: ClassVar[bool] = False
+    readies: ClassVar[bool] = False
+    cleans: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -86,16 +90,22 @@ class Backend(ABC):
         """
 
     async def serve(  # noqa: B027 - optional: most ways of cutting leave the GPU as it is
-        self, gpu: Gpu, tools: Tools
+        self, served: ServedGpu
     ) -> None:
         """Keep one GPU as this backend needs it, from now until cancelled; undo it then.
 
         Runs once for every GPU that the backend cuts, while the layout that says so is in force. A
         reload that leaves GPU and options as they are leaves it running, on the instance where it
         began: what it learns must not live on `self`. One that changes them cancels it and waits
-        for its end before another begins. Shares are on offer meanwhile.
+        for its end before another begins, with the GPU as it was left: leased, being cleaned or
+        idle. Shares are on offer meanwhile, suspended ones listed as unhealthy.
 
-        An error is logged and ends this call alone; the shares stay on offer.
+        One that `cleans` waits for the GPU to be dirty (`served.since_last_lease`), cleans it, and
+        says so by `served.returned`. It is cancelled only when the GPU is not its own any more, or
+        another of its kind takes over, or the daemon stops.
+
+        An error is logged, and it is called again after a while. One that `readies` or `cleans`
+        does not return.
         """
 
     def prefer(
@@ -111,6 +121,48 @@ class Backend(ABC):
         """
         chosen = dict.fromkeys([*required, *available])
         return list(chosen)[:size]
+
+
+class OneResourceOptions(
+    Options, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
+):
+    """What a pool may say to a backend that offers one resource; a subclass gives its default."""
+
+    resource: str
+
+
+OptionsT = TypeVar("OptionsT", bound=OneResourceOptions)
+
+
+class OneResourceBackend(Backend, Generic[OptionsT]):
+    """A backend that offers all its shares under one resource name.
+
+    Attributes:
+        options: what the pool said.
+        injection: how this node gives GPUs to containers.
+        resource: the name.
+    """
+
+    def __init__(self, options: OptionsT, injection: Injection) -> None:
+        self.options = options
+        self.injection = injection
+        self.resource = ResourceName(options.resource)
+
+    @classmethod
+    def configured(cls, options: Options, injection: Injection) -> Self:
+        """Make it from a pool's options."""
+        if not isinstance(options, cls.options_type):
+            raise TypeError(f"{cls.name} cannot read {type(options).__name__}")
+        return cls(cast("OptionsT", options), injection)
+
+    @property
+    def resources(self) -> tuple[ResourceName, ...]:
+        """The one resource name of this pool's shares."""
+        return (self.resource,)
+
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Give each GPU once, and say how much of its memory the shares stand for."""
+        return self.injection.grant_shares(shares, snapshot)
 
 
 def installed_backends() -> Mapping[str, type[Backend]]:

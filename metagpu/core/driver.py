@@ -61,6 +61,19 @@ class Condition:
     mig_pending: bool | None = None
 
 
+class ComputeMode(IntEnum):
+    """Who may use a GPU for computing, in NVML's numbers (`nvmlComputeMode_t`)."""
+
+    DEFAULT = 0
+    EXCLUSIVE_THREAD = 1
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
+
+    def __str__(self) -> str:
+        """Name it as `nvidia-smi` does, in lower case: `exclusive process`."""
+        return self.name.replace("_", " ").lower()
+
+
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
     """A process with memory on a GPU; `memory` in bytes, `None` when the driver does not say."""
@@ -232,6 +245,18 @@ class Driver(Protocol):
 
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
         """List the compute and graphics processes that have memory on one GPU."""
+        ...
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
+        """Read who may use a GPU for computing; `None` when the driver does not say."""
+        ...
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Say who may use a GPU for computing.
+
+        Raises:
+            DriverError: also if this process is not root's, or the GPU cannot; says which.
+        """
         ...
 
     async def events(self) -> Sequence[DriverEvent]:

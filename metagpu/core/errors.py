@@ -5,6 +5,7 @@ MetagpuError
 ├── RequestError         the pod's: what it asks for cannot be given (its text reaches the pod)
 │   ├── UnknownShare     an id that is not, or no longer, on offer
 │   ├── GpuUnhealthy     the share's GPU is out of service
+│   ├── GpuPaused        an operator or the backend gives no new shares of the GPU for now
 │   ├── ShareTaken       another backend or an overlapping share holds the GPU
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
 │   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
@@ -60,6 +61,13 @@ class GpuUnhealthy(RequestError):
 
     def __init__(self, resource: str, gpu: str, reason: str) -> None:
         super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
+
+
+class GpuPaused(RequestError):
+    """Raised when no new shares of a GPU are given for now; `why` says what to wait for."""
+
+    def __init__(self, resource: str, gpu: str, why: str) -> None:
+        super().__init__(f"{resource}: GPU {gpu} gives no new shares: {why}")
 
 
 class ShareTaken(RequestError):

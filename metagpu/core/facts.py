@@ -86,13 +86,100 @@ class LeasesObserved:
     resources: Mapping[ShareId, ResourceName] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuCordoned:
+    """An operator wants no new shares of a GPU to be given. The latest reason stands."""
+
+    gpu: GpuId
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUncordoned:
+    """An operator lets shares of a GPU be given again."""
+
+    gpu: GpuId
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKept:
+    """A backend keeps a GPU from now on (`Backend.serve`), with these options.
+
+    Attributes:
+        readies: whether it gives no share before it says so.
+        cleans: whether the GPU stays its own after its last lease, until it says so.
+    """
+
+    gpu: GpuId
+    backend: str
+    readies: bool
+    cleans: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLeft:
+    """A backend does not keep a GPU any more: nothing waits for its word."""
+
+    gpu: GpuId
+    backend: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSuspended:
+    """A backend can give no shares of a GPU for now. The latest reason and the first time stand."""
+
+    gpu: GpuId
+    backend: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class BackendResumed:
+    """A backend is ready to give shares of a GPU, for the first time or again."""
+
+    gpu: GpuId
+    backend: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReturned:
+    """A backend has cleaned a GPU after its last lease: it is anyone's.
+
+    `since` is when the cleaning began that has ended. One that began later, after a share was
+    given once more, is another: this says nothing about it.
+    """
+
+    gpu: GpuId
+    backend: str
+    since: float
+    at: float
+
+
+GpuFact = (
+    GpuFaulted
+    | GpuRecovered
+    | GpuCordoned
+    | GpuUncordoned
+    | GpuKept
+    | GpuLeft
+    | BackendSuspended
+    | BackendResumed
+    | GpuReturned
+)
+"""What concerns one GPU alone."""
+
 Fact = (
     GpusFound
     | TopologyRead
-    | GpuFaulted
-    | GpuRecovered
     | SharesOffered
     | SharesGranted
     | SharesReleased
     | LeasesObserved
+    | GpuFact
 )

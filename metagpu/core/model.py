@@ -6,8 +6,11 @@
 - **Offer**: all shares under one resource name.
 - **Grant**: what a container gets for its shares: the answer to Allocate.
 - **Lease**: a share that is held: by whom, since when.
-- **Owner**: the backend whose leases sit on a GPU; an idle GPU has none.
+- **Owner**: the backend whose leases sit on a GPU, or that cleans it after them; an idle GPU has
+  none.
 - **Verdict**: whether a GPU is healthy, why not, since when.
+- **Pause**: why nothing new is given, and since when: of one backend on a GPU (it is suspended), or
+  of a GPU as a whole (a cordon).
 - **Topology**: how the GPUs are connected with each other.
 - **Snapshot**: everything known, at one moment.
 - **Fact**: something that happened (`core/facts.py`).
@@ -15,7 +18,7 @@
 Times are seconds since the epoch, memory is in bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NewType
@@ -180,6 +183,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Why nothing new is given, and since when; what is held stays held."""
+
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mount:
     """A path of the host to be seen in the container."""
 
@@ -219,8 +230,12 @@ class GpuState:
     Attributes:
         shares: all shares on offer from it, of every resource.
         leases: those that are held, and held ones that are no longer on offer.
-        withheld: shares that conflict with a lease, so nobody may have them now.
+        withheld: shares that conflict with a lease or a cleaning, so nobody may have them now.
         contended: whether any two of its shares could conflict at all.
+        suspended: the backends that give no shares of it for now, and why.
+        cordon: why nobody gives shares of it, on an operator's word.
+        cleans: the backends that clean it when their last lease of it has ended.
+        cleaning: those that do so now, and since when.
     """
 
     gpu: Gpu
@@ -229,26 +244,56 @@ class GpuState:
     leases: Mapping[ShareId, Lease] = field(default_factory=dict)
     withheld: frozenset[ShareId] = frozenset()
     contended: bool = False
+    suspended: Mapping[str, Pause] = field(default_factory=dict)
+    cordon: Pause | None = None
+    cleans: frozenset[str] = frozenset()
+    cleaning: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def owner(self) -> str | None:
-        """The backend that has this GPU, `None` when it is idle."""
-        return next((lease.share.backend for lease in self.leases.values()), None)
+        """The backend that has this GPU, `None` when it is idle and clean."""
+        holders = (lease.share.backend for lease in self.leases.values())
+        return next(holders, next(iter(self.cleaning), None))
 
     @property
     def waits_for(self) -> tuple[Lease, ...]:
         """The leases that must end before the present configuration takes hold of this GPU."""
         return strays(self.shares, self.leases)
 
+    @property
+    def shut(self) -> frozenset[ShareId]:
+        """The shares that are listed Unhealthy, be the GPU as healthy as it may.
+
+        A cordon says nothing against those who hold a share: it stays listed as it was, because a
+        kubelet that restarts fails pods whose devices are not healthy.
+        """
+        if not self.suspended and self.cordon is None:
+            return self.withheld
+
+        return self.withheld | {
+            share.id
+            for share in self.shares
+            if share.backend in self.suspended
+            or (self.cordon is not None and share.id not in self.leases)
+        }
+
+    def open_to(self, backend: str) -> bool:
+        """Tell whether a backend may give any share of this GPU now."""
+        return (
+            self.verdict.healthy
+            and self.cordon is None
+            and backend not in self.suspended
+            and self.owner in (None, backend)
+        )
+
     def free(self, resource: ResourceName) -> int:
         """Count the shares of a resource that could be granted now."""
         if not self.verdict.healthy:
             return 0
 
+        shut = self.shut
         return sum(
-            share.resource == resource
-            and share.id not in self.leases
-            and share.id not in self.withheld
+            share.resource == resource and share.id not in self.leases and share.id not in shut
             for share in self.shares
         )
 
@@ -296,10 +341,13 @@ def strays(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> tuple[Le
     )
 
 
-def withheld(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> frozenset[ShareId]:
-    """Find the shares of one GPU that nobody may have while these leases last.
+def withheld(
+    shares: Sequence[Share], leases: Mapping[ShareId, Lease], cleaning: Iterable[str] = ()
+) -> frozenset[ShareId]:
+    """Find the shares of one GPU that nobody may have while these leases and cleanings last.
 
     While there are strays, nobody can say what of the GPU is left: all of it waits for their end.
+    A backend that cleans the GPU excludes all others, as one that has leases does.
     """
     held = {lease.share for lease in leases.values()}
     if strays(shares, leases):
@@ -309,10 +357,10 @@ def withheld(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> frozen
             if (lease := leases.get(share.id)) is None or lease.share != share
         )
 
-    owners = {share.backend for share in held}
+    owners = {share.backend for share in held} | set(cleaning)
     taken = {slot for share in held for slot in share.footprint}
 
-    # `conflicts` with any of the held shares, said for all of them at once.
+    # `conflicts` with any of the held shares, or with who cleans, said for all of them at once.
     return frozenset(
         share.id
         for share in shares

@@ -5,16 +5,13 @@ snapshot and the news that others hear; a fact that says nothing new gives the s
 object and no news.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
-from typing import assert_never
 
 from metagpu.core.facts import (
     Fact,
-    GpuFaulted,
-    GpuRecovered,
+    GpuFact,
     GpusFound,
     LeasesObserved,
     SharesGranted,
@@ -22,22 +19,21 @@ from metagpu.core.facts import (
     SharesReleased,
     TopologyRead,
 )
+from metagpu.core.leasing import observed, with_leases, with_states
 from metagpu.core.model import (
-    FOREIGN,
     GpuId,
     GpuState,
     Lease,
     Offer,
     ResourceName,
     Share,
-    ShareId,
     Snapshot,
     Topology,
     Verdict,
     contended,
-    gpu_of,
     withheld,
 )
+from metagpu.core.standing import stand
 
 
 def reduce(  # noqa: PLR0911 - one return for each kind of fact
@@ -53,24 +49,18 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
             return _found(snapshot, fact)
         case TopologyRead():
             return _connected(snapshot, fact)
-        case GpuFaulted():
-            return _judged(
-                snapshot, fact, Verdict(healthy=False, since=fact.at, reason=fact.reason)
-            )
-        case GpuRecovered():
-            return _judged(snapshot, fact, Verdict(healthy=True, since=fact.at))
         case SharesOffered():
             return _offered(snapshot, fact)
         case SharesGranted():
-            return _with_leases(
+            return with_leases(
                 snapshot, fact.at, started=[Lease(share, fact.at) for share in fact.shares]
             )
         case SharesReleased():
-            return _with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
+            return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case LeasesObserved():
-            return _observed(snapshot, fact)
+            return observed(snapshot, fact)
         case _:
-            assert_never(fact)
+            return _of_one_gpu(snapshot, fact)
 
 
 def _found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fact, ...]]:
@@ -100,14 +90,12 @@ def _connected(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tuple[
     return replace(snapshot, topology=Topology(MappingProxyType(connections))), (fact,)
 
 
-def _judged(
-    snapshot: Snapshot, fact: GpuFaulted | GpuRecovered, verdict: Verdict
-) -> tuple[Snapshot, tuple[Fact, ...]]:
-    state = snapshot.gpus.get(fact.gpu)
-    if state is None or state.verdict.healthy == verdict.healthy:
+def _of_one_gpu(snapshot: Snapshot, fact: GpuFact) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.gpus.get(fact.gpu)
+    if before is None or (after := stand(before, fact)) is before:
         return snapshot, ()
 
-    return _with_states(snapshot, [replace(state, verdict=verdict)]), (fact,)
+    return with_states(snapshot, [after]), (fact,)
 
 
 def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[Fact, ...]]:
@@ -124,7 +112,7 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
                 shares=shares,
                 # Held shares that are not on offer any more are still in the way of others.
                 contended=contended(list(dict.fromkeys([*shares, *_held(state)]))),
-                withheld=withheld(shares, state.leases),
+                withheld=withheld(shares, state.leases, state.cleaning),
             )
         )
 
@@ -137,7 +125,7 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
         resource: snapshot.offers[resource] if snapshot.offers.get(resource) == offer else offer
         for resource, offer in offers.items()
     }
-    return replace(_with_states(snapshot, states), offers=MappingProxyType(kept)), (fact,)
+    return replace(with_states(snapshot, states), offers=MappingProxyType(kept)), (fact,)
 
 
 def _held(state: GpuState) -> list[Share]:
@@ -152,89 +140,3 @@ def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:
         by_gpu.setdefault(share.gpu, []).append(share)
 
     return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, mine)
-
-
-def _observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
-    started: list[Lease] = []
-    ended = [
-        share_id
-        for state in snapshot.gpus.values()
-        for share_id, lease in state.leases.items()
-        if share_id not in fact.holders
-        and lease.since < fact.at
-        and (lease.holder is not None or fact.at - lease.since >= fact.patience)
-    ]
-
-    for share_id, holder in fact.holders.items():
-        if (state := snapshot.gpus.get(gpu_of(share_id))) is None:
-            continue
-        known = state.leases.get(share_id)
-        if known is not None and known.since >= fact.at:
-            continue  # granted since: the answer may be about who had it before
-        share = _held_share(snapshot, share_id, known, fact.resources.get(share_id))
-        if known is None or (known.holder, known.share) != (holder, share):
-            started.append(Lease(share, known.since if known else fact.at, holder))
-
-    return _with_leases(snapshot, fact.at, started=started, ended=ended)
-
-
-def _held_share(
-    snapshot: Snapshot, share_id: ShareId, known: Lease | None, resource: ResourceName | None
-) -> Share:
-    """Find what the kubelet means by an id that a container holds under a resource's name."""
-    if known is not None and resource in (None, known.share.resource):
-        return known.share
-
-    for offer in snapshot.offers.values():
-        if share_id in offer.shares and resource in (None, offer.resource):
-            return offer.shares[share_id]
-
-    slot = share_id.partition("::")[2]
-    name = resource or ResourceName("")
-    return Share(share_id, gpu_of(share_id), name, FOREIGN, -1, frozenset((slot,)), 0)
-
-
-def _with_leases(
-    snapshot: Snapshot,
-    at: float,
-    *,
-    started: Iterable[Lease] = (),
-    ended: Iterable[ShareId] = (),
-) -> tuple[Snapshot, tuple[Fact, ...]]:
-    starting: defaultdict[GpuId, dict[ShareId, Lease]] = defaultdict(dict)
-    ending: defaultdict[GpuId, list[ShareId]] = defaultdict(list)
-    for lease in started:
-        starting[lease.share.gpu][lease.share.id] = lease
-    for share_id in ended:
-        ending[gpu_of(share_id)].append(share_id)
-
-    states: list[GpuState] = []
-    granted: list[Share] = []
-    released: list[Share] = []
-
-    for gpu, state in snapshot.gpus.items():
-        if gpu not in ending and gpu not in starting:
-            continue
-
-        new, held = starting[gpu], dict(state.leases)
-        released += [held.pop(i).share for i in ending[gpu] if i in held]
-        granted += [lease.share for i, lease in new.items() if i not in held]
-        held |= new
-        if held != state.leases:
-            # What is on offer of a GPU where nothing can conflict may be granted without a count.
-            unknown = any(lease.share.backend == FOREIGN for lease in new.values())
-            simple = not (state.contended or state.withheld or ending[gpu] or unknown)
-            lost = state.withheld if simple else withheld(state.shares, held)
-            states.append(replace(state, leases=MappingProxyType(held), withheld=lost))
-
-    if not states:
-        return snapshot, ()
-    news: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
-    news += [SharesGranted(tuple(granted), at)] if granted else []
-    return _with_states(snapshot, states), tuple(news)
-
-
-def _with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
-    gpus = dict(snapshot.gpus)
-    gpus.update((state.gpu.id, state) for state in states)
-    return replace(snapshot, gpus=MappingProxyType(gpus))

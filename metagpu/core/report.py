@@ -7,7 +7,7 @@ from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout import Layout
-from metagpu.core.model import MIB, GpuId, GpuState, ResourceName, Snapshot
+from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -19,9 +19,10 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
             resource: {
                 "capacity": len(offer.shares),
                 "allocatable": sum(
-                    len(shares) - sum(share.id in state.withheld for share in shares)
+                    len(shares) - sum(share.id in shut for share in shares)
                     for gpu, shares in offer.by_gpu.items()
                     if (state := snapshot.gpus[gpu]).verdict.healthy
+                    for shut in (state.shut,)
                 ),
             }
             for resource, offer in snapshot.offers.items()
@@ -71,7 +72,21 @@ def hindrance(state: GpuState) -> str:
             f"GPU {state.gpu} is held by {who} under {lease.share.resource or 'another name'}, "
             "which is not on offer as it was granted; the GPU waits for the end of that pod"
         )
-    return f"GPU {state.gpu} is in use by {state.owner}"
+    if state.leases:
+        return f"GPU {state.gpu} is in use by {state.owner}"
+    return f"GPU {state.gpu} is being cleaned after its last lease by {state.owner}"
+
+
+def pause(state: GpuState, backend: str) -> str:
+    """Say why a backend gives no new shares of a GPU for now, empty when it does."""
+    if state.cordon is not None:
+        return (
+            f"it is cordoned since {_moment(state.cordon.since)} ({state.cordon.reason}); "
+            f"`metagpu uncordon {state.gpu.index}` on this node ends that"
+        )
+    if (suspended := state.suspended.get(backend)) is not None:
+        return f"{backend} is suspended since {_moment(suspended.since)}: {suspended.reason}"
+    return ""
 
 
 def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
@@ -89,8 +104,6 @@ def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
 
 
 def _gpu(state: GpuState) -> Mapping[str, Any]:
-    since = datetime.fromtimestamp(state.verdict.since, UTC).isoformat(timespec="seconds")
-
     return {
         "index": state.gpu.index,
         "uuid": state.gpu.id,
@@ -100,10 +113,21 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "numaNode": state.gpu.numa_node,
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
-        "since": since,
+        "since": _moment(state.verdict.since),
         "owner": state.owner,
+        "cleaning": {backend: _moment(since) for backend, since in state.cleaning.items()},
+        "suspended": {backend: _pause(pause) for backend, pause in state.suspended.items()},
+        "cordon": _pause(state.cordon) if state.cordon else None,
         "waitsFor": hindrance(state) if state.waits_for else None,
     }
+
+
+def _pause(it: Pause) -> Mapping[str, str]:
+    return {"reason": it.reason, "since": _moment(it.since)}
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
 
 
 def _nvlink_peers(snapshot: Snapshot, gpu: GpuId) -> list[int]:

@@ -23,6 +23,7 @@ import pynvml
 import structlog
 
 from metagpu.core.driver import (
+    ComputeMode,
     Condition,
     DriverEvent,
     GpuProcess,
@@ -34,7 +35,13 @@ from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, G
 from metagpu.core.model import Gpu, GpuId
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
-from metagpu.nvml.reading import read_condition, read_memory, read_processes
+from metagpu.nvml.reading import (
+    read_compute_mode,
+    read_condition,
+    read_memory,
+    read_processes,
+    set_compute_mode,
+)
 from metagpu.nvml.session import SLICE, Known, Session
 from metagpu.nvml.wiring import Wiring
 
@@ -155,6 +162,16 @@ class Nvml:
         """List the compute and graphics processes that have memory on one GPU."""
         known = self._known(gpu)
         return await known.lane.call(partial(read_processes, known.handle), self._deadline)
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
+        """Read who may use a GPU for computing; `None` when the driver does not say."""
+        known = self._known(gpu)
+        return await known.lane.call(partial(read_compute_mode, known.handle), self._deadline)
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Say who may use a GPU for computing; root alone may."""
+        known = self._known(gpu)
+        await known.lane.call(partial(set_compute_mode, known.handle, mode), self._deadline)
 
     async def events(self) -> Sequence[DriverEvent]:
         """Wait for events of any GPU, at most one second; empty when nothing happened.

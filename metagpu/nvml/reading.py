@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import pynvml
 
-from metagpu.core.driver import Condition, GpuProcess, RecoveryAction, RemappedRows
+from metagpu.core.driver import ComputeMode, Condition, GpuProcess, RecoveryAction, RemappedRows
 from metagpu.core.errors import DriverError
 from metagpu.core.mig import MigProfile
 from metagpu.core.model import Gpu, GpuId
@@ -172,6 +172,25 @@ def read_processes(handle: Handle) -> Sequence[GpuProcess]:
         processes[key] = GpuProcess(key[0], memory, key[1], key[2])
 
     return tuple(processes.values())
+
+
+def read_compute_mode(handle: Handle) -> ComputeMode | None:
+    """Read who may use a GPU for computing; `None` when the driver does not say."""
+    mode = if_said(pynvml.nvmlDeviceGetComputeMode, handle)
+    return None if mode is None else ComputeMode(mode)
+
+
+def set_compute_mode(handle: Handle, mode: ComputeMode) -> None:
+    """Say who may use a GPU for computing.
+
+    Raises:
+        DriverError: if NVML refuses it to this process.
+    """
+    try:
+        pynvml.nvmlDeviceSetComputeMode(handle, mode)
+    except pynvml.NVMLError_NoPermission as failure:
+        problem = f"the compute mode cannot be set to {mode}: only root may; run metagpu as root"
+        raise DriverError(problem) from failure
 
 
 def instance(number: int) -> int | None:

@@ -12,12 +12,12 @@ import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
+from metagpu.core import report
 from metagpu.core.backend import Backend
-from metagpu.core.errors import GpuUnhealthy, RequestError, ShareTaken, UnknownShare
+from metagpu.core.errors import GpuPaused, GpuUnhealthy, RequestError, ShareTaken, UnknownShare
 from metagpu.core.facts import SharesGranted, SharesReleased
 from metagpu.core.model import Grant, ResourceName, Share, Snapshot
 from metagpu.core.registry import Registry
-from metagpu.core.report import hindrance
 from metagpu.plugins import hot, wire
 from metagpu.plugins.serving import Calls
 
@@ -200,7 +200,9 @@ class Service:
             state = snapshot.gpus[gpu]
             if not state.verdict.healthy:
                 raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
+            if why := report.pause(state, shares[0].backend):
+                raise GpuPaused(self.resource, str(state.gpu), why)
             if state.withheld:
                 for share in shares:
                     if share.id in state.withheld:
-                        raise ShareTaken(share.id, hindrance(state))
+                        raise ShareTaken(share.id, report.hindrance(state))

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     shares: tuple[Share, ...]
     healthy: bool
-    withheld: frozenset[ShareId]
+    shut: frozenset[ShareId]
     numa_node: int | None
 
 
@@ -90,7 +90,7 @@ class DeviceList:
         parts = []
         for gpu, shares in offer.by_gpu.items():
             state = snapshot.gpus[gpu]
-            parts.append(Part(shares, state.verdict.healthy, state.withheld, state.gpu.numa_node))
+            parts.append(Part(shares, state.verdict.healthy, state.shut, state.gpu.numa_node))
         return tuple(parts)
 
     def encode(self, view: View) -> bytes:
@@ -105,7 +105,7 @@ class DeviceList:
             block = b"".join(
                 hot.device(
                     share.id,
-                    healthy=part.healthy and share.id not in part.withheld,
+                    healthy=part.healthy and share.id not in part.shut,
                     numa_node=part.numa_node,
                 )
                 for share in part.shares

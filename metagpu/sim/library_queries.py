@@ -9,6 +9,7 @@ from typing import Final
 
 import pynvml
 
+from metagpu.core.driver import ComputeMode
 from metagpu.core.model import MIB
 from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.library_base import (
@@ -218,6 +219,24 @@ class Queries(LibraryBase):
                 answer.nvmlReturn = pynvml.NVML_SUCCESS
                 answer.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
                 answer.value.uiVal = int(gpu.recovery_action)
+
+    @c_function
+    def nvmlDeviceGetComputeMode(self, device: Argument, mode: Argument) -> None:
+        """Tell who may compute on a GPU."""
+        with self._gpu(device) as gpu:
+            fill(mode, gpu.compute_mode)
+
+    @c_function
+    def nvmlDeviceSetComputeMode(self, device: Argument, mode: Argument) -> None:
+        """Say who may compute on a GPU: root alone may; a mode of old drivers is not supported."""
+        with self._gpu(device) as gpu:
+            wanted = number(mode)
+            if not self.node.root:
+                raise Return(pynvml.NVML_ERROR_NO_PERMISSION)
+            if not 0 <= wanted < pynvml.NVML_COMPUTEMODE_COUNT:
+                raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            self._supported(wanted != pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD)
+            gpu.compute_mode = ComputeMode(wanted)
 
     @c_function
     def nvmlDeviceGetUtilizationRates(self, device: Argument, rates: Argument) -> None:

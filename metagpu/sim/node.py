@@ -15,7 +15,7 @@ from typing import Final
 
 import pynvml
 
-from metagpu.core.driver import RecoveryAction
+from metagpu.core.driver import ComputeMode, RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model import MIB, GpuId
 from metagpu.sim.boards import CUBE_MESH, Board, Fabric
@@ -79,6 +79,7 @@ class SimGpu:
     ecc_uncorrected: int = 0
     rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     recovery_action: RecoveryAction = RecoveryAction.NONE
+    compute_mode: ComputeMode = ComputeMode.DEFAULT
     mig: Instances = field(default_factory=lambda: Instances(()))
     failure: int | None = None
     hung_until: float = 0.0
@@ -139,6 +140,7 @@ class SimNode:
         gpus: those in the machine, by index; `every_gpu` has the removed ones too.
         direct_links: the NVLinks between two slots, where they are not as the boards have them.
         failure: the NVML code with which every call is answered, when the driver is away.
+        root: whether NVML's callers are root, and so may change settings.
         loads: how often the driver was loaded.
         handles: how many handles were given to MIG instances, of all GPUs.
     """
@@ -151,6 +153,7 @@ class SimNode:
         self.event_sets: list[EventSet] = []
         self.direct_links: Mapping[frozenset[int], int] | None = None
         self.failure: int | None = None
+        self.root = True
         self.loads = 1
         self.handles = 0
         self._seed = seed
@@ -269,6 +272,7 @@ class SimNode:
         """
         with self._change():
             gpu.failure, gpu.hung_until = None, 0.0
+            gpu.compute_mode = ComputeMode.DEFAULT
             gpu.ecc_corrected = gpu.ecc_uncorrected = 0
             gpu.rows[2] = 0
             gpu.restarted()

@@ -371,7 +371,7 @@ async def test_everything_of_the_injection_is_granted() -> None:
     grant = await layout.backends[METAGPU].grant(of(snapshot, A, 0), snapshot)
     base = layout.backends[METAGPU]
     assert isinstance(base, FractionBackend)
-    plain = base._injection.grant([A])
+    plain = base.injection.grant([A])
 
     assert (grant.mounts, grant.nodes, grant.annotations, grant.cdi_names) == (
         plain.mounts,

@@ -1,10 +1,10 @@
 """Time-slices as a backend: replicas, preference, refusal, grant, and how long a turn lasts."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 
-import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +13,13 @@ from metagpu.backends import timeslice
 from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.core.backend import Options, installed_backends
 from metagpu.core.errors import ConfigError, ToolError, ToolMissing, TooManyReplicas
-from metagpu.core.facts import GpuFaulted, SharesGranted
+from metagpu.core.facts import GpuFaulted, GpuRecovered, SharesGranted
 from metagpu.core.injection import Injection
 from metagpu.core.model import MIB, Gpu, ResourceName, Share, Snapshot
 from tests.build import after, config, gpu, laid_out, offered
 from tests.heard import heard
 from tests.recorded_tools import RecordedTools
+from tests.served import Care, in_care
 
 A, B, C = gpu(0), gpu(1), gpu(2)
 SHARED = ResourceName("nvidia.com/gpu.shared")
@@ -276,17 +277,17 @@ def command(where: Gpu, step: int) -> str:
     return f"nvidia-smi compute-policy -i {where.id} --set-timeslice {step}"
 
 
-async def served(options: str, tools: RecordedTools, *gpus: Gpu) -> list[str]:
-    """Serve GPUs for a while, then stop; give the warnings."""
-    backend, _ = node(*gpus, options=f"replicas: 4{options}")
+@asynccontextmanager
+async def serving(
+    options: str, tools: RecordedTools, boards: str = "t4:1"
+) -> AsyncIterator[tuple[Care, list[str]]]:
+    """Keep GPUs while the block lasts; the warnings are complete after it."""
+    warnings: list[str] = []
 
     with heard(timeslice) as logs:
-        async with anyio.create_task_group() as group:
-            for each in gpus:
-                group.start_soon(backend.serve, each, tools)
-            await anyio.wait_all_tasks_blocked()
-            group.cancel_scope.cancel()
-    return [str(line) for line in logs if line["log_level"] == "warning"]
+        async with in_care(pool(f"replicas: 4{options}"), boards=boards, tools=tools) as care:
+            yield care, warnings
+    warnings += [str(line) for line in logs if line["log_level"] == "warning"]
 
 
 @pytest.mark.parametrize(
@@ -296,48 +297,83 @@ async def test_turns_last_as_long_as_the_pool_says(length: str, steps: list[int]
     """The length is set while the GPU is offered, and the driver's own comes back after."""
     tools = RecordedTools()
 
-    assert await served(f", timeSlice: {length}", tools, A) == []
-    assert tools.calls == [command(A, step) for step in steps]
+    async with serving(f", timeSlice: {length}", tools) as (care, warnings):
+        [where] = care.gpus
+
+    assert warnings == []
+    assert tools.calls == [command(where, step) for step in steps]
 
 
 async def test_without_a_word_no_length_is_set() -> None:
     """A pool that says nothing leaves the GPU as somebody else may have set it."""
     tools = RecordedTools()
 
-    assert await served("", tools, A) == []
+    async with serving("", tools):
+        pass
     assert tools.calls == []
 
 
 async def test_a_length_that_was_being_set_is_put_back() -> None:
     """Who is stopped while the tool runs cannot know whether it took effect, so undoes it."""
     tools = RecordedTools(hold=True)
-    backend, _ = node(A, options="replicas: 4, timeSlice: long")
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(backend.serve, A, tools)
-        await tools.until(1)
+    async with serving(", timeSlice: long", tools) as (care, _):
+        [where] = care.gpus
         tools.hold = False
-        group.cancel_scope.cancel()
 
-    assert tools.calls == [command(A, 3), command(A, 0)]
+    assert tools.calls == [command(where, 3), command(where, 0)]
+
+
+async def test_a_length_is_set_anew_after_a_fault() -> None:
+    """A reset may have brought a GPU back, and it took the setting with it."""
+    tools = RecordedTools()
+
+    async with serving(", timeSlice: long", tools) as (care, _):
+        [where] = care.gpus
+        care.registry.apply(GpuFaulted(where.id, "XID 79", at=1))
+        await care.settled()
+        assert tools.calls == [command(where, 3)]
+
+        care.registry.apply(GpuRecovered(where.id, "mended", at=2))
+        await care.settled()
+
+    assert tools.calls == [command(where, 3), command(where, 3), command(where, 0)]
 
 
 async def test_a_missing_tool_is_one_warning() -> None:
     """Without nvidia-smi the shares are served all the same; one line names option and mend."""
     tools = RecordedTools(refusal=ToolMissing("there is no nvidia-smi here; looked in PATH"))
-    [warning] = await served(", timeSlice: short", tools, A, B)
 
+    async with serving(", timeSlice: short", tools, "t4:2") as (care, warnings):
+        assert all(care.state(index).shut == frozenset() for index in (0, 1))
+
+    [warning] = warnings
     assert "timeSlice has no effect" in warning
     assert "--dev-root" in warning
     assert "looked in PATH" in warning
-    assert tools.calls == [command(A, 1), command(B, 1)]
+    assert tools.calls == [command(where, 1) for where in care.gpus]
 
 
 async def test_a_tool_that_fails_is_a_warning_for_its_gpu() -> None:
     """What nvidia-smi refuses for a GPU is told with its words, and nothing is undone."""
     tools = RecordedTools(refusal=ToolError("`nvidia-smi` failed with status 3: Not Supported"))
-    warnings = await served(", timeSlice: short", tools, A, B)
 
-    assert all(each.id in warning for each, warning in zip((A, B), warnings, strict=True))
+    async with serving(", timeSlice: short", tools, "t4:2") as (care, warnings):
+        pass
+
+    assert all(each.id in warning for each, warning in zip(care.gpus, warnings, strict=True))
     assert all("Not Supported" in warning for warning in warnings)
-    assert tools.calls == [command(A, 1), command(B, 1)]
+    assert tools.calls == [command(where, 1) for where in care.gpus]
+
+
+async def test_a_tool_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be set is set as soon as it can be; the same failure is told once."""
+    monkeypatch.setattr(timeslice, "RETRY", 0)
+    refusal = ToolError("`nvidia-smi` failed with status 9: no driver")
+    tools = RecordedTools(refusal=refusal, refuses=3)
+
+    async with serving(", timeSlice: short", tools) as (care, warnings):
+        [where] = care.gpus
+
+    assert len(warnings) == 1
+    assert tools.calls == [command(where, 1)] * 4 + [command(where, 0)]

@@ -1,6 +1,6 @@
 """What we rely on in NVML: how a GPU is, and who is on it."""
 
-from metagpu.core.driver import Driver, RecoveryAction
+from metagpu.core.driver import ComputeMode, Driver, RecoveryAction
 
 
 async def test_a_healthy_gpu_needs_nothing(driver: Driver) -> None:
@@ -47,3 +47,11 @@ async def test_processes_are_well_formed(driver: Driver) -> None:
             assert len(set(keys)) == len(keys)
             assert all(p.pid > 0 for p in processes)
             assert all(p.memory is None or p.memory <= gpu.memory for p in processes)
+
+
+async def test_a_compute_mode_is_one_of_nvmls(driver: Driver) -> None:
+    """A GPU says who may compute on it, or does not say."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            mode = await driver.compute_mode(gpu.id)
+            assert mode in {None, *ComputeMode}

@@ -9,6 +9,7 @@ import pytest
 
 from metagpu.core import health
 from metagpu.core.driver import (
+    ComputeMode,
     Condition,
     DriverEvent,
     EccError,
@@ -59,6 +60,13 @@ class Told:
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:  # noqa: ARG002
         """Find none."""
         return ()
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
+        """Say that anyone may."""
+        return ComputeMode.DEFAULT
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Set nothing."""
 
     async def events(self) -> Sequence[DriverEvent]:
         """Give the next answer."""

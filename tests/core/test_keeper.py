@@ -10,13 +10,17 @@ import pytest
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core import keeper as keeper_module
 from metagpu.core.backend import Backend
+from metagpu.core.facts import GpusFound
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Cut, Layout
 from metagpu.core.model import Gpu
-from metagpu.core.tools import Tools
+from metagpu.core.registry import Registry
+from metagpu.core.served import ServedGpu
+from metagpu.nvml import Nvml
 from tests.build import METAGPU, gpu, laid_out, pool
 from tests.heard import heard
 from tests.recorded_tools import RecordedTools
+from tests.served import in_care
 
 A, B = gpu(0), gpu(1)
 TOOLS = RecordedTools()
@@ -28,16 +32,18 @@ class Diary:
 
     lines: list[str] = field(default_factory=list)
     slow: anyio.Event = field(default_factory=anyio.Event)
-    fails: bool = False
+    fails: int = 0
     returns: bool = False
 
-    async def serve(self, backend: Backend, gpu: Gpu, tools: Tools) -> None:
+    async def serve(self, backend: Backend, served: ServedGpu) -> None:
         """Stand in for a backend's own."""
         assert isinstance(backend, FractionBackend)
-        assert tools is TOOLS
-        said = f"{gpu.index}/{backend._options.shares_per_gpu}"
+        assert served.tools is TOOLS
+        assert served.backend == "fraction"
+        said = f"{served.gpu.index}/{backend.options.shares_per_gpu}"
         self.lines.append(f"keep {said}")
         if self.fails:
+            self.fails -= 1
             raise ZeroDivisionError
         if self.returns:
             return
@@ -55,8 +61,8 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> Diary:
     made = Diary()
     made.slow.set()
 
-    async def serve(self: FractionBackend, gpu: Gpu, tools: Tools) -> None:
-        await made.serve(self, gpu, tools)
+    async def serve(self: FractionBackend, served: ServedGpu) -> None:
+        await made.serve(self, served)
 
     monkeypatch.setattr(FractionBackend, "serve", serve)
     return made
@@ -70,7 +76,9 @@ def layout(*gpus: Gpu, shares: int = 10) -> Layout:
 @asynccontextmanager
 async def keeping(*gpus: Gpu) -> AsyncIterator[Keeper]:
     """Keep a layout while the block lasts."""
-    keeper = Keeper(TOOLS)
+    registry = Registry()
+    registry.apply(GpusFound((A, B), at=0))
+    keeper = Keeper(registry, Nvml(), TOOLS)
     keeper.keep(layout(*gpus))
 
     async with anyio.create_task_group() as group:
@@ -131,16 +139,16 @@ async def test_the_latest_layout_counts(diary: Diary) -> None:
         assert diary.lines[-1] == "keep 0/7"
 
 
-async def test_a_backend_that_fails_is_told_and_hurts_nobody(diary: Diary) -> None:
-    """An error ends the one call alone, and is not tried again by the same layout."""
-    diary.fails = True
+async def test_a_backend_that_fails_is_told_and_called_again(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error hurts nobody else, and the backend gets another chance after a while."""
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0)
+    diary.fails = 2
 
     with heard(keeper_module) as logs:
-        async with keeping(A, B) as keeper:
-            keeper.keep(layout(A, B))
-            await anyio.wait_all_tasks_blocked()
-
-            assert diary.lines == ["keep 0/10", "keep 1/10"]
+        async with keeping(A, B):
+            assert sorted(diary.lines) == ["keep 0/10", "keep 0/10", "keep 1/10", "keep 1/10"]
 
     assert [line["event"] for line in logs] == ["a backend failed to keep its GPU"] * 2
 
@@ -160,10 +168,9 @@ async def test_a_backend_need_not_stay(diary: Diary) -> None:
 
 async def test_a_backend_need_not_keep_anything() -> None:
     """By default a GPU is left as it is."""
-    [cut] = layout(A).cuts
-
-    await Backend.serve(cut.backend, A, TOOLS)
-    assert TOOLS.calls == []
+    async with in_care(pool()) as care:
+        assert care.state().suspended == {}
+        assert care.state().cleans == frozenset()
 
 
 def test_a_layout_says_who_cuts_what() -> None:

@@ -90,7 +90,7 @@ def test_the_node_injects_as_configured() -> None:
 
     backend = layout.backends[METAGPU]
     assert isinstance(backend, FractionBackend)
-    assert backend._injection == Injection(pass_device_specs=False, dev_root="/host")
+    assert backend.injection == Injection(pass_device_specs=False, dev_root="/host")
 
 
 def test_ids_are_unique_and_short() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from metagpu.core.driver import Xid
+from metagpu.core.driver import ComputeMode, Xid
 from metagpu.core.errors import DriverError
 from metagpu.core.model import MIB
 from metagpu.nvml import Nvml
@@ -131,3 +131,43 @@ def older(driver: str) -> tuple[SimNode, Nvml]:
     node = SimNode(driver)
     node.add_gpu(BOARDS["a100-40gb"])
     return node, Nvml(Library(node), DEADLINE)
+
+
+async def test_a_compute_mode_is_read_and_set() -> None:
+    """Who may compute on a GPU is said for that GPU alone, and a reset forgets it."""
+    async with opened() as (node, nvml, survey):
+        first, second = (gpu.id for gpu in survey.gpus[:2])
+        await nvml.set_compute_mode(first, ComputeMode.EXCLUSIVE_PROCESS)
+
+        assert await nvml.compute_mode(first) is ComputeMode.EXCLUSIVE_PROCESS
+        assert await nvml.compute_mode(second) is ComputeMode.DEFAULT
+        node.recover(node.gpu(0))
+        assert await nvml.compute_mode(first) is ComputeMode.DEFAULT
+
+
+async def test_a_compute_mode_that_is_refused_says_why() -> None:
+    """Only root may set a mode, and one that GPUs have no more cannot be set."""
+    async with opened() as (node, nvml, survey):
+        gpu = survey.gpus[0].id
+        with pytest.raises(DriverError, match=r"nvmlDeviceSetComputeMode: Not Supported"):
+            await nvml.set_compute_mode(gpu, ComputeMode.EXCLUSIVE_THREAD)
+
+        node.root = False
+        with pytest.raises(DriverError) as refused:
+            await nvml.set_compute_mode(gpu, ComputeMode.EXCLUSIVE_PROCESS)
+        assert str(refused.value) == (
+            "the compute mode cannot be set to exclusive process: only root may; run metagpu as "
+            "root"
+        )
+        assert await nvml.compute_mode(gpu) is ComputeMode.DEFAULT
+
+
+async def test_a_compute_mode_may_be_unsaid() -> None:
+    """A GPU that has no compute mode says None."""
+    library = altered(
+        simulated("t4:1"), nvmlDeviceGetComputeMode=lambda *_: pynvml.NVML_ERROR_NOT_SUPPORTED
+    )
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        [gpu] = (await nvml.survey()).gpus
+        assert await nvml.compute_mode(gpu.id) is None

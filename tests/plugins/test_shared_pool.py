@@ -9,7 +9,15 @@ import pytest
 from grpclib.client import Channel
 from grpclib.const import Status
 
-from metagpu.core.facts import LeasesObserved
+from metagpu.core.facts import (
+    BackendResumed,
+    BackendSuspended,
+    GpuCordoned,
+    GpuKept,
+    GpuReturned,
+    GpuUncordoned,
+    LeasesObserved,
+)
 from metagpu.plugins.pb import v1beta1
 from metagpu.sim.kubelet import AdmissionError
 from tests.plugins.rig import METAGPU, Node, allocate, gpu, node, pod
@@ -110,3 +118,78 @@ async def test_both_kinds_share_a_node(tmp_path: Path) -> None:
         with pytest.raises(AdmissionError):
             await it.kubelet.admit(pod("d", 1, METAGPU))
         await it.kubelet.admit(pod("e", 3, SHARED))
+
+
+async def refused(it: Node, resource: str, share: str) -> str:
+    """Ask for a share that is not given; tell what the pod's owner reads."""
+    async with endpoint(it, resource) as stub:
+        with pytest.raises(grpclib.GRPCError) as lost:
+            await allocate(stub, [share])
+    assert lost.value.status is Status.FAILED_PRECONDITION
+    return lost.value.message or ""
+
+
+async def test_a_suspended_backend_is_refused_with_its_reason(tmp_path: Path) -> None:
+    """Its shares of the GPU are unhealthy, held or not; the other kind's are not touched."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        await it.until(20, 20, METAGPU)
+        await it.kubelet.admit(pod("first", 3))
+        await it.until(8, 4, SHARED)
+        end_leases(it)
+        await it.until(8, 8, SHARED)
+        it.registry.apply(BackendSuspended(gpu(0).id, "timeslice", "no daemon", at=60))
+        await it.until(8, 4, SHARED)
+        await it.until(20, 20, METAGPU)
+
+        assert await refused(it, SHARED, f"{gpu(0).id}::t0") == (
+            f"{SHARED}: GPU {gpu(0)} gives no new shares: timeslice is suspended since "
+            "1970-01-01T00:01:00+00:00: no daemon"
+        )
+
+        it.registry.apply(BackendResumed(gpu(0).id, "timeslice", at=70))
+        await it.until(8, 8, SHARED)
+
+
+async def test_a_gpu_that_is_being_cleaned_is_its_owners(tmp_path: Path) -> None:
+    """After the last lease the others are told who cleans; the owner's own shares are given."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        it.registry.apply(GpuKept(gpu(0).id, "timeslice", readies=False, cleans=True, at=1))
+        await it.until(20, 20, METAGPU)
+        await it.until(8, 8, SHARED)
+        async with endpoint(it, SHARED) as slices:
+            await allocate(slices, [f"{gpu(0).id}::t1"])
+            end_leases(it)
+            await it.until(8, 8, SHARED)
+            await it.until(20, 10, METAGPU)
+
+            assert await refused(it, METAGPU, f"{gpu(0).id}::m01") == (
+                f"share {gpu(0).id}::m01 cannot be given: GPU {gpu(0)} is being cleaned after its "
+                "last lease by timeslice"
+            )
+            await allocate(slices, [f"{gpu(0).id}::t2"])
+            end_leases(it)
+
+        since = it.registry.snapshot.gpus[gpu(0).id].cleaning["timeslice"]
+        it.registry.apply(GpuReturned(gpu(0).id, "timeslice", since, at=since + 1))
+        await it.until(20, 20, METAGPU)
+
+
+async def test_a_cordoned_gpu_gives_nothing_new(tmp_path: Path) -> None:
+    """Free shares of every kind are unhealthy; held ones stay listed, for their pods' sake."""
+    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
+        await it.until(20, 20, METAGPU)
+        await it.until(8, 8, SHARED)
+        await it.kubelet.admit(pod("first", 3))
+        it.registry.apply(GpuCordoned(gpu(0).id, "riser", at=60))
+        await it.until(20, 13, METAGPU)
+        await it.until(8, 4, SHARED)
+
+        assert await refused(it, METAGPU, f"{gpu(0).id}::m09") == (
+            f"{METAGPU}: GPU {gpu(0)} gives no new shares: it is cordoned since "
+            "1970-01-01T00:01:00+00:00 (riser); `metagpu uncordon 0` on this node ends that"
+        )
+
+        end_leases(it)
+        await it.until(20, 10, METAGPU)
+        it.registry.apply(GpuUncordoned(gpu(0).id, at=70))
+        await it.until(20, 20, METAGPU)

@@ -1,0 +1,124 @@
+"""What grants, releases and the kubelet's account make of a snapshot: the part about leases."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from metagpu.core.facts import Fact, LeasesObserved, SharesGranted, SharesReleased
+from metagpu.core.model import (
+    FOREIGN,
+    GpuId,
+    GpuState,
+    Lease,
+    ResourceName,
+    Share,
+    ShareId,
+    Snapshot,
+    gpu_of,
+    withheld,
+)
+
+
+def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Take in the kubelet's account (see `LeasesObserved`)."""
+    started: list[Lease] = []
+    ended = [
+        share_id
+        for state in snapshot.gpus.values()
+        for share_id, lease in state.leases.items()
+        if share_id not in fact.holders
+        and lease.since < fact.at
+        and (lease.holder is not None or fact.at - lease.since >= fact.patience)
+    ]
+
+    for share_id, holder in fact.holders.items():
+        if (state := snapshot.gpus.get(gpu_of(share_id))) is None:
+            continue
+        known = state.leases.get(share_id)
+        if known is not None and known.since >= fact.at:
+            continue  # granted since: the answer may be about who had it before
+        share = _held_share(snapshot, share_id, known, fact.resources.get(share_id))
+        if known is None or (known.holder, known.share) != (holder, share):
+            started.append(Lease(share, known.since if known else fact.at, holder))
+
+    return with_leases(snapshot, fact.at, started=started, ended=ended)
+
+
+def _held_share(
+    snapshot: Snapshot, share_id: ShareId, known: Lease | None, resource: ResourceName | None
+) -> Share:
+    """Find what the kubelet means by an id that a container holds under a resource's name."""
+    if known is not None and resource in (None, known.share.resource):
+        return known.share
+
+    for offer in snapshot.offers.values():
+        if share_id in offer.shares and resource in (None, offer.resource):
+            return offer.shares[share_id]
+
+    slot = share_id.partition("::")[2]
+    name = resource or ResourceName("")
+    return Share(share_id, gpu_of(share_id), name, FOREIGN, -1, frozenset((slot,)), 0)
+
+
+def with_leases(
+    snapshot: Snapshot,
+    at: float,
+    *,
+    started: Iterable[Lease] = (),
+    ended: Iterable[ShareId] = (),
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin and end leases; the news are the releases, then the grants."""
+    starting: defaultdict[GpuId, dict[ShareId, Lease]] = defaultdict(dict)
+    ending: defaultdict[GpuId, list[ShareId]] = defaultdict(list)
+    for lease in started:
+        starting[lease.share.gpu][lease.share.id] = lease
+    for share_id in ended:
+        ending[gpu_of(share_id)].append(share_id)
+
+    states: list[GpuState] = []
+    granted: list[Share] = []
+    released: list[Share] = []
+
+    for gpu, state in snapshot.gpus.items():
+        if gpu not in ending and gpu not in starting:
+            continue
+
+        new, held = starting[gpu], dict(state.leases)
+        released += [held.pop(i).share for i in ending[gpu] if i in held]
+        granted += [lease.share for i, lease in new.items() if i not in held]
+        held |= new
+        if held != state.leases:
+            # What is on offer of a GPU where nothing can conflict may be granted without a count.
+            unknown = any(lease.share.backend == FOREIGN for lease in new.values())
+            cleaning = _cleaning(state, held, at)
+            busy = state.contended or state.withheld or state.cleaning or cleaning
+            simple = not (busy or ending[gpu] or unknown)
+            lost = state.withheld if simple else withheld(state.shares, held, cleaning)
+            states.append(
+                replace(state, leases=MappingProxyType(held), withheld=lost, cleaning=cleaning)
+            )
+
+    if not states:
+        return snapshot, ()
+    news: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
+    news += [SharesGranted(tuple(granted), at)] if granted else []
+    return with_states(snapshot, states), tuple(news)
+
+
+def _cleaning(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Mapping[str, float]:
+    """Say who cleans a GPU once these are its leases: who had some, has none and does clean."""
+    if not state.cleans:
+        return state.cleaning
+
+    before = {lease.share.backend for lease in state.leases.values()}
+    now = {lease.share.backend for lease in held.values()}
+    begun = dict.fromkeys(sorted((before - now) & state.cleans), at)
+    return MappingProxyType({b: t for b, t in {**state.cleaning, **begun}.items() if b not in now})
+
+
+def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
+    """Put new states of some GPUs in the place of the old."""
+    gpus = dict(snapshot.gpus)
+    gpus.update((state.gpu.id, state) for state in states)
+    return replace(snapshot, gpus=MappingProxyType(gpus))

@@ -1,0 +1,106 @@
+"""What a fact about one GPU makes of its state: its verdict, its pauses, who keeps or cleans it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final, TypeVar, assert_never
+
+from metagpu.core.facts import (
+    BackendResumed,
+    BackendSuspended,
+    GpuCordoned,
+    GpuFact,
+    GpuFaulted,
+    GpuKept,
+    GpuLeft,
+    GpuRecovered,
+    GpuReturned,
+    GpuUncordoned,
+)
+from metagpu.core.model import GpuState, Pause, Verdict, withheld
+
+NOT_READY: Final = "it is being made ready"
+"""Why a backend gives no shares of a GPU before it has said that it is ready."""
+
+ValueT = TypeVar("ValueT")
+
+
+def stand(  # noqa: PLR0911 - one return for each kind of fact
+    state: GpuState, fact: GpuFact
+) -> GpuState:
+    """Give the state that follows from a fact, the same object if it says nothing new."""
+    match fact:
+        case GpuFaulted():
+            return _judged(state, Verdict(healthy=False, since=fact.at, reason=fact.reason))
+        case GpuRecovered():
+            return _judged(state, Verdict(healthy=True, since=fact.at))
+        case GpuCordoned():
+            cordon = _paused(state.cordon, fact.reason, fact.at)
+            return state if cordon == state.cordon else replace(state, cordon=cordon)
+        case GpuUncordoned():
+            return state if state.cordon is None else replace(state, cordon=None)
+        case GpuKept():
+            return _kept(state, fact)
+        case GpuLeft():
+            return _cleaned(_resumed(_not_cleaning(state, fact.backend), fact.backend), fact)
+        case BackendSuspended():
+            return _suspended(state, fact.backend, fact.reason, fact.at)
+        case BackendResumed():
+            return _resumed(state, fact.backend)
+        case GpuReturned():
+            return _cleaned(state, fact)
+        case _:
+            assert_never(fact)
+
+
+def _judged(state: GpuState, verdict: Verdict) -> GpuState:
+    """Change the verdict; while a GPU is out, the first reason and time stand."""
+    same = state.verdict.healthy == verdict.healthy
+    return state if same else replace(state, verdict=verdict)
+
+
+def _paused(pause: Pause | None, reason: str, at: float) -> Pause:
+    """Begin a pause, or give one that lasts a new reason."""
+    return Pause(reason, pause.since if pause else at)
+
+
+def _kept(state: GpuState, fact: GpuKept) -> GpuState:
+    if fact.cleans and fact.backend not in state.cleans:
+        state = replace(state, cleans=state.cleans | {fact.backend})
+    if fact.readies:
+        state = _suspended(state, fact.backend, NOT_READY, fact.at)
+    return state
+
+
+def _suspended(state: GpuState, backend: str, reason: str, at: float) -> GpuState:
+    known = state.suspended.get(backend)
+    pause = _paused(known, reason, at)
+    if pause == known:
+        return state
+    return replace(state, suspended=MappingProxyType({**state.suspended, backend: pause}))
+
+
+def _resumed(state: GpuState, backend: str) -> GpuState:
+    if backend not in state.suspended:
+        return state
+    return replace(state, suspended=_without(state.suspended, backend))
+
+
+def _not_cleaning(state: GpuState, backend: str) -> GpuState:
+    if backend not in state.cleans:
+        return state
+    return replace(state, cleans=state.cleans - {backend})
+
+
+def _cleaned(state: GpuState, fact: GpuReturned | GpuLeft) -> GpuState:
+    since = state.cleaning.get(fact.backend)
+    if since is None or (isinstance(fact, GpuReturned) and fact.since != since):
+        return state
+
+    cleaning = _without(state.cleaning, fact.backend)
+    lost = withheld(state.shares, state.leases, cleaning)
+    return replace(state, cleaning=cleaning, withheld=lost)
+
+
+def _without(values: Mapping[str, ValueT], key: str) -> Mapping[str, ValueT]:
+    return MappingProxyType({name: value for name, value in values.items() if name != key})
