@@ -56,6 +56,8 @@ class Node:
 Chosen: TypeAlias = Sequence[Share] | None
 Rule: TypeAlias = Callable[[Node, str, int], Chosen]
 """Chooses so many shares of a profile, or none when it finds no room."""
+Mix: TypeAlias = Callable[[Board], Mapping[str, float]]
+"""Says how often each profile of a board is asked for, in proportion."""
 
 
 def node(board: Board, count: int) -> Node:

@@ -139,10 +139,10 @@ def _misfit(
     """Find the profile at which a layout that has no way fails, the largest coming first."""
     for at, profile in enumerate(profiles):
         upto = profiles[: at + 1]
-        fits = max(
+        fits = next(
             n
-            for n in range(counts[at] + 1)
-            if any(_layouts(board, upto, [*counts[:at], n], occupied))
+            for n in range(counts[at], -1, -1)
+            for _ in _layouts(board, upto, [*counts[:at], n], occupied)
         )
         if fits < counts[at]:
             beside = [f"{n} x {p.name}" for p, n in zip(profiles, counts[:at], strict=False) if n]

@@ -26,8 +26,12 @@ def profile(
     return Profile(name, int(name[0]), placements, most, engines, slice_engines)
 
 
-def _eight(one: str, double: str, two: str, three: str, four: str, seven: str) -> Board:
-    """Make a board of eight memory slices and seven compute slices, from its profiles' sizes."""
+def _eight(*sizes: str) -> Board:
+    """Make a board of eight memory slices and seven compute slices.
+
+    `sizes` are the memory of 1g, of the 1g with twice the memory, of 2g, 3g, 4g and 7g.
+    """
+    one, double, two, three, four, seven = sizes
     return Board(
         (
             profile(f"1g.{one}", range(7), 1, 7),
@@ -43,7 +47,10 @@ def _eight(one: str, double: str, two: str, three: str, four: str, seven: str) -
 
 
 def _rtx() -> Board:
-    """Make a board of four slices whose profiles say which media engines they take."""
+    """Make a board of four slices whose profiles say which media engines they take.
+
+    Who excludes whom follows from the profiles' names; no such board was at hand.
+    """
     every = frozenset(f"media{number}" for number in range(4))
     own = frozenset(("media",))
     one, two = range(4), (0, 2)
