@@ -64,11 +64,11 @@ class Process:
     def _chosen(self, rule: Rule, state: frozenset[Spot], profile: str) -> int:
         on = arrivals.node(self._board, 1)
         on.taken[on.gpus[0].id] |= {slot for spot in state for slot in spot.footprint}
-        shares = rule(on, profile, 1)
-        assert shares, "there is room"
-        footprint = shares[0].footprint
+        share = rule(on, profile)
+        assert share, "there is room"
         free = self._free(state, profile)
-        return self._number[state | {next(spot for spot in free if spot.footprint == footprint)}]
+        spot = next(spot for spot in free if spot.footprint == share.footprint)
+        return self._number[state | {spot}]
 
     def _placed(self, decide: Decision) -> float:
         """Iterate values until the bounds on the gain meet (uniformised, so in equal steps)."""

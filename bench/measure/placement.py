@@ -5,11 +5,12 @@ import time
 from typing import Final
 
 from bench import arrivals
-from bench.arrivals import Chosen, Node, Rule
+from bench.arrivals import Node, Rule
 from bench.figures import Figure, Samples
 from bench.optimum import Process
 from bench.plan import Plan
 from metagpu.backends.mig_placement import choose
+from metagpu.core.model import Share
 from tests.backends.mig_tables import A100_40, only
 
 GPUS: Final = 4
@@ -78,12 +79,12 @@ def _time(plan: Plan) -> Figure:
     on = arrivals.node(A100_40, _MANY)
     samples = Samples()
 
-    def timed(node: Node, profile: str, number: int) -> Chosen:
+    def timed(node: Node, profile: str) -> Share | None:
         seats = arrivals.seats(node, profile)
         began = time.perf_counter()
-        chosen = choose(number, seats)
+        chosen = choose(1, seats)
         samples.seconds.append(time.perf_counter() - began)
-        return chosen
+        return chosen[0] if chosen else None
 
     mix = arrivals.inverse(A100_40)
     count = plan.count(20_000, 2000)

@@ -75,6 +75,9 @@ def test_exactly_the_possible_layouts_are_planned(board: Board) -> None:
         for those in board.arrangements()
     }
 
+    by_size = sorted(board.profiles, key=lambda p: (-p.memory_slices, -p.compute_slices))
+    order = [profile.name for profile in by_size]
+
     for counts in product(*[range(profile.max_count + 2) for profile in board.profiles]):
         wanted = {p.name: n for p, n in zip(board.profiles, counts, strict=True)}
         found = plan_layout(board, wanted)
@@ -82,9 +85,11 @@ def test_exactly_the_possible_layouts_are_planned(board: Board) -> None:
         assert isinstance(found, tuple) == (asked in reachable)
         if isinstance(found, tuple):
             assert frozenset(Counter(spot.profile.name for spot in found).items()) == asked
-            assert board.mask(s for spot in found for s in spot.footprint).bit_count() == sum(
-                board.masks[spot].bit_count() for spot in found
-            )
+            assert sound([[spot.footprint for spot in found]])
+        else:
+            upto = {name: wanted[name] for name in order[: order.index(found.profile)]}
+            assert isinstance(plan_layout(board, {**upto, found.profile: found.fits}), tuple)
+            assert isinstance(plan_layout(board, {**upto, found.profile: found.fits + 1}), Misfit)
 
 
 @pytest.mark.parametrize(
