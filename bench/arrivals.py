@@ -15,11 +15,10 @@ _GIB: Final = 2**30
 
 
 class Pod(NamedTuple):
-    """One request: when it comes, what it asks for, how long it stays."""
+    """One request: when it comes, what it asks for one of, how long it stays."""
 
     at: float
     profile: str
-    number: int
     stays: float
 
 
@@ -41,21 +40,18 @@ class Node:
             if share.footprint.isdisjoint(self.taken[share.gpu])
         ]
 
-    def take(self, shares: Sequence[Share]) -> None:
-        """Give shares to a pod."""
-        for share in shares:
-            assert share.footprint.isdisjoint(self.taken[share.gpu]), "taken twice"
-            self.taken[share.gpu] |= share.footprint
+    def take(self, share: Share) -> None:
+        """Give a share to a pod."""
+        assert share.footprint.isdisjoint(self.taken[share.gpu]), "taken twice"
+        self.taken[share.gpu] |= share.footprint
 
-    def give_back(self, shares: Sequence[Share]) -> None:
-        """Take a pod's shares back."""
-        for share in shares:
-            self.taken[share.gpu] -= share.footprint
+    def give_back(self, share: Share) -> None:
+        """Take a pod's share back."""
+        self.taken[share.gpu] -= share.footprint
 
 
-Chosen: TypeAlias = Sequence[Share] | None
-Rule: TypeAlias = Callable[[Node, str, int], Chosen]
-"""Chooses so many shares of a profile, or none when it finds no room."""
+Rule: TypeAlias = Callable[[Node, str], Share | None]
+"""Chooses a share of a profile that is free, or none when there is none."""
 Mix: TypeAlias = Callable[[Board], Mapping[str, float]]
 """Says how often each profile of a board is asked for, in proportion."""
 
@@ -76,16 +72,17 @@ def node(board: Board, count: int) -> Node:
                     backend="mig",
                     number=number,
                     footprint=spot.footprint,
-                    memory=profile.memory_slices,
+                    memory=profile.memory_slices * _GIB,
                 )
                 shares[profile.name].append(share)
                 starts[share.id] = spot.placement.start
     return Node(board, gpus, shares, starts, {gpu.id: set() for gpu in gpus})
 
 
-def planned(on: Node, profile: str, count: int) -> Chosen:
+def planned(on: Node, profile: str) -> Share | None:
     """Choose as metagpu does."""
-    return choose(count, seats(on, profile))
+    chosen = choose(1, seats(on, profile))
+    return chosen[0] if chosen else None
 
 
 def seats(on: Node, profile: str) -> list[Seat]:
@@ -101,23 +98,23 @@ def seats(on: Node, profile: str) -> list[Seat]:
     ]
 
 
-def first_fit(on: Node, profile: str, count: int) -> Chosen:
+def first_fit(on: Node, profile: str) -> Share | None:
     """Take the first that is free: the first GPU with room, the lowest start on it."""
-    return _first(on.free(profile), count)
+    return next(iter(on.free(profile)), None)
 
 
-def lowest_start(on: Node, profile: str, count: int) -> Chosen:
+def lowest_start(on: Node, profile: str) -> Share | None:
     """Take the lowest start on any GPU."""
-    return _first(sorted(on.free(profile), key=lambda share: on.starts[share.id]), count)
+    return min(on.free(profile), default=None, key=lambda share: on.starts[share.id])
 
 
 def by_chance(seed: int) -> Rule:
     """Take any, as a kubelet does that is told no preference."""
     chance = random.Random(seed)  # noqa: S311 - a simulation
 
-    def rule(on: Node, profile: str, count: int) -> Chosen:
+    def rule(on: Node, profile: str) -> Share | None:
         free = on.free(profile)
-        return _first(chance.sample(free, len(free)), count)
+        return chance.choice(free) if free else None
 
     return rule
 
@@ -155,29 +152,19 @@ def trace(
     for _ in range(count):
         now += chance.expovariate(rate)
         profile = chance.choices(list(mix), list(mix.values()))[0]
-        pods.append(Pod(now, profile, 1, chance.expovariate(1.0)))
+        pods.append(Pod(now, profile, chance.expovariate(1.0)))
     return pods
 
 
 def placed(on: Node, pods: Sequence[Pod], rule: Rule) -> Iterator[bool]:
     """Let pods come and go; say of each whether it was placed. Who is refused does not wait."""
-    ends: list[tuple[float, int, Sequence[Share]]] = []
+    ends: list[tuple[float, int, Share]] = []
 
     for number, pod in enumerate(pods):
         while ends and ends[0][0] <= pod.at:
             on.give_back(heapq.heappop(ends)[2])
-        shares = rule(on, pod.profile, pod.number)
-        if shares is not None:
-            on.take(shares)
-            heapq.heappush(ends, (pod.at + pod.stays, number, shares))
-        yield shares is not None
-
-
-def _first(shares: Sequence[Share], count: int) -> Chosen:
-    chosen: list[Share] = []
-    for share in shares:
-        if len(chosen) == count:
-            break
-        if not any(share.gpu == c.gpu and share.footprint & c.footprint for c in chosen):
-            chosen.append(share)
-    return chosen if len(chosen) == count else None
+        share = rule(on, pod.profile)
+        if share is not None:
+            on.take(share)
+            heapq.heappush(ends, (pod.at + pod.stays, number, share))
+        yield share is not None

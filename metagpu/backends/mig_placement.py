@@ -84,7 +84,8 @@ class _Ready:
     """A GPU with its slots as numbers.
 
     Attributes:
-        most: how many shares it has at best.
+        required: the shares that must be taken, in their order.
+        most: how many can be taken at best.
     """
 
     def __init__(self, seat: Seat, known: dict[_Question, _Answer | None]) -> None:

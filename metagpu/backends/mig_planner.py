@@ -1,6 +1,6 @@
 """Which instances go where when they are known beforehand, and what moving one would open."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from metagpu.backends.mig_profiles import Board, Profile, Spot, disjoint
@@ -100,8 +100,8 @@ class Move:
 def moves(profile: str, sites: Sequence[Site]) -> list[Move]:
     """Find the single moves after which one more instance of a profile would fit.
 
-    None, if it fits already. One for each instance that could make room, to where the least is
-    lost; the smallest instances first, and those first that stay on their GPU.
+    There are none if it fits already. Of each instance that could make room, the one that stays on
+    its GPU, or else loses least; the smallest instances first, and those first that stay.
     """
     taken = [(site, site.occupied) for site in sites]
     if any(site.board.free(occupied, profile) for site, occupied in taken):
@@ -111,9 +111,8 @@ def moves(profile: str, sites: Sequence[Site]) -> list[Move]:
     for site, occupied in taken:
         for spot in site.held:
             without = occupied & ~site.board.mask(spot.footprint)
-            possible = list(_moves_of(spot, site, without, profile, taken))
-            found += sorted(possible, key=lambda pair: pair[0])[:1]
-    return [move for _, move in sorted(found, key=lambda pair: (_cost(pair[1]), pair[0]))]
+            found += _best_of(_moves_of(spot, site, without, profile, taken))
+    return sorted(found, key=_cost)
 
 
 def _layouts(
@@ -177,6 +176,11 @@ def _moves_of(
                     -opened.placement.start,
                 )
                 yield rank, Move(site.gpu, spot, target.gpu, onto, opened)
+
+
+def _best_of(ranked: Iterable[tuple[tuple[int, ...], Move]]) -> list[Move]:
+    best = min(ranked, default=None, key=lambda pair: pair[0])
+    return [best[1]] if best else []
 
 
 def _cost(move: Move) -> tuple[int, int, int, int]:

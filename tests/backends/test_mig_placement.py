@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import arrivals
+from bench.optimum import Process
 from metagpu.backends.mig_placement import Seat, choose
 from metagpu.backends.mig_profiles import Board
 from metagpu.core.model import Share, conflicts
@@ -312,3 +313,15 @@ def test_more_pods_find_room_than_by_simpler_rules(
 
     ours = placed.pop(arrivals.planned)
     assert ours > max(placed.values())
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7, 1.2])
+@pytest.mark.parametrize("mix", [arrivals.even, arrivals.inverse])
+@pytest.mark.parametrize("board", [PLAIN, BOARDS["A30"]], ids=["plain", "A30"])
+def test_no_rule_places_much_more_on_one_gpu(board: Board, mix: arrivals.Mix, load: float) -> None:
+    """On one GPU the memory placed is within a tenth of a percent of the best possible rule's."""
+    one = Process(board, mix(board), load)
+    best, ours, first_fit = one.best(), one.by(arrivals.planned), one.by(arrivals.first_fit)
+
+    assert first_fit < ours <= best + 0.0001
+    assert ours >= 0.999 * best
