@@ -71,7 +71,7 @@ class Agent:
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
         self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
         self._backends: dict[ResourceName, Backend] = {}
-        self._nodes: frozenset[str] = frozenset()
+        self._nodes = host.DeviceNodes()
         self._laying = anyio.Lock()
 
     async def run(self) -> None:
@@ -129,7 +129,10 @@ class Agent:
             nodes = await to_thread.run_sync(host.device_nodes, root)
             config = config or self.config
             gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-            layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
+            injection = Injection(
+                dev_root=str(root or ""), present=nodes.present, capabilities=nodes.capabilities
+            )
+            layout = lay_out(config, gpus, injection)
             wire.check_size(layout, config.file)
 
             self._nodes, self.config, self.layout = nodes, config, layout

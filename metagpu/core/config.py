@@ -140,6 +140,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             cdi_kind=self.cdi_kind,
             dev_root=base.dev_root,
             present=base.present,
+            capabilities=base.capabilities,
         )
 
 

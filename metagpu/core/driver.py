@@ -156,6 +156,10 @@ class MigDriver(Protocol):
     is asked about that GPU.
     """
 
+    async def mode(self, gpu: GpuId) -> MigMode | None:
+        """Read whether MIG is on; `None` where there is no MIG."""
+        ...
+
     async def set_mode(self, gpu: GpuId, *, enabled: bool) -> MigMode:
         """Turn MIG on or off, as far as the GPU can without a reset; tell what came of it.
 

@@ -7,6 +7,8 @@ MetagpuError
 │   ├── GpuUnhealthy     the share's GPU is out of service
 │   ├── GpuPaused        an operator or the backend gives no new shares of the GPU for now
 │   ├── ShareTaken       another backend or an overlapping share holds the GPU
+│   ├── NotMade          the share could not be made in hardware
+│   ├── Overlap          the kubelet chose shares that cannot be together
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
 │   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
 ├── DriverError          the machine's: NVML could not do it
@@ -75,6 +77,23 @@ class ShareTaken(RequestError):
 
     def __init__(self, share: str, holder: str) -> None:
         super().__init__(f"share {share} cannot be given: {holder}")
+
+
+class NotMade(RequestError):
+    """Raised when what stands for a share in hardware could not be made."""
+
+    def __init__(self, resource: str, share: str, reason: str) -> None:
+        super().__init__(f"{resource}: {share} could not be made: {reason}")
+
+
+class Overlap(RequestError):
+    """Raised when the kubelet chose shares of one GPU of which there can be one at a time."""
+
+    def __init__(self, resource: str, gpu: str, shares: str) -> None:
+        super().__init__(
+            f"{resource}: GPU {gpu} has room for one of {shares} at a time, and the kubelet chose "
+            "them together; ask for fewer, or wait for another GPU"
+        )
 
 
 class FractionSplit(RequestError):

@@ -74,7 +74,7 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
             options = config.options[assignment.pool]
             cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
             if not cut:
-                why = "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+                why = "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
                 assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
         shares += cut

@@ -112,7 +112,7 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
                 shares=shares,
                 # Held shares that are not on offer any more are still in the way of others.
                 contended=contended(list(dict.fromkeys([*shares, *_held(state)]))),
-                withheld=withheld(shares, state.leases, state.cleaning),
+                withheld=withheld(shares, state.leases, state.cleaning, state.stocks),
             )
         )
 

@@ -26,6 +26,11 @@ class Instances:
         self._known = known
         self._deadline = deadline
 
+    async def mode(self, gpu: GpuId) -> MigMode | None:
+        """Read whether MIG is on."""
+        known = self._known(gpu)
+        return await known.lane.call(partial(mig.read_mode, known.handle), self._deadline)
+
     async def set_mode(self, gpu: GpuId, *, enabled: bool) -> MigMode:
         """Turn MIG on or off, as far as the GPU can without a reset."""
         known = self._known(gpu)

@@ -73,6 +73,12 @@ def read_profiles(handle: Handle) -> tuple[MigProfile, ...]:
     )
 
 
+def read_mode(handle: Handle) -> MigMode | None:
+    """Read whether MIG is on; `None` where there is no MIG."""
+    mode = if_said(pynvml.nvmlDeviceGetMigMode, handle)
+    return None if mode is None else MigMode(bool(mode[0]), bool(mode[1]))
+
+
 def set_mode(handle: Handle, *, enabled: bool) -> MigMode:
     """Turn MIG on or off; NVML may leave that to the next reset."""
     status = pynvml.nvmlDeviceSetMigMode(handle, int(enabled))

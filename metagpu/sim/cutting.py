@@ -79,6 +79,7 @@ def make(node: SimNode, gpu: SimGpu, number: int, start: int, size: int) -> SimI
     if start not in profile.starts or size != profile.size:
         raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
+    making.begun += 1
     until = time.monotonic() + making.takes
     while (left := until - time.monotonic()) > 0:
         node.changed.wait(left)

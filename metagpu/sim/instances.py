@@ -42,6 +42,7 @@ class Making:
     Attributes:
         takes: seconds for each GPU instance.
         failures: so many GPU instances fail next, `compute_failures` so many compute instances.
+        begun: so many GPU instances were asked for.
         in_use_until: until when making and destroying is refused, by `time.monotonic`.
     """
 
@@ -49,6 +50,7 @@ class Making:
     failures: int = 0
     compute_failures: int = 0
     in_use_until: float = 0.0
+    begun: int = 0
 
 
 @dataclass(slots=True)

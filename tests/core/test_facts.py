@@ -147,6 +147,8 @@ def test_a_fault_touches_no_other_gpu() -> None:
 # --- facts of nothing new -------------------------------------------------------------------------
 
 NOWHERE = gpu(9)
+NOTHING = LeasesObserved({}, at=0)
+TOLD = after(NOTHING, since=NODE)
 
 STALE: list[tuple[str, Snapshot, Fact]] = [
     ("found again", NODE, FOUND),
@@ -161,9 +163,9 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("granted once more at the same time", LEASED, SharesGranted(A_SHARES[:2], at=10)),
     ("released what nobody holds", LEASED, SharesReleased(B_SHARES, at=9)),
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
-    ("observed what is known", NODE, LeasesObserved({}, at=9)),
-    ("observed an unknown GPU", NODE, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
-    ("observed a grant too early", LEASED, LeasesObserved({}, at=29.9)),
+    ("observed what is known", TOLD, LeasesObserved({}, at=9)),
+    ("observed an unknown GPU", TOLD, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
+    ("observed a grant too early", after(NOTHING, since=LEASED), LeasesObserved({}, at=29.9)),
 ]
 
 
