@@ -1,6 +1,7 @@
 """Where an instance goes, compared with all that could be chosen, and with simpler rules."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Final
@@ -13,7 +14,7 @@ from bench import arrivals
 from bench.optimum import Process
 from metagpu.backends.mig_placement import Seat, choose
 from metagpu.backends.mig_profiles import Board
-from metagpu.core.model import Share, conflicts
+from metagpu.core.model import Share, ShareId, conflicts
 from tests.backends.mig_tables import A100_40, BOARDS, only
 from tests.build import gpu, share
 
@@ -26,15 +27,7 @@ def spot(index: int, name: str, board: Board = A100_40) -> Share:
     number = [one for one in board.spots if one.profile == places[name].profile].index(places[name])
     made = share(gpu(index), number, backend="mig", slots=places[name].footprint)
 
-    return Share(
-        id=type(made.id)(f"{made.gpu}::{name}"),
-        gpu=made.gpu,
-        resource=made.resource,
-        backend=made.backend,
-        number=number,
-        footprint=made.footprint,
-        memory=made.memory,
-    )
+    return replace(made, id=ShareId(f"{made.gpu}::{name}"))
 
 
 def seat(
