@@ -144,9 +144,11 @@ class MigBackend(Backend):
         seats = [
             _seat(snapshot.gpus[gpu], those, must.get(gpu, ()))
             for gpu, those in _by_gpu([*required, *available]).items()
-            if gpu in must or snapshot.gpus[gpu].open_to(self.name)
         ]
-        chosen = choose(size, seats) or []
+        sound = [
+            seat for seat in seats if seat.required or snapshot.gpus[seat.gpu.id].open_to(self.name)
+        ]
+        chosen = choose(size, sound) or choose(size, seats) or []
 
         return list(dict.fromkeys([*chosen, *required, *available]))[:size]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from metagpu.backends.mig_profiles import Board, Placement, Profile
+from metagpu.backends.mig_profiles import Board, Profile
 from metagpu.core.mig import MigInstance, MigProfile
 from metagpu.core.model import GpuId, ResourceName, ShareId
 
@@ -68,7 +68,7 @@ def _profile(profile: MigProfile, *, counted: bool) -> Profile:
     return Profile(
         profile.name,
         profile.slices,
-        tuple(Placement(place.start, place.size) for place in profile.placements),
+        profile.placements,
         profile.most,
         frozenset(engines),
         frozenset((_MEDIA,)) if by_slice else frozenset(),

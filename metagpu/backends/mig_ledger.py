@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from metagpu.backends.mig_board import board_of, share_id, slot_in, slot_of
-from metagpu.backends.mig_profiles import Placement, Profile, Spot
+from metagpu.backends.mig_profiles import Profile, Spot
 from metagpu.core.mig import MigInstance
 from metagpu.core.model import Failure, GpuState, Lease, Made, Share, ShareId, Stock
 
@@ -238,7 +238,7 @@ class Ledger:
         for spot in board_of(self.state.gpu.mig_profiles).spots:
             if str(spot) == slot:
                 return spot.footprint
-        place = Placement(instance.placement.start, instance.placement.size)
+        place = instance.placement
         return Spot(Profile(slot, 0, (place,), 2), place).footprint
 
 

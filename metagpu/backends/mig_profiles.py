@@ -14,21 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from metagpu.core.mig import Placement
+
 _SLICE: Final = "s"
 """Begins every slot of MIG: `s0` to `s7` are memory slices, `s+me` is an engine."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Placement:
-    """Memory slices: `size` of them, from `start` on."""
-
-    start: int
-    size: int
-
-    @property
-    def slices(self) -> range:
-        """Their numbers."""
-        return range(self.start, self.start + self.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Placements and counts: NVIDIA's MIG user guide, "Supported MIG Profiles" and the
 from collections.abc import Sequence
 from typing import Final
 
-from metagpu.backends.mig_profiles import Board, Placement, Profile
+from metagpu.backends.mig_profiles import Board, Profile
+from metagpu.core.mig import Placement
 
 _ME: Final = frozenset(("me",))
 
