@@ -62,10 +62,15 @@ class Care:
 
 @asynccontextmanager
 async def in_care(
-    text: str, *, boards: str = "a100-40gb:2", tools: Tools | None = None
+    text: str, *, boards: str = "a100-40gb:2", enabled: bool = False, tools: Tools | None = None
 ) -> AsyncIterator[Care]:
-    """Keep a configuration on a simulated node while the block lasts, NVML open."""
+    """Keep a configuration on a simulated node while the block lasts, NVML open.
+
+    `enabled` is whether MIG mode is on.
+    """
     node, registry = simulated(boards), Registry()
+    for it in node.gpus:
+        it.mig.enabled = it.mig.pending = enabled
     driver = Nvml(Library(node))
 
     async with driver.session():

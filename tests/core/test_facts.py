@@ -364,11 +364,11 @@ def test_what_is_held_under_another_name_keeps_the_gpu() -> None:
     """A pod that holds a GPU under a name that is not on offer keeps all of it from others."""
     held = {A_SHARES[0].id: ALICE}
     other = LeasesObserved(held, at=9, resources={A_SHARES[0].id: ResourceName("nvidia.com/gpu")})
-    snapshot, _ = reduce(NODE, other)
+    snapshot, _ = reduce(TOLD, other)
 
     assert snapshot.gpus[A.id].withheld == {part.id for part in A_SHARES}
     assert [lease.holder for lease in snapshot.gpus[A.id].waits_for] == [ALICE]
-    assert snapshot.gpus[B.id] is NODE.gpus[B.id]
+    assert snapshot.gpus[B.id] is TOLD.gpus[B.id]
 
     freed, _ = reduce(snapshot, LeasesObserved({}, at=10))
 
