@@ -1,5 +1,6 @@
 """The daemon under test: the real one, a process of its own on a simulated node."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -55,14 +56,19 @@ class Daemon:
 
     @property
     def socket(self) -> Path:
-        """The socket of its first resource; waits until it is served.
+        """The socket of its only resource; waits until it is served."""
+        return self.socket_of("*")
+
+    def socket_of(self, resource: str) -> Path:
+        """The socket of a resource; waits until it is served.
 
         Raises:
             RuntimeError: if the daemon ends, or takes too long.
         """
+        pattern = f"metagpu-{resource.replace('/', '_')}-*-*.sock"
         deadline = time.monotonic() + _PATIENCE
 
-        while not (found := sorted(self.kubelet_dir.glob("metagpu-*.sock"))):
+        while not (found := sorted(self.kubelet_dir.glob(pattern))):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the daemon does not serve:\n{self.said}")
             time.sleep(0.01)
@@ -137,5 +143,14 @@ def start(
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]
     with (directory / "log").open("ab") as log:
         other = subprocess.Popen(beside, stdout=log, stderr=log) if kubelet else None
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=_as_installed(directory))
     return Daemon(process, directory, other)
+
+
+def _as_installed(directory: Path) -> dict[str, str]:
+    """Let Python keep the bytecode it makes, as it does of an installed package, whatever is set.
+
+    A first start makes it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(directory / "bytecode")}

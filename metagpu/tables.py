@@ -110,6 +110,10 @@ def health(gpu: Mapping[str, Any]) -> Text:
     """Say whether a GPU is healthy, and why not since when."""
     if gpu["healthy"] and gpu["waitsFor"]:
         return Text(gpu["waitsFor"], style="yellow")
+    if gpu["healthy"] and (waiting := [it["reason"] for it in gpu["suspended"].values()]):
+        return Text("\n".join(waiting), style="yellow")
+    if gpu["healthy"] and gpu["blocked"]:
+        return Text("\n".join(gpu["blocked"]), style="yellow")
     if gpu["healthy"]:
         return Text("healthy", style="green")
     since = gpu["since"].removesuffix("+00:00").replace("T", " ")

@@ -1,5 +1,6 @@
 """Pods ask for MIG instances that do not exist: the whole agent, a node and a kubelet."""
 
+import random
 from pathlib import Path
 
 import anyio
@@ -9,7 +10,7 @@ from metagpu.backends import mig_keeping, mig_ledger
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
-from metagpu.sim.kubelet import AdmissionError, SimKubelet
+from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.node import SimProcess
 from tests.agent_rig import agent_at_work
 from tests.mig_rig import (
@@ -334,3 +335,37 @@ async def test_a_pool_that_goes_lets_its_pods_end(tmp_path: Path) -> None:
 
         await it.kubelet.delete(last)
         await until_placed(it)
+
+
+async def test_pods_come_and_go(tmp_path: Path) -> None:
+    """Over many pods of all sizes, what is on the GPUs is what the pods were told, and no more."""
+    chance = random.Random(4)  # noqa: S311 - chance, not secrets
+    gpus = "{board: a100-40gb, count: 2, mig: true}"
+    async with mig_at_work(tmp_path, gpus=gpus, options="keepWarm: 50ms") as it:
+        await it.until(6, 6, TWO)
+        pods: dict[str, tuple[Pod, str]] = {}
+        refused = 0
+
+        for number in range(60):
+            if pods and chance.random() < 0.4:
+                gone, _ = pods.pop(chance.choice(list(pods)))
+                await it.kubelet.delete(gone)
+                continue
+            profile = chance.choice(["1g.5gb", "1g.5gb+me", "2g.10gb", "3g.20gb", "7g.40gb"])
+            new = pod(f"pod{number}", profile)
+            try:
+                options = await it.kubelet.admit(new)
+            except AdmissionError:
+                refused += 1
+                continue
+            await it.told()
+            device = options["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+            pods[new.name] = new, device
+            there = {m.device for index in (0, 1) for m in made(it, index).values()}
+            assert {device for _, device in pods.values()} <= there
+
+        assert refused < 30
+        for gone, _ in pods.values():
+            await it.kubelet.delete(gone)
+        await until_placed(it, index=0)
+        await until_placed(it, index=1)

@@ -1,8 +1,6 @@
 """Fractions: a GPU cut into equal shares; a pod that asks for half of them gets half of one GPU."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar, Final
 
@@ -10,7 +8,7 @@ from metagpu.backends.fraction_placement import Placement, Seat, gather, place, 
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import FractionSplit
 from metagpu.core.injection import memory_mib
-from metagpu.core.model import MIB, Gpu, GpuId, Grant, Share, ShareId, Snapshot
+from metagpu.core.model import MIB, Gpu, GpuId, Grant, Share, ShareId, Snapshot, by_gpu
 from metagpu.core.units import Bytes
 
 DEFAULT_SHARES: Final = 100
@@ -111,7 +109,7 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         Raises:
             FractionSplit: saying what is free where.
         """
-        taken = _by_gpu(shares)
+        taken = by_gpu(shares)
         if len(taken) == 1 or self.options.split is Split.ACCEPT:
             return
 
@@ -124,10 +122,9 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPUs, and say how much memory of each the container should keep to."""
-        taken = sorted(_by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
+        taken = sorted(by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
         gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
-        base = self.injection.grant_shares(shares, snapshot)
-        envs = dict(base.envs)
+        envs: dict[str, str] = {}
 
         if self.options.metagpu_env:
             envs["METAGPU_MAX_MEM"] = str(sum(memory_mib(those) for _, those in taken))
@@ -135,13 +132,13 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
             if len(names) <= _ENV_LIMIT:
                 envs["CNVRG_META_GPU_DEVICES"] = names
 
-        return replace(base, envs=envs)
+        return self.injection.grant_shares(shares, snapshot, envs)
 
     def _seats(
         self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
     ) -> list[Seat]:
         on_offer = snapshot.offers[self.resource].by_gpu
-        must = _by_gpu(required)
+        must = by_gpu(required)
 
         return [
             Seat(
@@ -150,7 +147,7 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
                 free,
                 frozenset(must.get(gpu, ())),
             )
-            for gpu, free in _by_gpu([*available, *required] if required else available).items()
+            for gpu, free in by_gpu([*available, *required] if required else available).items()
         ]
 
     def _free(self, snapshot: Snapshot) -> str:
@@ -160,14 +157,6 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
             if state.gpu.id in snapshot.offers[self.resource].by_gpu
         }
         return _told(free)
-
-
-def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
-    found: defaultdict[GpuId, list[Share]] = defaultdict(list)
-
-    for share in {share.id: share for share in shares}.values():
-        found[share.gpu].append(share)
-    return found
 
 
 def _metagpu_names(gpus: Sequence[Gpu], taken: Mapping[GpuId, Sequence[Share]]) -> str:

@@ -1,7 +1,7 @@
 """MIG instances made when a pod asks: a resource for each profile, a share for each placement."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
@@ -15,13 +15,13 @@ from metagpu.core.errors import Overlap
 from metagpu.core.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model import (
     Gpu,
-    GpuId,
     GpuState,
     Grant,
     ResourceName,
     Share,
     Snapshot,
     Stock,
+    by_gpu,
     conflicts,
 )
 from metagpu.core.served import ServedGpu
@@ -140,10 +140,10 @@ class MigBackend(Backend):
 
         Which shares are free is asked of the snapshot: the kubelet may not have heard yet.
         """
-        must = _by_gpu(required)
+        must = by_gpu(required)
         seats = [
             _seat(snapshot.gpus[gpu], those, must.get(gpu, ()))
-            for gpu, those in _by_gpu([*required, *available]).items()
+            for gpu, those in by_gpu([*required, *available]).items()
         ]
         sound = [
             seat for seat in seats if seat.required or snapshot.gpus[seat.gpu.id].open_to(self.name)
@@ -192,11 +192,3 @@ def _seat(state: GpuState, those: Sequence[Share], required: Sequence[Share]) ->
         frozenset(required),
         frozenset(it for it in mine if it.id in warm),
     )
-
-
-def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
-    found: dict[GpuId, list[Share]] = {}
-
-    for share in dict.fromkeys(shares):
-        found.setdefault(share.gpu, []).append(share)
-    return found

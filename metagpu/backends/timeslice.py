@@ -4,7 +4,7 @@ What NVIDIA's device plugin calls replicas. Nothing but the driver's turns stand
 containers of a GPU: neither memory nor faults are kept apart.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, Final
 
@@ -15,7 +15,7 @@ from metagpu.backends.timeslice_placement import AllocationPolicy, Seat, place
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import ToolError, ToolMissing, TooManyReplicas
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, GpuId, Share, ShareId, Snapshot
+from metagpu.core.model import Gpu, Share, ShareId, Snapshot, by_gpu
 from metagpu.core.served import ServedGpu
 
 _MOST_REPLICAS: Final = 100_000
@@ -112,10 +112,10 @@ class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
     ) -> Sequence[Share]:
         """Choose by the pool's policy; GPUs that are faulty or in others' hands come last."""
         on_offer = snapshot.offers[self.resource].by_gpu
-        must = _by_gpu(required)
+        must = by_gpu(required)
 
         seats = []
-        for gpu, those in _by_gpu([*required, *available]).items():
+        for gpu, those in by_gpu([*required, *available]).items():
             state, bound = snapshot.gpus[gpu], must.get(gpu, [])
             seats.append(
                 Seat(
@@ -203,11 +203,3 @@ class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
                 "container the `utility` capability of NVIDIA's runtime, name the driver's "
                 "root with --dev-root, or leave the option out"
             )
-
-
-def _by_gpu(shares: Sequence[Share]) -> Mapping[GpuId, list[Share]]:
-    found: dict[GpuId, list[Share]] = {}
-
-    for share in dict.fromkeys(shares):
-        found.setdefault(share.gpu, []).append(share)
-    return found

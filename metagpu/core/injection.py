@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -10,11 +10,11 @@ from metagpu.core.model import (
     MIB,
     DeviceNode,
     Gpu,
-    GpuId,
     Grant,
     Mount,
     Share,
     Snapshot,
+    by_gpu,
 )
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
@@ -70,9 +70,9 @@ class Injection:
     present: frozenset[str] = frozenset()
     capabilities: Mapping[str, int] = field(default_factory=dict)
 
-    def grant(self, gpus: Sequence[Gpu]) -> Grant:
-        """Give whole GPUs to a container, in the order of their index."""
-        return self._grant([gpu.id for gpu in gpus], self._nodes(gpus))
+    def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
+        """Give whole GPUs to a container, in the order of their index, and further variables."""
+        return self._grant([gpu.id for gpu in gpus], self._nodes(gpus), variables)
 
     def grant_made(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give what was made for some shares, and say how much memory each has.
@@ -92,17 +92,21 @@ class Injection:
             for part in ("", f"/ci{it.compute_instance}")
         ]
         opened = [f"/dev/nvidia-caps/nvidia-cap{n}" for n in map(self.capabilities.get, caps) if n]
-
-        base = self._grant([it.device for it in made], self._nodes(list(gpus), opened))
         memory = ",".join(
             f"{it.device}={share.memory // MIB}" for share, it in zip(ordered, made, strict=True)
         )
-        return replace(base, envs={**base.envs, MEMORY: memory})
+        nodes = self._nodes(list(gpus), opened)
+        return self._grant([it.device for it in made], nodes, {MEMORY: memory})
 
-    def _grant(self, ids: Sequence[str], nodes: tuple[DeviceNode, ...]) -> Grant:
+    def _grant(
+        self,
+        ids: Sequence[str],
+        nodes: tuple[DeviceNode, ...],
+        variables: Mapping[str, str] | None,
+    ) -> Grant:
         names = tuple(f"{self.cdi_kind}={gpu_id}" for gpu_id in ids)
         by_cdi = bool(self.strategies & CDI_STRATEGIES)
-        envs: dict[str, str] = {}
+        envs = dict(variables or {})
         mounts: tuple[Mount, ...] = ()
 
         if DeviceListStrategy.ENVVAR in self.strategies:
@@ -125,16 +129,20 @@ class Injection:
             cdi_names=names if DeviceListStrategy.CDI_CRI in self.strategies else (),
         )
 
-    def grant_shares(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give the GPUs of some shares, and say how much memory of each the shares stand for."""
-        held: dict[GpuId, list[Share]] = {}
-        for share in dict.fromkeys(shares):
-            held.setdefault(share.gpu, []).append(share)
+    def grant_shares(
+        self,
+        shares: Sequence[Share],
+        snapshot: Snapshot,
+        variables: Mapping[str, str] | None = None,
+    ) -> Grant:
+        """Give the GPUs of some shares, say how much memory of each the shares stand for.
 
+        Further variables come from the backend.
+        """
+        held = by_gpu(shares)
         gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
-        base = self.grant(gpus)
-        memory = ",".join(f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus)
-        return replace(base, envs={**base.envs, MEMORY: memory})
+        memory = ",".join([f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus])
+        return self.grant(gpus, {MEMORY: memory, **(variables or {})})
 
     def _nodes(self, gpus: Sequence[Gpu], more: Sequence[str] = ()) -> tuple[DeviceNode, ...]:
         own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]
@@ -149,7 +157,7 @@ class Injection:
 def memory_mib(shares: Sequence[Share]) -> int:
     """Say how much memory shares of one GPU are together, whichever pool cut it."""
     # Each was cut a part of a byte short: thirty hundredths of 40960 MiB are 12288, not 12287.
-    return sum(share.memory + 1 for share in shares) // MIB
+    return (sum([share.memory for share in shares]) + len(shares)) // MIB
 
 
 def _annotation(names: Sequence[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@
 Times are seconds since the epoch, memory is in bytes.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -367,6 +368,15 @@ class Snapshot:
 def gpu_of(share: ShareId) -> GpuId:
     """Tell which GPU an id is about: the id itself says it."""
     return GpuId(share.partition("::")[0])
+
+
+def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:
+    """Group shares by their GPU, in order; one that is named twice counts once."""
+    found: defaultdict[GpuId, list[Share]] = defaultdict(list)
+
+    for share in {share.id: share for share in shares}.values():
+        found[share.gpu].append(share)
+    return found
 
 
 def conflicts(a: Share, b: Share) -> bool:

@@ -5,7 +5,7 @@ snapshot and the news that others hear; a fact that says nothing new gives the s
 object and no news.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -21,12 +21,14 @@ from metagpu.core.facts import (
 )
 from metagpu.core.leasing import observed, with_leases, with_states
 from metagpu.core.model import (
+    FOREIGN,
     GpuId,
     GpuState,
     Lease,
     Offer,
     ResourceName,
     Share,
+    ShareId,
     Snapshot,
     Topology,
     Verdict,
@@ -104,15 +106,17 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
 
     for state in snapshot.gpus.values():
         shares = tuple(share for share in offered if share.gpu == state.gpu.id)
+        leases = _recognised(state.leases, shares)
         states.append(
             state
             if shares == state.shares
             else replace(
                 state,
                 shares=shares,
+                leases=leases,
                 # Held shares that are not on offer any more are still in the way of others.
-                contended=contended(list(dict.fromkeys([*shares, *_held(state)]))),
-                withheld=withheld(shares, state.leases, state.cleaning, state.stocks),
+                contended=contended(list(dict.fromkeys([*shares, *_held(leases)]))),
+                withheld=withheld(shares, leases, state.cleaning, state.stocks),
             )
         )
 
@@ -128,8 +132,24 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
     return replace(with_states(snapshot, states), offers=MappingProxyType(kept)), (fact,)
 
 
-def _held(state: GpuState) -> list[Share]:
-    return [lease.share for lease in state.leases.values()]
+def _held(leases: Mapping[ShareId, Lease]) -> list[Share]:
+    return [lease.share for lease in leases.values()]
+
+
+def _recognised(
+    leases: Mapping[ShareId, Lease], shares: Iterable[Share]
+) -> Mapping[ShareId, Lease]:
+    """Take foreign leases for ours where the ids turn out to be on offer under the same name.
+
+    At a start the kubelet may have told of them before anything was offered.
+    """
+    foreign = {i: lease for i, lease in leases.items() if lease.share.backend == FOREIGN}
+    ours = {
+        share.id: Lease(share, lease.since, lease.holder)
+        for share in shares
+        if (lease := foreign.get(share.id)) and lease.share.resource in ("", share.resource)
+    }
+    return MappingProxyType({**leases, **ours}) if ours else leases
 
 
 def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:

@@ -1,29 +1,25 @@
 """One resource name at the kubelet: serve, register, notice the loss, again."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 import anyio
 import structlog
-from grpclib.client import Channel
-from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.exceptions import StreamTerminatedError
 
 from metagpu.core.errors import KubeletError
 from metagpu.plugins import wire
 from metagpu.plugins.kubelet_directory import KubeletDirectory
-from metagpu.plugins.pb import v1beta1
+from metagpu.plugins.registrar import Line, Registrar
 from metagpu.plugins.service import Service
 from metagpu.plugins.serving import Calls, identity_of, serving
 
-REGISTER_DEADLINE: Final = 15.0
-"""Seconds; the kubelet itself gives up dialling us back after 10."""
 LIST_DEADLINE: Final = 10.0
 """Seconds from a registration to the kubelet's ListAndWatch, which it opens at once."""
-ABSENT_PAUSE: Final = (0.001, 1.0)
-"""First and longest pause, in seconds, while the kubelet's socket refuses connections."""
 REFUSED_PAUSE: Final = (1.0, 30.0)
-"""The same while the kubelet answers and says no."""
+"""First and longest pause, in seconds, while the kubelet answers and says no."""
 BAD_PAUSE: Final = 0.05
 """Seconds before the third of two rounds that ended soon; it doubles with each more."""
 STEADY: Final = 10.0
@@ -39,11 +35,12 @@ class Endpoint:
         registrations: how often the kubelet accepted it.
     """
 
-    def __init__(self, service: Service, directory: KubeletDirectory) -> None:
+    def __init__(self, service: Service, directory: KubeletDirectory, registrar: Registrar) -> None:
         self.registrations = 0
         self._pause = 0.0
         self._service = service
         self._directory = directory
+        self._registrar = registrar
         self._log = log.bind(resource=service.resource)
 
     async def run(self) -> None:
@@ -55,21 +52,21 @@ class Endpoint:
         new.
         """
         while True:
-            async with await self._connected() as channel:
+            with closing(await self._registrar.line()) as line:
                 kubelet = self._directory.kubelet()
                 began = anyio.current_time()
-                refused = await self._round(channel, kubelet)
+                refused = await self._round(line, kubelet)
             await self._rest(kubelet, anyio.current_time() - began, refused=refused)
 
-    async def _round(self, channel: Channel, kubelet: tuple[int, int, int] | None) -> bool:
+    async def _round(self, line: Line, kubelet: tuple[int, int, int] | None) -> bool:
         """Serve and register once, and stay until that is lost; tell whether it was refused."""
         path = self._directory.fresh(self._service.resource)
         calls = Calls()
 
         try:
             async with serving(path, self._service.methods(calls), calls):
-                await self._register(channel, path)
-                channel.close()
+                await self._register(line, path)
+                line.close()
                 await self._lost(path, kubelet, calls)
         except KubeletError as error:
             self._log.warning("the kubelet refuses the registration", error=str(error))
@@ -90,60 +87,18 @@ class Endpoint:
             self._pause = 0.0
 
         pause = max(self._pause, REFUSED_PAUSE[0]) if refused else self._pause
-        await self._unchanged(kubelet, pause)
+        await self._directory.replaced(kubelet, pause)
         another = self._directory.kubelet() != kubelet
         self._pause = 0.0 if another else min(max(pause * 2, BAD_PAUSE), REFUSED_PAUSE[1])
 
-    async def _connected(self) -> Channel:
-        """Wait for a kubelet that listens; give the connection to it.
-
-        A starting kubelet binds its socket first and listens a moment later, so the first tries
-        follow each other within milliseconds.
-        """
-        pause = ABSENT_PAUSE[0]
-
-        while True:
-            kubelet = self._directory.kubelet()
-            channel = Channel(path=str(self._directory.kubelet_socket))
-            try:
-                await channel.__connect__()
-            except OSError:
-                channel.close()
-                pause = ABSENT_PAUSE[0] if kubelet is None else min(pause * 2, ABSENT_PAUSE[1])
-                await self._unchanged(kubelet, ABSENT_PAUSE[1] if kubelet is None else pause)
-            else:
-                return channel
-
-    async def _register(self, channel: Channel, path: Path) -> None:
-        """Register once.
-
-        Raises:
-            KubeletError: if the kubelet says no, or nothing.
-            OSError: if it goes away.
-            StreamTerminatedError: likewise.
-        """
-        request = wire.register_request(
-            self._service.resource, path.name, pre_start=self._service.pre_start
+    async def _register(self, line: Line, path: Path) -> None:
+        """Register once (see `Line.register`)."""
+        service = self._service
+        await line.register(
+            wire.register_request(service.resource, path.name, pre_start=service.pre_start)
         )
-
-        try:
-            stub = v1beta1.RegistrationStub(channel)
-            await stub.register(request, timeout=REGISTER_DEADLINE)
-        except GRPCError as error:
-            raise KubeletError(error.message or error.status.name) from error
-        except TimeoutError as error:
-            raise KubeletError(f"no answer within {REGISTER_DEADLINE:g} s") from error
-        except AssertionError as error:  # betterproto2's word for it
-            raise KubeletError("it answered without a message") from error
-
         self.registrations += 1
         self._log.info("registered", socket=path.name)
-
-    async def _unchanged(self, kubelet: tuple[int, int, int] | None, within: float) -> None:
-        """Wait while the kubelet's socket stays what it is, at most `within` seconds."""
-        with anyio.move_on_after(within):
-            while self._directory.kubelet() == kubelet:
-                await self._directory.changed()
 
     async def _lost(self, path: Path, kubelet: tuple[int, int, int] | None, calls: Calls) -> None:
         """Wait until this registration is worth nothing any more.

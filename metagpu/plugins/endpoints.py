@@ -10,6 +10,7 @@ from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.plugins.endpoint import Endpoint
 from metagpu.plugins.kubelet_directory import KubeletDirectory
+from metagpu.plugins.registrar import Registrar
 from metagpu.plugins.service import Service
 
 
@@ -23,6 +24,7 @@ async def serve_offers(
     A resource that stays on offer is not touched when others come or go.
     """
     running: dict[ResourceName, anyio.CancelScope] = {}
+    registrar = Registrar(directory)
 
     async with anyio.create_task_group() as group:
         group.start_soon(directory.watch)
@@ -32,7 +34,8 @@ async def serve_offers(
                 running.pop(resource).cancel()
             for resource in resources:
                 if resource not in running:
-                    endpoint = Endpoint(Service(resource, registry, backend), directory)
+                    service = Service(resource, registry, backend)
+                    endpoint = Endpoint(service, directory, registrar)
                     running[resource] = _start(group, endpoint)
 
 

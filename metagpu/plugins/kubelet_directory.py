@@ -64,6 +64,12 @@ class KubeletDirectory:
         with anyio.move_on_after(within):
             await self._changed.wait()
 
+    async def replaced(self, kubelet: tuple[int, int, int] | None, within: float) -> None:
+        """Wait while the kubelet's socket stays this one, at most `within` seconds."""
+        with anyio.move_on_after(within):
+            while self.kubelet() == kubelet:
+                await self.changed()
+
     async def watch(self) -> None:
         """Follow the folder for ever, through its absence and its being made anew."""
         told = False

@@ -21,6 +21,8 @@ from metagpu.plugins.pb import v1
 DEFAULT_SOCKET: Final = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 PERIOD: Final = 10.0
 """Seconds between two looks when nothing was granted."""
+SOUGHT_PERIOD: Final = 2.0
+"""The same while a lease keeps others from shares: somebody may be waiting for its end."""
 SETTLE: Final = 0.5
 """Seconds from a grant to the look that finds its pod: the kubelet lists it once it is admitted.
 It also keeps a burst of pods far below the kubelet's limit of 100 questions a second."""
@@ -34,8 +36,9 @@ async def follow_leases(
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
-    Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds. A
-    kubelet that cannot be asked changes nothing: what was known stays.
+    Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds, more
+    often while shares are withheld. A kubelet that cannot be asked changes nothing: what was known
+    stays.
     """
     told = ""
     pause = 0.0
@@ -64,7 +67,8 @@ async def follow_leases(
                         )
 
                 # A grant whose pod is not told yet is being admitted: look again soon, then later.
-                pause = min(max(pause * 2, SETTLE), PERIOD) if _untold(registry) else PERIOD
+                longest = SOUGHT_PERIOD if _sought(registry) else PERIOD
+                pause = min(max(pause * 2, SETTLE), longest) if _untold(registry) else longest
                 with anyio.move_on_after(pause) as waiting:
                     await stirred.wait()
                 if not waiting.cancelled_caught:
@@ -79,6 +83,11 @@ def _untold(registry: Registry) -> bool:
         for state in registry.snapshot.gpus.values()
         for lease in state.leases.values()
     )
+
+
+def _sought(registry: Registry) -> bool:
+    """Tell whether some lease is in the way of other shares."""
+    return any(state.withheld for state in registry.snapshot.gpus.values())
 
 
 async def observed(socket: Path, clock: Callable[[], float] = time.time) -> LeasesObserved:

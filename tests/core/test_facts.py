@@ -418,6 +418,30 @@ def test_shares_conflict_by_gpu_backend_and_slot(
     assert conflicts(second, first) == expected
 
 
+@pytest.mark.parametrize("resource", [None, A_SHARES[0].resource], ids=["unnamed", "named"])
+def test_leases_told_of_before_the_offer_are_its_own(resource: ResourceName | None) -> None:
+    """At a start it is the same whether the kubelet's account or the offer comes first."""
+    held = A_SHARES[0].id
+    account = LeasesObserved(
+        {held: ALICE}, at=20, resources={} if resource is None else {held: resource}
+    )
+
+    early, late = after(FOUND, account, OFFERED), after(FOUND, OFFERED, account)
+
+    assert early.gpus == late.gpus
+    assert not early.gpus[A.id].withheld
+
+
+def test_leases_told_of_under_another_name_stay_foreign_to_the_offer() -> None:
+    """An id that is held under a name we do not offer it by keeps its GPU from being given."""
+    held = A_SHARES[0].id
+    account = LeasesObserved({held: ALICE}, at=20, resources={held: ResourceName("other.io/gpu")})
+
+    state = after(FOUND, account, OFFERED).gpus[A.id]
+
+    assert state.withheld == {share.id for share in A_SHARES}
+
+
 SLOTS = st.frozensets(st.sampled_from(["s0", "s1", "s2", "media"]), min_size=1)
 POOL = [A, B]
 

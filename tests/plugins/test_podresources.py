@@ -17,6 +17,15 @@ from metagpu.plugins.podresources import follow_leases, observed
 from metagpu.sim.kubelet import Container, Pod
 from tests.plugins.rig import METAGPU, Node, gpu, ids, node, pod
 
+SHARED_POOL = f"""
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {{backend: fraction, resource: {METAGPU}, sharesPerGpu: 10}}
+      - {{backend: whole}}
+"""
+
 
 @asynccontextmanager
 async def following(it: Node, tmp_path: Path) -> AsyncIterator[None]:
@@ -83,6 +92,28 @@ async def test_released_when_the_pod_is_gone(
         train = pod("train", 3)
         await it.kubelet.admit(train)
         await held(it, 3)
+        await it.kubelet.delete(train)
+        await held(it, 0)
+
+
+async def test_released_soon_where_others_want_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a lease withholds shares from others, its end is looked for more often."""
+    monkeypatch.setattr(podresources, "PERIOD", 1e9)
+    monkeypatch.setattr(podresources, "SOUGHT_PERIOD", 0.01)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+
+    async with (
+        node(tmp_path, config=SHARED_POOL) as it,
+        it.kubelet.running(),
+        following(it, tmp_path),
+    ):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        await anyio.wait_all_tasks_blocked()
         await it.kubelet.delete(train)
         await held(it, 0)
 

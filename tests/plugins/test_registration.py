@@ -7,13 +7,12 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from grpclib.client import Channel
 from grpclib.server import Server
 
 from metagpu.core.backend import Backend
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
-from metagpu.plugins import endpoint, wire
+from metagpu.plugins import endpoint, registrar, wire
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.service import Service
@@ -374,11 +373,11 @@ async def test_socket_wiped_before_the_dial_is_made_again(
     wiped: list[Path] = []
     register = endpoint.Endpoint._register
 
-    async def wipe_first(self: endpoint.Endpoint, channel: Channel, path: Path) -> None:
+    async def wipe_first(self: endpoint.Endpoint, line: registrar.Line, path: Path) -> None:
         if not wiped:
             wiped.append(path)
             await anyio.Path(path).unlink()
-        await register(self, channel, path)
+        await register(self, line, path)
 
     monkeypatch.setattr(endpoint.Endpoint, "_register", wipe_first)
     kubelet = simulated_kubelet(tmp_path, dial_timeout=0.05)
@@ -422,11 +421,12 @@ async def test_socket_that_cannot_be_bound_is_told_and_waited_for(
 
     directory = KubeletDirectory(folder)
     registry = Registry()
-    lonely = endpoint.Endpoint(Service(ResourceName(METAGPU), registry, never), directory)
+    kubelets = registrar.Registrar(directory)
+    service = Service(ResourceName(METAGPU), registry, never)
+    lonely = endpoint.Endpoint(service, directory, kubelets)
     monkeypatch.setattr(lonely._log, "warning", say, raising=False)
-    channel = Channel(path=str(tmp_path / "none.sock"))
 
-    assert not await lonely._round(channel, None)
+    assert not await lonely._round(registrar.Line(kubelets), None)
     assert "AF_UNIX path too long" in told[0]
     assert str(folder) in told[0]
 

@@ -102,6 +102,16 @@ class Program:
         if not self.alive:
             raise EndedError(f"{self.name} is not running:\n{tail(self.log)}")
 
+    def notify(self, number: signal.Signals) -> None:
+        """Send the program a signal that does not end it.
+
+        Raises:
+            EndedError: it does not run; the text is the end of its log.
+        """
+        self.require_alive()
+        if self._process is not None:
+            send(self._process.pid, number)
+
     def stop(self) -> int | None:
         """End the program in an orderly way, by force if it takes too long.
 

@@ -1,0 +1,101 @@
+"""Two ways of cutting GPUs on one node, brought in while it runs."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import NAMESPACE, RESOURCE, Cluster, idle_pod
+from tests.e2e.rig.images import BUSYBOX_IMAGE
+
+SHARED = "nvidia.com/gpu.shared"
+HALF_AND_HALF = f"""\
+version: metagpu/v1
+health:
+  quietPeriod: 1s
+pools:
+  - name: slices
+    gpus: {{index: 0-3}}
+    backends:
+      - backend: timeslice
+        resource: {SHARED}
+        replicas: 4
+        failRequestsGreaterThanOne: true
+  - name: fractions
+    gpus: {{index: 4-7}}
+    backends:
+      - backend: fraction
+        resource: {RESOURCE}
+        sharesPerGpu: 100
+"""
+
+# The ReplicaSet of CERN's article on time-slicing; only the image, and so the command, is another.
+REPLICA_SET = f"""\
+apiVersion: apps/v1
+kind: ReplicaSet
+metadata:
+  name: nvidia-test-time-slice
+  namespace: {NAMESPACE}
+  labels:
+    app: nvidia-test
+spec:
+  replicas: 5
+  selector:
+    matchLabels:
+      app: nvidia-test
+  template:
+    metadata:
+      labels:
+        app: nvidia-test
+    spec:
+      containers:
+      - name: nvidia
+        image: {BUSYBOX_IMAGE}
+        command: ["sh", "-c", "trap 'exit 0' TERM; sleep 1000000000 & wait"]
+        resources:
+          limits:
+              {SHARED}: 1
+"""
+
+
+@pytest.fixture
+def half_and_half(cluster: Cluster) -> Iterator[Cluster]:
+    """Four GPUs in time-slices and four in fractions, and all as it was afterwards."""
+    cluster.daemon.configure(HALF_AND_HALF)
+    cluster.await_amounts(16, 16, SHARED)
+    cluster.await_amounts(400, 400)
+    yield cluster
+    cluster.kubectl("delete", "replicasets", "--all", f"--namespace={NAMESPACE}")
+    cluster.daemon.configure()
+
+
+def test_replicas_and_fractions_side_by_side(half_and_half: Cluster) -> None:
+    """Five replicas run spread over four GPUs, beside a pod with half of a fifth."""
+    half_and_half.start(REPLICA_SET, idle_pod("half", 50))
+    half = half_and_half.look_inside("half")
+    seen = Counter(
+        half_and_half.look_inside(name).environment["NVIDIA_VISIBLE_DEVICES"]
+        for name in half_and_half.incarnations()
+        if name.startswith("nvidia-test-time-slice-")
+    )
+
+    assert sorted(seen.values()) == [1, 1, 1, 2]
+    assert half.visible_gpus[0] not in seen
+    assert half.gpu_devices == {"nvidia4"}
+
+
+def test_gpu_in_use_changes_when_its_pod_has_ended(cluster: Cluster) -> None:
+    """A reload leaves a running pod alone, and its GPU is cut anew when the pod is gone."""
+    held = cluster.run("old", 30)
+    before = cluster.incarnations()
+    cluster.daemon.configure(HALF_AND_HALF)
+
+    try:
+        assert held.gpu_indices == (0,)
+        cluster.await_amounts(16, 12, SHARED)
+        assert cluster.incarnations() == before
+
+        cluster.delete("old")
+        cluster.await_amounts(16, 16, SHARED)
+    finally:
+        cluster.daemon.configure()
