@@ -92,6 +92,7 @@ class Keeping:
 
     async def _round(self, group: TaskGroup) -> float:
         """Do what is to be done now; say after how many seconds there may be more to do."""
+        dirty_since = self.served.since_last_lease  # what ends later is not seen by this look
         try:
             hindrance = await self.mode.hindrance()
             self.alone = not hindrance
@@ -110,9 +111,8 @@ class Keeping:
         for slot in self._ledger.unwanted(anyio.current_time()):
             group.start_soon(self._remove, slot)
         self.served.resume()
-        since = self.served.since_last_lease
-        if since is not None and not self.over and not self._ledger.users:
-            self.served.returned(since)
+        if dirty_since is not None and not self.over and not self._ledger.users:
+            self.served.returned(dirty_since)
         return self._ledger.pause(anyio.current_time())
 
     def _complain(self, error: DriverError) -> None:
@@ -176,6 +176,10 @@ class Keeping:
             except InUse:
                 if anyio.current_time() + pause > until:
                     raise
+            except NoRoom as error:
+                await self._look()  # somebody else has been here
+                there = ", ".join(self._ledger.in_the_way(share)) or "no instance"
+                raise NoRoom(f"{error}; on its slices: {there}") from None
             await anyio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -218,7 +222,7 @@ class Keeping:
             if slot not in self._ledger.present:
                 continue
             if not self._ledger.is_loose(slot):
-                raise NoRoom(f"instance {slot} is on its slices")
+                raise NoRoom(f"instance {slot} is held, or is not ours")
             if (error := await self._remove(slot)) is not None:
                 raise error
 
