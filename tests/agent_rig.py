@@ -8,7 +8,8 @@ from pathlib import Path
 import anyio
 
 from metagpu.app import Agent, Places
-from metagpu.core.facts import Fact
+from metagpu.core.facts import Event
+from metagpu.core.host import Host
 from metagpu.core.model import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
@@ -16,7 +17,8 @@ from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
+from metagpu.sources import Source
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -66,7 +68,7 @@ class Scene:
             lambda now: all(i.holder for gpu in now.gpus.values() for i in gpu.leases.values())
         )
 
-    async def news(self, *kinds: type[Fact]) -> Fact:
+    async def news(self, *kinds: type[Event]) -> Event:
         """Wait for the next news of one of these kinds."""
         with self.agent.registry.news.subscribe(*kinds) as news, anyio.fail_after(10):
             async for fact in news:
@@ -83,11 +85,13 @@ async def agent_at_work(
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
+    source: Source | None = None,
+    host: Host | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
     `boards` is a node, or what `--simulate` says of one.
-    `drivers=False` starts without NVML.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -100,7 +104,14 @@ async def agent_at_work(
     node = simulated(boards) if isinstance(boards, str) else boards
     if not drivers:
         node.fail_driver()
-    agent = Agent(config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools())
+    agent = Agent(
+        source or Source((config_file,)),
+        Nvml(Library(node)),
+        places,
+        tools=tools or SimulatedTools(),
+        companions=simulated_companions(),
+        host=host,
+    )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 
     async with (

@@ -7,6 +7,7 @@ from uuid import UUID
 
 from metagpu.backends.fraction import FractionBackend
 from metagpu.backends.mig import MigBackend
+from metagpu.backends.mps import MpsBackend
 from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.backends.whole import WholeBackend
 from metagpu.core.backend import Backend
@@ -31,6 +32,7 @@ METAGPU: Final = ResourceName("cnvrg.io/metagpu")
 BACKENDS: Final[Mapping[str, type[Backend]]] = {
     "fraction": FractionBackend,
     "mig": MigBackend,
+    "mps": MpsBackend,
     "timeslice": TimesliceBackend,
     "whole": WholeBackend,
 }

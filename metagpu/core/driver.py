@@ -263,6 +263,13 @@ class Driver(Protocol):
         """
         ...
 
+    async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:
+        """Tell how busy processes kept one GPU's processors of late, in percent, by their pids.
+
+        A process that is not in it was idle; `None` where the driver does not say, as in MIG mode.
+        """
+        ...
+
     async def events(self) -> Sequence[DriverEvent]:
         """Wait for events of any GPU, at most one second; empty when nothing happened."""
         ...

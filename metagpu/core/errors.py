@@ -10,6 +10,8 @@ MetagpuError
 │   ├── NotMade          the share could not be made in hardware
 │   ├── Overlap          the kubelet chose shares that cannot be together
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
+│   ├── OneGpuOnly       the ids are of several GPUs, and MPS serves a container on one
+│   ├── TooManyClients   the GPU serves as many containers through MPS as it can
 │   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
 ├── DriverError          the machine's: NVML could not do it
 │   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
@@ -20,6 +22,7 @@ MetagpuError
 │   └── Unsupported      this GPU, or its driver, cannot do it
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
+├── HostError            the host's: the kernel refused us
 └── KubeletError         the kubelet's: it refused us, or is not there
 """
 
@@ -107,6 +110,27 @@ class FractionSplit(RequestError):
         )
 
 
+class OneGpuOnly(RequestError):
+    """Raised when a container would be a client of MPS on several GPUs."""
+
+    def __init__(self, resource: str, wanted: int, chosen: str, free: str) -> None:
+        super().__init__(
+            f"{resource}: {wanted} units do not fit: MPS serves a container on one GPU, and the "
+            f"kubelet chose {chosen}; free now: {free}. Ask for less, wait for a pod to end, or "
+            "ask for whole GPUs"
+        )
+
+
+class TooManyClients(RequestError):
+    """Raised when a GPU has as many clients of MPS as it can serve."""
+
+    def __init__(self, resource: str, gpu: str, most: int) -> None:
+        super().__init__(
+            f"{resource}: GPU {gpu} serves {most} containers through MPS and can serve no more, "
+            "though it has units left; wait for a pod to end"
+        )
+
+
 class TooManyReplicas(RequestError):
     """Raised when a pool allows one replica for each container and more were asked for.
 
@@ -154,6 +178,10 @@ class ToolError(MetagpuError):
 
 class ToolMissing(ToolError):
     """Raised when a program is not on the host, or not where we look."""
+
+
+class HostError(MetagpuError):
+    """Raised when the kernel does not let us do what was decided."""
 
 
 class KubeletError(MetagpuError):

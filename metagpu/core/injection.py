@@ -61,6 +61,7 @@ class Injection:
         present: device nodes that exist; others are never named, a container would not start.
         capabilities: the numbers of the device nodes below /dev/nvidia-caps that open a MIG
             instance, by the driver's names such as `gpu0/gi3/ci0/access`.
+        run_dir: the daemon's run directory, as the container runtime finds it too.
     """
 
     strategies: frozenset[DeviceListStrategy] = frozenset({DeviceListStrategy.ENVVAR})
@@ -69,6 +70,7 @@ class Injection:
     dev_root: str = ""
     present: frozenset[str] = frozenset()
     capabilities: Mapping[str, int] = field(default_factory=dict)
+    run_dir: str = "/run/metagpu"
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Give whole GPUs to a container, in the order of their index, and further variables."""

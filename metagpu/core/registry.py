@@ -1,12 +1,12 @@
 """The one mutable cell: facts enter at `apply`, everyone else reads snapshots and hears news."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeVar
 
 import anyio
 
 from metagpu.core.bus import Bus
-from metagpu.core.facts import Fact
+from metagpu.core.facts import Event, Fact
 from metagpu.core.model import Snapshot
 from metagpu.core.reduce import reduce
 
@@ -32,12 +32,12 @@ class Registry:
 
     Attributes:
         snapshot: everything known now; replaced, never edited.
-        news: the bus on which every fact that changed something is heard.
+        news: the bus on which every fact that changed something is heard, and other news.
     """
 
     def __init__(self) -> None:
         self.snapshot = Snapshot()
-        self.news: Bus[Fact] = Bus()
+        self.news: Bus[Event] = Bus()
         self._watchers: list[_Watcher[Any]] = []
 
     def apply(self, fact: Fact) -> bool:
@@ -53,7 +53,7 @@ class Registry:
             self.news.publish(event)
         return True
 
-    async def watch(self, view: Callable[[Snapshot], ViewT]) -> AsyncIterator[ViewT]:
+    async def watch(self, view: Callable[[Snapshot], ViewT]) -> AsyncGenerator[ViewT, None]:
         """Yield a view of the snapshot, first as it is now, then each time the view differs.
 
         Conflating: a reader that is slow misses what was in between, never the latest.

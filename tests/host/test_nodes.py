@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from metagpu.host import DeviceNodes, device_nodes
+from metagpu.host.nodes import DeviceNodes, device_nodes
 
 MINORS = """\
 config 1
