@@ -96,7 +96,7 @@ class Agent:
             {name: kind.guard for name, kind in self._kinds.items()},
         )
         self._backends: dict[ResourceName, Backend] = {}
-        self._nodes: frozenset[str] = frozenset()
+        self._nodes = host.DeviceNodes()
         self._laying = anyio.Lock()
         self._reloading = anyio.Lock()
 
@@ -217,7 +217,7 @@ class Agent:
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config, nodes: frozenset[str]) -> Layout:
+    def _laid(self, config: Config, nodes: host.DeviceNodes) -> Layout:
         """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
@@ -226,7 +226,12 @@ class Agent:
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
         run_dir = str(self.places.run.absolute())
-        injection = Injection(dev_root=root, present=nodes, run_dir=run_dir)
+        injection = Injection(
+            dev_root=root,
+            present=nodes.present,
+            capabilities=nodes.capabilities,
+            run_dir=run_dir,
+        )
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
         return layout
