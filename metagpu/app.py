@@ -32,6 +32,7 @@ from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
+from metagpu.host import DeviceNodes
 from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
@@ -96,7 +97,7 @@ class Agent:
             {name: kind.guard for name, kind in self._kinds.items()},
         )
         self._backends: dict[ResourceName, Backend] = {}
-        self._nodes = host.DeviceNodes()
+        self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
         self._reloading = anyio.Lock()
 
@@ -217,7 +218,7 @@ class Agent:
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config, nodes: host.DeviceNodes) -> Layout:
+    def _laid(self, config: Config, nodes: DeviceNodes) -> Layout:
         """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
