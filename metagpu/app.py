@@ -15,14 +15,11 @@ from anyio import to_thread
 
 from metagpu import __version__, host
 from metagpu.companions import HostCompanions
-from metagpu.core import plan, report, usage_report
+from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
-from metagpu.core.census import Census
 from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
-from metagpu.core.enforcement import Enforcement, Policy
-from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
@@ -31,11 +28,12 @@ from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import GpuId, GpuState, ResourceName
+from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
-from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
-from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.host import DeviceNodes
+from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.sources import Loaded, Source
@@ -82,8 +80,8 @@ class Agent:
         self._kinds = installed_backends()
         self._read = self.source.read()
         self._told: frozenset[str] = frozenset()
-        self._take(self.source.understand(self._read, self._kinds))
         self.config_error: str | None = None
+        self._take(self.source.understand(self._read, self._kinds))
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -91,12 +89,15 @@ class Agent:
         tools, companions = self.tools or own, self.companions or HostCompanions(own)
         self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
-        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
-        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
-        self._census = Census(self.driver, self.host, self.registry)
-        self._strangers = StrangerWatch(self._census, self.host, self.registry)
+        self.oversight = Oversight(
+            self.driver,
+            self.host,
+            self.registry,
+            lambda gpu: terms_in(self.config, self.layout, gpu),
+            {name: kind.guard for name, kind in self._kinds.items()},
+        )
         self._backends: dict[ResourceName, Backend] = {}
-        self._nodes: frozenset[str] = frozenset()
+        self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
         self._reloading = anyio.Lock()
 
@@ -124,8 +125,7 @@ class Agent:
             self._offer,
             self.keeper.run,
             self._leases,
-            self.enforcer.run,
-            self._strangers.run,
+            *self.oversight.tasks,
             self._follow_files,
         )
 
@@ -211,15 +211,15 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
-        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-        layout = self._laid(config)
+        nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config, nodes)
 
-        self.config, self.layout = config, layout
+        self._nodes, self.config, self.layout = nodes, config, layout
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config) -> Layout:
-        """Lay a configuration over the GPUs and device nodes known now; change nothing.
+    def _laid(self, config: Config, nodes: DeviceNodes) -> Layout:
+        """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
             ConfigError: if it does not fit them.
@@ -227,7 +227,12 @@ class Agent:
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
         run_dir = str(self.places.run.absolute())
-        injection = Injection(dev_root=root, present=self._nodes, run_dir=run_dir)
+        injection = Injection(
+            dev_root=root,
+            present=nodes.present,
+            capabilities=nodes.capabilities,
+            run_dir=run_dir,
+        )
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
         return layout
@@ -266,6 +271,8 @@ class Agent:
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
+        told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
+        self.oversight.remember(told)
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
@@ -294,8 +301,8 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them.
         """
-        after = plan.State(self._laid(config), config)
-        return report.plan(plan.compare(self.registry.snapshot, before, after))
+        after = plan.State(self._laid(config, self._nodes), config)
+        return plan.told(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
         gpu = self._named(request)
@@ -325,22 +332,9 @@ class Agent:
         return self.registry.snapshot.gpus[gpu]
 
     async def _usage(self, _: Mapping[str, Any]) -> object:
-        findings = await self._census.take()
-        snapshot = self.registry.snapshot
-        rules = usage_report.Rules(self._terms, self._guards)
-
         return {
             "version": __version__,
             "at": time.time(),
             "node": os.environ.get("NODE_NAME") or socket.gethostname(),
-            **usage_report.usage_report(snapshot, findings, rules),
-            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+            **await self.oversight.report(),
         }
-
-    def _terms(self, gpu: GpuId) -> Enforcement:
-        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
-        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
-        for assignment in self.layout.assignments:
-            if assignment.gpu.id == gpu and assignment.pool in pools:
-                return pools[assignment.pool]
-        return Enforcement(policy=Policy.OFF)

@@ -82,9 +82,9 @@ class Source:
         """
         places = [_place(path) for path in self.paths]
         several = [each for each in places if each.several]
-        if self.choice.wanted is not None and places and not several:
+        if self.choice.wanted is not None and self.choice.required and not several:
             problem = "it has no profiles; --profile chooses in a directory or a ConfigMap"
-            raise ConfigError(problem, file=places[0].path)
+            raise ConfigError(problem, file=places[0].path if places else "<default>")
 
         somewhere = {
             name

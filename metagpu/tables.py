@@ -57,7 +57,7 @@ def show_status(status: Mapping[str, Any]) -> None:
 
 
 def show_plan(plan: Mapping[str, Any]) -> None:
-    """Draw what `core.report.plan` says."""
+    """Draw what `core.plan.told` says."""
     resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
     for name, each in plan["resources"].items():
         shares = _turn(each["before"], each["after"])
@@ -183,6 +183,7 @@ def health(gpu: Mapping[str, Any]) -> Text:
         lines.append(Text(told, style="yellow"))
     for backend, since in gpu["cleaning"].items():
         lines.append(Text(f"{backend} cleans it since {_moment(since)}", style="yellow"))
+    lines += [Text(blocked, style="yellow") for blocked in gpu["blocked"]]
     if gpu["waitsFor"]:
         lines.append(Text(gpu["waitsFor"], style="yellow"))
 

@@ -139,6 +139,10 @@ def test_a_profile_of_a_single_file_is_a_mistake(tmp_path: Path) -> None:
     assert refusal(Source((file,), Choice("slice-4"))) == (
         f"{file}: it has no profiles; --profile chooses in a directory or a ConfigMap"
     )
+    assert refusal(Source((), Choice("slice-4"))) == (
+        "<default>: it has no profiles; --profile chooses in a directory or a ConfigMap"
+    )
+    assert offers(Source((file,), Choice("slice-4", required=False)).load(BACKENDS))
 
 
 def test_an_empty_directory_is_told(tmp_path: Path) -> None:

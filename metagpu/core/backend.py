@@ -71,6 +71,19 @@ class Backend(ABC):
     def resources(self) -> tuple[ResourceName, ...]:
         """The resource names it offers, also while there is no GPU to cut."""
 
+    @property
+    def patience(self) -> float | None:
+        """How many seconds its shares may take to be made in hardware, `None` if nothing is made.
+
+        Where something is, `serve` makes what is leased and tells it (`served.tell`): `grant` is
+        asked once the snapshot has all of it (`GpuState.stocks`).
+        """
+        return None
+
+    def why_none(self, gpu: Gpu) -> str:
+        """Say why a GPU has none of its shares."""
+        return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+
     @abstractmethod
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut one GPU. Pure: the same GPU and options give the same shares, with the same ids."""
@@ -115,6 +128,9 @@ class Backend(ABC):
         began: what it learns must not live on `self`. One that changes them cancels it and waits
         for its end before another begins, with the GPU as it was left: leased, being cleaned or
         idle. Shares are on offer meanwhile, suspended ones listed as unhealthy.
+
+        A daemon that was killed may have left the hardware in any state; after a start, leases are
+        known only once the kubelet has told them.
 
         One that `cleans` waits for the GPU to be dirty (`served.since_last_lease`), cleans it, and
         says so by `served.returned`. It is cancelled only when the GPU is not its own any more, or

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,16 +12,17 @@ from anyio.abc import TaskGroup
 
 from metagpu.core.backend import Backend
 from metagpu.core.companions import Companions
-from metagpu.core.driver import ComputeMode, Driver, GpuProcess
+from metagpu.core.driver import ComputeMode, Driver, GpuProcess, MigDriver
 from metagpu.core.facts import (
     BackendResumed,
     BackendSuspended,
     GpuKept,
     GpuLeft,
     GpuReturned,
+    StockTold,
 )
 from metagpu.core.layout import Cut, Layout
-from metagpu.core.model import Gpu, GpuState, Snapshot
+from metagpu.core.model import Gpu, GpuState, Snapshot, Stock
 from metagpu.core.registry import Registry
 from metagpu.core.tools import Tools
 
@@ -89,21 +91,29 @@ class _Served:
         if not self._kept.dismissed:
             fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock())
             if self._registry.apply(fact):
-                log.warning("suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
+                log.warning("GPU suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
 
     def resume(self) -> None:
         if not self._kept.dismissed:
             fact = BackendResumed(self.gpu.id, self.backend, self._clock())
             if self._registry.apply(fact):
-                log.info("ready", gpu=str(self.gpu), backend=self.backend)
+                log.info("GPU ready", gpu=str(self.gpu), backend=self.backend)
 
     def returned(self, since: float) -> bool:
         if self._kept.dismissed:
             return False
         fact = GpuReturned(self.gpu.id, self.backend, since, self._clock())
         if done := self._registry.apply(fact):
-            log.info("cleaned", gpu=str(self.gpu), backend=self.backend)
+            log.info("GPU cleaned", gpu=str(self.gpu), backend=self.backend)
         return done
+
+    @property
+    def mig(self) -> MigDriver:
+        return self._driver.mig
+
+    def tell(self, stock: Stock) -> None:
+        if not self._kept.dismissed:
+            self._registry.apply(StockTold(self.gpu.id, self.backend, stock, self._clock()))
 
     async def processes(self) -> Sequence[GpuProcess]:
         return await self._driver.processes(self.gpu.id)
@@ -256,9 +266,10 @@ async def _until(registry: Registry, gpu: Gpu, is_so: Callable[[GpuState], bool]
         state = now.gpus[gpu.id]
         return state if is_so(state) else None
 
-    async for state in registry.watch(view):
-        if state is not None:
-            return state
+    async with aclosing(registry.watch(view)) as states:
+        async for state in states:
+            if state is not None:
+                return state
     raise AssertionError("a registry is watched for ever")
 
 

@@ -18,10 +18,12 @@ class Choice:
     Attributes:
         wanted: the node's own profile.
         default: what a node without one has.
+        required: whether it is a mistake to want one where there are none.
     """
 
     wanted: str | None = None
     default: str | None = None
+    required: bool = True
 
 
 def choose(
