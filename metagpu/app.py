@@ -35,6 +35,7 @@ from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
+from metagpu.host import DeviceNodes
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
@@ -96,7 +97,7 @@ class Agent:
         self._census = Census(self.driver, self.host, self.registry)
         self._strangers = StrangerWatch(self._census, self.host, self.registry)
         self._backends: dict[ResourceName, Backend] = {}
-        self._nodes = host.DeviceNodes()
+        self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
         self._reloading = anyio.Lock()
 
@@ -218,7 +219,7 @@ class Agent:
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config, nodes: host.DeviceNodes) -> Layout:
+    def _laid(self, config: Config, nodes: DeviceNodes) -> Layout:
         """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
