@@ -15,14 +15,11 @@ from anyio import to_thread
 
 from metagpu import __version__, host
 from metagpu.companions import HostCompanions
-from metagpu.core import plan, report, usage_report
+from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
-from metagpu.core.census import Census
 from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
-from metagpu.core.enforcement import Enforcement, Policy
-from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
@@ -31,12 +28,12 @@ from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import GpuId, GpuState, ResourceName
+from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
-from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
-from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.sources import Loaded, Source
@@ -92,10 +89,13 @@ class Agent:
         tools, companions = self.tools or own, self.companions or HostCompanions(own)
         self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
-        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
-        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
-        self._census = Census(self.driver, self.host, self.registry)
-        self._strangers = StrangerWatch(self._census, self.host, self.registry)
+        self.oversight = Oversight(
+            self.driver,
+            self.host,
+            self.registry,
+            lambda gpu: terms_in(self.config, self.layout, gpu),
+            {name: kind.guard for name, kind in self._kinds.items()},
+        )
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
@@ -125,8 +125,7 @@ class Agent:
             self._offer,
             self.keeper.run,
             self._leases,
-            self.enforcer.run,
-            self._strangers.run,
+            *self.oversight.tasks,
             self._follow_files,
         )
 
@@ -272,6 +271,8 @@ class Agent:
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
+        told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
+        self.oversight.remember(told)
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
@@ -331,22 +332,9 @@ class Agent:
         return self.registry.snapshot.gpus[gpu]
 
     async def _usage(self, _: Mapping[str, Any]) -> object:
-        findings = await self._census.take()
-        snapshot = self.registry.snapshot
-        rules = usage_report.Rules(self._terms, self._guards)
-
         return {
             "version": __version__,
             "at": time.time(),
             "node": os.environ.get("NODE_NAME") or socket.gethostname(),
-            **usage_report.usage_report(snapshot, findings, rules),
-            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+            **await self.oversight.report(),
         }
-
-    def _terms(self, gpu: GpuId) -> Enforcement:
-        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
-        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
-        for assignment in self.layout.assignments:
-            if assignment.gpu.id == gpu and assignment.pool in pools:
-                return pools[assignment.pool]
-        return Enforcement(policy=Policy.OFF)
