@@ -294,6 +294,18 @@ async def test_mig_is_turned_on_for_an_idle_gpu(tmp_path: Path) -> None:
         await it.kubelet.admit(pod("train", "2g.20gb"))
 
 
+async def test_mig_stays_off_where_nothing_would_be_offered(tmp_path: Path) -> None:
+    """A GPU with none of the pool's profiles is left as it is, and says why."""
+    gpus = "{board: h100-80gb}"
+    async with mig_at_work(
+        tmp_path, gpus=gpus, options="enableMig: true", profiles="2g.10gb"
+    ) as it:
+        await until(lambda: why(it) == "it has none of the MIG profiles of its pool")
+        await it.settles(lambda now: all(gpu.elsewhere is not None for gpu in now.gpus.values()))
+
+        assert not it.node.gpus[0].mig.pending
+
+
 async def test_mig_waits_for_a_reset_on_ampere(tmp_path: Path) -> None:
     """There the reset that the mode needs is named; after it shares are given."""
     async with mig_at_work(tmp_path, gpus="{board: a100-40gb}", options="enableMig: true") as it:

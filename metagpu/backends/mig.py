@@ -10,7 +10,7 @@ from metagpu.backends.mig_keeping import Keeping
 from metagpu.backends.mig_ledger import Terms
 from metagpu.backends.mig_mode import MigMode
 from metagpu.backends.mig_placement import Seat, choose
-from metagpu.core.backend import Backend, Options
+from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.errors import Overlap
 from metagpu.core.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model import (
@@ -71,6 +71,7 @@ class MigBackend(Backend):
     options_type: ClassVar[type[Options]] = MigOptions
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
+    guard: ClassVar[Guard] = Guard.MIG
 
     def __init__(self, options: MigOptions, injection: Injection) -> None:
         self._options = options

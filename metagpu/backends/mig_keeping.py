@@ -94,7 +94,7 @@ class Keeping:
         """Do what is to be done now; say after how many seconds there may be more to do."""
         dirty_since = self.served.since_last_lease  # what ends later is not seen by this look
         try:
-            hindrance = await self.mode.hindrance()
+            hindrance = self._nothing() or await self.mode.hindrance()
             self.alone = not hindrance
             await self._look()
             if hindrance:
@@ -114,6 +114,11 @@ class Keeping:
         if dirty_since is not None and not self.over and not self._ledger.users:
             self.served.returned(dirty_since)
         return self._ledger.pause(anyio.current_time())
+
+    def _nothing(self) -> str:
+        """Say if the GPU has nothing to offer here: then its mode is nobody's business."""
+        names = {profile.name for profile in self.served.state.gpu.mig_profiles}
+        return "" if names & self.terms.allowed else "it has none of the MIG profiles of its pool"
 
     def _complain(self, error: DriverError) -> None:
         if str(error) != self.complaint:
