@@ -11,22 +11,24 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
-from metagpu.core import config as configuration
-from metagpu.core import report
+from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
+from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import GpusFound
 from metagpu.core.health import HealthWatch
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
-from metagpu.core.layout import Layout, lay_out, rehearse
+from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
+from metagpu.sources import Loaded, Source
 from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
@@ -50,12 +52,12 @@ class Agent:
     """One node's agent: a registry, those who tell it facts, and those who offer what it holds.
 
     Attributes:
-        config_file: read at start and at every reload; `None` means the defaults.
+        source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
     """
 
-    config_file: Path | None
+    source: Source
     driver: Driver
     places: Places = field(default_factory=Places)
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
@@ -64,8 +66,10 @@ class Agent:
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
-        self.config = configuration.load(self.config_file, self._kinds)
-        rehearse(self.config)
+        self._read = self.source.read()
+        self._told: frozenset[str] = frozenset()
+        self._take(self.source.understand(self._read, self._kinds))
+        self.config_error: str | None = None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -73,6 +77,7 @@ class Agent:
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
+        self._reloading = anyio.Lock()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -82,7 +87,7 @@ class Agent:
                 found at start.
         """
         log.info("metagpu starts", version=__version__, config=self.config.file)
-        own = {"status": self._status, "acknowledge": self._acknowledge}
+        own = {"status": self._status, "acknowledge": self._acknowledge, "plan": self._plan}
 
         async with control.controlled(self.places.run, {**own, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
@@ -90,7 +95,7 @@ class Agent:
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node: health, offers, GPUs kept, leases."""
-        return (self.health.run, self._offer, self.keeper.run, self._leases)
+        return (self.health.run, self._offer, self.keeper.run, self._leases, self._follow_files)
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -105,36 +110,74 @@ class Agent:
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
-        try:
-            config = await to_thread.run_sync(configuration.load, self.config_file, self._kinds)
-            await self._lay_out(config)
-        except ConfigError as error:
-            log.error("the configuration was not taken; the last good one stays", error=str(error))
-        else:
-            self.health.settings = config.envelope.health
-            log.info("configuration read", config=config.file)
+        await self._reload(again=True)
+
+    async def _reload(self, *, again: bool) -> None:
+        """Read the configuration; `again` also if the files are as they were."""
+        async with self._reloading:
+            try:
+                read = await to_thread.run_sync(self.source.read)
+                if read == self._read and not again:
+                    return
+                self._read = read
+                loaded = await to_thread.run_sync(self.source.understand, read, self._kinds)
+                await self._lay_out(loaded.config)
+            except ConfigError as error:
+                self._read = ()
+                if again or str(error) != self.config_error:
+                    log.error(
+                        "the configuration was not taken; the last good one stays",
+                        error=str(error),
+                    )
+                self.config_error = str(error)
+            else:
+                self._take(loaded)
+                self.health.settings = loaded.config.envelope.health
+                log.info("configuration read", config=loaded.config.file)
+
+    async def _follow_files(self) -> None:
+        """Take what the files say as soon as they say something else."""
+        async for _ in changes(self.source.paths):
+            await self._reload(again=False)
+
+    def _take(self, loaded: Loaded) -> None:
+        """Go by a configuration from now on; tell what of it is not honoured, each thing once."""
+        self.loaded, self.config, self.config_error = loaded, loaded.config, None
+        for note in loaded.notes:
+            if str(note) not in self._told:
+                log.warning("in the configuration", note=str(note))
+        self._told = frozenset(map(str, loaded.notes))
 
     def backend(self, resource: ResourceName) -> Backend:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
         return self._backends[resource]
 
-    async def _lay_out(self, config: configuration.Config | None = None) -> None:
+    async def _lay_out(self, config: Config | None = None) -> None:
         """Lay a configuration, the present one if none is given, over the GPUs known now.
 
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         async with self._laying:  # who comes second lays out what the first has made present
-            root = self.places.dev_root
-            nodes = await to_thread.run_sync(host.device_nodes, root)
+            self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
             config = config or self.config
-            gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-            layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
-            wire.check_size(layout, config.file)
+            layout = self._laid(config)
 
-            self._nodes, self.config, self.layout = nodes, config, layout
+            self.config, self.layout = config, layout
             self._backends.update(layout.backends)
             self.keeper.keep(layout)
+
+    def _laid(self, config: Config) -> Layout:
+        """Lay a configuration over the GPUs and device nodes known now; change nothing.
+
+        Raises:
+            ConfigError: if it does not fit them.
+        """
+        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        root = str(self.places.dev_root or "")
+        layout = lay_out(config, gpus, Injection(dev_root=root, present=self._nodes))
+        wire.check_size(layout, config.file)
+        return layout
 
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
@@ -173,7 +216,31 @@ class Agent:
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
-        return report.status(self.registry.snapshot, self.layout)
+        return {
+            **report.status(self.registry.snapshot, self.layout),
+            "configuration": {
+                "file": self.config.file,
+                "formats": list(self.loaded.formats),
+                "profiles": list(self.loaded.profiles),
+                "notes": [str(note) for note in self.loaded.notes],
+                "error": self.config_error,
+            },
+        }
+
+    async def _plan(self, request: Mapping[str, Any]) -> object:
+        """Say what a configuration, as text of ours, would change if it were taken now."""
+        text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
+        config = await to_thread.run_sync(parse, text, file, self._kinds)
+        return self.planned(config, plan.State(self.layout, self.config))
+
+    def planned(self, config: Config, before: plan.State) -> dict[str, Any]:
+        """Say what a configuration would make of the GPUs known now, against another state.
+
+        Raises:
+            ConfigError: if it does not fit them.
+        """
+        after = plan.State(self._laid(config), config)
+        return report.plan(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
         gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))

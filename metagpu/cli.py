@@ -1,4 +1,4 @@
-"""The command line: `metagpu run | demo | explain | validate | status | acknowledge | sim`."""
+"""The command line: `metagpu run | demo | explain | validate | plan | status | …`."""
 
 import argparse
 import json
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from metagpu import __version__
-from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu import __version__, configuring
+from metagpu.core.errors import MetagpuError
+from metagpu.options import Variable, add_choice, add_source, settle, source_of
 from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.sources import Source
 
 if TYPE_CHECKING:
     from metagpu.app import Agent, Places
@@ -24,6 +26,8 @@ SIMULATE_HELP = (
     "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
     "file that describes the node"
 )
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_FORMATS = ("auto", "json", "console")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     """Carry out a command; tell an error of ours in one line."""
     try:
+        settle(args)
         return int(args.do(args))
     except (MetagpuError, BaseExceptionGroup) as error:
         ours = _ours(error)
@@ -98,25 +103,32 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--kubelet-dir",
         type=Path,
-        default=kubelet_directory.DEFAULT_DIRECTORY,
+        default=Variable(
+            ("METAGPU_KUBELET_DIR",), kubelet_directory.DEFAULT_DIRECTORY, convert=Path
+        ),
         help="the kubelet's device-plugins folder (default: %(default)s)",
     )
     run.add_argument(
         "--pod-resources",
         type=Path,
-        default=podresources.DEFAULT_SOCKET,
+        default=Variable(("METAGPU_POD_RESOURCES",), podresources.DEFAULT_SOCKET, convert=Path),
         help="the kubelet's PodResources socket (default: %(default)s)",
     )
     run.add_argument(
         "--dev-root",
         type=Path,
+        default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
         help="where the host's /dev stands, as seen from here and from the container runtime",
     )
-    run.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    run.add_argument(
+        "--log-level",
+        default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
+        choices=_LOG_LEVELS,
+    )
     run.add_argument(
         "--log-format",
-        default="auto",
-        choices=("auto", "json", "console"),
+        default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
+        choices=_LOG_FORMATS,
         help="json, or console for people; auto asks whether a terminal listens",
     )
     _add_run_dir(run)
@@ -148,9 +160,23 @@ def _parser() -> argparse.ArgumentParser:
         "validate",
         _validate,
         "check configuration files; name line, path and mend of what is wrong",
-        "metagpu validate metagpu.yaml",
+        "metagpu validate metagpu.yaml\n"
+        "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4",
     )
-    validate.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    configuring.add_validate(validate)
+    add_choice(validate)
+
+    plan = _command(
+        commands,
+        "plan",
+        _plan,
+        "say what a configuration would change, without changing anything",
+        "metagpu plan --config new.yaml\n"
+        "  metagpu plan --from old.yaml --config new.yaml --simulate a100-40gb:4",
+    )
+    _add_node(plan)
+    configuring.add_plan(plan)
+    _add_run_dir(plan)
 
     status = _command(
         commands,
@@ -195,17 +221,20 @@ def _command(
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="without it: 100 shares of every GPU"
+        "--simulate",
+        metavar="BOARDS|FILE",
+        default=Variable(("METAGPU_SIMULATE",)),
+        help=SIMULATE_HELP,
     )
-    parser.add_argument("--simulate", metavar="BOARDS|FILE", help=SIMULATE_HELP)
 
 
 def _add_run_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
         type=Path,
-        default=control.DEFAULT_RUN_DIR,
+        default=Variable(("METAGPU_RUN_DIR",), control.DEFAULT_RUN_DIR, convert=Path),
         help="where the daemon's control socket stands (default: %(default)s)",
     )
 
@@ -232,7 +261,7 @@ def _run(args: argparse.Namespace) -> int:
 
     _log(args.log_level, args.log_format)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
-    args.agent = _agent(args.config, args.simulate, places)
+    args.agent = _agent(source_of(args), args.simulate, places)
     anyio.run(args.agent.run)
     return 0
 
@@ -249,7 +278,8 @@ def _explain(args: argparse.Namespace) -> int:
     from metagpu.core import report
 
     _log("error", "console")
-    args.agent = agent = _agent(args.config, args.simulate)
+    args.agent = agent = _agent(source_of(args), args.simulate)
+    configuring.warn(agent)
     anyio.run(agent.look)
     explained = report.explanation(agent.registry.snapshot, agent.layout)
 
@@ -261,20 +291,19 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from metagpu.core import config
-    from metagpu.core.backend import installed_backends
-    from metagpu.core.layout import rehearse
+    return configuring.validate(args)
 
-    wrong = 0
-    for file in args.files:
-        try:
-            rehearse(config.load(file, installed_backends()))
-        except ConfigError as error:
-            wrong += 1
-            print(error, file=sys.stderr)  # noqa: T201
-        else:
-            print(f"{file}: good")  # noqa: T201
-    return 1 if wrong else 0
+
+def _plan(args: argparse.Namespace) -> int:
+    from metagpu import tables
+
+    _log("error", "console")
+    planned = configuring.plan(args, _agent)
+    if args.json:
+        _print_json(planned)
+    else:
+        tables.show_plan(planned)
+    return 0
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -312,13 +341,13 @@ def _sim(args: argparse.Namespace) -> int:
 # --- shared ---------------------------------------------------------------------------------------
 
 
-def _agent(config: Path | None, simulate: str | None, places: "Places | None" = None) -> "Agent":
+def _agent(source: Source, simulate: str | None, places: "Places | None" = None) -> "Agent":
     from metagpu.app import Agent, Places
     from metagpu.nvml import Nvml
 
     places = places or Places()
     if simulate is None:
-        return Agent(config, Nvml(), places)
+        return Agent(source, Nvml(), places)
 
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
@@ -327,7 +356,7 @@ def _agent(config: Path | None, simulate: str | None, places: "Places | None" = 
 
     node = simulated(simulate)
     return Agent(
-        config,
+        source,
         Nvml(Library(node)),
         places,
         {COMMAND: steering(node)},

@@ -19,7 +19,18 @@ _LEGEND: Final = {
     "SYS": "on different NUMA nodes",
     "?": "NVML does not say",
 }
-_UNBROKEN: Final = {"GPU", "PRODUCT", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS", "PCI"}
+_UNBROKEN: Final = {
+    "GPU",
+    "PRODUCT",
+    "MEMORY",
+    "HELD",
+    "SHARES",
+    "POD",
+    "RESOURCE",
+    "GPUS",
+    "PCI",
+    "CHANGE",
+}
 
 
 def console() -> Console:
@@ -39,14 +50,56 @@ def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) ->
 
 
 def show_status(status: Mapping[str, Any]) -> None:
-    """Draw what `core.report.status` says."""
+    """Draw what `core.report.status` says, and what hinders the configuration."""
+    error = status.get("configuration", {}).get("error")
     console().print(
         Group(
+            *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
             resources_table(status["resources"]),
             gpus_table(status["gpus"]),
             leases_table(status["leases"]),
         )
     )
+
+
+def show_plan(plan: Mapping[str, Any]) -> None:
+    """Draw what `core.report.plan` says."""
+    resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
+    for name, each in plan["resources"].items():
+        shares = _turn(each["before"], each["after"])
+        backend = _turn(each["backendBefore"], each["backendAfter"])
+        resources.add_row(name, _change(each["change"]), shares, backend)
+    if not plan["resources"]:
+        resources.add_row("nothing is offered", "", "", "")
+
+    gpus = table("GPU", "PRODUCT", "CHANGE", "POOL", "BACKENDS", "WAITS FOR")
+    for each in plan["gpus"]:
+        gpus.add_row(
+            str(each["index"]),
+            each["product"].removeprefix("NVIDIA "),
+            _change(each["change"]),
+            _turn(each["poolBefore"], each["poolAfter"]),
+            _turn(", ".join(each["backendsBefore"]), ", ".join(each["backendsAfter"])),
+            "\n".join(map(_holding, each["waitsFor"])) or "-",
+        )
+
+    settings = ", ".join(plan["settings"])
+    also = Text(f"other terms from the next request or event on: {settings}") if settings else ""
+    console().print(Group(resources, gpus, also))
+
+
+def _turn(before: object, after: object) -> str:
+    old, new = ("-" if each in (None, "") else str(each) for each in (before, after))
+    return old if old == new else f"{old} -> {new}"
+
+
+def _change(change: str) -> Text:
+    return Text(change, style="" if change == "untouched" else "bold yellow")
+
+
+def _holding(lease: Mapping[str, Any]) -> str:
+    holder = lease["holder"] or "a pod that is being admitted"
+    return f"{holder}: {lease['shares']} of {lease['resource'] or 'another name'}"
 
 
 def resources_table(resources: Mapping[str, Mapping[str, int]]) -> RenderableType:

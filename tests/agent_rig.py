@@ -17,6 +17,7 @@ from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools
+from metagpu.sources import Source
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -99,7 +100,9 @@ async def agent_at_work(
     node = simulated(boards)
     if not drivers:
         node.fail_driver()
-    agent = Agent(config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools())
+    agent = Agent(
+        Source((config_file,)), Nvml(Library(node)), places, tools=tools or SimulatedTools()
+    )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 
     async with (

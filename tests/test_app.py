@@ -289,6 +289,7 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
     """A configuration that is wrong at start raises, naming file, line and path."""
     from metagpu.app import Agent  # noqa: PLC0415
     from metagpu.nvml import Nvml  # noqa: PLC0415
+    from metagpu.sources import Source  # noqa: PLC0415
 
     file = tmp_path / "bad.yaml"
     file.write_text("version: metagpu/v1\npools:\n  - name: a\n    backends: [{backend: magic}]\n")
@@ -296,7 +297,7 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"bad.yaml: 4: pools\[0\].backends\[0\].backend: 'magic'"
     ):
-        Agent(file, Nvml())
+        Agent(Source((file,)), Nvml())
 
 
 async def test_device_node_that_comes_late_is_given(

@@ -47,6 +47,7 @@ class Gpu:
         index: NVML's number for it, by PCI order; people name GPUs by it.
         minor: N of its device node `/dev/nvidiaN`.
         memory: total memory; `reserved` of it belongs to the driver and firmware.
+        pci_device: its kind by PCI ids: the device's in the upper 16 bits, the vendor's below.
         compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
         listens: whether NVML delivers this GPU's XID events.
     """
@@ -58,6 +59,7 @@ class Gpu:
     reserved: int | None = None
     minor: int | None = None
     pci_bus_id: str = ""
+    pci_device: int | None = None
     numa_node: int | None = None
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None

@@ -24,6 +24,7 @@ from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools
+from metagpu.sources import Source
 
 BOARDS: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
@@ -109,7 +110,7 @@ async def _play(folder: Path) -> dict[str, Any]:
 async def _scene(folder: Path) -> AsyncIterator[Scene]:
     places = Places(folder / "device-plugins", folder / "pod-resources.sock", folder)
     node = simulated(BOARDS)
-    agent = Agent(None, Nvml(Library(node)), places, tools=SimulatedTools())
+    agent = Agent(Source(), Nvml(Library(node)), places, tools=SimulatedTools())
     kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:
