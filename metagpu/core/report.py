@@ -7,12 +7,8 @@ from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout import Layout
-<<<<<<< HEAD
-from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot
-=======
-from metagpu.core.model import MIB, GpuId, GpuState, Lease, ResourceName, Snapshot
+from metagpu.core.model import MIB, GpuId, GpuState, Lease, Pause, ResourceName, Snapshot
 from metagpu.core.plan import Plan
->>>>>>> compat
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
