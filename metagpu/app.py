@@ -22,13 +22,15 @@ from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import ResourceName
+from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
-from metagpu.sources import Loaded, Source
+from metagpu.sources import NOTHING, Loaded, Source, Text
 from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
@@ -55,6 +57,7 @@ class Agent:
         source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
+        joins: what of the API server is used, `None` for nothing.
     """
 
     source: Source
@@ -63,13 +66,15 @@ class Agent:
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
+    joins: Settings | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
-        self._read = self.source.read()
+        self._read: tuple[Text, ...] | None = None
         self._told: frozenset[str] = frozenset()
-        self._take(self.source.understand(self._read, self._kinds))
         self.config_error: str | None = None
+        self._begin()
+        self.cluster = Cluster(self.joins, self.registry, self.follow) if self.joins else None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -95,7 +100,8 @@ class Agent:
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node: health, offers, GPUs kept, leases."""
-        return (self.health.run, self._offer, self.keeper.run, self._leases, self._follow_files)
+        own = (self.health.run, self._offer, self.keeper.run, self._leases, self._follow_files)
+        return (*own, self.cluster.run) if self.cluster else own
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -112,6 +118,35 @@ class Agent:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
         await self._reload(again=True)
 
+    async def follow(self, told: Instruction) -> Outcome:
+        """Go by what the cluster says of this node's configuration, as far as it can be taken."""
+        await self.health.surveyed.wait()
+        source = self.source.told(told)
+        if source.situation != self.source.situation:
+            self._read = None  # the same files say something else now
+        self.source = source
+        await self._reload(again=False)
+        return Outcome(self.config_error, "mig-parted" in self.loaded.formats)
+
+    def _begin(self) -> None:
+        """Read the configuration for the first time.
+
+        A profile that only the cluster can choose is no error yet: nothing is offered until then.
+
+        Raises:
+            ConfigError: if it is wrong, and the cluster is not asked.
+        """
+        try:
+            self._read = self.source.read()
+            self._take(self.source.understand(self._read, self._kinds))
+        except ConfigError as error:
+            if self.joins is None or Feature.CONFIG not in self.joins.features:
+                raise
+            log.warning("nothing is offered before the cluster says what", error=str(error))
+            nothing = Text("<nothing>", NOTHING)
+            self._take(self.source.understand((nothing,), self._kinds))
+            self._read, self.config_error = None, str(error)
+
     async def _reload(self, *, again: bool) -> None:
         """Read the configuration; `again` also if the files are as they were."""
         async with self._reloading:
@@ -123,7 +158,7 @@ class Agent:
                 loaded = await to_thread.run_sync(self.source.understand, read, self._kinds)
                 await self._lay_out(loaded.config)
             except ConfigError as error:
-                self._read = ()
+                self._read = None
                 if again or str(error) != self.config_error:
                     log.error(
                         "the configuration was not taken; the last good one stays",
@@ -182,6 +217,8 @@ class Agent:
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
+        if self.cluster is not None:
+            await self.cluster.decision()
         await self._lay_out()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
@@ -225,6 +262,7 @@ class Agent:
                 "notes": [str(note) for note in self.loaded.notes],
                 "error": self.config_error,
             },
+            "cluster": self.cluster.report() if self.cluster else None,
         }
 
     async def _plan(self, request: Mapping[str, Any]) -> object:

@@ -15,8 +15,17 @@ import anyio
 
 from metagpu import __version__, configuring
 from metagpu.core.errors import MetagpuError
-from metagpu.options import Variable, add_choice, add_source, settle, source_of
+from metagpu.options import (
+    Variable,
+    add_choice,
+    add_cluster,
+    add_source,
+    cluster_of,
+    settle,
+    source_of,
+)
 from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.plugins.cluster.settings import Settings
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
@@ -132,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         help="json, or console for people; auto asks whether a terminal listens",
     )
     _add_run_dir(run)
+    add_cluster(run)
 
     demo = _command(
         commands,
@@ -261,7 +271,7 @@ def _run(args: argparse.Namespace) -> int:
 
     _log(args.log_level, args.log_format)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
-    args.agent = _agent(source_of(args), args.simulate, places)
+    args.agent = _agent(source_of(args), args.simulate, places, cluster_of(args))
     anyio.run(args.agent.run)
     return 0
 
@@ -341,13 +351,18 @@ def _sim(args: argparse.Namespace) -> int:
 # --- shared ---------------------------------------------------------------------------------------
 
 
-def _agent(source: Source, simulate: str | None, places: "Places | None" = None) -> "Agent":
+def _agent(
+    source: Source,
+    simulate: str | None,
+    places: "Places | None" = None,
+    joins: Settings | None = None,
+) -> "Agent":
     from metagpu.app import Agent, Places
     from metagpu.nvml import Nvml
 
     places = places or Places()
     if simulate is None:
-        return Agent(source, Nvml(), places)
+        return Agent(source, Nvml(), places, joins=joins)
 
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
@@ -361,6 +376,7 @@ def _agent(source: Source, simulate: str | None, places: "Places | None" = None)
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        joins=joins,
     )
 
 

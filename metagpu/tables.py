@@ -55,11 +55,21 @@ def show_status(status: Mapping[str, Any]) -> None:
     console().print(
         Group(
             *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
+            *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
             resources_table(status["resources"]),
             gpus_table(status["gpus"]),
             leases_table(status["leases"]),
         )
     )
+
+
+def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:
+    """Say what goes wrong with the API server, nothing where nothing does."""
+    if cluster is None:
+        return ()
+    lines = [f"API server: {cluster['problem']}"] if cluster["problem"] else []
+    lines += [f"API server, {use}: {why}" for use, why in cluster["uses"].items() if why]
+    return lines
 
 
 def show_plan(plan: Mapping[str, Any]) -> None:

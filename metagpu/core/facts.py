@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId, Topology
+from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId, Topology, Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,13 @@ class TopologyRead:
     """NVML told how GPUs are connected. What was known before and is missing now stays known."""
 
     topology: Topology
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRead:
+    """NVML told its versions."""
+
+    versions: Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +184,7 @@ GpuFact = (
 Fact = (
     GpusFound
     | TopologyRead
+    | DriverRead
     | SharesOffered
     | SharesGranted
     | SharesReleased

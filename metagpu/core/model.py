@@ -49,6 +49,7 @@ class Gpu:
         memory: total memory; `reserved` of it belongs to the driver and firmware.
         pci_device: its kind by PCI ids: the device's in the upper 16 bits, the vendor's below.
         compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
+        ecc: whether error correction is on; it changes at a reset alone.
         listens: whether NVML delivers this GPU's XID events.
     """
 
@@ -64,6 +65,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None
     mig_enabled: bool | None = None
+    ecc: bool | None = None
     listens: bool = True
 
     def __str__(self) -> str:
@@ -306,12 +308,21 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Versions:
+    """The driver's version as it writes it, and CUDA's; empty and `None` while they are unknown."""
+
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything known at one moment. GPUs are in the order of their index."""
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
     offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
     topology: Topology = field(default_factory=Topology)
+    versions: Versions = field(default_factory=Versions)
 
 
 def gpu_of(share: ShareId) -> GpuId:

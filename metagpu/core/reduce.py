@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from metagpu.core.facts import (
+    DriverRead,
     Fact,
     GpuFact,
     GpusFound,
@@ -51,6 +52,9 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
             return _found(snapshot, fact)
         case TopologyRead():
             return _connected(snapshot, fact)
+        case DriverRead():
+            same = fact.versions == snapshot.versions
+            return (snapshot, ()) if same else (replace(snapshot, versions=fact.versions), (fact,))
         case SharesOffered():
             return _offered(snapshot, fact)
         case SharesGranted():

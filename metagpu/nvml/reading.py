@@ -53,6 +53,7 @@ def describe(handle: Handle, gpu_id: GpuId, index: int, *, listens: bool) -> Gpu
     memory = read_memory(handle)
     pci = if_said(pynvml.nvmlDeviceGetPciInfo, handle)
     mig = if_said(pynvml.nvmlDeviceGetMigMode, handle)
+    ecc = if_said(pynvml.nvmlDeviceGetEccMode, handle)
 
     return Gpu(
         id=gpu_id,
@@ -67,6 +68,7 @@ def describe(handle: Handle, gpu_id: GpuId, index: int, *, listens: bool) -> Gpu
         compute_capability=if_said(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         architecture=_ARCHITECTURES.get(if_said(pynvml.nvmlDeviceGetArchitecture, handle)),
         mig_enabled=None if mig is None else bool(mig[0]),
+        ecc=None if ecc is None else bool(ecc[0]),
         listens=listens,
     )
 
