@@ -12,6 +12,7 @@ from metagpu.core.facts import Fact
 from metagpu.core.model import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
+from metagpu.plugins.cluster.settings import Settings
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
@@ -84,6 +85,7 @@ async def agent_at_work(
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
+    joins: Settings | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
@@ -101,7 +103,11 @@ async def agent_at_work(
     if not drivers:
         node.fail_driver()
     agent = Agent(
-        Source((config_file,)), Nvml(Library(node)), places, tools=tools or SimulatedTools()
+        Source((config_file,)),
+        Nvml(Library(node)),
+        places,
+        tools=tools or SimulatedTools(),
+        joins=joins,
     )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 

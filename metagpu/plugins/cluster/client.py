@@ -176,6 +176,8 @@ def _credentials(kubeconfig: Path | None) -> Configuration:
     configuration = Configuration()
     if kubeconfig is None:
         load_incluster_config(configuration, try_refresh_token=False)  # type: ignore[no-untyped-call] # it has no types
+    elif not kubeconfig.is_file():
+        raise ConfigException("there is no such file")
     else:
         asyncio.run(load_kube_config(str(kubeconfig), client_configuration=configuration))
     return configuration

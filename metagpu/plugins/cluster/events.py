@@ -135,10 +135,7 @@ class Recorder:
     def _may(self, now: float) -> bool:
         self._tokens = min(BURST, self._tokens + (now - self._refilled) / REFILL)
         self._refilled = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
+        return self._tokens >= 1
 
     def _forget(self, now: float) -> None:
         while self._told:
@@ -171,6 +168,7 @@ class Recorder:
             },
         }
         await self.client.call("POST", _PATH.format(namespace), body=body)
+        self._tokens -= 1
         self._told.pop(news, None)
         self._told[news] = _Told(name, now, now)
 

@@ -22,7 +22,6 @@ from metagpu.plugins.cluster.node import (
     healthy_of,
     labels_differ,
     ours_to_write,
-    owned_labels,
     stale_amounts,
     taints_left,
 )
@@ -121,10 +120,9 @@ class Teller:
 
     async def leave(self) -> None:
         """Take labels and condition back."""
-        if (node := self.node.object) is None:
+        if self.node.object is None:
             return
-        if owned_labels(node):
-            await self._apply("", {"metadata": {"labels": {}}})
+        await self._apply("", {"metadata": {"labels": {}}})
         await self._apply("/status", {"status": {"conditions": []}}, force=True)
 
     async def _write(self, amounts: Mapping[ResourceName, int]) -> None:

@@ -178,6 +178,7 @@ class SimApiServer:
         body = json.loads(await request.read() or b"null")
         came = Request(request.method, request.path + watching, body, request.content_type)
         self.requests.append(came)
+        self._wake()
 
         try:
             self._check(request)

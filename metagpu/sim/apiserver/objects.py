@@ -109,8 +109,8 @@ class Store:
 
         merged = _merged(before, patch)
         after = {**before, **_side(merged, status=status)}
-        for name in patch.get("metadata", {}).get("labels") or {}:
-            _give_up(after, name, manager)
+        for name, value in (patch.get("metadata", {}).get("labels") or {}).items():
+            _note_manager(after, name, manager if value is not None else None)
         return self._replace(key, before, after)
 
     def apply(
@@ -208,7 +208,7 @@ def _apply_labels(it: Object, said: Mapping[str, Any], manager: str, *, force: b
         if name not in others:
             labels.pop(name, None)
     labels.update(wanted)
-    fields = {f"f:{name}": {} for name in wanted}
+    fields: Object = {f"f:{name}": {} for name in wanted}
     own["fieldsV1"] = {"f:metadata": {"f:labels": fields}} if fields else {}
     _keep_entry(it, own)
 
@@ -224,9 +224,13 @@ def _apply_conditions(it: Object, said: Mapping[str, Any], manager: str) -> None
     _keep_entry(it, own)
 
 
-def _give_up(it: Object, label: str, manager: str) -> None:
-    """Note that a label is written by somebody who does not apply it."""
+def _note_manager(it: Object, label: str, manager: str | None) -> None:
+    """Note who has written a label without applying it; nobody manages one that is gone."""
     entries = it["metadata"].setdefault("managedFields", [])
+    for entry in entries:
+        entry["fieldsV1"].get("f:metadata", {}).get("f:labels", {}).pop(f"f:{label}", None)
+    if manager is None:
+        return
     own = next((e for e in entries if e["manager"] == manager and e["operation"] == "Update"), None)
     if own is None:
         own = {"manager": manager, "operation": "Update", "fieldsV1": {}}
