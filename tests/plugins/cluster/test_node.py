@@ -26,7 +26,7 @@ def node(**status: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
 
 def managed(manager: str, *labels: str, operation: str = "Apply") -> dict[str, Any]:
     """Make an entry of who manages which labels, as the API server writes it."""
-    fields = {".": {}, **{f"f:{label}": {} for label in labels}}
+    fields: dict[str, object] = {".": {}, **{f"f:{label}": {} for label in labels}}
     return {
         "manager": manager,
         "operation": operation,
