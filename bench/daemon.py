@@ -56,14 +56,19 @@ class Daemon:
 
     @property
     def socket(self) -> Path:
-        """The socket of its first resource; waits until it is served.
+        """The socket of its only resource; waits until it is served."""
+        return self.socket_of("*")
+
+    def socket_of(self, resource: str) -> Path:
+        """The socket of a resource; waits until it is served.
 
         Raises:
             RuntimeError: if the daemon ends, or takes too long.
         """
+        pattern = f"metagpu-{resource.replace('/', '_')}-*-*.sock"
         deadline = time.monotonic() + _PATIENCE
 
-        while not (found := sorted(self.kubelet_dir.glob("metagpu-*.sock"))):
+        while not (found := sorted(self.kubelet_dir.glob(pattern))):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the daemon does not serve:\n{self.said}")
             time.sleep(0.01)

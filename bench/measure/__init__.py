@@ -5,6 +5,7 @@ from typing import Final
 
 from bench.figures import Figure
 from bench.measure.calls import calls
+from bench.measure.claims import claims
 from bench.measure.faults import faults
 from bench.measure.idle import idle
 from bench.measure.memory import memory
@@ -14,6 +15,7 @@ from bench.plan import Plan
 MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "calls": calls,
     "faults": faults,
+    "claims": claims,
     "restarts": restarts,
     "starts": starts,
     "memory": memory,

@@ -1,7 +1,6 @@
 """Fractions: a GPU cut into equal shares; a pod that asks for half of them gets half of one GPU."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar, Final
 
@@ -125,8 +124,7 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         """Give the GPUs, and say how much memory of each the container should keep to."""
         taken = sorted(by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
         gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
-        base = self.injection.grant_shares(shares, snapshot)
-        envs = dict(base.envs)
+        envs: dict[str, str] = {}
 
         if self.options.metagpu_env:
             envs["METAGPU_MAX_MEM"] = str(sum(memory_mib(those) for _, those in taken))
@@ -134,7 +132,7 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
             if len(names) <= _ENV_LIMIT:
                 envs["CNVRG_META_GPU_DEVICES"] = names
 
-        return replace(base, envs=envs)
+        return self.injection.grant_shares(shares, snapshot, envs)
 
     def _seats(
         self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot

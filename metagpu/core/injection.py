@@ -1,8 +1,8 @@
 """How a container gets to see a real GPU: the part of a grant that every backend shares."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -66,12 +66,12 @@ class Injection:
     dev_root: str = ""
     present: frozenset[str] = frozenset()
 
-    def grant(self, gpus: Sequence[Gpu]) -> Grant:
-        """Give whole GPUs to a container, in the order of their index."""
+    def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
+        """Give whole GPUs to a container, in the order of their index, and further variables."""
         ids = [gpu.id for gpu in gpus]
         names = tuple(f"{self.cdi_kind}={gpu_id}" for gpu_id in ids)
         by_cdi = bool(self.strategies & CDI_STRATEGIES)
-        envs: dict[str, str] = {}
+        envs = dict(variables or {})
         mounts: tuple[Mount, ...] = ()
 
         if DeviceListStrategy.ENVVAR in self.strategies:
@@ -94,13 +94,20 @@ class Injection:
             cdi_names=names if DeviceListStrategy.CDI_CRI in self.strategies else (),
         )
 
-    def grant_shares(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give the GPUs of some shares, and say how much memory of each the shares stand for."""
+    def grant_shares(
+        self,
+        shares: Sequence[Share],
+        snapshot: Snapshot,
+        variables: Mapping[str, str] | None = None,
+    ) -> Grant:
+        """Give the GPUs of some shares, say how much memory of each the shares stand for.
+
+        Further variables come from the backend.
+        """
         held = by_gpu(shares)
         gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
-        base = self.grant(gpus)
-        memory = ",".join(f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus)
-        return replace(base, envs={**base.envs, MEMORY: memory})
+        memory = ",".join([f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus])
+        return self.grant(gpus, {MEMORY: memory, **(variables or {})})
 
     def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
         own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]

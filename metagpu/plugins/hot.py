@@ -13,6 +13,7 @@ from metagpu.core.model import Grant
 
 _SHORT: Final = 0x80
 """Lengths below this are one byte; every id of ours is."""
+_ONE_BYTE: Final = tuple(bytes((value,)) for value in range(_SHORT))
 _WIDEST: Final = 70
 """Bits in ten bytes, the longest varint there is."""
 _FIELD_1_TAG: Final = 0x0A
@@ -174,6 +175,9 @@ def _end(data: bytes, tag: int, start: int) -> int:
 
 
 def _varint(value: int) -> bytes:
+    if value < _SHORT:
+        return _ONE_BYTE[value]  # nearly all of them
+
     out = bytearray()
     while value >= _SHORT:
         out.append(value & 0x7F | _SHORT)

@@ -42,13 +42,15 @@ RUNNING_S = 60.0
 GONE_S = 60.0
 
 
-def container(name: str, shares: int, command: Sequence[str] = IDLE_COMMAND) -> Document:
-    """A container that holds SHARES while it runs COMMAND."""
+def container(
+    name: str, shares: int, command: Sequence[str] = IDLE_COMMAND, resource: str = RESOURCE
+) -> Document:
+    """A container that holds SHARES of a resource while it runs COMMAND."""
     return {
         "name": name,
         "image": BUSYBOX_IMAGE,
         "command": list(command),
-        "resources": {"limits": {RESOURCE: str(shares)}},
+        "resources": {"limits": {resource: str(shares)}},
     }
 
 
@@ -62,9 +64,9 @@ def pod(name: str, *containers: Document, **spec: object) -> Document:
     }
 
 
-def idle_pod(name: str, shares: int) -> Document:
-    """A pod that holds SHARES and otherwise idles."""
-    return pod(name, container("main", shares))
+def idle_pod(name: str, shares: int, resource: str = RESOURCE) -> Document:
+    """A pod that holds SHARES of a resource and otherwise idles."""
+    return pod(name, container("main", shares, resource=resource))
 
 
 @dataclass(frozen=True)
@@ -229,9 +231,9 @@ class Cluster:
         events = self.kubectl.list("events", NAMESPACE, selector)
         return "\n".join(event["message"] for event in events)
 
-    def delete(self, name: str, *, wait: bool = True) -> None:
-        """Delete a pod, and unless told otherwise wait until it is gone."""
-        target = (name, f"--namespace={NAMESPACE}")
+    def delete(self, *names: str, wait: bool = True) -> None:
+        """Delete pods, and unless told otherwise wait until they are gone."""
+        target = (*names, f"--namespace={NAMESPACE}")
         self.kubectl("delete", "pod", *target, "--grace-period=1", f"--wait={str(wait).lower()}")
 
     def _all_run(self) -> bool:

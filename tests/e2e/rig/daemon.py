@@ -1,5 +1,6 @@
 """The metagpu daemon as a process of the host, beside the kubelet, with simulated GPUs."""
 
+import json
 import os
 import signal
 import stat
@@ -7,6 +8,7 @@ import subprocess
 import sys
 
 from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.programs import Program
 from tests.e2e.rig.settings import KUBELET_HOME, Places
 from tests.e2e.rig.tools import REPOSITORY
@@ -78,6 +80,11 @@ class Daemon:
         """End the daemon as the kernel would when memory runs out."""
         self._program.kill()
 
+    def status(self) -> Document:
+        """What the daemon says of GPUs, offers and leases."""
+        document: Document = json.loads(self._ask("status", "--json"))
+        return document
+
     def fault(self, gpu: int, xid: int) -> None:
         """Make a simulated GPU report a driver error."""
         self._simulate("xid", str(gpu), str(xid))
@@ -87,9 +94,17 @@ class Daemon:
         self._simulate("recover", str(gpu))
 
     def _simulate(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "metagpu", "sim", "--run-dir", str(self._run_folder)]
+        self._ask("sim", *arguments)
+
+    def _ask(self, command: str, *arguments: str) -> str:
+        """Run a command of metagpu's own on the running daemon; return what it prints.
+
+        Raises:
+            RigError: it failed; the text is its own.
+        """
+        metagpu = [sys.executable, "-m", "metagpu", command, "--run-dir", str(self._run_folder)]
         done = subprocess.run(
-            [*command, *arguments],
+            [*metagpu, *arguments],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
@@ -97,4 +112,5 @@ class Daemon:
             timeout=CALL_S,
         )
         if done.returncode != 0:
-            raise RigError(f"metagpu sim {' '.join(arguments)}: {done.stdout}{done.stderr}")
+            raise RigError(f"metagpu {command} {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout

@@ -1,0 +1,46 @@
+"""A kubelet's account of who holds what, which the bench writes itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from metagpu.plugins.pb import v1
+
+_SERVICE: Final = "v1.PodResourcesLister"
+
+
+class PodResources:
+    """What is told to whoever asks: one pod that holds it all."""
+
+    def __init__(self) -> None:
+        self._answer = b""
+
+    def hold(self, ids: Mapping[str, Sequence[str]]) -> None:
+        """Let the pod hold these ids from now on: resource -> ids."""
+        devices = [
+            v1.ContainerDevices(resource_name=resource, device_ids=list(held))
+            for resource, held in ids.items()
+        ]
+        container = v1.ContainerResources(name="main", devices=devices)
+        pod = v1.PodResources(name="pod", namespace="bench", containers=[container])
+        self._answer = bytes(v1.ListPodResourcesResponse(pod_resources=[pod] if ids else []))
+
+    @contextmanager
+    def served(self, socket: Path) -> Iterator[None]:
+        """Answer on a socket until the block ends."""
+        method = grpc.unary_unary_rpc_method_handler(lambda _, __: self._answer)
+        handler = grpc.method_handlers_generic_handler(_SERVICE, {"List": method})
+
+        with ThreadPoolExecutor(2) as threads:
+            server = grpc.server(threads)
+            server.add_generic_rpc_handlers([handler])
+            server.add_insecure_port(f"unix:{socket}")
+            server.start()
+            try:
+                yield
+            finally:
+                server.stop(grace=None).wait()

@@ -1,0 +1,210 @@
+"""Four ways of cutting on one node: fractions beside a pool whose idle GPUs are anybody's."""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.cluster import NAMESPACE, RESOURCE, Cluster, idle_pod
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.waiting import wait_for
+
+SHARED, MPS, WHOLE = "nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu"
+EACH = {SHARED: 4, MPS: 100, WHOLE: 1}
+"""Shares of one GPU of the second pool, by resource."""
+
+# The node's other GPUs are in no pool: it is a node of four.
+FOUR_WAYS = """\
+version: metagpu/v1
+health:
+  quietPeriod: 1s
+pools:
+  - name: fractions
+    gpus: {{index: 0-{last}}}
+    backends:
+      - {{backend: fraction, resource: {fraction}, sharesPerGpu: 100}}
+  - name: anybodys
+    gpus: {{index: {first}-3}}
+    backends:
+      - {{backend: timeslice, resource: {shared}, replicas: 4}}
+      - {{backend: mps, resource: {mps}}}
+      - {{backend: whole, resource: {whole}}}
+"""
+
+ARRIVALS = 200
+SETTLED_S = 60.0
+
+LOST_RACE = re.compile(
+    # The scheduler sends by a number that is a second old. Then the kubelet knows our list and
+    # refuses by itself, in the first two ways, or asks us, and we name who has the GPU.
+    r"requested number of devices unavailable for nvidia\.com/gpu"
+    r"|no healthy devices present; cannot allocate unhealthy devices nvidia\.com/gpu"
+    r"|is in use by (timeslice|mps|whole)"
+    r"|is being cleaned after its last lease by mps"
+)
+
+
+def configuration(anybodys: int) -> str:
+    """Cut four GPUs: the last so many are anybody's."""
+    first = 4 - anybodys
+    return FOUR_WAYS.format(
+        first=first, last=first - 1, fraction=RESOURCE, shared=SHARED, mps=MPS, whole=WHOLE
+    )
+
+
+@pytest.fixture
+def node_of_four(cluster: Cluster) -> Iterator[Cluster]:
+    """Two GPUs in fractions and two that are anybody's, and all as it was afterwards."""
+    offer(cluster, anybodys=2)
+    yield cluster
+    cluster.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
+    cluster.daemon.configure()
+
+
+def offer(cluster: Cluster, *, anybodys: int) -> None:
+    """Have the node cut that way, and wait until every resource is there."""
+    cluster.daemon.configure(configuration(anybodys))
+    await_offer(cluster, {None: anybodys})
+    cluster.await_amounts(100 * (4 - anybodys), 100 * (4 - anybodys))
+
+
+def await_offer(cluster: Cluster, owners: dict[str | None, int]) -> None:
+    """Wait until the node has what GPUs with these owners, owner -> how many, leave of each."""
+    all_of_it = sum(owners.values())
+    names = {SHARED: "timeslice", MPS: "mps", WHOLE: "whole"}
+    for resource, each in EACH.items():
+        open_to_it = owners.get(None, 0) + owners.get(names[resource], 0)
+        cluster.await_amounts(each * all_of_it, each * open_to_it, resource)
+
+
+def test_four_ways_at_once(node_of_four: Cluster) -> None:
+    """One pod of each resource runs, each on a GPU of its own with what its way of cutting gives.
+
+    Three GPUs are anybody's here: with two, one of the three ways would have to wait.
+    """
+    offer(node_of_four, anybodys=3)
+
+    node_of_four.start(
+        idle_pod("half", 50),
+        idle_pod("slice", 1, SHARED),
+        idle_pod("quarter", 25, MPS),
+        idle_pod("one", 1, WHOLE),
+    )
+
+    holdings = {n: node_of_four.look_inside(n) for n in ("half", "slice", "quarter", "one")}
+    gpus = {name: holding.visible_gpus for name, holding in holdings.items()}
+    assert len({gpu for (gpu,) in gpus.values()}) == 4
+    assert holdings["half"].environment["METAGPU_MAX_MEM"] == "20480"
+    assert holdings["quarter"].environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert "CUDA_MPS_PIPE_DIRECTORY" in holdings["quarter"].environment
+    for name in ("half", "slice", "one"):
+        assert not [key for key in holdings[name].environment if key.startswith("CUDA_MPS")]
+    await_offer(node_of_four, {"timeslice": 1, "mps": 1, "whole": 1})
+
+
+def test_an_idle_gpu_goes_from_hand_to_hand(node_of_four: Cluster) -> None:
+    """Claimed by MPS, given back when its pod is gone, then taken whole; the numbers follow."""
+    node_of_four.start(idle_pod("first", 30, MPS))
+    await_offer(node_of_four, {"mps": 1, None: 1})
+    (mine,) = node_of_four.look_inside("first").visible_gpus
+
+    node_of_four.start(idle_pod("second", 1, WHOLE))
+    await_offer(node_of_four, {"mps": 1, "whole": 1})
+    node_of_four.kubectl.apply(idle_pod("third", 1, WHOLE))
+    wait_for(
+        "the scheduler to say what is lacking",
+        lambda: f"Insufficient {WHOLE}" in node_of_four.reasons("third", "FailedScheduling"),
+        within_s=30,
+    )
+
+    node_of_four.delete("first")
+    node_of_four.await_running()
+    assert node_of_four.look_inside("third").visible_gpus == (mine,)
+    await_offer(node_of_four, {"whole": 2})
+
+    node_of_four.delete("second", "third")
+    await_offer(node_of_four, {None: 2})
+
+
+@pytest.mark.timeout(900)
+def test_two_hundred_pods_come_and_go(
+    node_of_four: Cluster, record_property: Callable[[str, object], None]
+) -> None:
+    """No GPU ever has two owners, and who fails at admission has lost a race and is told so."""
+    chance = random.Random(3)  # noqa: S311 - the same pods every time
+    arrived, lost = 0, Counter[str]()
+
+    while arrived < ARRIVALS:
+        batch = [wish(chance, arrived + number) for number in range(chance.randint(3, 8))]
+        arrived += len(batch)
+        node_of_four.kubectl.apply(*batch)
+        pods = await_settled(node_of_four)
+
+        gone = [name for name, document in pods.items() if failure(document)]
+        for name in gone:
+            why = failure(pods[name])
+            assert LOST_RACE.search(why), why
+            lost[re.sub(r"[^a-z ]+", " ", why)[:80]] += 1
+        assert_one_owner_each(node_of_four.daemon.status())
+
+        keep = chance.sample(sorted(set(pods) - set(gone)), k=min(2, len(pods) - len(gone)))
+        node_of_four.delete(*sorted(set(pods) - set(keep)))
+
+    record_property("arrived", arrived)
+    record_property("lost a race", dict(lost))
+    print(f"{arrived} pods came, {lost.total()} lost a race: {dict(lost)}")
+
+    node_of_four.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
+    await_offer(node_of_four, {None: 2})
+    node_of_four.await_amounts(200, 200)
+
+
+def wish(chance: random.Random, number: int) -> Document:
+    """Some pod that somebody wants."""
+    resource, shares = chance.choice(
+        [
+            (RESOURCE, chance.randint(5, 100)),
+            (SHARED, 1),
+            (SHARED, 1),
+            (MPS, chance.choice([25, 50])),
+            (WHOLE, 1),
+        ]
+    )
+    return idle_pod(f"pod-{number}", shares, resource)
+
+
+def await_settled(cluster: Cluster) -> dict[str, Document]:
+    """Wait until each pod runs, has failed, or is told that there is no room; give them by name."""
+
+    def probe() -> dict[str, Document]:
+        pods = {it["metadata"]["name"]: it for it in cluster.kubectl.list("pods", NAMESPACE)}
+        for name, document in pods.items():
+            if not (settled(document) or failure(document)):
+                raise RigError(f"{name} is {document['status']['phase']}")
+        return pods
+
+    return wait_for("every pod to settle", probe, within_s=SETTLED_S)
+
+
+def settled(document: Document) -> bool:
+    """Tell whether a pod runs, or knows that it has to wait."""
+    conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
+    waits = conditions.get("PodScheduled", {}).get("reason") == "Unschedulable"
+    return bool(waits or conditions.get("Ready", {}).get("status") == "True")
+
+
+def failure(document: Document) -> str:
+    """Why a pod was not admitted, empty if it was."""
+    status = document["status"]
+    return str(status.get("message")) if status["phase"] == "Failed" else ""
+
+
+def assert_one_owner_each(status: Document) -> None:
+    """See that nobody holds shares of two kinds on one GPU."""
+    kinds: dict[str, set[str]] = {}
+    for lease in status["leases"]:
+        kinds.setdefault(lease["gpu"], set()).add(lease["resource"])
+    assert all(len(resources) == 1 for resources in kinds.values()), kinds
