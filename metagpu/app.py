@@ -91,7 +91,8 @@ class Agent:
             MetagpuError: if another agent runs here, or the configuration does not fit the GPUs
                 found at start.
         """
-        log.info("metagpu starts", version=__version__, config=self.config.file)
+        form = ", ".join(self.loaded.formats) or "default"
+        log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
         own = {"status": self._status, "acknowledge": self._acknowledge, "plan": self._plan}
 
         async with control.controlled(self.places.run, {**own, **self.handlers}):
@@ -269,7 +270,9 @@ class Agent:
         """Say what a configuration, as text of ours, would change if it were taken now."""
         text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
         config = await to_thread.run_sync(parse, text, file, self._kinds)
-        return self.planned(config, plan.State(self.layout, self.config))
+        now = plan.State(self.layout, self.config)
+        # In a thread: a plan of very many shares must not keep the kubelet waiting.
+        return await to_thread.run_sync(self.planned, config, now)
 
     def planned(self, config: Config, before: plan.State) -> dict[str, Any]:
         """Say what a configuration would make of the GPUs known now, against another state.

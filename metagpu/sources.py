@@ -1,7 +1,7 @@
 """Where a configuration comes from: files, directories of profiles, ConfigMaps; in any format."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -118,21 +118,24 @@ class Source:
             return (Text(f"{self.cluster.place}: {name}", held[name], 1, name),)
 
         places = [_place(path) for path in self.paths]
-        wanted = choice.wanted
-        found = wanted is not None and any(
-            each.several and profiles.has(each.texts, wanted) for each in places
-        )
-        if wanted is not None and places and not any(each.several for each in places):
+        several = [each for each in places if each.several]
+        if choice.wanted is not None and places and not several:
             problem = (
-                f"it has no profiles, and {choice.by} wants {wanted!r}; a profile is chosen in a "
-                "directory or a ConfigMap"
+                f"it has no profiles, and {choice.by} wants {choice.wanted!r}; a profile is chosen "
+                "in a directory or a ConfigMap"
             )
             raise ConfigError(problem, file=places[0].path)
         if self.cluster.profile is not None and not places:
-            problem = f"there are no profiles, and {choice.by} wants {wanted!r}; give --config-map"
+            wanted = f"{choice.by} wants {choice.wanted!r}"
+            problem = f"there are no profiles, and {wanted}; give --config-map"
             raise ConfigError(problem)
 
-        return tuple(each.chosen(choice, elsewhere=found) for each in places)
+        somewhere = {
+            name
+            for name in (choice.wanted, choice.default)
+            if name is not None and any(profiles.has(each.texts, name) for each in several)
+        }
+        return tuple(each.chosen(choice, somewhere) for each in places)
 
     def variants(self) -> Iterator[tuple[str, "Source"]]:
         """Give this source once for each choice that it leaves open, with a name for it.
@@ -239,10 +242,10 @@ class _Place:
     texts: Mapping[str, Callable[[], Text]]
     several: bool
 
-    def chosen(self, choice: profiles.Choice, *, elsewhere: bool) -> Text:
+    def chosen(self, choice: profiles.Choice, elsewhere: Collection[str]) -> Text:
         if not self.several:
             return next(iter(self.texts.values()))()
-        return self.texts[profiles.choose(self.texts, choice, self.path, elsewhere=elsewhere)]()
+        return self.texts[profiles.choose(self.texts, choice, self.path, elsewhere)]()
 
 
 def _place(path: Path) -> _Place:

@@ -85,11 +85,12 @@ async def agent_at_work(
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
+    source: Source | None = None,
     joins: Settings | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
-    `drivers=False` starts without NVML.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -103,7 +104,7 @@ async def agent_at_work(
     if not drivers:
         node.fail_driver()
     agent = Agent(
-        Source((config_file,)),
+        source or Source((config_file,)),
         Nvml(Library(node)),
         places,
         tools=tools or SimulatedTools(),

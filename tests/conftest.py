@@ -35,7 +35,7 @@ _MAY_BLOCK = (
     # Credentials are read in a thread, on a loop of its own that serves nothing else.
     ("metagpu/plugins/cluster/client.py", {"_credentials"}, ()),
     # A node's configuration is a small file, read at start and when an operator says so.
-    ("metagpu/sources.py", {"read"}, ("os.stat", "os.scandir", "io.BufferedReader.read")),
+    ("metagpu/sources.py", {"read"}, ("os.stat", "os.listdir", "io.BufferedReader.read")),
 )
 """Where (file and functions) which calls are legitimate on the loop, all if none is named."""
 

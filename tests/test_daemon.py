@@ -196,3 +196,30 @@ async def test_hanging_nvml_does_not_keep_it_alive(tmp_path: Path) -> None:
         await it.until(10)
 
         assert await it.stop() == 0
+
+
+async def test_a_plan_is_asked_of_the_daemon(tmp_path: Path) -> None:
+    """`plan` compares with what runs, over the control socket, and changes nothing."""
+    new = tmp_path / "new.yaml"
+    await anyio.Path(new).write_text(QUICK.replace("10}", "30}"))
+
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        status, told = await it.command("plan", "--config", str(new), "--json")
+        _, drawn = await it.command("plan", "--config", str(new))
+        broken = await it.command("plan", "--config", str(tmp_path / "none.yaml"))
+
+        assert status == 0
+        assert json.loads(told)["resources"][METAGPU] == {
+            "change": "changed",
+            "before": 20,
+            "after": 60,
+            "backendBefore": "fraction",
+            "backendAfter": "fraction",
+        }
+        assert "20 -> 60" in drawn
+        assert broken == (
+            1,
+            f"metagpu: {tmp_path}/none.yaml: cannot be read: No such file or directory\n",
+        )
+        assert it.kubelet.lists[METAGPU] == 1

@@ -4,7 +4,7 @@ Keys and their effects are those of its last release (0.0.9), read in its source
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -54,17 +54,13 @@ class _File(msgspec.Struct, rename="camel"):
     accelerator: str = "nvidia"
 
 
-def recognises(data: dict[Any, Any]) -> bool:
-    """Tell whether this is MetaGPU's file."""
-    return "deviceSharing" in data or "accelerator" in data
-
-
-def convert(documents: Sequence[Document], _: Circumstances) -> Converted:
+def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
     """Make fractions of the GPUs of each `deviceSharing`, in their order.
 
     Raises:
         ConfigError: where MetaGPU would have ended, or could not have worked.
     """
+    del circumstances  # it says everything itself
     [document] = documents
     file = document.decode(_File)
     draft = Draft()

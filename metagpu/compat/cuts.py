@@ -43,9 +43,9 @@ def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
 def mig_layout(layout: Mapping[str, int], resource: str | None = None) -> Data:
     """Offer fixed MIG instances, so many of each profile; by one name if `resource` is given."""
     named = {} if resource is None else {"resource": resource}
-    return {"backend": "mig", **named, "layout": dict(layout)}
+    return {"backend": "mig", **named, "layout": dict(layout), "enableMig": True}
 
 
-def mig_on_demand(profiles: Sequence[str] | None = None) -> Data:
-    """Offer MIG instances that are made when asked for; of these profiles, or of all."""
-    return {"backend": "mig", **({} if profiles is None else {"profiles": list(profiles)})}
+def mig_on_demand(profiles: Sequence[str]) -> Data:
+    """Offer MIG instances of these profiles, which are made when asked for."""
+    return {"backend": "mig", "profiles": list(profiles), "enableMig": True}

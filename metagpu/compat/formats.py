@@ -1,10 +1,12 @@
-"""Which format a file has, and the files of one configuration together."""
+"""Which format a file has, and the files of one configuration together.
+
+A format's own module is imported when there is a file of it: most nodes have none.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from metagpu.compat import cnvrg, hami, mig_parted, nvidia, nvidia_file
 from metagpu.compat.contract import Circumstances, Converted
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
@@ -48,15 +50,16 @@ def recognise(document: Document) -> Format:
     data = document.data
     if not isinstance(data, dict):
         raise document.error("", f"no configuration; one has {_KEYS}")
-    if "pools" in data or str(data.get("version")).startswith("metagpu"):
-        return Format.OURS
-    for form, theirs in (
-        (Format.CNVRG, cnvrg.recognises),
-        (Format.MIG_PARTED, mig_parted.recognises),
-        (Format.HAMI, hami.recognises),
-        (Format.NVIDIA, nvidia_file.recognises),
+
+    version = str(data.get("version"))
+    for form, is_so in (
+        (Format.OURS, "pools" in data or version.startswith("metagpu")),
+        (Format.CNVRG, "deviceSharing" in data or "accelerator" in data),
+        (Format.MIG_PARTED, "mig-configs" in data),
+        (Format.HAMI, "nodeconfig" in data or isinstance(data.get("nvidia"), dict)),
+        (Format.NVIDIA, version == "v1" or {"flags", "resources", "sharing"} & data.keys()),
     ):
-        if theirs(data):
+        if is_so:
             return form
     raise document.error("", f"the format is not recognised; a configuration has {_KEYS}")
 
@@ -85,7 +88,14 @@ def convert(recognised: Recognised, circumstances: Circumstances) -> Converted:
     Raises:
         ConfigError: naming file, line and path, if a file is wrong by its own rules.
     """
-    return _CONVERT[_FAMILY[recognised.formats[0]]](recognised.documents, circumstances)
+    match _FAMILY[recognised.formats[0]]:
+        case "cnvrg":
+            from metagpu.compat.cnvrg import convert as by_form
+        case "hami":
+            from metagpu.compat.hami import convert as by_form
+        case _:
+            from metagpu.compat.nvidia import convert as by_form
+    return by_form(recognised.documents, circumstances)
 
 
 def open_cases(
@@ -99,17 +109,23 @@ def open_cases(
         ConfigError: if a file is not recognised, or has no usable list of them.
     """
     forms = [(document, recognise(document)) for document in documents]
+    layouts: list[str] = []
+    nodes: list[str] = []
 
-    if circumstances.mig_config is None:
-        layouts = [
-            n for each, form in forms if form is Format.MIG_PARTED for n in mig_parted.names(each)
-        ]
-        if len(layouts) > 1:
-            return [(f"layout {name}", replace(circumstances, mig_config=name)) for name in layouts]
-    if circumstances.node is None:
-        nodes = [n for each, form in forms if form is Format.HAMI for n in hami.nodes(each)]
-        if nodes:
-            return [(f"node {name}", replace(circumstances, node=name)) for name in nodes]
+    for document, form in forms:
+        if form is Format.MIG_PARTED and circumstances.mig_config is None:
+            from metagpu.compat import mig_parted
+
+            layouts += mig_parted.names(document)
+        elif form is Format.HAMI and circumstances.node is None:
+            from metagpu.compat import hami
+
+            nodes += hami.nodes(document)
+
+    if len(layouts) > 1:
+        return [(f"layout {name}", replace(circumstances, mig_config=name)) for name in layouts]
+    if nodes:
+        return [(f"node {name}", replace(circumstances, node=name)) for name in nodes]
     return [("", circumstances)]
 
 
@@ -120,4 +136,3 @@ _FAMILY = {
     Format.MIG_PARTED: "nvidia",
     Format.HAMI: "hami",
 }
-_CONVERT = {"cnvrg": cnvrg.convert, "nvidia": nvidia.convert, "hami": hami.convert}

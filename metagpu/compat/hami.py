@@ -6,7 +6,7 @@ divided by `deviceSplitCount` or into parts of `defaultMemory`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -132,11 +132,6 @@ _VENDORS: Final = (
     *("kunlun", "kunlunxin", "metax", "mthreads", "vastai", "vnpus"),
 )
 """Sections of other makers' devices."""
-
-
-def recognises(data: dict[Any, Any]) -> bool:
-    """Tell whether this is one of HAMi's files."""
-    return "nodeconfig" in data or isinstance(data.get("nvidia"), dict)
 
 
 def nodes(document: Document) -> list[str]:

@@ -66,6 +66,10 @@ def _walk(
                 yield from _walk(here, inner, fields[key], unheeded)
             else:
                 yield from _other(here, str(key), inner, fields, unheeded)
+    elif isinstance(info, msgspec.inspect.DictType) and isinstance(value, Mapping):
+        for key, inner in value.items():
+            here = Origin(origin.document, below(origin.path, key))
+            yield from _walk(here, inner, info.value_type, unheeded)
     elif isinstance(value, list) and (item := getattr(info, "item_type", None)) is not None:
         for number, inner in enumerate(value):
             here = Origin(origin.document, f"{origin.path}[{number}]")

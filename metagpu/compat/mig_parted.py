@@ -32,6 +32,13 @@ class File(msgspec.Struct, rename="kebab"):
     version: str = "v1"
 
 
+class _Named(msgspec.Struct, rename="kebab"):
+    """The file before its layouts are read, each by its own path."""
+
+    mig_configs: dict[str, list[Any]]
+    version: str = "v1"
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """One entry of the chosen layout: some GPUs, `None` for all, and what they shall have.
@@ -55,7 +62,7 @@ def names(document: Document) -> list[str]:
     Raises:
         ConfigError: if it is not as mig-parted wants it.
     """
-    file = document.decode(File)
+    file = document.decode(_Named)
 
     if file.version not in ("", "v1"):
         raise document.error("version", f"{file.version!r} is not known here; allowed: v1")

@@ -4,9 +4,9 @@ What the plugin parses and then strips works here: `resources`, `rename`, `devic
 different replicas for different GPUs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from metagpu.compat import cuts, mig_parted, nvidia_file, selection
 from metagpu.compat.contract import Circumstances, Converted, Data, Draft, Origin
@@ -18,11 +18,6 @@ from metagpu.core.document import Document
 _PREFIX: Final = "nvidia.com/"
 _GPU: Final = "nvidia.com/gpu"
 _MIG: Final = "nvidia.com/mig-"
-
-
-def recognises(data: dict[Any, Any]) -> bool:
-    """Tell whether this is a file of NVIDIA's: the device plugin's or mig-parted's."""
-    return mig_parted.recognises(data) or nvidia_file.recognises(data)
 
 
 def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
@@ -51,10 +46,10 @@ def convert(documents: Sequence[Document], circumstances: Circumstances) -> Conv
 
 def _read(
     plugins: list[Document], layouts: list[Document], circumstances: Circumstances
-) -> tuple[Origin, nvidia_file.File, Settings]:
+) -> tuple[Origin, nvidia_file.File, Settings, Mapping[str, str]]:
     file = nvidia_file.read(plugins[0]) if plugins else nvidia_file.File()
     settings = nvidia_file.settings(file.flags, circumstances.environment)
-    return Origin([*plugins, *layouts][0], ""), file, settings
+    return Origin([*plugins, *layouts][0], ""), file, settings, circumstances.environment
 
 
 @dataclass
@@ -75,6 +70,7 @@ class _Conversion:
     root: Origin
     file: nvidia_file.File
     settings: Settings
+    environment: Mapping[str, str]
     entries: list[_Entry] = field(default_factory=list)
     by_mps: bool = False
 
@@ -87,15 +83,15 @@ class _Conversion:
         if strategy == "single" and self.wanted:
             self._single()
             return
-        if strategy == "single":
+        if strategy != "none" and not self.wanted:
             self.draft.note(
-                self._at("flags.migStrategy"),
-                "has no effect here; it would have offered the instances of GPUs in MIG mode as "
-                "nvidia.com/gpu. Give mig-parted's file beside this one, or choose mixed",
+                self._flag("flags.migStrategy", "MIG_STRATEGY"),
+                "has no effect here; it would have offered the MIG instances that there are. Give "
+                "mig-parted's file beside this one, or a pool with backend mig",
             )
         if strategy == "none" and self.wanted:
             self.draft.note(
-                self._at("flags.migStrategy"),
+                self._flag("flags.migStrategy", "MIG_STRATEGY"),
                 "has no effect here; it would have offered a GPU in MIG mode as a whole one, which "
                 "CUDA cannot use. Instances are offered by profile, as with mixed",
             )
@@ -106,10 +102,15 @@ class _Conversion:
                 cut = cuts.mig_layout(entry.instances)
                 self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
             else:
-                self._gpus(entry.gpus, [])
+                self._gpus(entry.gpus)
+                off = Origin(entry.origin.document, f"{entry.origin.path}.mig-enabled")
+                self.draft.note(
+                    off,
+                    "would have turned MIG mode off; metagpu leaves it on, and such a GPU alone",
+                )
             covered = covered or entry.gpus is None
         if not covered:
-            self._gpus(None, [cuts.mig_on_demand()] if strategy == "mixed" else [])
+            self._gpus(None)
 
     # --- the file as a whole ----------------------------------------------------------------------
 
@@ -117,10 +118,10 @@ class _Conversion:
         said = self.settings
 
         if said.pass_device_specs is not None:
-            origin = self._at("flags.plugin.passDeviceSpecs")
+            origin = self._flag("flags.plugin.passDeviceSpecs", "PASS_DEVICE_SPECS")
             self.draft.set("passDeviceSpecs", said.pass_device_specs, origin)
         if said.device_lists:
-            origin = self._at("flags.plugin.deviceListStrategy")
+            origin = self._flag("flags.plugin.deviceListStrategy", "DEVICE_LIST_STRATEGY")
             self.draft.set("deviceListStrategy", list(said.device_lists), origin)
         if said.xids:
             self.draft.set("health", {"xids": dict(said.xids)}, self.root)
@@ -153,7 +154,8 @@ class _Conversion:
                 text = f"has no effect: no GPU goes by that name; there are: {', '.join(known)}"
             self.draft.note(entry.origin, text)
 
-        for number, _ in enumerate(self._mig_names()):
+        single = self.settings.strategy == "single" and bool(self.wanted)
+        for number, _ in list(enumerate(self._mig_names()))[single:]:
             origin = self._at(f"resources.mig[{number}]")
             self.draft.note(origin, "has no effect here; it would have renamed MIG instances")
 
@@ -184,20 +186,18 @@ class _Conversion:
             for number, each in enumerate(named)
         ]
 
-    def _gpus(self, within: Data | None, beside: list[Data]) -> None:
+    def _gpus(self, within: Data | None) -> None:
         """Offer GPUs that are not cut into instances: shared ones, and the rest of each name."""
         for gpus, name, origin in self._classes():
             selected = selection.both(within, gpus)
             rest = True
             for entry in (each for each in self.entries if _full(each.replicated.name) == name):
-                rest = self._shared(entry, selected, beside, open_to=rest)
+                rest = self._shared(entry, selected, open_to=rest)
             if rest and selected != {}:
                 cut = self._unshared(name)
-                self.draft.pool(_last(name), selected, [cut, *beside], origin)
+                self.draft.pool(_last(name), selected, [cut], origin)
 
-    def _shared(
-        self, entry: _Entry, within: Data | None, beside: list[Data], *, open_to: bool
-    ) -> bool:
+    def _shared(self, entry: _Entry, within: Data | None, *, open_to: bool) -> bool:
         """Offer what one entry shares; tell whether it leaves GPUs of its name to others."""
         origin = Origin(entry.origin.document, f"{entry.origin.path}.devices")
 
@@ -212,8 +212,8 @@ class _Conversion:
         for gpus in selection.devices(entry.replicated.devices, origin):
             selected = selection.both(within, gpus)
             if selected != {}:
-                self.draft.pool(_last(entry.resource), selected, [cut, *beside], entry.origin)
-            left = left and gpus is not None
+                self.draft.pool(_last(entry.resource), selected, [cut], entry.origin)
+            left = left and selected != within
         return left
 
     def _cut(self, resource: str, replicas: int) -> Data:
@@ -243,7 +243,9 @@ class _Conversion:
 
         for entry in self.wanted:
             if not entry.instances or len(profiles) > 1:
-                many = f"has {', '.join(sorted(profiles))}" if entry.instances else "has no MIG"
+                many = (
+                    f"has {', '.join(sorted(profiles))}" if entry.instances else "has GPUs without"
+                )
                 problem = (
                     f"the strategy single wants instances of one profile on all GPUs, and this "
                     f"layout {many}; choose mixed, or another layout"
@@ -252,11 +254,21 @@ class _Conversion:
             cut = cuts.mig_layout(entry.instances, resource)
             self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
 
+        if not any(entry.gpus is None for entry in self.wanted):
+            text = "GPUs that this layout does not name are offered to nobody under single"
+            self.draft.note(self.wanted[-1].origin, text)
+
     def _mig_names(self) -> tuple[Named, ...]:
         return self.file.resources.mig if self.file.resources else ()
 
     def _at(self, path: str) -> Origin:
         return Origin(self.root.document, path)
+
+    def _flag(self, path: str, variable: str) -> Origin:
+        """Say where a flag was given: by a variable, which wins, or in the file."""
+        if self.environment.get(variable):
+            return Origin(Document("", "environment"), variable)
+        return self._at(path)
 
 
 def _full(name: str) -> str:

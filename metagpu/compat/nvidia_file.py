@@ -5,7 +5,7 @@ wins over the file, as there.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -147,11 +147,6 @@ class Settings(msgspec.Struct, frozen=True):
     device_lists: tuple[str, ...] = ()
     policy: str | None = None
     xids: Mapping[int, str] = {}
-
-
-def recognises(data: dict[Any, Any]) -> bool:
-    """Tell whether this is NVIDIA's file."""
-    return data.get("version") == "v1" or bool({"flags", "resources", "sharing"} & data.keys())
 
 
 def read(document: Document) -> File:

@@ -1,6 +1,6 @@
 """Profiles: several configurations side by side, of which a node has one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,7 +44,9 @@ class Instruction:
     profiles: Mapping[str, str] | None = None
 
 
-def choose(names: Iterable[str], choice: Choice, place: str, *, elsewhere: bool = False) -> str:
+def choose(
+    names: Iterable[str], choice: Choice, place: str, elsewhere: Collection[str] = ()
+) -> str:
     """Choose one of the profiles of a place; a file's suffix need not be said.
 
     The node's own comes first, then the default one, then `default`, then the only one.
@@ -53,7 +55,7 @@ def choose(names: Iterable[str], choice: Choice, place: str, *, elsewhere: bool 
         names: files of a directory, or keys of a ConfigMap.
         choice: who chose what.
         place: where they are, for messages.
-        elsewhere: whether another place has the node's own profile, so that here it may be absent.
+        elsewhere: profiles that another place has, so that here they may be absent.
 
     Raises:
         ConfigError: if there is no such profile, or nothing chooses among several.
@@ -63,7 +65,7 @@ def choose(names: Iterable[str], choice: Choice, place: str, *, elsewhere: bool 
     listed = ", ".join(sorted(set(known.values()))) or "none"
 
     for name, option in ((choice.wanted, choice.by), (choice.default, "--default-profile")):
-        if name is None or (name not in known and elsewhere):
+        if name is None or (name not in known and name in elsewhere):
             continue
         if name not in known:
             problem = f"there is no profile {name!r} ({option}); there are: {listed}"

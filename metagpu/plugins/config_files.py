@@ -6,7 +6,7 @@ link to the file. So every link on the way is watched, and the file.
 """
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +40,7 @@ _WHAT: Final = (
 log = structlog.get_logger()
 
 
-async def changes(paths: Sequence[Path]) -> AsyncIterator[None]:
+async def changes(paths: Sequence[Path]) -> AsyncGenerator[None, None]:
     """Say, first at once, that what the paths lead to may have changed; for ever.
 
     A yield is no promise that anything differs: the reader compares.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 import pytest
 
@@ -29,33 +29,35 @@ def document(text: str, file: str = "f.yaml") -> Document:
     return read
 
 
-def converted(
-    *texts: str,
-    node: str | None = None,
-    mig_config: str | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Converted:
+class Told(TypedDict, total=False):
+    """What no file says."""
+
+    node: str | None
+    mig_config: str | None
+    environment: Mapping[str, str]
+
+
+def converted(*texts: str, **told: Unpack[Told]) -> Converted:
     """Convert the files of one configuration; they are called f.yaml, g.yaml and so on."""
     documents = [document(text, f"{chr(ord('f') + n)}.yaml") for n, text in enumerate(texts)]
-    circumstances = Circumstances(node, mig_config, environment or {})
-    return formats.convert(formats.together(documents), circumstances)
+    return formats.convert(formats.together(documents), Circumstances(**told))
 
 
-def pools(*texts: str, **circumstances: Any) -> list[dict[str, Any]]:
+def pools(*texts: str, **told: Unpack[Told]) -> list[dict[str, Any]]:
     """Convert, and give the pools."""
-    found: list[dict[str, Any]] = converted(*texts, **circumstances).data["pools"]
+    found: list[dict[str, Any]] = converted(*texts, **told).data["pools"]
     return found
 
 
-def notes(*texts: str, **circumstances: Any) -> list[str]:
+def notes(*texts: str, **told: Unpack[Told]) -> list[str]:
     """Convert, and give the sentences that an operator reads."""
-    return list(map(str, converted(*texts, **circumstances).notes))
+    return list(map(str, converted(*texts, **told).notes))
 
 
-def refusal(*texts: str, **circumstances: Any) -> str:
+def refusal(*texts: str, **told: Unpack[Told]) -> str:
     """Give the sentence with which files are refused, by a conversion or as what it gives."""
     with pytest.raises(ConfigError) as caught:
-        offered(converted(*texts, **circumstances))
+        offered(converted(*texts, **told))
     return str(caught.value)
 
 

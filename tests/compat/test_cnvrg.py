@@ -58,12 +58,16 @@ def test_the_dead_key_means_what_people_meant() -> None:
 
     assert offered(converted(text), gpu(0)) == {"example.com/part": 8}
     assert notes(text) == [
-        "f.yaml: 4: deviceSharing[0].metaGpus: taken for metagpusPerGpu, the only one of the two "
-        "that MetaGPU reads"
+        (
+            "f.yaml: 4: deviceSharing[0].metaGpus: taken for metagpusPerGpu, the only one of the "
+            "two that MetaGPU reads"
+        )
     ]
     assert notes(ONE + "    metaGpus: 2\n") == [
-        "f.yaml: 5: deviceSharing[0].metaGpus: has no effect, as in MetaGPU: metagpusPerGpu is "
-        "given"
+        (
+            "f.yaml: 5: deviceSharing[0].metaGpus: has no effect, as in MetaGPU: metagpusPerGpu is "
+            "given"
+        )
     ]
 
 
@@ -97,8 +101,10 @@ def test_an_unknown_key_is_a_note() -> None:
         ),
         (
             ONE.replace("    metagpusPerGpu: 8\n", ""),
-            "f.yaml: 2: deviceSharing[0]: no number of shares; give metagpusPerGpu, or "
-            "autoReshare: true for 100",
+            (
+                "f.yaml: 2: deviceSharing[0]: no number of shares; give metagpusPerGpu, or "
+                "autoReshare: true for 100"
+            ),
         ),
         (
             ONE.replace("8", "0"),
@@ -106,13 +112,17 @@ def test_an_unknown_key_is_a_note() -> None:
         ),
         (
             ONE.replace("8", "many"),
-            "f.yaml: 4: deviceSharing[0].metagpusPerGpu: expected a whole number or nothing, got "
-            "a text",
+            (
+                "f.yaml: 4: deviceSharing[0].metagpusPerGpu: expected a whole number or nothing, "
+                "got a text"
+            ),
         ),
         (
             ONE.replace("example.com/part", "part"),
-            "f.yaml: 2: deviceSharing[0]: 'part' is no resource name: it needs a domain, one `/` "
-            "and a name, as in cnvrg.io/metagpu",
+            (
+                "f.yaml: 2: deviceSharing[0]: 'part' is no resource name: it needs a domain, one "
+                "`/` and a name, as in cnvrg.io/metagpu"
+            ),
         ),
     ],
 )
