@@ -127,7 +127,8 @@ class Agent:
             self._read = None  # the same files say something else now
         self.source = source
         await self._reload(again=False)
-        return Outcome(self.config_error, "mig-parted" in self.loaded.formats)
+        lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
+        return Outcome(self.config_error, lays_mig)
 
     def _begin(self) -> None:
         """Read the configuration for the first time.

@@ -47,6 +47,7 @@ class Client:
     def __init__(self, kubeconfig: Path | None) -> None:
         self._kubeconfig = kubeconfig
         self._api: ApiClient | None = None
+        self._host = ""
         self._opening = anyio.Lock()
 
     async def call(
@@ -146,6 +147,7 @@ class Client:
                 except (ConfigException, OSError, yaml.YAMLError) as error:
                     where = self._kubeconfig or "the pod's service account"
                     raise ClusterError(f"no credentials in {where}: {_line(error)}") from error
+                self._host = configuration.host
                 self._api.user_agent = f"metagpu/{__version__}"
             return self._api
 
@@ -156,8 +158,7 @@ class Client:
                 await api.close()
 
     def _unreachable(self, error: Exception) -> ClusterError:
-        host = self._api.configuration.host if self._api else "its address"
-        return ClusterError(f"the API server cannot be reached at {host}: {_line(error)}")
+        return ClusterError(f"the API server cannot be reached at {self._host}: {_line(error)}")
 
 
 @asynccontextmanager
