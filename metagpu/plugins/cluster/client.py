@@ -147,7 +147,7 @@ class Client:
                 except (ConfigException, OSError, yaml.YAMLError) as error:
                     where = self._kubeconfig or "the pod's service account"
                     raise ClusterError(f"no credentials in {where}: {_line(error)}") from error
-                self._host = configuration.host
+                self._host = str(configuration.host)
                 self._api.user_agent = f"metagpu/{__version__}"
             return self._api
 
