@@ -1,6 +1,9 @@
 """The composition root: from settings to a running agent."""
 
 import gc
+import os
+import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,20 +14,25 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
-from metagpu.core import plan, report
+from metagpu.core import plan, report, usage_report
 from metagpu.core.backend import Backend, installed_backends
+from metagpu.core.census import Census
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
-from metagpu.core.errors import ConfigError
-from metagpu.core.facts import GpusFound
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Enforcer
+from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
+from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import ResourceName
+from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
+from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
@@ -58,6 +66,7 @@ class Agent:
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
         joins: what of the API server is used, `None` for nothing.
+        host: processes of the host; those of this one unless given.
     """
 
     source: Source
@@ -67,6 +76,7 @@ class Agent:
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
     joins: Settings | None = None
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -79,6 +89,11 @@ class Agent:
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
         self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
+        self.host = self.host or host.LinuxHost()
+        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
+        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
+        self._census = Census(self.driver, self.host, self.registry)
+        self._strangers = StrangerWatch(self._census, self.host, self.registry)
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -93,16 +108,39 @@ class Agent:
         """
         form = ", ".join(self.loaded.formats) or "default"
         log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
-        own = {"status": self._status, "acknowledge": self._acknowledge, "plan": self._plan}
 
-        async with control.controlled(self.places.run, {**own, **self.handlers}):
+        async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What has to run side by side to serve the node: health, offers, GPUs kept, leases."""
-        own = (self.health.run, self._offer, self.keeper.run, self._leases, self._follow_files)
-        return (*own, self.cluster.run) if self.cluster else own
+        """What has to run side by side to serve the node.
+
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed, and
+        the cluster's side where there is one.
+        """
+        return (
+            self.health.run,
+            self._offer,
+            self.keeper.run,
+            self._leases,
+            self.enforcer.run,
+            self._strangers.run,
+            self._follow_files,
+            *((self.cluster.run,) if self.cluster else ()),
+        )
+
+    @property
+    def commands(self) -> Mapping[str, control.Handler]:
+        """What the agent itself answers on the control socket."""
+        return {
+            "status": self._status,
+            "plan": self._plan,
+            "usage": self._usage,
+            "acknowledge": self._acknowledge,
+            "cordon": self._cordon,
+            "uncordon": self._uncordon,
+        }
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -113,7 +151,7 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        await self._lay_out()
+        self.registry.apply((await self._laid_out(self.config)).offered)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
@@ -196,13 +234,20 @@ class Agent:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         async with self._laying:  # who comes second lays out what the first has made present
-            self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-            config = config or self.config
-            layout = self._laid(config)
+            self.keeper.keep(await self._laid_out(config or self.config))
 
-            self.config, self.layout = config, layout
-            self._backends.update(layout.backends)
-            self.keeper.keep(layout)
+    async def _laid_out(self, config: Config) -> Layout:
+        """Lay a configuration over the GPUs known now, and take the result as the present one.
+
+        Raises:
+            ConfigError: if it does not fit them; everything stays as it was.
+        """
+        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config)
+
+        self.config, self.layout = config, layout
+        self._backends.update(layout.backends)
+        return layout
 
     def _laid(self, config: Config) -> Layout:
         """Lay a configuration over the GPUs and device nodes known now; change nothing.
@@ -285,6 +330,49 @@ class Agent:
         return report.plan(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
-        gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+        gpu = self._named(request)
         await self.health.acknowledge(gpu)
-        return f"GPU {self.registry.snapshot.gpus[gpu].gpu} is back in service"
+        return f"GPU {self._state(gpu).gpu} is back in service"
+
+    async def _cordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        reason = " ".join(str(request.get("reason", "")).split()) or "no reason was given"
+        self.registry.apply(GpuCordoned(gpu, reason, time.time()))
+        log.warning("GPU cordoned", gpu=gpu, reason=reason)
+
+        state = self._state(gpu)
+        return f"GPU {state.gpu} gives no new shares; held of it now: {len(state.leases)}"
+
+    async def _uncordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        if not self.registry.apply(GpuUncordoned(gpu, time.time())):
+            raise MetagpuError(f"GPU {self._state(gpu).gpu} is not cordoned")
+        log.info("GPU uncordoned", gpu=gpu)
+        return f"GPU {self._state(gpu).gpu} gives new shares again"
+
+    def _named(self, request: Mapping[str, Any]) -> GpuId:
+        return report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+
+    def _state(self, gpu: GpuId) -> GpuState:
+        return self.registry.snapshot.gpus[gpu]
+
+    async def _usage(self, _: Mapping[str, Any]) -> object:
+        findings = await self._census.take()
+        snapshot = self.registry.snapshot
+        rules = usage_report.Rules(self._terms, self._guards)
+
+        return {
+            "version": __version__,
+            "at": time.time(),
+            "node": os.environ.get("NODE_NAME") or socket.gethostname(),
+            **usage_report.usage_report(snapshot, findings, rules),
+            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+        }
+
+    def _terms(self, gpu: GpuId) -> Enforcement:
+        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
+        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
+        for assignment in self.layout.assignments:
+            if assignment.gpu.id == gpu and assignment.pool in pools:
+                return pools[assignment.pool]
+        return Enforcement(policy=Policy.OFF)

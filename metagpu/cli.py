@@ -1,4 +1,4 @@
-"""The command line: `metagpu run | demo | explain | validate | plan | status | …`."""
+"""What the commands of `metagpu` do; `metagpu/arguments.py` says how they are called."""
 
 import argparse
 import json
@@ -6,42 +6,27 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from metagpu import __version__, configuring
+from metagpu import configuring
+from metagpu.arguments import parser
 from metagpu.core.errors import MetagpuError
-from metagpu.options import (
-    Variable,
-    add_choice,
-    add_cluster,
-    add_source,
-    cluster_of,
-    settle,
-    source_of,
-)
-from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.options import cluster_of, settle, source_of
+from metagpu.plugins import control
 from metagpu.plugins.cluster.settings import Settings
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
     from metagpu.app import Agent, Places
 
-SIMULATE_HELP = (
-    "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
-    "file that describes the node"
-)
-_LOG_LEVELS = ("debug", "info", "warning", "error")
-_LOG_FORMATS = ("auto", "json", "console")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; give the exit status: 0 done, 1 failed, 2 not understood."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     status = 1
 
     try:
@@ -55,7 +40,7 @@ def _do(args: argparse.Namespace) -> int:
     """Carry out a command; tell an error of ours in one line."""
     try:
         settle(args)
-        return int(args.do(args))
+        return COMMANDS[args.command](args)
     except (MetagpuError, BaseExceptionGroup) as error:
         ours = _ours(error)
         if ours is None:
@@ -89,178 +74,6 @@ def _ours(error: BaseException) -> MetagpuError | None:
         found = [_ours(inner) for inner in error.exceptions]
         return None if None in found else found[0]
     return error if isinstance(error, MetagpuError) else None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metagpu",
-        description="Lets the pods of a Kubernetes node share its NVIDIA GPUs.",
-        epilog="Try `metagpu demo`: it needs neither a GPU nor a cluster.",
-    )
-    parser.add_argument("--version", action="version", version=f"metagpu {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    run = _command(
-        commands,
-        "run",
-        _run,
-        "serve this node: offer its GPUs to the kubelet until stopped",
-        "metagpu run --config metagpu.yaml\n"
-        "  metagpu run --simulate a100-40gb:8 --kubelet-dir /tmp/kubelet --run-dir /tmp/run",
-    )
-    _add_node(run)
-    run.add_argument(
-        "--kubelet-dir",
-        type=Path,
-        default=Variable(
-            ("METAGPU_KUBELET_DIR",), kubelet_directory.DEFAULT_DIRECTORY, convert=Path
-        ),
-        help="the kubelet's device-plugins folder (default: %(default)s)",
-    )
-    run.add_argument(
-        "--pod-resources",
-        type=Path,
-        default=Variable(("METAGPU_POD_RESOURCES",), podresources.DEFAULT_SOCKET, convert=Path),
-        help="the kubelet's PodResources socket (default: %(default)s)",
-    )
-    run.add_argument(
-        "--dev-root",
-        type=Path,
-        default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
-        help="where the host's /dev stands, as seen from here and from the container runtime",
-    )
-    run.add_argument(
-        "--log-level",
-        default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
-        choices=_LOG_LEVELS,
-    )
-    run.add_argument(
-        "--log-format",
-        default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
-        choices=_LOG_FORMATS,
-        help="json, or console for people; auto asks whether a terminal listens",
-    )
-    _add_run_dir(run)
-    add_cluster(run)
-
-    demo = _command(
-        commands,
-        "demo",
-        _demo,
-        "show the main job on a simulated node of 8 GPUs with a kubelet in it",
-        "metagpu demo --json",
-    )
-    demo.add_argument("--json", action="store_true", help="print what happened as JSON")
-
-    explain = _command(
-        commands,
-        "explain",
-        _explain,
-        "say what the kubelet would be offered, and why, without starting anything",
-        "metagpu explain --config metagpu.yaml --simulate a100-40gb:4,t4:2",
-    )
-    _add_node(explain)
-    explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.add_argument(
-        "--topology", action="store_true", help="also say how the GPUs are connected"
-    )
-
-    validate = _command(
-        commands,
-        "validate",
-        _validate,
-        "check configuration files; name line, path and mend of what is wrong",
-        "metagpu validate metagpu.yaml\n"
-        "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4",
-    )
-    configuring.add_validate(validate)
-    add_choice(validate)
-
-    plan = _command(
-        commands,
-        "plan",
-        _plan,
-        "say what a configuration would change, without changing anything",
-        "metagpu plan --config new.yaml\n"
-        "  metagpu plan --from old.yaml --config new.yaml --simulate a100-40gb:4",
-    )
-    _add_node(plan)
-    configuring.add_plan(plan)
-    _add_run_dir(plan)
-
-    status = _command(
-        commands,
-        "status",
-        _status,
-        "say what the running daemon offers, which GPUs are healthy and who holds what",
-        "metagpu status --json",
-    )
-    status.add_argument("--json", action="store_true", help="print JSON")
-    _add_run_dir(status)
-
-    acknowledge = _command(
-        commands,
-        "acknowledge",
-        _acknowledge,
-        "take a GPU back into service on your word, if it passes the device check",
-        "metagpu acknowledge 3",
-    )
-    acknowledge.add_argument("gpu", help="index or uuid")
-    _add_run_dir(acknowledge)
-
-    _add_sim(commands)
-    return parser
-
-
-def _command(
-    commands: Any,  # noqa: ANN401 - argparse names the type of its sub-parsers privately
-    name: str,
-    do: Callable[[argparse.Namespace], int],
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[:1].upper() + summary[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(do=do)
-    return parser
-
-
-def _add_node(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
-    parser.add_argument(
-        "--simulate",
-        metavar="BOARDS|FILE",
-        default=Variable(("METAGPU_SIMULATE",)),
-        help=SIMULATE_HELP,
-    )
-
-
-def _add_run_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=Variable(("METAGPU_RUN_DIR",), control.DEFAULT_RUN_DIR, convert=Path),
-        help="where the daemon's control socket stands (default: %(default)s)",
-    )
-
-
-def _add_sim(commands: Any) -> None:  # noqa: ANN401 - as above
-    from metagpu.sim import steer
-
-    sim = _command(
-        commands,
-        "sim",
-        _sim,
-        "steer the simulated node of a running `metagpu run --simulate`",
-        "metagpu sim xid 0 79\n  metagpu sim recover 0\n  metagpu sim node",
-    )
-    _add_run_dir(sim)
-    steer.add_arguments(sim.add_subparsers(title="what to do", required=True, metavar="WHAT"))
 
 
 # --- what the commands do -------------------------------------------------------------------------
@@ -300,15 +113,12 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _validate(args: argparse.Namespace) -> int:
-    return configuring.validate(args)
-
-
 def _plan(args: argparse.Namespace) -> int:
     from metagpu import tables
 
     _log("error", "console")
     planned = configuring.plan(args, _agent)
+
     if args.json:
         _print_json(planned)
     else:
@@ -329,7 +139,20 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _acknowledge(args: argparse.Namespace) -> int:
-    print(control.ask(args.run_dir, {"command": "acknowledge", "gpu": args.gpu}))  # noqa: T201
+    return _tell(args, {"command": "acknowledge", "gpu": args.gpu})
+
+
+def _cordon(args: argparse.Namespace) -> int:
+    return _tell(args, {"command": "cordon", "gpu": args.gpu, "reason": args.reason})
+
+
+def _uncordon(args: argparse.Namespace) -> int:
+    return _tell(args, {"command": "uncordon", "gpu": args.gpu})
+
+
+def _tell(args: argparse.Namespace, request: Mapping[str, str]) -> int:
+    """Have the daemon do something, and print what it says to that."""
+    print(control.ask(args.run_dir, request))  # noqa: T201
     return 0
 
 
@@ -348,6 +171,20 @@ def _sim(args: argparse.Namespace) -> int:
     return 0
 
 
+COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "run": _run,
+    "demo": _demo,
+    "explain": _explain,
+    "validate": configuring.validate,
+    "plan": _plan,
+    "status": _status,
+    "acknowledge": _acknowledge,
+    "cordon": _cordon,
+    "uncordon": _uncordon,
+    "sim": _sim,
+}
+
+
 # --- shared ---------------------------------------------------------------------------------------
 
 
@@ -364,6 +201,7 @@ def _agent(
     if simulate is None:
         return Agent(source, Nvml(), places, joins=joins)
 
+    from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
@@ -376,6 +214,7 @@ def _agent(
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        host=LinuxHost(own_pids=True),
         joins=joins,
     )
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -21,29 +20,6 @@ if TYPE_CHECKING:
 
 AgentOf = Callable[[Source, str | None], "Agent"]
 """Makes an agent for a source and, if given, a simulated node."""
-
-
-def add_validate(parser: argparse.ArgumentParser) -> None:
-    """Add what `validate` takes beside the choice of profiles."""
-    parser.add_argument("files", type=Path, nargs="+", metavar="PATH")
-    parser.add_argument(
-        "--convert",
-        action="store_true",
-        help="print the configuration, of all these files together, as metagpu/v1",
-    )
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add what `plan` takes beside the source and the node."""
-    parser.add_argument(
-        "--from",
-        dest="before",
-        type=Path,
-        action="append",
-        metavar="PATH",
-        help="compare with this configuration instead of with the running daemon",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def validate(args: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import anyio
 
 from metagpu.app import Agent, Places
-from metagpu.core.facts import Fact
+from metagpu.core.facts import Event
+from metagpu.core.host import Host
 from metagpu.core.model import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
@@ -68,7 +69,7 @@ class Scene:
             lambda now: all(i.holder for gpu in now.gpus.values() for i in gpu.leases.values())
         )
 
-    async def news(self, *kinds: type[Fact]) -> Fact:
+    async def news(self, *kinds: type[Event]) -> Event:
         """Wait for the next news of one of these kinds."""
         with self.agent.registry.news.subscribe(*kinds) as news, anyio.fail_after(10):
             async for fact in news:
@@ -87,6 +88,7 @@ async def agent_at_work(
     tools: Tools | None = None,
     source: Source | None = None,
     joins: Settings | None = None,
+    host: Host | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
@@ -109,6 +111,7 @@ async def agent_at_work(
         places,
         tools=tools or SimulatedTools(),
         joins=joins,
+        host=host,
     )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 

@@ -7,7 +7,10 @@ import pytest
 
 from metagpu.cli import main
 
-COMMANDS = ("run", "demo", "explain", "validate", "plan", "status", "acknowledge", "sim")
+COMMANDS = (
+    *("run", "demo", "explain", "validate", "plan", "status"),
+    *("acknowledge", "cordon", "uncordon", "sim"),
+)
 TWO_POOLS = """\
 version: metagpu/v1
 pools:
@@ -76,6 +79,24 @@ def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Tesla T4" in out
     assert "cnvrg.io/metagpu" in out
     assert "\x1b" not in out
+
+
+def test_explain_says_whom_an_idle_gpu_goes_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where several backends offer a GPU, the rule is told, and what each of them offers."""
+    file = tmp_path / "mixed.yaml"
+    file.write_text(
+        "version: metagpu/v1\npools:\n"
+        "  - {name: one, gpus: {index: 0}, backends: [{backend: whole}]}\n"
+        "  - {name: two, backends: [{backend: timeslice, replicas: 4}, {backend: whole}]}\n"
+    )
+    assert main(["explain", "--config", str(file), "--simulate", "t4:3"]) == 0
+
+    told = " ".join(capsys.readouterr().out.split())
+    assert "4 gpu.shared" in told
+    assert "GPU 1, 2: offered by timeslice, whole. An idle GPU goes to the one that" in told
+    assert "GPU 0" not in told
 
 
 def test_explain_draws_how_gpus_are_connected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +191,27 @@ def test_demo_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(story["fault"]["running"]) == 7
 
 
+def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """In its mixed pool a GPU is claimed, given back, and taken in another way."""
+    assert main(["demo", "--json"]) == 0
+
+    names = ("cnvrg.io/metagpu", "nvidia.com/gpu.shared", "nvidia.com/gpu")
+    assert [
+        (
+            step["what"],
+            [gpu["owner"] for gpu in step["gpus"]],
+            [step["allocatable"][name] for name in names],
+        )
+        for step in json.loads(capsys.readouterr().out)["pool"]["steps"]
+    ] == [
+        ("nobody has asked yet", [None, None], [200, 8, 2]),
+        ("lab asks for 1 gpu.shared", ["timeslice", None], [100, 8, 1]),
+        ("train asks for 1 gpu", ["timeslice", "whole"], [0, 4, 1]),
+        ("lab ends", [None, "whole"], [100, 4, 2]),
+        ("serve asks for 50 metagpu", ["fraction", "whole"], [100, 0, 1]),
+    ]
+
+
 def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     """For people the demo draws bars and names the fault."""
     assert main(["demo"]) == 0
@@ -177,6 +219,7 @@ def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "██████████ 100/100" in captured.out
     assert "XID 79: GPU has fallen" in captured.out
+    assert "serve asks for 50 metagpu   fraction    whole   100" in captured.out
     assert captured.err == ""
 
 

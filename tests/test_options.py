@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.cli import _parser, main
+from metagpu.arguments import parser
+from metagpu.cli import main
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
 from metagpu.options import Variable, add_source, settle, source_of
@@ -13,9 +14,9 @@ from metagpu.options import Variable, add_source, settle, source_of
 
 def settled(*arguments: str, **environment: str) -> argparse.Namespace:
     """Parse some arguments and put the environment's values where none was given."""
-    parser = argparse.ArgumentParser()
-    add_source(parser)
-    args = parser.parse_args(arguments)
+    made = argparse.ArgumentParser()
+    add_source(made)
+    args = made.parse_args(arguments)
     settle(args, environment)
     return args
 
@@ -68,8 +69,8 @@ def test_a_variable_that_says_what_cannot_be() -> None:
 
 def test_every_option_of_run_has_its_variable() -> None:
     """What `run` can be told by options it can be told by METAGPU_ and the option's name."""
-    told = vars(_parser().parse_args(["run"]))
-    defaults = {name: value for name, value in told.items() if name != "do"}
+    told = vars(parser().parse_args(["run"]))
+    defaults = {name: value for name, value in told.items() if name != "command"}
 
     assert len(defaults) > 10
     for name, value in defaults.items():

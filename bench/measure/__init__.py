@@ -6,6 +6,7 @@ from typing import Final
 from bench.figures import Figure
 from bench.measure.calls import calls
 from bench.measure.claims import claims
+from bench.measure.enforcement import enforcement
 from bench.measure.faults import faults
 from bench.measure.idle import idle
 from bench.measure.memory import memory
@@ -20,5 +21,6 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "starts": starts,
     "memory": memory,
     "idle": idle,
+    "enforcement": enforcement,
 }
 """By the name that `--only` takes, in the order of a full run."""

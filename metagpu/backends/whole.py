@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from metagpu.backends.whole_placement import best_connected
-from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
+from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.model import Gpu, Share, ShareId, Snapshot
 
 _SLOT = "whole"
@@ -23,6 +23,7 @@ class WholeBackend(OneResourceBackend[WholeOptions]):
 
     name: ClassVar[str] = "whole"
     options_type: ClassVar[type[Options]] = WholeOptions
+    guard: ClassVar[Guard] = Guard.ALONE
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Leave a GPU in one piece; one in MIG mode is not given: CUDA sees its instances only."""

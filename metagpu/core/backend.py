@@ -6,6 +6,7 @@ name is its `name` and what a pool's `backend:` says. Built-in ones come through
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import ClassVar, Generic, Self, TypeVar, cast
 
@@ -16,6 +17,19 @@ from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
 from metagpu.core.served import ServedGpu
 
 GROUP = "metagpu.backends"
+
+
+class Guard(StrEnum):
+    """What keeps a container of a backend within its share of a GPU's memory.
+
+    The enforcer looks after `ENFORCER` alone: what the hardware or MPS refuses needs no second
+    judge, and who has a GPU alone can take nobody's memory.
+    """
+
+    ENFORCER = "enforcer"
+    MPS = "mps"
+    MIG = "mig"
+    ALONE = "alone"
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -33,6 +47,7 @@ class Backend(ABC):
         prepares: whether the kubelet shall call `prepare` before every container start.
         readies: whether `serve` makes a GPU ready: its shares begin suspended, until it resumes.
         cleans: whether `serve` cleans a GPU after its last lease; nobody else gets it before.
+        guard: what keeps its containers within `Share.memory`.
     """
 
     name: ClassVar[str]
@@ -40,6 +55,7 @@ class Backend(ABC):
     prepares: ClassVar[bool] = False
     readies: ClassVar[bool] = False
     cleans: ClassVar[bool] = False
+    guard: ClassVar[Guard] = Guard.ENFORCER
 
     @classmethod
     @abstractmethod

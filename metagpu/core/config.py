@@ -12,8 +12,9 @@ import msgspec
 
 from metagpu.core.backend import Backend, Options
 from metagpu.core.document import Document
+from metagpu.core.enforcement import Enforcement
 from metagpu.core.injection import DeviceListStrategy, Injection
-from metagpu.core.model import Gpu, ResourceName
+from metagpu.core.model import Gpu, ResourceName, bus_id
 from metagpu.core.names import name_refusal
 from metagpu.core.units import Bytes, Duration, PciDevice
 from metagpu.core.xid import Severity
@@ -45,7 +46,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     Attributes:
         index: numbers and ranges, as in `0-3,6`.
         uuid: one or several NVML uuids.
-        pci: one or several bus ids, as `0000:07:00.0`.
+        pci: one or several bus ids, as `0000:07:00.0`, or with NVML's domain of eight digits.
         pci_device: one or several kinds of GPU by their PCI id, device before vendor: `0x20B010DE`.
         product: a pattern for the product name with `*` and `?`, in any case: `*A100*`.
         min_memory: least total memory, as `40Gi`.
@@ -61,9 +62,14 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     def __post_init__(self) -> None:
         if all(getattr(self, name) is None for name in self.__struct_fields__):
             raise ValueError("an empty selector selects nothing; write `gpus: all`")
+        for name in self.__struct_fields__:
+            if getattr(self, name) == ():
+                raise ValueError(f"the list `{name}` is empty and selects nothing; leave it out")
 
         for part in _listed(self.index):
             _index_ranges(part)
+        for name in _listed(self.pci):
+            bus_id(name)
         for part in _listed(self.pci_device):
             PciDevice.parse(part)
 
@@ -79,7 +85,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             (self.uuid, lambda part: gpu.id == part, f"uuid {gpu.id} is not listed"),
             (
                 self.pci,
-                lambda part: gpu.pci_bus_id == part.lower(),
+                lambda part: gpu.pci_bus_id == bus_id(part),
                 f"PCI bus id {gpu.pci_bus_id} is not listed",
             ),
             (
@@ -138,6 +144,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     name: str
     backends: tuple[dict[str, Any], ...]
     gpus: Literal["all"] | Selector = "all"
+    memory_enforcement: Enforcement = Enforcement()
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""

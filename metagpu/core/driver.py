@@ -3,7 +3,7 @@
 `None` in a value means that the driver does not say (NVML's NOT_SUPPORTED): unknown, never zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -185,6 +185,13 @@ class Driver(Protocol):
 
         Raises:
             DriverError: also if this process is not root's, or the GPU cannot; says which.
+        """
+        ...
+
+    async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:
+        """Tell how busy processes kept one GPU's processors of late, in percent, by their pids.
+
+        A process that is not in it was idle; `None` where the driver does not say, as in MIG mode.
         """
         ...
 

@@ -15,6 +15,7 @@ MetagpuError
 │   └── DriverTimeout    this call did not come back in time
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
+├── HostError            the host's: the kernel refused us
 ├── KubeletError         the kubelet's: it refused us, or is not there
 └── ClusterError         the API server's: it refused us, or is not there
 """
@@ -121,6 +122,10 @@ class ToolError(MetagpuError):
 
 class ToolMissing(ToolError):
     """Raised when a program is not on the host, or not where we look."""
+
+
+class HostError(MetagpuError):
+    """Raised when the kernel does not let us do what was decided."""
 
 
 class KubeletError(MetagpuError):

@@ -1,4 +1,7 @@
-"""What can happen: facts, which enter the registry, and are news if they changed something."""
+"""What can happen: facts, which enter the registry, and are news if they changed something.
+
+At the end there is news that changes nothing which is kept: it is only heard.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,3 +194,66 @@ Fact = (
     | LeasesObserved
     | GpuFact
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryExceeded:
+    """A container was found to use more of a GPU's memory than it may: once for each excess.
+
+    Attributes:
+        pod_uid: tells its pod from an earlier one of its name.
+        used: bytes that its processes have together; `share` what it holds, `limit` what it may.
+        will_end: whether processes of it will be ended if it stays so.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    used: int
+    share: int
+    limit: int
+    will_end: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSignalled:
+    """A process was made to end because its container used too much of a GPU's memory.
+
+    Attributes:
+        signal: `SIGTERM`, or `SIGKILL` for one that did not go.
+        memory: bytes that the process had of the GPU.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    pid: int
+    signal: str
+    memory: int
+    used: int
+    share: int
+    limit: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StrangerFound:
+    """A container uses a GPU of which it holds no share: once for each container and GPU.
+
+    Attributes:
+        holder: its names, `None` if nobody knows them.
+        memory: bytes that one of its processes has, `None` when the driver does not say.
+    """
+
+    gpu: GpuId
+    holder: Holder | None
+    container_id: str
+    pod_uid: str
+    pid: int
+    memory: int | None
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound
+"""What is heard on the bus: facts that changed something, and news that change nothing we keep."""

@@ -169,8 +169,8 @@ class Keeper:
         """Tell whether a serve goes on: its cut is in force, or it has a GPU that it must clean."""
         if self._in_force(it):
             return True
-        owner = self._registry.snapshot.gpus[it.cut.gpu.id].owner
-        return it.cut.backend.cleans and owner == it.backend and not self._followed(it)
+        state = self._registry.snapshot.gpus[it.cut.gpu.id]
+        return it.cut.backend.cleans and state.used_by(it.backend) and not self._followed(it)
 
     async def _follow(self, group: TaskGroup) -> None:
         while leaving := [it for it in self._kept if it.dismissed]:
@@ -196,7 +196,7 @@ class Keeper:
 
     async def _drain(self, it: _Kept) -> None:
         """End a serve whose cut is gone once the GPU is not its own, unless the cut comes back."""
-        await _until(self._registry, it.cut.gpu, lambda state: state.owner != it.backend)
+        await _until(self._registry, it.cut.gpu, lambda state: not state.used_by(it.backend))
 
         it.drained = False
         if not self._in_force(it):

@@ -18,6 +18,7 @@
 Times are seconds since the epoch, memory is in bytes.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -255,6 +256,12 @@ class GpuState:
         holders = (lease.share.backend for lease in self.leases.values())
         return next(holders, next(iter(self.cleaning), None))
 
+    def used_by(self, backend: str) -> bool:
+        """Tell whether a backend has leases of this GPU, or cleans it after them."""
+        return backend in self.cleaning or any(
+            lease.share.backend == backend for lease in self.leases.values()
+        )
+
     @property
     def waits_for(self) -> tuple[Lease, ...]:
         """The leases that must end before the present configuration takes hold of this GPU."""
@@ -337,6 +344,18 @@ def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:
     for share in {share.id: share for share in shares}.values():
         found[share.gpu].append(share)
     return found
+
+
+def bus_id(text: str) -> str:
+    """Write a PCI address as the kernel does, four digits of domain, in lower case.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    found = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", text.lower())
+    if found is None:
+        raise ValueError(f"{text!r} is no PCI bus id; write one like 0000:07:00.0")
+    return f"{int(found[1], 16):04x}:{found[2]}"
 
 
 def conflicts(a: Share, b: Share) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from metagpu.core.bus import Bus
-from metagpu.core.facts import Fact
+from metagpu.core.facts import Event, Fact
 from metagpu.core.model import Snapshot
 from metagpu.core.reduce import reduce
 
@@ -32,12 +32,12 @@ class Registry:
 
     Attributes:
         snapshot: everything known now; replaced, never edited.
-        news: the bus on which every fact that changed something is heard.
+        news: the bus on which every fact that changed something is heard, and other news.
     """
 
     def __init__(self) -> None:
         self.snapshot = Snapshot()
-        self.news: Bus[Fact] = Bus()
+        self.news: Bus[Event] = Bus()
         self._watchers: list[_Watcher[Any]] = []
 
     def apply(self, fact: Fact) -> bool:

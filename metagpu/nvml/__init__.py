@@ -8,10 +8,11 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
     reading   one GPU's answers -> our values
     session   the GPUs met so far, and the one event set
     wiring    how the GPUs are connected, read once for each set of them
+    activity  how busy processes keep a GPU
 """
 
 import ctypes
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from metagpu.core.driver import (
 )
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
 from metagpu.core.model import Gpu, GpuId, Versions
+from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.reading import (
     read_compute_mode,
@@ -159,6 +161,11 @@ class Nvml:
         """List the compute and graphics processes that have memory on one GPU."""
         known = self._known(gpu)
         return await known.lane.call(partial(read_processes, known.handle), self._deadline)
+
+    async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:
+        """Tell how busy processes kept one GPU's processors of late, in percent, by their pids."""
+        known = self._known(gpu)
+        return await known.lane.call(partial(read_utilisation, known.handle), self._deadline)
 
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
         """Read who may use a GPU for computing; `None` when the driver does not say."""

@@ -5,9 +5,10 @@ library. Functions that are not here raise `AttributeError`, which pynvml report
 library too old to have them.
 """
 
+from metagpu.sim.library_activity import Activity
 from metagpu.sim.library_events import Events
 from metagpu.sim.library_queries import Queries
 
 
-class Library(Queries, Events):
+class Library(Queries, Events, Activity):
     """All of the functions; see `LibraryBase` for what it takes."""

@@ -47,13 +47,18 @@ class SimError(MetagpuError):
 
 @dataclass(slots=True)
 class SimProcess:
-    """A process on a GPU; `memory` in bytes, `None` when the driver does not say."""
+    """A process on a GPU; `memory` in bytes, `None` when the driver does not say.
+
+    Attributes:
+        sm: how busy it keeps the GPU's multiprocessors, in percent.
+    """
 
     pid: int
     memory: int | None
     gi: int | None = None
     ci: int | None = None
     graphics: bool = False
+    sm: int = 0
 
 
 @dataclass(slots=True)

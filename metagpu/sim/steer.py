@@ -85,6 +85,7 @@ class Process(Command, frozen=True, tag="process"):
     memory: int | None = None
     gi: int | None = None
     ci: int | None = None
+    sm: int = 0
 
     def apply(self, node: SimNode) -> str:
         gpu = node.gpu(self.gpu)
@@ -92,7 +93,7 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
-        node.add_process(gpu, SimProcess(self.pid, self.memory, self.gi, self.ci))
+        node.add_process(gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm))
         return f"process {self.pid} is on GPU {self.gpu}"
 
 
@@ -191,6 +192,12 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "seconds": {"metavar": "TIME", "help": "such as 10s"},
     "--gi": {"metavar": "N", "type": int, "help": "MIG GPU instance"},
     "--ci": {"metavar": "N", "type": int, "help": "MIG compute instance in it"},
+    "--sm": {
+        "metavar": "PERCENT",
+        "type": int,
+        "default": 0,
+        "help": "how busy it keeps the GPU (default: 0)",
+    },
     "--count": {"metavar": "N", "type": int, "default": 1, "help": "how many (default: 1)"},
     "--double-bit": {"action": "store_true", "help": "errors that could not be corrected"},
     "--json": {"action": "store_true", "help": "for programs"},

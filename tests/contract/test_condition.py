@@ -49,6 +49,14 @@ async def test_processes_are_well_formed(driver: Driver) -> None:
             assert all(p.memory is None or p.memory <= gpu.memory for p in processes)
 
 
+async def test_how_busy_processes_are_is_a_percentage(driver: Driver) -> None:
+    """Utilisation is told by pid, from 0 to 100 percent, or not at all."""
+    async with driver.session():
+        for gpu in (await driver.survey()).gpus:
+            busy = await driver.utilisation(gpu.id) or {}
+            assert all(pid > 0 and 0 <= percent <= 100 for pid, percent in busy.items())
+
+
 async def test_a_compute_mode_is_one_of_nvmls(driver: Driver) -> None:
     """A GPU says who may compute on it, or does not say."""
     async with driver.session():

@@ -13,6 +13,7 @@ from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
 from metagpu.backends.fraction_placement import Placement
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
+from metagpu.core.enforcement import Enforcement, Policy, Victims
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
@@ -141,6 +142,38 @@ pools:
             present=frozenset({"/dev/x"}),
         )
     )
+
+
+def test_each_pool_says_how_memory_is_enforced() -> None:
+    """What a pool says of memory is its own; one that says nothing has the defaults."""
+    read = config("""
+version: metagpu/v1
+pools:
+  - name: strict
+    gpus: {index: 0}
+    memoryEnforcement:
+      {policy: kill, headroom: 1Gi, grace: 5s, stopTimeout: 10s, victims: all, period: 1s,
+       dryRun: true}
+    backends: [{backend: fraction}]
+  - name: rest
+    backends: [{backend: fraction}]
+  - name: never
+    memoryEnforcement: {policy: off}
+    backends: [{backend: fraction}]
+""")
+    strict, rest, never = (pool.memory_enforcement for pool in read.envelope.pools)
+
+    assert strict == Enforcement(
+        policy=Policy.KILL,
+        headroom=Bytes(2**30),
+        grace=Duration(5),
+        stop_timeout=Duration(10),
+        victims=Victims.ALL,
+        period=Duration(1),
+        dry_run=True,
+    )
+    assert rest == Enforcement()
+    assert never.policy is Policy.OFF
 
 
 def test_json_is_yaml() -> None:
@@ -310,8 +343,49 @@ def selecting(gpus: str) -> str:
             ),
         ),
         (POOL + "health: {rescanPeriod: 0s}\n", "6: health: rescanPeriod must be longer than 0"),
+        # memory enforcement
+        *(
+            (
+                selecting("all\n    memoryEnforcement: " + said),
+                f"5: pools[0].memoryEnforcement{problem}",
+            )
+            for said, problem in [
+                (
+                    "{policy: shoot}",
+                    ".policy: 'shoot' is not known here; allowed: kill, off, report, warn",
+                ),
+                ("{policy: on}", ": policy is no switch; allowed: off, report, warn, kill"),
+                ("{victims: some}", ".victims: 'some' is not known here; allowed: all, largest"),
+                ("{period: 0s}", ": period must be longer than 0"),
+                (
+                    "{grace: soon}",
+                    ".grace: 'soon' is no duration; write one like 250ms, 30s, 5m or 1h",
+                ),
+                (
+                    "{dryrun: true}",
+                    (
+                        ".dryrun: unknown key; allowed: dryRun, grace, headroom, period, policy, "
+                        "stopTimeout, victims; did you mean dryRun?"
+                    ),
+                ),
+            ]
+        ),
         # selectors
         (selecting("{}"), "4: pools[0].gpus: an empty selector selects nothing; write `gpus: all`"),
+        *(
+            (
+                selecting(f"{{{key}: []}}"),
+                f"4: pools[0].gpus: the list `{key}` is empty and selects nothing; leave it out",
+            )
+            for key in ("index", "uuid", "pci", "product")
+        ),
+        *(
+            (
+                selecting(f"{{pci: {name}}}"),
+                f"4: pools[0].gpus: {name!r} is no PCI bus id; write one like 0000:07:00.0",
+            )
+            for name in ("af:00.0", "0000:af:00", "0000-af-00.0")
+        ),
         *(
             (
                 selecting(f"{{index: {index}}}"),
@@ -475,6 +549,7 @@ THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0", pci_devic
         Selector(pci_device="0x20B010DE"),
         Selector(pci_device=("0x20B210DE", 0x20B010DE)),
         Selector(pci="0000:AF:00.0"),
+        Selector(pci="00000000:AF:00.0"),
         Selector(pci=("0000:01:00.0", "0000:af:00.0")),
         Selector(product="NVIDIA A100-SXM4-40GB"),
         Selector(product="*a100*"),

@@ -1,6 +1,6 @@
 """The health watch on a driver that is told what to answer: what is told, and how often."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -58,6 +58,10 @@ class Told:
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:  # noqa: ARG002
         """Find none."""
         return ()
+
+    async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
+        """Say nothing."""
+        return None
 
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
         """Say that anyone may."""

@@ -1,4 +1,4 @@
-"""The machine beside its GPUs: what stands in its file system."""
+"""NVIDIA's device nodes, as they stand in the host's /dev."""
 
 from pathlib import Path
 

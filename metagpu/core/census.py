@@ -1,0 +1,83 @@
+"""Asks NVML who is on a GPU, and the host who that is."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from metagpu.core.driver import Driver
+from metagpu.core.errors import DriverError
+from metagpu.core.host import Host, Identity, Particulars
+from metagpu.core.model import GpuId
+from metagpu.core.registry import Registry
+from metagpu.core.usage import Account, account
+
+
+@dataclass(slots=True)
+class Findings:
+    """All GPUs at about one moment, with what people want to know.
+
+    Attributes:
+        accounts: in the order of the GPUs; one that could not be asked has an empty one.
+        failures: why a GPU could not be asked.
+        busy: of each GPU, how busy its processes keep it in percent, by pid; a GPU that does not
+            say is not in it.
+        hints: what keeps us from knowing whose processes are whose.
+    """
+
+    accounts: Mapping[GpuId, Account] = field(default_factory=dict)
+    failures: dict[GpuId, str] = field(default_factory=dict)
+    busy: dict[GpuId, Mapping[int, int]] = field(default_factory=dict)
+    particulars: Mapping[Identity, Particulars] = field(default_factory=dict)
+    hints: Sequence[str] = ()
+
+
+class Census:
+    """Finds out who is on a GPU; remembers nothing."""
+
+    def __init__(self, driver: Driver, host: Host, registry: Registry) -> None:
+        self._driver = driver
+        self._host = host
+        self._registry = registry
+
+    async def account(self, gpu: GpuId) -> Account:
+        """Give everybody who is on a GPU now.
+
+        Raises:
+            DriverError: if NVML does not say.
+        """
+        processes = await self._driver.processes(gpu)
+        identities = await self._host.identify({process.pid for process in processes})
+        containers = {who.container for who in identities.values() if who.container}
+        names = await self._host.holders(containers)
+        return account(self._registry.snapshot.gpus[gpu], processes, identities, names)
+
+    async def take(self) -> Findings:
+        """Look at all GPUs at once, and at the particulars of who is there."""
+        gpus = tuple(self._registry.snapshot.gpus)
+        findings = Findings(hints=await self._host.hints())
+        accounts = {gpu: Account(gpu) for gpu in gpus}
+
+        async def look(gpu: GpuId) -> None:
+            try:
+                accounts[gpu] = await self.account(gpu)
+                busy = await self._driver.utilisation(gpu)
+            except DriverError as error:
+                findings.failures[gpu] = str(error)
+            else:
+                if busy is not None:
+                    findings.busy[gpu] = busy
+
+        async with anyio.create_task_group() as group:
+            for gpu in gpus:
+                group.start_soon(look, gpu)
+
+        findings.accounts = accounts
+        findings.particulars = await self._host.describe(_everybody(accounts.values()))
+        return findings
+
+
+def _everybody(accounts: Collection[Account]) -> Collection[Identity]:
+    housed = (process for it in accounts for usage in it.usages for process in usage.processes)
+    strangers = (stranger.process for it in accounts for stranger in it.strangers)
+    return {process.who for those in (housed, strangers) for process in those if process.who}

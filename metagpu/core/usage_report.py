@@ -1,0 +1,200 @@
+"""Who uses what as plain data: what `mgctl` shows.
+
+Memory is in MiB, utilisation in percent; `None` where the driver does not say.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from metagpu.core.backend import Guard
+from metagpu.core.census import Findings
+from metagpu.core.enforcement import Enforcement, Policy, limit_of
+from metagpu.core.enforcer import Tally, guarded
+from metagpu.core.model import MIB, GpuId, GpuState, Holder, Share, Snapshot
+from metagpu.core.usage import Process, Stranger, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds on this node: what the pool of each GPU says, and what guards each backend."""
+
+    terms: Callable[[GpuId], Enforcement]
+    guards: Mapping[str, Guard]
+
+
+def usage_report(
+    snapshot: Snapshot,
+    findings: Findings,
+    rules: Rules,
+    *,
+    pod: tuple[str, str] | None = None,
+) -> dict[str, Any]:
+    """Say who uses what of which GPU, and who belongs to nobody.
+
+    To a `pod`, by namespace and name, it tells of itself and of the GPUs it holds a part of.
+    """
+    usages = [
+        usage
+        for account in findings.accounts.values()
+        for usage in account.usages
+        if pod in (None, (usage.holder.namespace, usage.holder.pod))
+    ]
+    mine = {usage.gpu for usage in usages}
+    strangers = [it for account in findings.accounts.values() for it in account.strangers]
+
+    return {
+        "gpus": [
+            _gpu(state, findings, rules)
+            for gpu, state in snapshot.gpus.items()
+            if pod is None or gpu in mine
+        ],
+        "containers": _containers(snapshot, usages, findings, rules),
+        "strangers": [] if pod else [_stranger(it, snapshot, findings) for it in strangers],
+        "hints": list(findings.hints),
+    }
+
+
+def tally_report(tally: Tally, snapshot: Snapshot) -> dict[str, Any]:
+    """Say what the enforcer has done since the daemon's start, and who is over now."""
+    return {
+        "warnings": tally.warnings,
+        "signals": {signal.name: count for signal, count in tally.signals.items()},
+        "overMiB": [
+            {"gpu": snapshot.gpus[gpu].gpu.index, "container": str(holder), "mib": _mib(above)}
+            for gpu, those in tally.over.items()
+            for holder, above in those.items()
+        ],
+    }
+
+
+def _gpu(state: GpuState, findings: Findings, rules: Rules) -> dict[str, Any]:
+    gpu = state.gpu
+    account = findings.accounts.get(gpu.id)
+    processes = [] if account is None else [p for u in account.usages for p in u.processes]
+    processes += [] if account is None else [it.process for it in account.strangers]
+    busy = findings.busy.get(gpu.id)
+    failure = findings.failures.get(gpu.id)
+
+    return {
+        "index": gpu.index,
+        "uuid": gpu.id,
+        "product": gpu.name,
+        "memoryMiB": _mib(gpu.memory),
+        "usableMiB": _mib(gpu.memory - (gpu.reserved or 0)),
+        "usedMiB": None if failure else _mib(sum(p.memory or 0 for p in processes)),
+        "utilisation": None if busy is None else min(100, sum(busy.values())),
+        "shares": _offered(state),
+        "healthy": state.verdict.healthy,
+        "reason": state.verdict.reason,
+        "cordon": state.cordon and state.cordon.reason,
+        "policy": str(rules.terms(gpu.id).policy),
+        "failure": failure,
+    }
+
+
+def _offered(state: GpuState) -> list[dict[str, Any]]:
+    by_resource: dict[str, list[Share]] = {}
+    for share in state.shares:
+        by_resource.setdefault(share.resource, []).append(share)
+
+    return [
+        {
+            "resource": resource,
+            "capacity": len(shares),
+            "held": sum(share.id in state.leases for share in shares),
+            "shareMiB": _mib(shares[0].memory),
+        }
+        for resource, shares in by_resource.items()
+    ]
+
+
+def _containers(
+    snapshot: Snapshot, usages: Iterable[Usage], findings: Findings, rules: Rules
+) -> list[dict[str, Any]]:
+    found: dict[tuple[Holder, str | None], list[Usage]] = {}
+    told = {usage.holder: usage.pod_uid for usage in usages if usage.pod_uid}
+    for usage in usages:
+        # On a GPU that it does not use, nothing tells a pod's uid: it is that of the others.
+        uid = usage.pod_uid or told.get(usage.holder)
+        found.setdefault((usage.holder, uid), []).append(usage)
+
+    return [
+        {
+            "namespace": holder.namespace,
+            "pod": holder.pod,
+            "container": holder.container,
+            "podUid": uid,
+            "gpus": [_part(snapshot.gpus[its.gpu], its, findings, rules) for its in parts],
+        }
+        for (holder, uid), parts in sorted(found.items(), key=lambda item: str(item[0]))
+    ]
+
+
+def _part(state: GpuState, usage: Usage, findings: Findings, rules: Rules) -> dict[str, Any]:
+    """Say what one container has of one GPU."""
+    guard, terms = guarded(usage, rules.guards), rules.terms(usage.gpu)
+    judged = guard is Guard.ENFORCER and terms.policy is not Policy.OFF
+    limit = limit_of(usage, state.gpu, terms.headroom) if judged else None
+    resource = usage.shares[0].resource
+    capacity = sum(share.resource == resource for share in state.shares)
+    busy = findings.busy.get(usage.gpu)
+    own = None if busy is None else sum(busy.get(p.pid, 0) for p in usage.processes)
+
+    return {
+        "index": state.gpu.index,
+        "uuid": usage.gpu,
+        "resource": resource,
+        "shares": len(usage.shares),
+        "capacity": capacity,
+        "shareMiB": None if usage.share is None else _mib(usage.share),
+        "limitMiB": None if limit is None else _mib(limit),
+        "usedMiB": _mib(usage.memory),
+        "over": limit is not None and usage.memory > limit,
+        "utilisation": own,
+        # Of what its shares are of the GPU: above 100 it takes what others leave.
+        "relativeUtilisation": (
+            None if own is None else round(own * max(capacity, 1) / len(usage.shares))
+        ),
+        "guard": guard and str(guard),
+        "policy": str(terms.policy) if guard is Guard.ENFORCER else None,
+        "processes": [_process(p, busy, findings) for p in usage.processes],
+    }
+
+
+def _stranger(stranger: Stranger, snapshot: Snapshot, findings: Findings) -> dict[str, Any]:
+    holder = stranger.holder
+
+    return {
+        "index": snapshot.gpus[stranger.gpu].gpu.index,
+        "uuid": stranger.gpu,
+        "namespace": holder and holder.namespace,
+        "pod": holder and holder.pod,
+        "container": holder and holder.container,
+        "why": stranger.why,
+        **_process(stranger.process, findings.busy.get(stranger.gpu), findings),
+    }
+
+
+def _process(
+    process: Process, busy: Mapping[int, int] | None, findings: Findings
+) -> dict[str, Any]:
+    told = findings.particulars.get(process.who) if process.who else None
+
+    return {
+        "pid": process.pid,
+        "innerPid": told and told.inner_pid,
+        "memoryMiB": None if process.memory is None else _mib(process.memory),
+        "utilisation": None if busy is None else busy.get(process.pid, 0),
+        "user": told and ("root" if told.uid == 0 else str(told.uid)),
+        "command": told and list(told.command),
+        "startedAt": told
+        and datetime.fromtimestamp(told.started_at, UTC).isoformat("T", "seconds"),
+        "hostMemoryMiB": told and _mib(told.memory),
+        "cpuSeconds": told and round(told.cpu, 2),
+    }
+
+
+def _mib(amount: int) -> int:
+    return amount // MIB

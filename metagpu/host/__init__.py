@@ -1,0 +1,13 @@
+"""The machine beside its GPUs: the only reader of /proc and cgroups, the only sender of signals.
+
+- `nodes`: NVIDIA's device nodes
+- `cgroups`: the path of a process -> its container
+- `process`: /proc/PID -> our values
+- `logs`: a container's id -> the names of its pod and itself
+- `linux`: `core.host.Host` on all of them, in worker threads
+"""
+
+from metagpu.host.linux import LinuxHost
+from metagpu.host.nodes import device_nodes
+
+__all__ = ["LinuxHost", "device_nodes"]

@@ -1,0 +1,489 @@
+"""The enforcer at work, on real processes of this machine that use simulated GPUs."""
+
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import pytest
+from anyio.abc import Process
+
+from metagpu.core import enforcer
+from metagpu.core.backend import Guard
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Enforcer
+from metagpu.core.errors import HostError
+from metagpu.core.facts import GpusFound, LeasesObserved, MemoryExceeded, ProcessSignalled
+from metagpu.core.host import Identity
+from metagpu.core.model import MIB, Gpu, Holder, ShareId
+from metagpu.core.registry import Registry
+from metagpu.core.units import Duration
+from metagpu.host import LinuxHost
+from metagpu.nvml import Nvml
+from metagpu.sim.host import SimHost
+from metagpu.sim.kubelet import Pod
+from metagpu.sim.node import SimNode, SimProcess
+from tests.agent_rig import METAGPU, agent_at_work
+from tests.build import laid_out, pool
+from tests.heard import heard
+from tests.host_rig import running
+from tests.nvml.rig import opened
+
+SOON: Final = Duration(0.02)
+ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
+STUBBORN: Final = (
+    "import signal, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print(flush=True)\n"
+    "time.sleep(60)"
+)
+PERCENT: Final = 40960 * MIB // 100
+LIMIT_OF_25: Final = 10085 + 512
+"""MiB: a quarter of the 40340 that programs can have of such a GPU, and the headroom."""
+
+
+def terms(policy: Policy = Policy.KILL, *, dry_run: bool = False) -> Enforcement:
+    """Make settings that lose no time."""
+    return Enforcement(policy=policy, period=SOON, grace=SOON, stop_timeout=SOON, dry_run=dry_run)
+
+
+class Watched:
+    """A host that says how often it was asked, and lets a test act just before a signal."""
+
+    def __init__(self, host: LinuxHost) -> None:
+        self._host = host
+        self.looks = 0
+        self.refused: list[Identity] = []
+        self.before: Callable[[Identity], Any] = lambda _: None
+        self.describe, self.holders = host.describe, host.holders
+        self.advice: tuple[str, ...] = ()
+
+    async def hints(self) -> tuple[str, ...]:
+        """Give what the test put there."""
+        return self.advice
+
+    async def identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
+        """Count a look."""
+        self.looks += 1
+        return await self._host.identify(pids)
+
+    async def signal(self, who: Identity, signal: signal.Signals) -> bool:
+        """Do what the test wants first, and note whom the host would not signal."""
+        acting = self.before(who)
+        if acting is not None:
+            await acting
+        if done := await self._host.signal(who, signal):
+            return done
+        self.refused.append(who)
+        return False
+
+
+class Ground:
+    """An enforcer on a node of two simulated A100s, and a machine of real processes.
+
+    Attributes:
+        terms: what its pool says; may be replaced.
+    """
+
+    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: SimHost) -> None:
+        self.node, self.gpus, self.machine = node, gpus, machine
+        self.host = Watched(machine.host)
+        self.terms = terms()
+        self.registry = Registry()
+        self.registry.apply(GpusFound(tuple(gpus), at=0))
+        self.registry.apply(laid_out(*gpus, text=pool("sharesPerGpu: 100")).offered)
+        self._holders: dict[ShareId, Holder] = {}
+        self.enforcer = Enforcer(
+            nvml,
+            self.host,
+            self.registry,
+            lambda _: self.terms,
+            {"fraction": Guard.ENFORCER, "whole": Guard.ALONE},
+        )
+
+    def hold(self, holder: Holder, shares: int, gpu: int = 0) -> None:
+        """Let a container hold so many shares of a GPU."""
+        free = [
+            share.id
+            for share in self.registry.snapshot.gpus[self.gpus[gpu].id].shares
+            if share.id not in self._holders
+        ]
+        self._holders |= dict.fromkeys(free[:shares], holder)
+        self.registry.apply(LeasesObserved(self._holders, at=len(self._holders)))
+
+    def put(
+        self, process: Process, percent: int | None, *, gpu: int = 0, of: Holder | None = ALICE
+    ) -> None:
+        """Let a real process have so much of a GPU, in a container or in none."""
+        if of is None:
+            self.machine.show(process.pid, "0::/system.slice/x.service\n")
+        else:
+            self.machine.house(process.pid, of)
+        memory = None if percent is None else percent * PERCENT
+        self.node.add_process(self.node.gpu(gpu), SimProcess(process.pid, memory))
+
+    async def looked(self, times: int = 5) -> None:
+        """Wait until the enforcer has looked so often from now on."""
+        wanted = self.host.looks + times
+        await until(lambda: self.host.looks >= wanted)
+
+
+async def until(predicate: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    with anyio.fail_after(10):
+        while not predicate():  # noqa: ASYNC110 - what tests wait for has no event of its own
+            await anyio.sleep(0.005)
+
+
+@asynccontextmanager
+async def ground(tmp_path: Path, settings: Enforcement | None = None) -> AsyncIterator[Ground]:
+    """Run an enforcer while the block lasts."""
+    async with opened("a100-40gb:2") as (node, nvml, survey), anyio.create_task_group() as group:
+        it = Ground(node, nvml, survey.gpus, SimHost(tmp_path))
+        it.terms = settings or it.terms
+        group.start_soon(it.enforcer.run)
+        yield it
+        group.cancel_scope.cancel()
+
+
+# --- who is ended ---------------------------------------------------------------------------------
+
+
+async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Path) -> None:
+    """Two of 15 % each in a container of 25 %: one is ended, and the log says why in figures."""
+    with heard(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as one, running() as other:
+            it.hold(ALICE, 25)
+            it.put(one, 15)
+            await it.looked()
+            assert one.returncode is None
+            assert entries == []
+
+            it.put(other, 15)
+            await until(lambda: any("being ended" in entry["event"] for entry in entries))
+            ended = one if entries[1]["pid"] == one.pid else other
+            assert await ended.wait() == -signal.SIGTERM
+            await it.looked()
+            assert {one, other} - {ended} == {p for p in (one, other) if p.returncode is None}
+            assert it.enforcer.tally.warnings == 1
+            assert it.enforcer.tally.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
+
+    told = {
+        "container": "default/alice (main)",
+        "gpu": str(it.gpus[0]),
+        "share_mib": 10240,
+        "limit_mib": LIMIT_OF_25,
+        "used_mib": 12287,
+        "log_level": "warning",
+    }
+    assert entries[0] == {
+        "event": "a container uses more GPU memory than it may",
+        "policy": "kill",
+        **told,
+    }
+    assert entries[1] == {
+        "event": "a process is being ended: its container uses more GPU memory than it may",
+        "pid": ended.pid,
+        "process_mib": 6143,
+        "signal": "SIGTERM",
+        **told,
+    }
+
+
+async def test_who_does_not_go_is_killed(tmp_path: Path) -> None:
+    """A process that ignores SIGTERM gets SIGKILL after the stop timeout."""
+    async with ground(tmp_path) as it, running(sys.executable, "-c", STUBBORN) as stubborn:
+        assert stubborn.stdout is not None
+        await stubborn.stdout.receive()
+        it.hold(ALICE, 25)
+        it.put(stubborn, 50)
+
+        assert await stubborn.wait() == -signal.SIGKILL
+        await it.looked()
+        assert it.enforcer.tally.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
+
+
+async def test_the_bus_tells_of_warning_and_end(tmp_path: Path) -> None:
+    """Who listens hears which container used how much of what it may, and which process ends."""
+    async with ground(tmp_path) as it, running() as greedy:
+        news = it.registry.news
+        with news.subscribe(MemoryExceeded, ProcessSignalled) as events:
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            heard_of = [event async for event, _ in _numbered(events, 2)]
+
+    exceeded, signalled = heard_of
+    assert isinstance(exceeded, MemoryExceeded)
+    assert isinstance(signalled, ProcessSignalled)
+    assert exceeded.holder == signalled.holder == ALICE
+    assert (exceeded.used, exceeded.share) == (50 * PERCENT, 10240 * MIB)
+    assert exceeded.limit // MIB == LIMIT_OF_25
+    assert exceeded.will_end
+    assert (signalled.pid, signalled.signal) == (greedy.pid, "SIGTERM")
+
+
+async def _numbered(events: Any, count: int) -> AsyncIterator[tuple[Any, int]]:  # noqa: ANN401
+    with anyio.fail_after(10):
+        number = 0
+        async for event in events:
+            number += 1
+            yield event, number
+            if number == count:
+                return
+
+
+async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
+    """While NVML hangs over one GPU, a container of another is kept within its limit."""
+    async with ground(tmp_path) as it, running() as greedy:
+        it.node.hang(it.node.gpu(0), 4)
+        it.hold(ALICE, 25, gpu=0)
+        it.hold(BOB, 25, gpu=1)
+        it.put(greedy, 90, gpu=1, of=BOB)
+
+        assert await greedy.wait() == -signal.SIGTERM
+        it.node.recover(it.node.gpu(0))
+
+
+# --- who is left alone ----------------------------------------------------------------------------
+
+
+async def test_neighbours_and_strangers_are_left_alone(tmp_path: Path) -> None:
+    """Only the container that uses too much loses a process, whatever others have on the GPU."""
+    async with (
+        ground(tmp_path) as it,
+        running() as greedy,
+        running() as neighbour,
+        running() as of_the_host,
+        running() as of_another_pod,
+        running() as unknown,
+    ):
+        it.hold(ALICE, 25)
+        it.hold(BOB, 25)
+        it.put(neighbour, 20, of=BOB)
+        it.put(of_the_host, 26, of=None)
+        it.put(of_another_pod, 10, of=Holder("default", "carol", "main"))
+        it.put(unknown, None, of=BOB)
+        await it.looked()
+        it.put(greedy, 35)
+
+        assert await greedy.wait() == -signal.SIGTERM
+        await it.looked()
+        for other in (neighbour, of_the_host, of_another_pod, unknown):
+            assert other.returncode is None
+
+
+async def test_unknown_memory_is_never_a_reason(tmp_path: Path) -> None:
+    """A process of which the driver does not say how much it has is left alone."""
+    async with ground(tmp_path) as it, running() as unknown:
+        it.hold(ALICE, 1)
+        it.put(unknown, None)
+        await it.looked()
+
+        assert unknown.returncode is None
+        assert it.enforcer.tally.warnings == 0
+
+
+async def test_who_exits_between_decision_and_signal_harms_nobody(tmp_path: Path) -> None:
+    """A process that goes by itself just then is told as such, and nobody is signalled."""
+    async with ground(tmp_path) as it, running() as greedy:
+        it.hold(ALICE, 25)
+
+        async def leave() -> None:
+            greedy.kill()
+            await greedy.wait()
+
+        it.host.before = lambda _: leave()
+        with heard(enforcer) as entries:
+            it.put(greedy, 50)
+            await until(lambda: len(entries) > 1)
+
+        assert entries[1]["event"] == "a process that was to be ended has gone by itself"
+        assert [who.pid for who in it.host.refused] == [greedy.pid]
+        assert it.enforcer.tally.signals[signal.SIGTERM] == 0
+
+
+async def test_a_pid_that_was_given_away_is_not_signalled(tmp_path: Path) -> None:
+    """If the pid is another's by the time of the signal, that other does not notice."""
+    async with ground(tmp_path) as it, running() as process:
+        it.hold(ALICE, 25)
+        stat = anyio.Path(it.machine.proc / str(process.pid) / "stat")
+
+        async def reuse(who: Identity) -> None:
+            now = await stat.read_text()
+            await stat.unlink()
+            await stat.write_text(now.replace(f" {who.started} ", f" {who.started + 1} ", 1))
+
+        it.host.before = reuse
+        it.put(process, 50)
+        await until(lambda: bool(it.host.refused))
+        it.host.before = lambda _: None
+        it.node.end_process(it.node.gpu(0), process.pid)
+        await it.looked()
+
+        assert process.returncode is None
+
+
+async def test_a_dry_run_only_tells(tmp_path: Path) -> None:
+    """With `dryRun` the log says who would be ended by which signal, and nobody is."""
+    with heard(enforcer) as entries:
+        async with (
+            ground(tmp_path, terms(dry_run=True)) as it,
+            running() as greedy,
+        ):
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            await until(lambda: len(entries) == 3)
+            await it.looked()
+
+            assert greedy.returncode is None
+            assert it.enforcer.tally.signals[signal.SIGTERM] == 0
+
+    assert [(entry["event"], entry.get("signal")) for entry in entries] == [
+        ("a container uses more GPU memory than it may", None),
+        ("dry run: a process would be ended, its container uses too much", "SIGTERM"),
+        ("dry run: a process would be ended, its container uses too much", "SIGKILL"),
+    ]
+
+
+async def test_by_default_an_excess_is_only_told(tmp_path: Path) -> None:
+    """Without settings there is a warning, and no signal."""
+    with heard(enforcer) as entries:
+        async with ground(tmp_path, Enforcement(period=SOON)) as it, running() as greedy:
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            await until(lambda: bool(entries))
+            await it.looked()
+
+            assert greedy.returncode is None
+    assert [entry["policy"] for entry in entries] == ["warn"]
+
+
+@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT])
+async def test_who_is_not_to_be_warned_is_not_watched(tmp_path: Path, policy: Policy) -> None:
+    """`off` and `report` cost nothing: nobody looks, until the policy is another."""
+    async with ground(tmp_path, terms(policy)) as it, running() as greedy:
+        it.hold(ALICE, 25)
+        it.put(greedy, 50)
+        await anyio.wait_all_tasks_blocked()
+        assert it.host.looks == 0
+
+        it.terms = terms()
+        assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_who_is_guarded_otherwise_is_not_watched(tmp_path: Path) -> None:
+    """Who has a GPU alone, or is kept within its share by the hardware, needs no enforcer."""
+    async with ground(tmp_path) as it, running() as greedy:
+        whole = laid_out(
+            it.gpus[0], text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", "")
+        )
+        it.registry.apply(whole.offered)
+        it.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
+        it.put(greedy, 90)
+        await anyio.wait_all_tasks_blocked()
+
+        assert it.host.looks == 0
+        assert greedy.returncode is None
+
+
+# --- what changes while it runs -------------------------------------------------------------------
+
+
+async def test_the_agent_enforces_what_its_pool_says(tmp_path: Path) -> None:
+    """From the configuration's key to a pod's process: what a reload says holds from then on."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - name: all\n    memoryEnforcement: {policy: POLICY, headroom: 1Gi, period: 50ms}\n"
+        "    backends: [{backend: fraction, sharesPerGpu: 100}]\n"
+    )
+    machine = SimHost(tmp_path)
+    off, kill = text.replace("POLICY", "off"), text.replace("POLICY", "kill")
+    scene = agent_at_work(tmp_path, config=off, host=machine.host)
+
+    async with scene as it, running() as greedy:
+        await it.until(200, 200)
+        await it.kubelet.admit(Pod.single("alice", {METAGPU: 25}))
+        await it.told()
+        machine.house(greedy.pid, ALICE)
+        [index] = [
+            state.gpu.index for state in it.agent.registry.snapshot.gpus.values() if state.leases
+        ]
+        it.node.add_process(it.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT))
+        asked = await it.agent.commands["usage"]({})
+        assert isinstance(asked, dict)
+        [container] = asked["containers"]
+        [part] = container["gpus"]
+        assert (container["pod"], part["usedMiB"], part["policy"]) == ("alice", 20479, "off")
+        assert [process["pid"] for process in part["processes"]] == [greedy.pid]
+
+        await anyio.Path(it.config_file).write_text(kill)
+        await it.agent.reload()
+
+        assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_over_is_told_while_it_lasts(tmp_path: Path) -> None:
+    """The bytes above the limit are known for as long as a container is above it."""
+    async with ground(tmp_path, terms(Policy.WARN)) as it, running() as greedy:
+        over = it.enforcer.tally.over
+        gpu = it.gpus[0].id
+        it.hold(ALICE, 25)
+        it.put(greedy, 50)
+        await until(lambda: bool(over.get(gpu)))
+        assert {holder: above // MIB for holder, above in over[gpu].items()} == {
+            ALICE: 20480 - LIMIT_OF_25 - 1
+        }
+
+        it.put(greedy, 20)
+        await until(lambda: not over[gpu])
+
+
+async def test_what_nvml_does_not_say_is_told_once(tmp_path: Path) -> None:
+    """A GPU that cannot be asked is not enforced; the log says why, once for each reason."""
+    with heard(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as process:
+            it.hold(ALICE, 25)
+            it.node.lose(it.node.gpu(0))
+            await until(lambda: bool(entries))
+            it.node.recover(it.node.gpu(0))
+            it.put(process, 1)
+            await it.looked()
+
+    [entry] = entries
+    assert entry["event"] == ("memory is not enforced on a GPU: NVML does not say who is on it")
+    assert "the GPU is lost" in entry["why"]
+
+
+async def test_a_refusal_of_the_kernel_is_told(tmp_path: Path) -> None:
+    """Where we may not signal, the log says so, and the daemon goes on."""
+
+    def refuse(_: Identity) -> None:
+        raise HostError("we may not")
+
+    with heard(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as greedy:
+            it.host.before = refuse
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            await until(lambda: len(entries) == 3)
+            await it.looked()
+
+            assert greedy.returncode is None
+    assert [entry.get("error") for entry in entries] == [None, "we may not", "we may not"]
+
+
+async def test_what_hinders_us_is_told_once(tmp_path: Path) -> None:
+    """If we cannot know whose processes are whose, the log says so at the first look."""
+    with heard(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as process:
+            it.host.advice = ("mount this",)
+            it.hold(ALICE, 25)
+            it.put(process, 1)
+            await it.looked()
+
+    assert [(entry["event"], entry["why"]) for entry in entries] == [
+        ("memory cannot be enforced", "mount this")
+    ]

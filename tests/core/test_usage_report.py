@@ -1,0 +1,181 @@
+"""What `mgctl` is told: who uses what, in numbers, and to a pod nothing of others."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from signal import Signals
+from typing import Any
+
+import pytest
+
+from metagpu.core.backend import Guard
+from metagpu.core.census import Findings
+from metagpu.core.driver import GpuProcess
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Tally
+from metagpu.core.facts import GpuCordoned, GpuFaulted, GpusFound, LeasesObserved
+from metagpu.core.host import Identity, Particulars
+from metagpu.core.model import MIB, Holder, Snapshot
+from metagpu.core.usage import account
+from metagpu.core.usage_report import Rules, tally_report, usage_report
+from metagpu.sim.host import container_of
+from tests.build import after, gpu, laid_out
+
+A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
+ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
+RULES = Rules(lambda _: Enforcement(policy=Policy.KILL), {"fraction": Guard.ENFORCER})
+STARTED = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
+TOLD = Particulars(7, 0, ("python", "train.py"), STARTED, 2048 * MIB, 12.345)
+
+
+def node() -> tuple[Snapshot, Findings]:
+    """Alice holds 3 of 10 of A and 2 of B and uses A, Bob holds 1 of A; a stranger is on B."""
+    layout = laid_out(A, B)
+    of_a, of_b = ([s.id for s in layout.shares if s.gpu == it.id] for it in (A, B))
+    holders = dict.fromkeys([*of_a[:3], *of_b[:2]], ALICE) | {of_a[5]: BOB}
+    snapshot = after(GpusFound((A, B), at=0), layout.offered, LeasesObserved(holders, at=1))
+
+    who = Identity(100, 5, container_of(ALICE))
+    on_a = [GpuProcess(100, 13000 * MIB), GpuProcess(101, None)]
+    identities = {100: who, 101: Identity(101, 6, container_of(ALICE)), 300: Identity(300, 7, None)}
+    names = {container_of(ALICE): ALICE}
+    return snapshot, Findings(
+        accounts={
+            A.id: account(snapshot.gpus[A.id], on_a, identities, names),
+            B.id: account(snapshot.gpus[B.id], [GpuProcess(300, 50 * MIB)], identities, names),
+        },
+        busy={A.id: {100: 45, 999: 80}},
+        particulars={who: TOLD},
+    )
+
+
+def report(pod: tuple[str, str] | None = None, rules: Rules = RULES) -> dict[str, Any]:
+    """Report on that node."""
+    return usage_report(*node(), rules, pod=pod)
+
+
+def test_a_containers_part_of_a_gpu() -> None:
+    """Shares, memory, limit and utilisation are those of one container on one GPU."""
+    alice, _ = report()["containers"]
+    on_a, on_b = alice["gpus"]
+    processes = on_a.pop("processes")
+
+    assert (alice["namespace"], alice["pod"], alice["container"]) == ("team", "alice", "main")
+    assert alice["podUid"] == container_of(ALICE).pod_uid
+    assert on_a == {
+        "index": 0,
+        "uuid": A.id,
+        "resource": "cnvrg.io/metagpu",
+        "shares": 3,
+        "capacity": 10,
+        "shareMiB": 12288,
+        "limitMiB": 12102 + 512,
+        "usedMiB": 13000,
+        "over": True,
+        "utilisation": 45,
+        "relativeUtilisation": 150,
+        "guard": "enforcer",
+        "policy": "kill",
+    }
+    assert [process["pid"] for process in processes] == [100, 101]
+    assert (on_b["shares"], on_b["usedMiB"], on_b["utilisation"]) == (2, 0, None)
+
+
+def test_a_process_is_told_with_what_is_known_of_it() -> None:
+    """What nobody knows of a process is null, not zero."""
+    known, unknown = report()["containers"][0]["gpus"][0]["processes"]
+
+    assert known == {
+        "pid": 100,
+        "innerPid": 7,
+        "memoryMiB": 13000,
+        "utilisation": 45,
+        "user": "root",
+        "command": ["python", "train.py"],
+        "startedAt": "2026-03-01T12:00:00+00:00",
+        "hostMemoryMiB": 2048,
+        "cpuSeconds": 12.35,
+    }
+    assert unknown == {**dict.fromkeys(known), "pid": 101, "utilisation": 0}
+
+
+def test_who_uses_nothing_is_told_too() -> None:
+    """A container that holds shares and has no process is there with zero."""
+    _, bob = report()["containers"]
+
+    assert (bob["pod"], bob["podUid"]) == ("bob", None)
+    assert (bob["gpus"][0]["usedMiB"], bob["gpus"][0]["processes"]) == (0, [])
+
+
+def test_gpus_are_told_with_what_is_on_offer_of_them() -> None:
+    """Of a GPU: its memory, what programs can have and have, what is offered and held."""
+    a, b = report()["gpus"]
+
+    assert (a["memoryMiB"], a["usableMiB"], a["usedMiB"], b["usedMiB"]) == (40960, 40340, 13000, 50)
+    assert a["shares"] == [
+        {"resource": "cnvrg.io/metagpu", "capacity": 10, "held": 4, "shareMiB": 4096}
+    ]
+    assert (a["utilisation"], b["utilisation"]) == (100, None)
+    assert a["policy"] == "kill"
+
+
+def test_a_gpu_that_does_not_answer_is_told_as_such() -> None:
+    """Why a GPU is out, and why it could not be asked, stands beside it; its use is unknown."""
+    snapshot, findings = node()
+    snapshot = after(GpuFaulted(B.id, "XID 79", at=5), GpuCordoned(A.id, "no", 6), since=snapshot)
+    findings.failures[B.id] = "the GPU is lost"
+    a, b = usage_report(snapshot, findings, RULES)["gpus"]
+
+    assert (b["healthy"], b["reason"], b["failure"]) == (False, "XID 79", "the GPU is lost")
+    assert b["usedMiB"] is None
+    assert (a["cordon"], b["cordon"]) == ("no", None)
+
+
+def test_strangers_are_told_with_the_reason() -> None:
+    """A process that belongs to no lease stands by itself."""
+    [stranger] = report()["strangers"]
+
+    assert (stranger["index"], stranger["pid"], stranger["memoryMiB"]) == (1, 300, 50)
+    assert stranger["why"] == "it is in no container of a pod"
+    assert stranger["pod"] is None
+
+
+def test_a_pod_is_told_of_itself_alone() -> None:
+    """Neither other pods nor strangers nor GPUs it holds nothing of reach a pod."""
+    told = report(("team", "bob"))
+
+    assert [container["pod"] for container in told["containers"]] == ["bob"]
+    assert [gpu["index"] for gpu in told["gpus"]] == [0]
+    assert told["strangers"] == []
+    assert "alice" not in str(told)
+    assert report(("other", "bob"))["containers"] == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (Rules(lambda _: Enforcement(policy=Policy.OFF), RULES.guards), ("enforcer", "off", None)),
+        (Rules(RULES.terms, {"fraction": Guard.MPS}), ("mps", None, None)),
+        (Rules(RULES.terms, {}), (None, None, None)),
+    ],
+)
+def test_each_container_says_what_guards_it(
+    rules: Rules, expected: tuple[str | None, str | None, int | None]
+) -> None:
+    """Where the enforcer does not judge there is no limit of its own, and nobody is over it."""
+    part = report(rules=rules)["containers"][0]["gpus"][0]
+
+    assert (part["guard"], part["policy"], part["limitMiB"]) == expected
+    assert not part["over"]
+
+
+def test_the_tally_is_told() -> None:
+    """What the enforcer did since the start, and who is over now."""
+    snapshot, _ = node()
+    tally = Tally(warnings=3, over={B.id: {ALICE: 700 * MIB}})
+    tally.signals[Signals.SIGTERM] = 2
+
+    assert tally_report(tally, snapshot) == {
+        "warnings": 3,
+        "signals": {"SIGTERM": 2, "SIGKILL": 0},
+        "overMiB": [{"gpu": 1, "container": "team/alice (main)", "mib": 700}],
+    }

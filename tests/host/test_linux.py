@@ -1,0 +1,296 @@
+"""Real processes of this machine: told apart, described, and signalled, or left alone."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metagpu.core.errors import HostError
+from metagpu.core.host import Container, Identity
+from metagpu.core.model import Holder
+from metagpu.host import LinuxHost, linux
+from metagpu.sim.host import SimHost, container_of
+from tests.host_rig import running
+
+ALICE = Holder("team", "alice", "main")
+BOB = Holder("team", "bob", "main")
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> SimHost:
+    """Give a machine of the test's own."""
+    return SimHost(tmp_path)
+
+
+async def identity(rig: SimHost, pid: int) -> Identity:
+    """Tell who has a pid now."""
+    return (await rig.host.identify([pid]))[pid]
+
+
+# --- who it is ------------------------------------------------------------------------------------
+
+
+async def test_processes_are_told_apart(rig: SimHost) -> None:
+    """Pid, start and container make a process; two of one container differ, and stay the same."""
+    async with running() as one, running() as other:
+        rig.house(one.pid, ALICE)
+        rig.house(other.pid, ALICE)
+        found = await rig.host.identify([one.pid, other.pid])
+
+        assert {who.container for who in found.values()} == {container_of(ALICE)}
+        assert found[one.pid] != found[other.pid]
+        assert await rig.host.identify([one.pid, other.pid]) == found
+
+
+async def test_who_is_gone_is_left_out(rig: SimHost) -> None:
+    """A process that has ended, or cannot be seen, is no error: it is not there."""
+    async with running() as ended:
+        rig.house(ended.pid, ALICE)
+        known = await identity(rig, ended.pid)
+        ended.kill()
+        await ended.wait()
+
+    assert await rig.host.identify([ended.pid, 999_999_999]) == {}
+    assert await rig.host.describe([known]) == {}
+
+
+async def test_a_process_may_have_any_name(rig: SimHost) -> None:
+    """Parentheses, spaces and line ends in a program's name move nothing."""
+    odd = rig.folder / ") R 1 (\n x"
+    odd.symlink_to("/bin/sleep")
+
+    async with running(str(odd), "60") as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        told = (await rig.host.describe([who]))[who]
+
+    assert abs(told.started_at - time.time()) < 60
+    assert told.command == (str(odd), "60")
+
+
+async def test_particulars_are_the_kernels(rig: SimHost) -> None:
+    """Of a process we tell its user, command, start, memory, processor time and inner pid."""
+    busy = "import time\nx = bytearray(32 << 20)\nfor _ in range(10**6): pass\nprint(flush=True)"
+    code = f"{busy}\ntime.sleep(60)"
+    async with running(sys.executable, "-c", code) as process:
+        assert process.stdout is not None
+        await process.stdout.receive()
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        told = (await rig.host.describe([who]))[who]
+
+    assert told.command == (sys.executable, "-c", code)
+    assert told.uid == os.getuid()
+    assert told.inner_pid == process.pid
+    assert told.memory > 32 << 20
+    assert told.cpu > 0
+    assert abs(told.started_at - time.time()) < 60
+
+
+async def test_the_pid_within_the_container_is_told(rig: SimHost) -> None:
+    """The kernel lists a pid for each namespace; the innermost is what the container knows."""
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        status = rig.proc / str(process.pid) / "status"
+        text = status.read_text()
+        status.unlink()
+        status.write_text(text.replace(f"NSpid:\t{process.pid}", f"NSpid:\t{process.pid}\t40\t7"))
+        who = await identity(rig, process.pid)
+
+        assert (await rig.host.describe([who]))[who].inner_pid == 7
+
+
+async def test_without_a_command_line_the_kernels_name_stands(rig: SimHost) -> None:
+    """A process that wiped its command line is named as the kernel names it, in brackets."""
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        command = rig.proc / str(process.pid) / "cmdline"
+        command.unlink()
+        command.write_text("")
+        who = await identity(rig, process.pid)
+
+        assert (await rig.host.describe([who]))[who].command == ("[sleep]",)
+
+
+async def test_another_with_the_same_pid_is_not_described(rig: SimHost) -> None:
+    """Who started at another time is another process, whatever its pid."""
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        earlier = replace(who, started=who.started - 1)
+
+        assert await rig.host.describe([earlier]) == {}
+
+
+# --- whose it is ----------------------------------------------------------------------------------
+
+
+async def test_containers_have_names(rig: SimHost) -> None:
+    """A container's names are found once its link is there, and remembered when it has gone."""
+    container = container_of(ALICE)
+    assert await rig.host.holders([container]) == {}
+
+    rig.name(ALICE, container)
+    assert await rig.host.holders([container]) == {container: ALICE}
+
+    for link in rig.logs.iterdir():
+        link.unlink()
+    assert await rig.host.holders([container]) == {container: ALICE}
+
+
+async def test_names_are_not_remembered_for_ever(
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many pods come and go, only so many names are kept."""
+    monkeypatch.setattr(linux, "_REMEMBERED", 3)
+    for life in range(10):
+        container = container_of(ALICE, life)
+        rig.name(ALICE, container)
+        await rig.host.holders([container])
+
+    assert list(rig.host._holders) == [container_of(ALICE, life) for life in (7, 8, 9)]
+
+
+async def test_outside_the_hosts_pid_namespace_nobody_is_known(rig: SimHost) -> None:
+    """NVML's pids would be other processes of ours: we say so, and identify nobody."""
+    namespace = rig.proc / "self/ns"
+    namespace.mkdir(parents=True)
+    (namespace / "pid").write_text("")  # no namespace of the kernel's has this file's inode
+    host = LinuxHost(rig.proc, rig.logs)
+
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        assert await host.identify([process.pid]) == {}
+
+    [hint] = await host.hints()
+    assert hint == (
+        "metagpu does not run in the host's pid namespace, and NVML names processes by the host's "
+        "pids: nobody's can be told; set `hostPID: true` for its pod"
+    )
+
+
+async def test_without_logs_there_are_no_names(rig: SimHost) -> None:
+    """Where the kubelet's links cannot be seen, nobody has a name, and we say what to mount."""
+    host = LinuxHost(rig.proc, rig.folder / "none", own_pids=True)
+
+    assert await host.holders([container_of(ALICE)]) == {}
+    [hint] = await host.hints()
+    assert hint == (
+        f"there is no {rig.folder / 'none'}: containers have no names here, and their processes "
+        "belong to nobody; mount the host's /var/log read-only at the same place"
+    )
+
+
+async def test_where_all_is_well_there_is_no_hint(rig: SimHost) -> None:
+    """A machine that shows everything needs no advice."""
+    assert await rig.host.hints() == []
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+async def test_a_signal_reaches_the_process_that_was_meant(rig: SimHost) -> None:
+    """One of a container ends by the signal, and its neighbour does not notice."""
+    async with running() as meant, running() as neighbour:
+        rig.house(meant.pid, ALICE)
+        rig.house(neighbour.pid, BOB)
+
+        assert await rig.host.signal(await identity(rig, meant.pid), signal.SIGTERM)
+        assert await meant.wait() == -signal.SIGTERM
+        assert neighbour.returncode is None
+
+
+async def test_who_has_ended_is_not_signalled(rig: SimHost) -> None:
+    """A process that exits between the decision and the signal harms nobody."""
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        process.kill()
+        await process.wait()
+
+        assert not await rig.host.signal(who, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda who: replace(who, started=who.started - 1),
+        lambda who: replace(who, container=container_of(BOB)),
+        lambda who: replace(who, container=Container(who.container.id, "another-pod")),
+    ],
+)
+async def test_another_with_the_same_pid_is_not_signalled(
+    rig: SimHost, other: Callable[[Identity], Identity]
+) -> None:
+    """Start and container are read again once the process is held: a reused pid is safe."""
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+
+        assert not await rig.host.signal(other(who), signal.SIGKILL)
+        assert process.returncode is None
+        assert await rig.host.signal(who, signal.SIGKILL)
+
+
+async def test_who_moved_to_another_container_is_not_signalled(rig: SimHost) -> None:
+    """What was decided about one container is not done in another."""
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        rig.house(process.pid, BOB)
+
+        assert not await rig.host.signal(who, signal.SIGKILL)
+        assert process.returncode is None
+
+
+async def test_a_process_of_the_host_is_never_signalled(rig: SimHost) -> None:
+    """Who is in no container is not ours to end, whoever asks."""
+    async with running() as process:
+        rig.show(process.pid, "0::/system.slice/sshd.service")
+
+        with pytest.raises(ValueError, match="is in no container of a pod"):
+            await rig.host.signal(await identity(rig, process.pid), signal.SIGKILL)
+        assert process.returncode is None
+
+
+@pytest.mark.parametrize("call", ["os.pidfd_open", "metagpu.host.linux.pidfd_send_signal"])
+async def test_a_refusal_of_the_kernel_is_told(
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Without the right to signal, we say who could not be, and what we need."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        monkeypatch.setattr(call, refuse)
+        with pytest.raises(HostError) as refused:
+            await rig.host.signal(who, signal.SIGTERM)
+
+    assert str(refused.value) == (
+        f"SIGTERM cannot be sent to process {process.pid}: Operation not permitted; metagpu needs "
+        "root with the capability KILL, and Linux 5.3 or newer"
+    )
+
+
+async def test_a_process_that_ends_just_before_the_signal_harms_nobody(
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even between the last look and the signal a process may go: the descriptor is its own."""
+
+    def too_late(*_: object) -> None:
+        raise ProcessLookupError
+
+    async with running() as process:
+        rig.house(process.pid, ALICE)
+        who = await identity(rig, process.pid)
+        monkeypatch.setattr(linux, "pidfd_send_signal", too_late)
+
+        assert not await rig.host.signal(who, signal.SIGTERM)
