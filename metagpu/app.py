@@ -14,6 +14,7 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
+from metagpu.adoption import Adoption
 from metagpu.core import plan, report, usage_report
 from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.census import Census
@@ -36,9 +37,8 @@ from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
-from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
-from metagpu.sources import NOTHING, Loaded, Source, Text
+from metagpu.sources import Source
 from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
@@ -80,11 +80,10 @@ class Agent:
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
-        self._read: tuple[Text, ...] | None = None
-        self._told: frozenset[str] = frozenset()
-        self.config_error: str | None = None
-        self._begin()
-        self.cluster = Cluster(self.joins, self.registry, self.follow) if self.joins else None
+        asked = self.joins is not None and Feature.CONFIG in self.joins.features
+        self.adoption = Adoption(self.source, self._kinds, self._adopt, patient=asked)
+        self.config = self.adoption.loaded.config
+        self.cluster = Cluster(self.joins, self.registry, self._follow) if self.joins else None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -97,7 +96,6 @@ class Agent:
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
-        self._reloading = anyio.Lock()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -106,7 +104,7 @@ class Agent:
             MetagpuError: if another agent runs here, or the configuration does not fit the GPUs
                 found at start.
         """
-        form = ", ".join(self.loaded.formats) or "default"
+        form = ", ".join(self.adoption.loaded.formats) or "default"
         log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
 
         async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
@@ -126,7 +124,7 @@ class Agent:
             self._leases,
             self.enforcer.run,
             self._strangers.run,
-            self._follow_files,
+            self.adoption.follow_files,
             *((self.cluster.run,) if self.cluster else ()),
         )
 
@@ -155,73 +153,16 @@ class Agent:
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
-        await self._reload(again=True)
+        await self.adoption.reload()
 
-    async def follow(self, told: Instruction) -> Outcome:
-        """Go by what the cluster says of this node's configuration, as far as it can be taken."""
+    async def _adopt(self, config: Config) -> None:
+        await self._lay_out(config)
+        self.health.settings = config.envelope.health
+
+    async def _follow(self, told: Instruction) -> Outcome:
+        """Take what the cluster says, once there are GPUs to lay it over."""
         await self.health.surveyed.wait()
-        source = self.source.told(told)
-        if source.situation != self.source.situation:
-            self._read = None  # the same files say something else now
-        self.source = source
-        await self._reload(again=False)
-        lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
-        return Outcome(self.config_error, lays_mig)
-
-    def _begin(self) -> None:
-        """Read the configuration for the first time.
-
-        A profile that only the cluster can choose is no error yet: nothing is offered until then.
-
-        Raises:
-            ConfigError: if it is wrong, and the cluster is not asked.
-        """
-        try:
-            self._read = self.source.read()
-            self._take(self.source.understand(self._read, self._kinds))
-        except ConfigError as error:
-            if self.joins is None or Feature.CONFIG not in self.joins.features:
-                raise
-            log.warning("nothing is offered before the cluster says what", error=str(error))
-            nothing = Text("<nothing>", NOTHING)
-            self._take(self.source.understand((nothing,), self._kinds))
-            self._read, self.config_error = None, str(error)
-
-    async def _reload(self, *, again: bool) -> None:
-        """Read the configuration; `again` also if the files are as they were."""
-        async with self._reloading:
-            try:
-                read = await to_thread.run_sync(self.source.read)
-                if read == self._read and not again:
-                    return
-                self._read = read
-                loaded = await to_thread.run_sync(self.source.understand, read, self._kinds)
-                await self._lay_out(loaded.config)
-            except ConfigError as error:
-                self._read = None
-                if again or str(error) != self.config_error:
-                    log.error(
-                        "the configuration was not taken; the last good one stays",
-                        error=str(error),
-                    )
-                self.config_error = str(error)
-            else:
-                self._take(loaded)
-                self.health.settings = loaded.config.envelope.health
-                log.info("configuration read", config=loaded.config.file)
-
-    async def _follow_files(self) -> None:
-        """Take what the files say as soon as they say something else."""
-        async for _ in changes(self.source.paths):
-            await self._reload(again=False)
-
-    def _take(self, loaded: Loaded) -> None:
-        """Go by a configuration from now on; tell what of it is not honoured, each thing once."""
-        self.loaded, self.config, self.config_error = loaded, loaded.config, None
-        for note in loaded.notes:
-            if str(note) not in self._told:
-                log.warning("in the configuration", note=str(note))
-        self._told = frozenset(map(str, loaded.notes))
+        return await self.adoption.follow(told)
 
     def backend(self, resource: ResourceName) -> Backend:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
@@ -302,13 +243,7 @@ class Agent:
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {
             **report.status(self.registry.snapshot, self.layout),
-            "configuration": {
-                "file": self.config.file,
-                "formats": list(self.loaded.formats),
-                "profiles": list(self.loaded.profiles),
-                "notes": [str(note) for note in self.loaded.notes],
-                "error": self.config_error,
-            },
+            "configuration": self.adoption.report(),
             "cluster": self.cluster.report() if self.cluster else None,
         }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu import app
+from metagpu import adoption
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
 from metagpu.plugins.cluster.settings import ALL, Feature, Settings
@@ -105,7 +105,7 @@ async def test_directory_of_profiles_needs_no_config_map(tmp_path: Path) -> None
     await (folder / "ten.yaml").write_text(QUICK)
     await (folder / "five.yaml").write_text(FIVE)
 
-    with heard(app) as lines:
+    with heard(adoption) as lines:
         async with (
             server.running(),
             agent_at_work(
@@ -157,8 +157,8 @@ async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> No
         server.label(NODE, {"nvidia.com/mig.config": "all-of-it"})
         await server.until(lambda: server.labels(NODE).get(state) == "failed")
 
-        assert it.agent.config_error is not None
-        assert "all-of-it" in it.agent.config_error
+        assert it.agent.adoption.error is not None
+        assert "all-of-it" in it.agent.adoption.error
 
 
 async def test_running_pods_keep_what_they_hold(tmp_path: Path) -> None:
