@@ -49,12 +49,18 @@ def show_status(status: Mapping[str, Any]) -> None:
     console().print(
         Group(
             *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
+            *(Text(line, style="bold red") for line in rival_lines(status["rivals"])),
             *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
             resources_table(status["resources"]),
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL"),
             leases_table(status["leases"]),
         )
     )
+
+
+def rival_lines(rivals: Mapping[str, str]) -> Sequence[str]:
+    """Say which resources another device plugin serves in our stead."""
+    return [f"{name} is served by another plugin on {it}" for name, it in rivals.items()]
 
 
 def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:

@@ -32,6 +32,21 @@ class DriverRead:
 
 
 @dataclass(frozen=True, slots=True)
+class RivalMet:
+    """Another device plugin serves a resource of ours, so that we do not; `where` names it."""
+
+    resource: ResourceName
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class RivalLeft:
+    """The other device plugin is gone, and the resource is served again."""
+
+    resource: ResourceName
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFaulted:
     """A GPU went out of service. While it is out, the first reason and time stand."""
 
@@ -188,6 +203,8 @@ Fact = (
     GpusFound
     | TopologyRead
     | DriverRead
+    | RivalMet
+    | RivalLeft
     | SharesOffered
     | SharesGranted
     | SharesReleased

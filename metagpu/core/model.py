@@ -324,12 +324,17 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything known at one moment. GPUs are in the order of their index."""
+    """Everything known at one moment. GPUs are in the order of their index.
+
+    Attributes:
+        rivals: the resources that another device plugin serves in our stead, and where.
+    """
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
     offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
     topology: Topology = field(default_factory=Topology)
     versions: Versions = field(default_factory=Versions)
+    rivals: Mapping[ResourceName, str] = field(default_factory=dict)
 
 
 def gpu_of(share: ShareId) -> GpuId:

@@ -15,7 +15,7 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned
+from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
 from metagpu.core.model import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
@@ -156,7 +156,7 @@ class Cluster:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
             if Feature.EVENTS in self._settings.features:
-                group.start_soon(self._tell_health)
+                group.start_soon(self._tell_news)
 
     def _stir(self) -> None:
         for feature, chore in self._chores:
@@ -221,8 +221,8 @@ class Cluster:
         waiting = any(state.waits_for for state in self._registry.snapshot.gpus.values())
         return "pending" if waiting else "success"
 
-    async def _tell_health(self) -> None:
-        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned)
+    async def _tell_news(self) -> None:
+        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet)
         with self._registry.news.subscribe(*kinds) as news:
             async for fact in news:
                 match fact:
@@ -232,6 +232,11 @@ class Cluster:
                         self._tell_gpu("GPUBackInService", gpu, reason)
                     case GpuCordoned(gpu, reason):
                         self._tell_gpu("GPUCordoned", gpu, reason)
+                    case RivalMet(resource, where):
+                        note = (
+                            f"{resource} is served by another device plugin on {where}, not by us"
+                        )
+                        self._tell("RivalPlugin", note, "Serve", warning=True)
                     case GpuUncordoned(gpu):
                         self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
 
