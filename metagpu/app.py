@@ -15,9 +15,11 @@ from anyio import to_thread
 
 from metagpu import __version__, host
 from metagpu.adoption import Adoption
+from metagpu.companions import HostCompanions
 from metagpu.core import plan, report, usage_report
 from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.census import Census
+from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Policy
@@ -65,8 +67,9 @@ class Agent:
         source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
-        joins: what of the API server is used, `None` for nothing.
+        companions: likewise those that run for long.
         host: processes of the host; those of this one unless given.
+        joins: what of the API server is used, `None` for nothing.
     """
 
     source: Source
@@ -75,8 +78,9 @@ class Agent:
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
-    joins: Settings | None = None
+    companions: Companions | None = None
     host: Host | None = None
+    joins: Settings | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -87,7 +91,9 @@ class Agent:
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
-        self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
+        own = HostTools(tuple(roots))
+        tools, companions = self.tools or own, self.companions or HostCompanions(own)
+        self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
         self._guards = {name: kind.guard for name, kind in self._kinds.items()}
         self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
@@ -183,22 +189,24 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
-        self._nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-        layout = self._laid(config)
+        nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        layout = self._laid(config, nodes)
 
-        self.config, self.layout = config, layout
+        self._nodes, self.config, self.layout = nodes, config, layout
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config) -> Layout:
-        """Lay a configuration over the GPUs and device nodes known now; change nothing.
+    def _laid(self, config: Config, nodes: frozenset[str]) -> Layout:
+        """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
             ConfigError: if it does not fit them.
         """
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
-        layout = lay_out(config, gpus, Injection(dev_root=root, present=self._nodes))
+        run_dir = str(self.places.run.absolute())
+        injection = Injection(dev_root=root, present=nodes, run_dir=run_dir)
+        layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
         return layout
 
@@ -261,8 +269,8 @@ class Agent:
         Raises:
             ConfigError: if it does not fit them.
         """
-        after = plan.State(self._laid(config), config)
-        return report.plan(plan.compare(self.registry.snapshot, before, after))
+        after = plan.State(self._laid(config, self._nodes), config)
+        return plan.told(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
         gpu = self._named(request)

@@ -205,7 +205,7 @@ def _agent(
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
-    from metagpu.sim.tools import SimulatedTools
+    from metagpu.sim.tools import SimulatedTools, simulated_companions
 
     node = simulated(simulate)
     return Agent(
@@ -214,6 +214,7 @@ def _agent(
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        companions=simulated_companions(),
         host=LinuxHost(own_pids=True),
         joins=joins,
     )

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -57,7 +58,9 @@ def plan(args: argparse.Namespace, agent_of: AgentOf) -> dict[str, Any]:
         answer: dict[str, Any] = control.ask(args.run_dir, request)
         return answer
 
-    args.agent = agent = agent_of(source_of(args, args.before or ()), args.simulate)
+    old = source_of(args, args.before or ())
+    old = replace(old, choice=replace(old.choice, required=False))
+    args.agent = agent = agent_of(old, args.simulate)
     anyio.run(agent.look)
     before = State(agent.layout, agent.config) if args.before else State(Layout((), {}, ()))
     return agent.planned(loaded.config, before)

@@ -119,16 +119,12 @@ class Source:
 
         places = [_place(path) for path in self.paths]
         several = [each for each in places if each.several]
-        if choice.wanted is not None and places and not several:
+        if choice.wanted is not None and choice.required and not several:
             problem = (
                 f"it has no profiles, and {choice.by} wants {choice.wanted!r}; a profile is chosen "
                 "in a directory or a ConfigMap"
             )
-            raise ConfigError(problem, file=places[0].path)
-        if self.cluster.profile is not None and not places:
-            wanted = f"{choice.by} wants {choice.wanted!r}"
-            problem = f"there are no profiles, and {wanted}; give --config-map"
-            raise ConfigError(problem)
+            raise ConfigError(problem, file=places[0].path if places else "<default>")
 
         somewhere = {
             name

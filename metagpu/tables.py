@@ -73,7 +73,7 @@ def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:
 
 
 def show_plan(plan: Mapping[str, Any]) -> None:
-    """Draw what `core.report.plan` says."""
+    """Draw what `core.plan.told` says."""
     resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
     for name, each in plan["resources"].items():
         shares = _turn(each["before"], each["after"])

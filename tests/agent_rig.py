@@ -18,7 +18,7 @@ from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
 from metagpu.sources import Source
 
 METAGPU = "cnvrg.io/metagpu"
@@ -111,6 +111,7 @@ async def agent_at_work(
         places,
         tools=tools or SimulatedTools(),
         joins=joins,
+        companions=simulated_companions(),
         host=host,
     )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)

@@ -341,6 +341,18 @@ def test_plan_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "untouched" in out
 
 
+def test_plan_from_a_file_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is compared with may be a plain file where the new configuration is a profile."""
+    old = tmp_path / "old.yaml"
+    old.write_text(TWO_POOLS)
+    new = ["--config", str(SLICES), "--profile", "slice-4"]
+    assert main(["plan", "--from", str(old), *new, "--simulate", "t4:1", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["resources"]["nvidia.com/gpu.shared"]["after"] == 4
+    assert told["gpus"][0]["backendsBefore"] == ["fraction"]
+
+
 def test_plan_for_a_new_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On simulated GPUs where nothing runs everything is added."""
     new = tmp_path / "new.yaml"

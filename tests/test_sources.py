@@ -140,6 +140,11 @@ def test_a_profile_of_a_single_file_is_a_mistake(tmp_path: Path) -> None:
         f"{file}: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
         "directory or a ConfigMap"
     )
+    assert refusal(Source((), Choice("slice-4"))) == (
+        "<default>: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
+        "directory or a ConfigMap"
+    )
+    assert offers(Source((file,), Choice("slice-4", required=False)).load(BACKENDS))
 
 
 HELD = {"a": pool(), "slice-4": pool("sharesPerGpu: 4"), "default": pool("sharesPerGpu: 3")}
@@ -185,7 +190,8 @@ def test_a_label_that_names_no_profile_says_which_there_are(tmp_path: Path) -> N
 
     nowhere = Instruction("b", "metagpu.io/config")
     assert refusal(Source().told(nowhere)) == (
-        "there are no profiles, and label metagpu.io/config wants 'b'; give --config-map"
+        "<default>: it has no profiles, and label metagpu.io/config wants 'b'; a profile is chosen "
+        "in a directory or a ConfigMap"
     )
     assert refusal(Source((tmp_path,)).told(nowhere)).startswith(f"{tmp_path}: there is no profile")
 

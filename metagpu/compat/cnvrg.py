@@ -26,11 +26,6 @@ _UNHEEDED: Final = {
     "mgctlTar": Unheeded("named the program that is copied into containers; metagpu copies none"),
     "mgctlAutoInject": Unheeded("copied mgctl into every container; metagpu copies none", (False,)),
     "serverAddr": Unheeded("served MetaGPU's API on TCP; metagpu has a socket on the node"),
-    "memoryEnforcer": Unheeded(
-        "killed processes that take more memory than their share; here memory is told to the "
-        "container",
-        (False,),
-    ),
     "nodename": Unheeded("told pods of this node from others; here the kubelet tells them"),
     "verbose": Unheeded("logged more; use --log-level", (False,)),
     "json-log": Unheeded("logged JSON; use --log-format", (False,)),
@@ -52,6 +47,7 @@ class _File(msgspec.Struct, rename="camel"):
 
     device_sharing: tuple[_Sharing, ...]
     accelerator: str = "nvidia"
+    memory_enforcer: bool | None = None
 
 
 def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
@@ -73,11 +69,14 @@ def convert(documents: Sequence[Document], circumstances: Circumstances) -> Conv
     if not file.device_sharing:
         raise document.error("deviceSharing", "there is no entry; give at least one")
 
+    rules = {}
+    if file.memory_enforcer is not None:
+        rules = {"memoryEnforcement": {"policy": "kill" if file.memory_enforcer else "off"}}
     for number, sharing in enumerate(file.device_sharing):
         origin = Origin(document, f"deviceSharing[{number}]")
         cut = cuts.fraction(sharing.resource_name, shares=_shares(sharing, origin, draft))
         name = sharing.resource_name.rpartition("/")[2]
-        draft.pool(name, _gpus(sharing, origin), [cut], origin)
+        draft.pool(name, _gpus(sharing, origin), [cut], origin, rules)
 
     return draft.converted()
 

@@ -92,8 +92,11 @@ class Converted:
         """Say an error about `data` of the line that it comes from."""
         for path in sorted(self.origins, key=len, reverse=True):
             if error.path == path or error.path.startswith((f"{path}.", f"{path}[")):
-                origin = self.origins[path]
-                return origin.document.error(origin.path, error.problem)
+                origin, problem = self.origins[path], error.problem
+                if problem.startswith("unknown key"):  # our key, which the operator never wrote
+                    key = error.path.rpartition(".")[2]
+                    problem = f"this needs the option {key} of a backend, which has none here"
+                return origin.document.error(origin.path, problem)
         return error
 
 
@@ -111,12 +114,24 @@ class Draft:
         self._data[key] = value
         self._origins[key] = origin
 
-    def pool(self, name: str, gpus: Data | None, backends: Sequence[Data], origin: Origin) -> None:
-        """Add a pool after the others; `gpus` of `None` selects all, and names are made unique."""
+    def pool(
+        self,
+        name: str,
+        gpus: Data | None,
+        backends: Sequence[Data],
+        origin: Origin,
+        rules: Data | None = None,
+    ) -> None:
+        """Add a pool after the others; `gpus` of `None` selects all, and names are made unique.
+
+        `rules` are further keys of the pool.
+        """
         taken = {pool["name"] for pool in self._pools}
         unique = next(name for name in _numbered(name) if name not in taken)
         self._origins[f"pools[{len(self._pools)}]"] = origin
-        self._pools.append({"name": unique, "gpus": gpus or "all", "backends": list(backends)})
+        self._pools.append(
+            {"name": unique, "gpus": gpus or "all", "backends": list(backends), **(rules or {})}
+        )
 
     def note(self, origin: Origin, text: str) -> None:
         """Tell the operator something of one key."""

@@ -214,13 +214,10 @@ def _lay_out(
         _lay_out_mig(draft, at, nvidia, origin)
         return
 
-    split, from_where = (
-        nvidia.device_split_count,
-        Origin(at.document, _under(at, "deviceSplitCount")),
-    )
+    split, where = nvidia.device_split_count, Origin(at.document, _under(at, "deviceSplitCount"))
     if node.devicesplitcount is not None:
         split = node.devicesplitcount
-        from_where = Origin(origin.document, _under(origin, "devicesplitcount"))
+        where = Origin(origin.document, _under(origin, "devicesplitcount"))
     cut = cuts.fraction(nvidia.resource_count_name, shares=_SPLIT if split is None else split)
     if node.operatingmode == "mps":
         cut = cuts.mps(nvidia.resource_count_name, _SPLIT if split is None else split)
@@ -228,8 +225,8 @@ def _lay_out(
         cut = cuts.fraction(nvidia.resource_count_name, unit_mib=nvidia.default_memory)
         if split is not None:
             text = f"has no effect: defaultMemory makes parts of {nvidia.default_memory} MiB"
-            draft.note(from_where, text)
-    draft.pool(node.operatingmode, None, [cut], from_where if split is not None else origin)
+            draft.note(where, text)
+    draft.pool(node.operatingmode, None, [cut], where if split is not None else origin)
 
 
 def _lay_out_mig(draft: Draft, at: Origin, nvidia: _Nvidia, origin: Origin) -> None:

@@ -54,7 +54,7 @@ def _read(
 
 @dataclass
 class _Entry:
-    """Some GPUs of one name that are shared in one way; `gpus` of `None` is all of that name."""
+    """One resource that is shared, and the name under which it is then offered."""
 
     replicated: Replicated
     resource: str
@@ -79,8 +79,9 @@ class _Conversion:
         self._set()
         self._share()
         strategy = self.settings.strategy or ("mixed" if self.wanted else "none")
+        cut_up = any(entry.instances for entry in self.wanted)
 
-        if strategy == "single" and self.wanted:
+        if strategy == "single" and cut_up:
             self._single()
             return
         if strategy != "none" and not self.wanted:
@@ -89,7 +90,7 @@ class _Conversion:
                 "has no effect here; it would have offered the MIG instances that there are. Give "
                 "mig-parted's file beside this one, or a pool with backend mig",
             )
-        if strategy == "none" and self.wanted:
+        if strategy == "none" and cut_up:
             self.draft.note(
                 self._flag("flags.migStrategy", "MIG_STRATEGY"),
                 "has no effect here; it would have offered a GPU in MIG mode as a whole one, which "
@@ -154,7 +155,7 @@ class _Conversion:
                 text = f"has no effect: no GPU goes by that name; there are: {', '.join(known)}"
             self.draft.note(entry.origin, text)
 
-        single = self.settings.strategy == "single" and bool(self.wanted)
+        single = self.settings.strategy == "single" and any(e.instances for e in self.wanted)
         for number, _ in list(enumerate(self._mig_names()))[single:]:
             origin = self._at(f"resources.mig[{number}]")
             self.draft.note(origin, "has no effect here; it would have renamed MIG instances")

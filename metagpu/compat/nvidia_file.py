@@ -63,7 +63,7 @@ _VARIABLES: Final = {
     "IMEX_CHANNEL_IDS": "imex.channelIDs",
     "IMEX_REQUIRED": "imex.required",
 }
-"""Variables of flags that are not honoured; those that are stand in `with_environment`."""
+"""Variables of flags that are not honoured; those that are stand in `settings`."""
 
 _TRUTH: Final = {"true": True, "1": True, "t": True, "false": False, "0": False, "f": False}
 _STRATEGIES: Final = ("none", "single", "mixed")

@@ -5,6 +5,7 @@ The envelope is described here; what a pool says to a backend is described by th
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
@@ -165,12 +166,11 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
 
     def injection(self, base: Injection) -> Injection:
         """Give the node's injection: the file's choices on what `base` knows of the host."""
-        return Injection(
+        return replace(
+            base,
             strategies=frozenset(_listed(self.device_list_strategy)),
             pass_device_specs=self.pass_device_specs,
             cdi_kind=self.cdi_kind,
-            dev_root=base.dev_root,
-            present=base.present,
         )
 
 

@@ -58,6 +58,7 @@ class Injection:
             writes the specification.
         dev_root: where `/dev` of the host stands, empty for the root.
         present: device nodes that exist; others are never named, a container would not start.
+        run_dir: the daemon's run directory, as the container runtime finds it too.
     """
 
     strategies: frozenset[DeviceListStrategy] = frozenset({DeviceListStrategy.ENVVAR})
@@ -65,6 +66,7 @@ class Injection:
     cdi_kind: str = "nvidia.com/gpu"
     dev_root: str = ""
     present: frozenset[str] = frozenset()
+    run_dir: str = "/run/metagpu"
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Give whole GPUs to a container, in the order of their index, and further variables."""

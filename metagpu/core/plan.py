@@ -1,5 +1,6 @@
 """What a change of configuration would do: one layout against another, as values."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -80,12 +81,57 @@ def compare(snapshot: Snapshot, before: State, after: State) -> Plan:
     )
 
 
+def told(plan: Plan) -> dict[str, Any]:
+    """Say a plan as plain data, for people and programs."""
+    return {
+        "resources": {
+            each.resource: {
+                "change": str(each.change),
+                "before": each.shares[0],
+                "after": each.shares[1],
+                "backendBefore": each.backend[0],
+                "backendAfter": each.backend[1],
+            }
+            for each in plan.resources
+        },
+        "gpus": [
+            {
+                "index": each.gpu.index,
+                "uuid": each.gpu.id,
+                "product": each.gpu.name,
+                "change": str(each.change),
+                "poolBefore": each.pool[0],
+                "poolAfter": each.pool[1],
+                "backendsBefore": list(each.backends[0]),
+                "backendsAfter": list(each.backends[1]),
+                "waitsFor": _waiting(each.waits_for),
+            }
+            for each in plan.gpus
+        ],
+        "settings": list(plan.settings),
+    }
+
+
+def _waiting(leases: Sequence[Lease]) -> list[dict[str, Any]]:
+    """Say who has to end, each holder once for each resource."""
+    counted = Counter((str(lease.holder or ""), lease.share.resource) for lease in leases)
+
+    return [
+        {"holder": holder or None, "resource": resource, "shares": count}
+        for (holder, resource), count in counted.items()
+    ]
+
+
 class _Side:
     """One state, by resource and by GPU."""
 
     def __init__(self, state: State) -> None:
         self.backends = state.layout.backends
         self.pools = {each.gpu.id: each.pool for each in state.layout.assignments}
+        self.rules = {
+            pool.name: pool.memory_enforcement
+            for pool in (state.config.envelope.pools if state.config else ())
+        }
         self._layout = state.layout
 
     def offered(self, resource: ResourceName) -> list[Share]:
@@ -128,7 +174,8 @@ def _gpu(snapshot: Snapshot, gpu: GpuId, before: _Side, after: _Side) -> GpuChan
         was=pools[0] is not None,
         will=pools[1] is not None,
         same=old == new and pools == pools[::-1] and backends == backends[::-1],
-        terms=before.terms(gpu) == after.terms(gpu),
+        terms=before.terms(gpu) == after.terms(gpu)
+        and before.rules.get(pools[0] or "") == after.rules.get(pools[1] or ""),
     )
     return GpuChange(state.gpu, change, pools, backends, strays(new, state.leases))
 

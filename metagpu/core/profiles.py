@@ -19,11 +19,13 @@ class Choice:
         wanted: the node's own profile.
         default: what a node without one has.
         by: who wants it, for messages.
+        required: whether it is a mistake to want one where there are none.
     """
 
     wanted: str | None = None
     default: str | None = None
     by: str = "--profile"
+    required: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,14 @@
 """A snapshot as plain data, for people and programs: what `explain` and `status` say."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout import Layout
-from metagpu.core.model import (
-    MIB,
-    GpuId,
-    GpuState,
-    Lease,
-    Pause,
-    ResourceName,
-    Snapshot,
-    bus_id,
-)
-from metagpu.core.plan import Plan
+from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot, bus_id
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -74,47 +64,6 @@ def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
             for (resource, gpu, holder), count in held.items()
         ],
     }
-
-
-def plan(planned: Plan) -> dict[str, Any]:
-    """Say what a change of configuration would do."""
-    return {
-        "resources": {
-            each.resource: {
-                "change": str(each.change),
-                "before": each.shares[0],
-                "after": each.shares[1],
-                "backendBefore": each.backend[0],
-                "backendAfter": each.backend[1],
-            }
-            for each in planned.resources
-        },
-        "gpus": [
-            {
-                "index": each.gpu.index,
-                "uuid": each.gpu.id,
-                "product": each.gpu.name,
-                "change": str(each.change),
-                "poolBefore": each.pool[0],
-                "poolAfter": each.pool[1],
-                "backendsBefore": list(each.backends[0]),
-                "backendsAfter": list(each.backends[1]),
-                "waitsFor": _waiting(each.waits_for),
-            }
-            for each in planned.gpus
-        ],
-        "settings": list(planned.settings),
-    }
-
-
-def _waiting(leases: Sequence[Lease]) -> list[dict[str, Any]]:
-    """Say who has to end, each holder once for each resource."""
-    counted = Counter((str(lease.holder or ""), lease.share.resource) for lease in leases)
-
-    return [
-        {"holder": holder or None, "resource": resource, "shares": count}
-        for (holder, resource), count in counted.items()
-    ]
 
 
 def hindrance(state: GpuState) -> str:

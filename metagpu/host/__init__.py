@@ -4,6 +4,7 @@
 - `cgroups`: the path of a process -> its container
 - `process`: /proc/PID -> our values
 - `logs`: a container's id -> the names of its pod and itself
+- `running`: processes that we keep, for `companions`
 - `linux`: `core.host.Host` on all of them, in worker threads
 """
 

@@ -25,7 +25,7 @@ from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
 from metagpu.sources import Source
 
 BOARDS: Final = "a100-40gb:8"
@@ -165,7 +165,13 @@ async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncI
         paths = (folder / "metagpu.yaml",)
         await anyio.Path(paths[0]).write_text(config)
     node = simulated(boards)
-    agent = Agent(Source(paths), Nvml(Library(node)), places, tools=SimulatedTools())
+    agent = Agent(
+        Source(paths),
+        Nvml(Library(node)),
+        places,
+        tools=SimulatedTools(),
+        companions=simulated_companions(),
+    )
     kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:

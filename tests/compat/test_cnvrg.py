@@ -32,13 +32,24 @@ def test_every_key_without_effect_is_told_once() -> None:
         "mgctlTar",
         "mgctlAutoInject",
         "serverAddr",
-        "memoryEnforcer",
         "deviceSharing[0].metaGpus",
     ]
-    assert told[8] == (
-        "f.yaml: 10: memoryEnforcer: has no effect here; it would have killed processes that take "
-        "more memory than their share; here memory is told to the container"
+    assert told[1] == (
+        "f.yaml: 3: deviceCacheTTL: has no effect here; it would have set how often GPUs are read; "
+        "see `health.rescanPeriod`"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "policy"),
+    [("memoryEnforcer: true\n", "kill"), ("memoryEnforcer: false\n", "off"), ("", None)],
+)
+def test_the_memory_enforcer_ends_processes_or_nobody(said: str, policy: str | None) -> None:
+    """MetaGPU's enforcer is our policy `kill`, without it `off`; unsaid, our default holds."""
+    [pool] = pools(said + ONE)
+
+    assert pool.get("memoryEnforcement") == (None if policy is None else {"policy": policy})
+    assert offered(converted(said + ONE), gpu(0)) == {"example.com/part": 8}
 
 
 def test_gpus_by_uuid_in_the_order_of_entries() -> None:

@@ -12,6 +12,7 @@ from metagpu.compat.contract import Circumstances
 from metagpu.compat.formats import Format
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
+from metagpu.sources import written
 from tests.compat.rig import FILES, converted, refusal
 
 FORMS = (
@@ -159,6 +160,8 @@ def test_whatever_a_file_says_it_is_taken_or_refused_in_words(file: dict[str, ob
     except ConfigError as error:
         told = str(error)
     else:
-        told = str(conversion.data["version"])
+        told = written(conversion.data).removeprefix("version: ")
+
+        assert yaml.safe_load(f"version: {told}") == conversion.data
 
     assert told.startswith(("f.yaml: ", "metagpu/v1"))

@@ -6,6 +6,7 @@ import pytest
 
 from metagpu.compat import manifest
 from metagpu.core.document import Document
+from metagpu.core.errors import ConfigError
 from tests.build import gpu
 from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
 
@@ -157,9 +158,22 @@ def test_mps_takes_the_policy_and_lets_a_container_hold_several() -> None:
 
 def test_a_backend_that_is_missing_is_named() -> None:
     """What is not installed is told of the line that needs it, with what there is."""
-    assert refusal(slices(way="mps")) == (
+    conversion = converted(slices(way="mps"))
+
+    assert conversion.missing(["mps", "whole"]) is None
+    assert str(conversion.missing(["whole", "fraction"])) == (
         "f.yaml: 5: sharing.mps.resources[0]: this needs the backend mps, which is not installed; "
-        "there are: fraction, timeslice, whole"
+        "there are: fraction, whole"
+    )
+
+
+def test_an_option_that_a_backend_does_not_have_is_named() -> None:
+    """A conversion to a key that the installed backend does not know is told in those words."""
+    error = ConfigError("unknown key; allowed: a", path="pools[0].backends[0].replicas")
+
+    assert str(converted(SLICES).retold(error)) == (
+        "f.yaml: 5: sharing.timeSlicing.resources[0]: this needs the option replicas of a backend, "
+        "which has none here"
     )
 
 
@@ -603,15 +617,26 @@ def test_a_wrong_layout_is_told_of_its_line(
 
 
 def test_single_wants_one_profile_on_all_gpus() -> None:
-    """A layout of several profiles, or without MIG somewhere, is refused under single."""
+    """A layout of several profiles, or without MIG on some GPUs, is refused under single."""
+    some = SEVEN + "  - {devices: [0], mig-enabled: false}\n"
+
     assert refusal(LAYOUT, mixed("single"), mig_config="2x2g.10gb-3x1g.5gb") == (
         'f.yaml: 16: mig-configs["2x2g.10gb-3x1g.5gb"][0]: the strategy single wants instances of '
         "one profile on all GPUs, and this layout has 1g.5gb, 2g.10gb; choose mixed, or another "
         "layout"
     )
-    assert refusal(LAYOUT, mixed("single"), mig_config="disabled").endswith(
+    assert refusal(some, mixed("single")).endswith(
         "and this layout has GPUs without; choose mixed, or another layout"
     )
+
+
+def test_without_any_instance_single_is_as_none() -> None:
+    """Where no GPU shall have MIG, GPUs are offered as they are, whatever the strategy."""
+    for strategy in ("none", "single", "mixed"):
+        conversion = converted(LAYOUT, mixed(strategy), mig_config="disabled")
+
+        assert offered(conversion, *FOUR) == {"nvidia.com/gpu": 4}
+        assert len(conversion.notes) == 1
 
 
 def test_gpus_that_single_leaves_out_are_told() -> None:

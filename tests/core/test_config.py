@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
-from metagpu.backends.fraction_placement import Placement
+from metagpu.backends.placement import Placement
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
 from metagpu.core.enforcement import Enforcement, Policy, Victims

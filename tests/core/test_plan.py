@@ -80,6 +80,17 @@ def test_other_terms_are_no_new_list() -> None:
     assert gpus(plan) == [Change.TERMS, Change.TERMS, Change.UNTOUCHED, Change.UNTOUCHED]
 
 
+def test_other_rules_for_memory_are_other_terms_of_the_gpus() -> None:
+    """What a pool says about memory touches its GPUs and no list."""
+    plan = planned(
+        state(FRACTIONS),
+        state(FRACTIONS.replace("name: parts", "name: parts, memoryEnforcement: {policy: kill}")),
+    )
+
+    assert resources(plan) == {METAGPU: Change.UNTOUCHED}
+    assert gpus(plan) == [Change.TERMS, Change.TERMS, Change.UNTOUCHED, Change.UNTOUCHED]
+
+
 def test_gpus_that_come_into_a_pool_and_leave_it() -> None:
     """A GPU that no pool had is added, one that no pool has is removed."""
     plan = planned(state(FRACTIONS), state(FRACTIONS.replace("0-1", "1-2")))

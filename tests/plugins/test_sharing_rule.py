@@ -11,7 +11,14 @@ from typing import ClassVar, Final
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.core.backend import Backend
@@ -363,10 +370,15 @@ class Sharing(RuleBasedStateMachine):
         return [(device.id, device.health) for device in devices]
 
 
-Sharing.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
-)
-TestSharing = pytest.mark.timeout(120)(Sharing.TestCase)  # minutes, when told to search
+@pytest.mark.timeout(120)  # it takes minutes when it is told to search
+def test_no_story_breaks_the_rule_of_sharing() -> None:
+    """No two shares that exclude each other are held or offered, and each is listed once."""
+    run_state_machine_as_test(
+        Sharing,
+        settings=settings(
+            max_examples=settings().max_examples // 2,
+            stateful_step_count=50,
+            report_multiple_bugs=False,
+            suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
+        ),
+    )
