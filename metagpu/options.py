@@ -122,6 +122,12 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove-labels-on-exit",
         action="store_true",
+        default=Variable(
+            ("METAGPU_REMOVE_LABELS_ON_EXIT",),
+            otherwise=False,
+            convert=lambda said: said == "true",
+            allowed=("true", "false"),
+        ),
         help="take the node's labels and condition back at the end",
     )
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import Client
 
 NODES: Final = "/api/v1/nodes"
+ANEW: Final = 30.0
+"""Seconds before all of this starts anew after a fault of our own."""
 _FAREWELL: Final = 2.0
 """Seconds that the end of the daemon waits for the API server."""
 
@@ -89,7 +91,15 @@ class Cluster:
             )
 
     async def run(self) -> None:
-        """Do what the settings say until cancelled."""
+        """Do what the settings say until cancelled; what fails here ends nothing else."""
+        while True:
+            try:
+                await self._join()
+            except Exception:
+                log.exception("the API server's side failed; it starts anew", after=f"{ANEW:g}s")
+            await anyio.sleep(ANEW)
+
+    async def _join(self) -> None:
         library = await to_thread.run_sync(_loaded)
 
         async with library.connected(self._settings.kubeconfig) as client:
@@ -107,7 +117,8 @@ class Cluster:
         for feature, chore in self._chores:
             problems[feature] = problems[feature] or chore.problem
         if self._config_map is not None:
-            problems[Feature.CONFIG] = problems[Feature.CONFIG] or self._config_map.problem
+            others = self._config_map.problem or self._missing
+            problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
 
         followed = self._followed or Instruction()
         return {
@@ -117,7 +128,7 @@ class Cluster:
             "label": followed.label or None,
             "profile": followed.profile,
             "migConfig": followed.mig_config,
-            "refusal": self._outcome.refusal or self._missing or None,
+            "refusal": self._outcome.refusal,
             "eventsDropped": self._recorder.dropped if self._recorder else 0,
         }
 
@@ -189,8 +200,7 @@ class Cluster:
             self._followed = wanted
             self._tell_outcome(wanted)
             self._stir()
-        elif self._missing and not self._outcome.refusal:
-            self._missing = ""
+        self._missing = ""
         self.decided.set()
 
     def _refuse(self, why: str) -> None:
@@ -200,7 +210,6 @@ class Cluster:
             self._tell("ConfigurationRefused", why, "Configure", warning=True)
 
     def _tell_outcome(self, wanted: Instruction) -> None:
-        self._missing = ""
         if self._outcome.refusal is not None:
             note = f"{self._outcome.refusal}; the last good configuration stays"
             self._tell("ConfigurationRefused", note, "Configure", warning=True)

@@ -76,7 +76,10 @@ class Client:
 
         if response.status >= _ERRORS:
             raise _refused(method, path, response, raw)
-        answer: Object = msgspec.json.decode(raw)
+        try:
+            answer: Object = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise self._unreachable(error) from error
         return answer
 
     async def watch(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Object]:
@@ -94,7 +97,13 @@ class Client:
                     raise _refused("GET", path, response, await response.read())
                 async for line in response.content:
                     yield msgspec.json.decode(line)
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (
+            aiohttp.ClientError,
+            OSError,
+            TimeoutError,
+            ValueError,
+            msgspec.DecodeError,
+        ) as error:
             raise self._unreachable(error) from error
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ REFILL: Final = 10.0
 WAITING: Final = 64
 """News that may wait for an API server that does not answer; the oldest are dropped."""
 NOTE_LIMIT: Final = 1024
+_NAME_LIMIT: Final = 230
 _NOT_FOUND: Final = 404
 _PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
 
@@ -146,7 +147,7 @@ class Recorder:
 
     async def _create(self, news: News, now: float) -> None:
         subject = news.subject
-        name = f"{subject.name}.{uuid4().hex[:16]}"
+        name = f"{subject.name[:_NAME_LIMIT]}.{uuid4().hex[:16]}"
         namespace = subject.namespace or "default"
         body: dict[str, Any] = {
             "apiVersion": "events.k8s.io/v1",

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from metagpu.core.facts import GpuFaulted, GpuRecovered, SharesGranted, SharesReleased
-from metagpu.core.model import ResourceName
+from metagpu.core.model import ResourceName, Snapshot
 from metagpu.plugins import cluster
 from metagpu.plugins.cluster import chore, telling
 from metagpu.plugins.cluster.settings import Feature
@@ -272,6 +272,7 @@ async def test_config_map_that_is_deleted_changes_nothing(tmp_path: Path) -> Non
             "ConfigMap kube-system/metagpu is gone; the last good configuration stays"
         )
         assert len(it.told) == 1
+        assert it.cluster.report()["uses"]["config"].startswith("ConfigMap kube-system/metagpu is")
 
         server.configure(*CONFIG_MAP, {"default": "B"})
         await until(lambda: len(it.told) == 2)
@@ -344,6 +345,29 @@ async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
                 await it.cluster.decision()
 
     assert lines[0]["event"].startswith("the API server has not said which profile")
+
+
+async def test_fault_of_ours_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody foresaw is logged, and all of it starts anew."""
+    monkeypatch.setattr(cluster, "ANEW", 0.01)
+    failing = True
+
+    def broken(snapshot: Snapshot) -> object:
+        if failing:
+            raise KeyError("unforeseen")
+        return telling.look(snapshot)
+
+    monkeypatch.setattr(cluster, "look", broken)
+    with heard(cluster) as lines:
+        async with cluster_at_work(tmp_path, Feature.LABELS) as it:
+            await until(lambda: lines)
+            failing = False
+            it.offer()
+            await it.has_labels(nvidia_com__gpu_count="2")
+
+    assert lines[0]["event"] == "the API server's side failed; it starts anew"
 
 
 async def test_node_that_does_not_exist_is_named(tmp_path: Path) -> None:
