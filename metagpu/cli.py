@@ -82,9 +82,10 @@ def _ours(error: BaseException) -> MetagpuError | None:
 def _run(args: argparse.Namespace) -> int:
     from metagpu.app import Places
 
+    joins = cluster_of(args)
     _log(args.log_level, args.log_format)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
-    args.agent = _agent(source_of(args), args.simulate, places, cluster_of(args))
+    args.agent = _agent(source_of(args), args.simulate, places, joins)
     anyio.run(args.agent.run)
     return 0
 

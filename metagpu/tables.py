@@ -49,7 +49,7 @@ def show_status(status: Mapping[str, Any]) -> None:
     console().print(
         Group(
             *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
-            *(Text(line, style="bold red") for line in rival_lines(status["rivals"])),
+            *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
             *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
             resources_table(status["resources"]),
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL"),

@@ -4,8 +4,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import settings
 
@@ -48,6 +50,22 @@ def blockbuster() -> Iterator[BlockBuster]:
             for call in calls or buster.functions:
                 buster.functions[call].can_block_in(file, functions)
         yield buster
+
+
+@pytest.fixture(autouse=True)
+def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let what a command says of logging end with its test, whose stderr is closed then.
+
+    A logger that caches its settings at its first use would keep them for all tests that follow.
+    """
+    configure = structlog.configure
+
+    def uncached(**settings: Any) -> None:  # noqa: ANN401 - structlog's own
+        configure(**{**settings, "cache_logger_on_first_use": False})
+
+    monkeypatch.setattr(structlog, "configure", uncached)
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

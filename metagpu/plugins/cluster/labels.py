@@ -32,12 +32,12 @@ _STRATEGIES: Final = {"timeslice": "time-slicing", "mps": "mps"}
 
 
 def labels(snapshot: Snapshot) -> Mapping[str, str]:
-    """Give all labels that are true of the node; none before its GPUs are known.
+    """Give all labels that are true of the node; none while nothing is on offer.
 
     Where GPUs differ, the product most of them are speaks for all, the first of equals.
     """
     gpus = [state.gpu for state in snapshot.gpus.values()]
-    if not gpus:
+    if not gpus or not snapshot.offers:
         return {}
 
     counted = Counter(gpu.name for gpu in gpus)

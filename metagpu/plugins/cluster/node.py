@@ -114,12 +114,16 @@ def amount(quantity: object) -> int | None:
 
 
 def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
-    """Count all shares of every resource."""
-    return {resource: len(offer.shares) for resource, offer in snapshot.offers.items()}
+    """Count all shares of every resource that we serve."""
+    return {
+        resource: len(offer.shares)
+        for resource, offer in snapshot.offers.items()
+        if resource not in snapshot.rivals
+    }
 
 
 def healthy_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
-    """Count the shares of every resource that are listed as healthy, held or not."""
+    """Count the shares of every resource that we serve and list as healthy, held or not."""
     return {
         resource: sum(
             len(shares) - sum(share.id in shut for share in shares)
@@ -128,6 +132,7 @@ def healthy_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
             for shut in (state.shut,)
         )
         for resource, offer in snapshot.offers.items()
+        if resource not in snapshot.rivals
     }
 
 

@@ -99,17 +99,19 @@ def settings_of(
     features: str,
     remove_labels: bool,
     environment: Mapping[str, str] = os.environ,
+    token: Path = TOKEN,
 ) -> Settings | None:
     """Make the settings of what was given; `None` if the API server is not to be used.
 
     It is used where the node's name is known and there are credentials, from a file or as a pod has
-    them.
+    them. Blocks: for the start alone.
 
     Raises:
         ConfigError: if something was asked for that needs what is missing.
     """
     wanted = features_of(features)
-    reachable = kubeconfig is not None or bool(environment.get("KUBERNETES_SERVICE_HOST"))
+    in_pod = bool(environment.get("KUBERNETES_SERVICE_HOST")) and token.exists()
+    reachable = kubeconfig is not None or in_pod
     place = config_map_of(config_map) if config_map else None
 
     if place is not None and not (node and reachable and Feature.CONFIG in wanted):

@@ -52,7 +52,8 @@ class Teller:
     registry: Registry
     mig_state: Callable[[], str | None]
     _refused: frozenset[str] = frozenset()
-    _lowered: dict[ResourceName, int] = field(default_factory=dict)
+    _labelled: bool = False
+    _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
 
     async def label(self) -> None:
         """Apply the labels; those that others apply with other values are left to them."""
@@ -60,12 +61,13 @@ class Teller:
         if node is None:
             return
         wanted = dict(labels(self.registry.snapshot))
-        if not wanted:
-            return
+        if not wanted and not self._labelled:
+            return  # what an earlier daemon said stays until we know better
         if (state := self.mig_state()) is not None:
             wanted[MIG_STATE] = state
 
         mine = ours_to_write(node, wanted, self._refused)
+        self._labelled = True
         if not labels_differ(node, mine):
             return
         try:
@@ -113,8 +115,8 @@ class Teller:
         await anyio.sleep(RISE)
         if (node := self.node.object) is None:
             return
-        shown = (node.get("status") or {}).get("allocatable") or {}
-        self._lowered = {it: n for it, n in self._lowered.items() if shown.get(it) == str(n)}
+        shown = _allocatable(node)
+        self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
         amounts = stale_amounts(node, healthy_of(self.registry.snapshot), rising=True)
         await self._write({it: n for it, n in amounts.items() if it in self._lowered})
 
@@ -128,9 +130,11 @@ class Teller:
     async def _write(self, amounts: Mapping[ResourceName, int]) -> None:
         if not amounts:
             return
+        before = _allocatable(self.node.object or {})
         numbers = {resource: str(count) for resource, count in amounts.items()}
         await self._patch("/status", {"status": {"allocatable": numbers}})
-        self._lowered |= amounts
+        # The number before counts too: what we are told may be older than what we have written.
+        self._lowered |= {it: frozenset((before[it], n)) for it, n in numbers.items()}
 
     async def _patch(self, part: str, body: Object) -> None:
         await self.client.call("PATCH", self._path + part, body=body, content=_MERGE)
@@ -149,6 +153,11 @@ class Teller:
         return f"{self.node.path}/{self.node.name}"
 
 
+def _allocatable(node: Object) -> Mapping[str, str]:
+    shown: Mapping[str, str] = (node.get("status") or {}).get("allocatable") or {}
+    return shown
+
+
 def _without(values: Mapping[str, str], names: set[str]) -> Mapping[str, str]:
     return {name: value for name, value in values.items() if name not in names}
 
@@ -159,4 +168,4 @@ def look(snapshot: Snapshot) -> object:
         (state.gpu, state.verdict, state.withheld, state.cordon, state.suspended)
         for state in snapshot.gpus.values()
     )
-    return gpus, snapshot.offers, snapshot.topology, snapshot.versions
+    return gpus, snapshot.offers, snapshot.topology, snapshot.versions, snapshot.rivals

@@ -6,7 +6,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.core.facts import GpuFaulted, GpuRecovered, SharesGranted, SharesReleased
+from metagpu.core.facts import (
+    GpuFaulted,
+    GpuRecovered,
+    GpusFound,
+    SharesGranted,
+    SharesOffered,
+    SharesReleased,
+)
 from metagpu.core.model import ResourceName, Snapshot
 from metagpu.plugins import cluster
 from metagpu.plugins.cluster import chore, telling
@@ -61,6 +68,24 @@ async def test_labels_that_are_true_are_not_written_again(tmp_path: Path) -> Non
 
         after = [each for each in it.server.requests if each.method == "PATCH"]
         assert [each.what for each in after[len(before) :]] == [f"/api/v1/nodes/{NODE}/status"]
+
+
+async def test_labels_outlive_a_restart_and_end_with_the_offer(tmp_path: Path) -> None:
+    """A daemon that starts takes no label away before it knows better; then it does."""
+    server = SimApiServer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as it:
+        it.registry.apply(GpusFound((gpu(0),), at=0))
+        await server.until(lambda: server.node(NODE)["status"].get("conditions"))
+        assert server.labels(NODE)["nvidia.com/gpu.count"] == "2"
+
+        it.offer(count=1)
+        await it.has_labels(nvidia_com__gpu_count="1")
+        it.registry.apply(SharesOffered((), ()))
+        await it.has_labels(nvidia_com__gpu_count=None)
 
 
 async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:

@@ -104,9 +104,10 @@ def test_links_and_numa_nodes_are_told() -> None:
     assert found["metagpu.io/gpu.numa-nodes"] == "2"
 
 
-def test_nothing_is_told_before_gpus_are_known() -> None:
-    """A node of which nothing is known has no labels: those it had stay."""
+def test_nothing_is_told_before_something_is_on_offer() -> None:
+    """While a daemon starts, nothing half is told."""
     assert labels(after()) == {}
+    assert labels(after(GpusFound((A100,), at=0))) == {}
 
 
 @pytest.mark.parametrize(

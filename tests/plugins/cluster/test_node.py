@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
-from metagpu.core.facts import GpuFaulted
+from metagpu.core.facts import GpuFaulted, RivalLeft, RivalMet
 from metagpu.core.model import ResourceName
 from metagpu.plugins.cluster.node import (
     amount,
+    capacity_of,
     condition_of,
     discovered_elsewhere,
+    healthy_of,
     owned_labels,
     stale_amounts,
     taints_left,
@@ -85,6 +87,16 @@ def test_taint_waits_for_every_resource() -> None:
     assert taints_left(tainted, {R: 4, METAGPU: 1}) is None
     assert taints_left(tainted, {}) is None
     assert taints_left({"metadata": {}, "status": {"capacity": {R: "4"}}}, {R: 4}) is None
+
+
+def test_resource_of_a_rival_is_not_counted() -> None:
+    """What another plugin serves is neither waited for nor lowered."""
+    _, snapshot = offered(gpu(0))
+    rivalled = after(RivalMet(METAGPU, "its.sock"), since=snapshot)
+
+    assert (capacity_of(snapshot), healthy_of(snapshot)) == ({METAGPU: 10}, {METAGPU: 10})
+    assert (capacity_of(rivalled), healthy_of(rivalled)) == ({}, {})
+    assert capacity_of(after(RivalLeft(METAGPU), since=rivalled)) == {METAGPU: 10}
 
 
 def test_condition_tells_since_when() -> None:

@@ -56,10 +56,12 @@ def test_config_map_has_a_namespace_and_a_name(text: str) -> None:
 
 def made(
     node: str | None = "n",
+    *,
     kubeconfig: Path | None = None,
     config_map: str | None = None,
     features: str = "all",
     environment: dict[str, str] | None = None,
+    token: Path = Path(__file__),
 ) -> Settings | None:
     """Make settings; what is not named is ordinary."""
     return settings_of(
@@ -69,6 +71,7 @@ def made(
         features=features,
         remove_labels=False,
         environment=environment or {},
+        token=token,
     )
 
 
@@ -77,6 +80,7 @@ def test_nothing_of_it_runs_without_name_credentials_or_uses() -> None:
     assert made(environment=POD) == Settings("n")
     assert made(kubeconfig=Path("k")) == Settings("n", Path("k"))
     assert made() is None
+    assert made(environment=POD, token=Path("/none")) is None
     assert made(node=None, environment=POD) is None
     assert made(features="none", environment=POD) is None
 
