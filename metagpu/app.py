@@ -16,14 +16,11 @@ from anyio import to_thread
 from metagpu import __version__, host
 from metagpu.adoption import Adoption
 from metagpu.companions import HostCompanions
-from metagpu.core import plan, report, usage_report
+from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
-from metagpu.core.census import Census
 from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
-from metagpu.core.enforcement import Enforcement, Policy
-from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
@@ -32,12 +29,13 @@ from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import GpuId, GpuState, ResourceName
+from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
-from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
-from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.host import DeviceNodes
+from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.sources import Source
@@ -95,12 +93,15 @@ class Agent:
         tools, companions = self.tools or own, self.companions or HostCompanions(own)
         self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
-        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
-        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
-        self._census = Census(self.driver, self.host, self.registry)
-        self._strangers = StrangerWatch(self._census, self.host, self.registry)
+        self.oversight = Oversight(
+            self.driver,
+            self.host,
+            self.registry,
+            lambda gpu: terms_in(self.config, self.layout, gpu),
+            {name: kind.guard for name, kind in self._kinds.items()},
+        )
         self._backends: dict[ResourceName, Backend] = {}
-        self._nodes: frozenset[str] = frozenset()
+        self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
 
     async def run(self) -> None:
@@ -128,8 +129,7 @@ class Agent:
             self._offer,
             self.keeper.run,
             self._leases,
-            self.enforcer.run,
-            self._strangers.run,
+            *self.oversight.tasks,
             self.adoption.follow_files,
             *((self.cluster.run,) if self.cluster else ()),
         )
@@ -196,7 +196,7 @@ class Agent:
         self._backends.update(layout.backends)
         return layout
 
-    def _laid(self, config: Config, nodes: frozenset[str]) -> Layout:
+    def _laid(self, config: Config, nodes: DeviceNodes) -> Layout:
         """Lay a configuration over the GPUs known now and some device nodes; change nothing.
 
         Raises:
@@ -205,7 +205,12 @@ class Agent:
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
         root = str(self.places.dev_root or "")
         run_dir = str(self.places.run.absolute())
-        injection = Injection(dev_root=root, present=nodes, run_dir=run_dir)
+        injection = Injection(
+            dev_root=root,
+            present=nodes.present,
+            capabilities=nodes.capabilities,
+            run_dir=run_dir,
+        )
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
         return layout
@@ -246,6 +251,8 @@ class Agent:
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
+        told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
+        self.oversight.remember(told)
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
@@ -300,22 +307,9 @@ class Agent:
         return self.registry.snapshot.gpus[gpu]
 
     async def _usage(self, _: Mapping[str, Any]) -> object:
-        findings = await self._census.take()
-        snapshot = self.registry.snapshot
-        rules = usage_report.Rules(self._terms, self._guards)
-
         return {
             "version": __version__,
             "at": time.time(),
             "node": os.environ.get("NODE_NAME") or socket.gethostname(),
-            **usage_report.usage_report(snapshot, findings, rules),
-            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+            **await self.oversight.report(),
         }
-
-    def _terms(self, gpu: GpuId) -> Enforcement:
-        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
-        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
-        for assignment in self.layout.assignments:
-            if assignment.gpu.id == gpu and assignment.pool in pools:
-                return pools[assignment.pool]
-        return Enforcement(policy=Policy.OFF)

@@ -199,6 +199,7 @@ def health(gpu: Mapping[str, Any]) -> Text:
         lines.append(Text(told, style="yellow"))
     for backend, since in gpu["cleaning"].items():
         lines.append(Text(f"{backend} cleans it since {_moment(since)}", style="yellow"))
+    lines += [Text(blocked, style="yellow") for blocked in gpu["blocked"]]
     if gpu["waitsFor"]:
         lines.append(Text(gpu["waitsFor"], style="yellow"))
 

@@ -80,7 +80,7 @@ class Scene:
 @asynccontextmanager
 async def agent_at_work(
     tmp_path: Path,
-    boards: str = "a100-40gb:2",
+    boards: str | SimNode = "a100-40gb:2",
     config: str = QUICK,
     *,
     drivers: bool = True,
@@ -92,6 +92,7 @@ async def agent_at_work(
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
+    `boards` is a node, or what `--simulate` says of one.
     `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
     """
     config_file = tmp_path / "metagpu.yaml"
@@ -102,7 +103,7 @@ async def agent_at_work(
         run=tmp_path,
         dev_root=tmp_path,
     )
-    node = simulated(boards)
+    node = simulated(boards) if isinstance(boards, str) else boards
     if not drivers:
         node.fail_driver()
     agent = Agent(

@@ -73,9 +73,15 @@ async def in_care(
     injection: Injection | None = None,
     companions: Companions | None = None,
     node: SimNode | None = None,
+    enabled: bool = False,
 ) -> AsyncIterator[Care]:
-    """Keep a configuration on a simulated node while the block lasts, NVML open."""
+    """Keep a configuration on a simulated node while the block lasts, NVML open.
+
+    `enabled` is whether MIG mode is on.
+    """
     node, registry = node or simulated(boards), Registry()
+    for it in node.gpus:
+        it.mig.enabled = it.mig.pending = enabled
     driver = Nvml(Library(node))
 
     async with driver.session():

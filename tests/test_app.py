@@ -368,7 +368,7 @@ async def test_gpu_in_mig_mode_is_cut_by_nobody(tmp_path: Path) -> None:
     """A GPU in MIG mode has no fractions, and the layout says why."""
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
-        it.node.gpus[0].mig = True
+        it.node.gpus[0].mig.enabled = True
         await it.until(10, 10)
 
         assert it.agent.layout.assignments[0].why.endswith("nothing is cut: MIG mode is on")

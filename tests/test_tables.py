@@ -16,7 +16,7 @@ from metagpu.core.facts import (
 )
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import fullness, health, show_status
+from metagpu.tables import fullness, health, show_plan, show_status
 from tests.build import after, gpu, offer, share
 
 A = gpu(0)
@@ -85,3 +85,40 @@ def test_a_status_names_owners(capsys: pytest.CaptureFixture[str]) -> None:
     assert "OWNER" in rows
     assert " mps " in rows
     assert " idle " in rows
+
+
+def test_status_begins_with_a_configuration_that_was_not_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is wrong with the files is read before all else, and nothing where nothing is."""
+    status = {"resources": {}, "gpus": [told()], "leases": []}
+    show_status({**status, "configuration": {"error": "new.yaml: 3: pools: wrong"}})
+    show_status({**status, "configuration": {"error": None}})
+
+    out = capsys.readouterr().out
+    assert out.startswith("configuration not taken: new.yaml: 3: pools: wrong")
+    assert out.count("configuration") == 1
+
+
+def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan is drawn with arrows where something differs, pods that are waited for, settings."""
+    holding = {"holder": "team/old (main)", "resource": "a.b/c", "shares": 3}
+    one = {
+        "index": 0,
+        "uuid": A.id,
+        "product": "NVIDIA A100",
+        "change": "changed",
+        "poolBefore": "a",
+        "poolAfter": "a",
+        "backendsBefore": ["fraction"],
+        "backendsAfter": ["whole"],
+        "waitsFor": [holding, {**holding, "holder": None}],
+    }
+    show_plan({"resources": {}, "gpus": [one], "settings": ["health"]})
+
+    out = capsys.readouterr().out
+    assert "nothing is offered" in out
+    assert "fraction -> whole" in out
+    words = " ".join(out.split())
+    assert "team/old (main): 3 of a.b/c" in words
+    assert "other terms from the next request or event on: health" in words

@@ -130,7 +130,8 @@ async def _ends(plan: Plan) -> list[Figure]:
                 anyio.create_task_group() as group,
             ):
                 guards = {"fraction": Guard.ENFORCER}
-                enforcer = Enforcer(it.nvml, it.machine.host, it.registry, lambda _: TERMS, guards)
+                census = Census(it.nvml, it.machine.host, it.registry)
+                enforcer = Enforcer(census, it.machine.host, it.registry, lambda _: TERMS, guards)
                 group.start_soon(enforcer.run)
                 for life in range(count):
                     await anyio.sleep(chance.random() * TERMS.period)

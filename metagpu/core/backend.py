@@ -71,6 +71,19 @@ class Backend(ABC):
     def resources(self) -> tuple[ResourceName, ...]:
         """The resource names it offers, also while there is no GPU to cut."""
 
+    @property
+    def patience(self) -> float | None:
+        """How many seconds its shares may take to be made in hardware, `None` if nothing is made.
+
+        Where something is, `serve` makes what is leased and tells it (`served.tell`): `grant` is
+        asked once the snapshot has all of it (`GpuState.stocks`).
+        """
+        return None
+
+    def why_none(self, gpu: Gpu) -> str:
+        """Say why a GPU has none of its shares."""
+        return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+
     @abstractmethod
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut one GPU. Pure: the same GPU and options give the same shares, with the same ids."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from metagpu.core.mig import MigInstance, MigMode, Placement
 from metagpu.core.model import Gpu, GpuId, Topology
 
 
@@ -140,6 +141,76 @@ class Survey:
     topology: Topology = field(default_factory=Topology)
 
 
+@dataclass(frozen=True, slots=True)
+class MigUsage:
+    """What is on a MIG device: bytes of memory, and the processes."""
+
+    memory: int
+    memory_used: int
+    processes: tuple[GpuProcess, ...] = ()
+
+
+class MigDriver(Protocol):
+    """What NVML does with MIG; calls, and what they raise, are as of `Driver`.
+
+    One GPU's calls follow each other, in its lane: a creation that takes seconds delays what else
+    is asked about that GPU.
+    """
+
+    async def mode(self, gpu: GpuId) -> MigMode | None:
+        """Read whether MIG is on; `None` where there is no MIG."""
+        ...
+
+    async def set_mode(self, gpu: GpuId, *, enabled: bool) -> MigMode:
+        """Turn MIG on or off, as far as the GPU can without a reset; tell what came of it.
+
+        Raises:
+            Unsupported: if there is no MIG on this GPU.
+        """
+        ...
+
+    async def instances(self, gpu: GpuId) -> Sequence[MigInstance]:
+        """List the instances of a GPU, whoever made them; none while MIG is off."""
+        ...
+
+    async def capacity(self, gpu: GpuId) -> Mapping[int, int]:
+        """Count for each profile's number how many more instances of it there is room for."""
+        ...
+
+    async def create(
+        self, gpu: GpuId, profile: int, placement: Placement, deadline: float
+    ) -> MigInstance:
+        """Make a GPU instance at a place and one compute instance on all of it: both or neither.
+
+        A call that is late may still succeed: the list of instances tells, once the GPU answers.
+
+        Args:
+            gpu: which MIG is on.
+            profile: the number of the profile on this board.
+            placement: one of the profile's.
+            deadline: seconds; making one takes NVML longer than answering a question.
+
+        Raises:
+            NoRoom: if another instance is there, or has the engines it needs.
+            InUse: if the driver is busy with the GPU.
+            Unsupported: if MIG is off, or the board has no such profile.
+            DriverTimeout: at the deadline.
+        """
+        ...
+
+    async def destroy(self, gpu: GpuId, instance: int) -> None:
+        """Destroy a GPU instance and what is in it, by its number; one that is gone is no error.
+
+        Raises:
+            InUse: while a program runs on it; its compute instances may be gone by then.
+        """
+        ...
+
+    async def usage(self, gpu: GpuId, uuid: str) -> MigUsage:
+        """Read what is on one MIG device, by its uuid."""
+        ...
+
+
 class Driver(Protocol):
     """NVML as metagpu uses it. Calls run in worker threads, each with a deadline.
 
@@ -151,6 +222,11 @@ class Driver(Protocol):
     @property
     def overdue(self) -> Sequence[str]:
         """Name what NVML was asked and never answered; its threads keep the process alive."""
+        ...
+
+    @property
+    def mig(self) -> MigDriver:
+        """What NVML does with MIG."""
         ...
 
     def session(self) -> AbstractAsyncContextManager[None]:

@@ -7,6 +7,8 @@ MetagpuError
 │   ├── GpuUnhealthy     the share's GPU is out of service
 │   ├── GpuPaused        an operator or the backend gives no new shares of the GPU for now
 │   ├── ShareTaken       another backend or an overlapping share holds the GPU
+│   ├── NotMade          the share could not be made in hardware
+│   ├── Overlap          the kubelet chose shares that cannot be together
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
 │   ├── OneGpuOnly       the ids are of several GPUs, and MPS serves a container on one
 │   ├── TooManyClients   the GPU serves as many containers through MPS as it can
@@ -14,7 +16,10 @@ MetagpuError
 ├── DriverError          the machine's: NVML could not do it
 │   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
 │   ├── GpuLost          this GPU does not answer any more, or wants a reset first
-│   └── DriverTimeout    this call did not come back in time
+│   ├── DriverTimeout    this call did not come back in time
+│   ├── InUse            not while programs use it; may be tried again
+│   ├── NoRoom           what is there already leaves no room for it
+│   └── Unsupported      this GPU, or its driver, cannot do it
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
 ├── HostError            the host's: the kernel refused us
@@ -78,6 +83,23 @@ class ShareTaken(RequestError):
         super().__init__(f"share {share} cannot be given: {holder}")
 
 
+class NotMade(RequestError):
+    """Raised when what stands for a share in hardware could not be made."""
+
+    def __init__(self, resource: str, share: str, reason: str) -> None:
+        super().__init__(f"{resource}: {share} could not be made: {reason}")
+
+
+class Overlap(RequestError):
+    """Raised when the kubelet chose shares of one GPU of which there can be one at a time."""
+
+    def __init__(self, resource: str, gpu: str, shares: str) -> None:
+        super().__init__(
+            f"{resource}: GPU {gpu} has room for one of {shares} at a time, and the kubelet chose "
+            "them together; ask for fewer, or wait for another GPU"
+        )
+
+
 class FractionSplit(RequestError):
     """Raised when the kubelet's choice would spread one fraction over several GPUs."""
 
@@ -137,6 +159,18 @@ class GpuLost(DriverError):
 
 class DriverTimeout(DriverError):
     """Raised when an NVML call did not come back within its deadline."""
+
+
+class InUse(DriverError):
+    """Raised when something cannot be changed because programs use it; may be tried again."""
+
+
+class NoRoom(DriverError):
+    """Raised when what is on a GPU already leaves no room for what was asked."""
+
+
+class Unsupported(DriverError):
+    """Raised when a GPU, its driver, or its present mode cannot do what was asked."""
 
 
 class ToolError(MetagpuError):

@@ -6,7 +6,17 @@ At the end there is news that changes nothing which is kept: it is only heard.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId, Topology, Versions
+from metagpu.core.model import (
+    Gpu,
+    GpuId,
+    Holder,
+    ResourceName,
+    Share,
+    ShareId,
+    Stock,
+    Topology,
+    Versions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +196,16 @@ class GpuReturned:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class StockTold:
+    """A backend tells what it has made of a GPU: all of it."""
+
+    gpu: GpuId
+    backend: str
+    stock: Stock
+    at: float
+
+
 GpuFact = (
     GpuFaulted
     | GpuRecovered
@@ -196,6 +216,7 @@ GpuFact = (
     | BackendSuspended
     | BackendResumed
     | GpuReturned
+    | StockTold
 )
 """What concerns one GPU alone."""
 

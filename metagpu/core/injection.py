@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -19,7 +19,8 @@ from metagpu.core.model import (
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
 MEMORY: Final = "METAGPU_MEMORY_MIB"
-"""How much of each GPU's memory the container should keep to: `GPU-<uuid>=<MiB>,...`."""
+"""How much of each GPU's, or MIG device's, memory the container should keep to:
+`GPU-<uuid>=<MiB>,...`."""
 CONTROL_NODES: Final = (
     "/dev/nvidiactl",
     "/dev/nvidia-uvm",
@@ -58,6 +59,8 @@ class Injection:
             writes the specification.
         dev_root: where `/dev` of the host stands, empty for the root.
         present: device nodes that exist; others are never named, a container would not start.
+        capabilities: the numbers of the device nodes below /dev/nvidia-caps that open a MIG
+            instance, by the driver's names such as `gpu0/gi3/ci0/access`.
         run_dir: the daemon's run directory, as the container runtime finds it too.
     """
 
@@ -66,11 +69,43 @@ class Injection:
     cdi_kind: str = "nvidia.com/gpu"
     dev_root: str = ""
     present: frozenset[str] = frozenset()
+    capabilities: Mapping[str, int] = field(default_factory=dict)
     run_dir: str = "/run/metagpu"
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Give whole GPUs to a container, in the order of their index, and further variables."""
-        ids = [gpu.id for gpu in gpus]
+        return self._grant([gpu.id for gpu in gpus], self._nodes(gpus), variables)
+
+    def grant_made(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Give what was made for some shares, and say how much memory each has.
+
+        The GPUs come in the order of their index, and of one GPU the shares in theirs.
+        """
+
+        def order(share: Share) -> tuple[int, int, str]:
+            return snapshot.gpus[share.gpu].gpu.index, share.number, share.id
+
+        ordered = sorted(dict.fromkeys(shares), key=order)
+        made = [snapshot.gpus[it.gpu].stocks[it.backend].made[it.id] for it in ordered]
+        gpus = dict.fromkeys(snapshot.gpus[share.gpu].gpu for share in ordered)
+        caps = [
+            f"gpu{snapshot.gpus[share.gpu].gpu.minor}/gi{it.gpu_instance}{part}/access"
+            for share, it in zip(ordered, made, strict=True)
+            for part in ("", f"/ci{it.compute_instance}")
+        ]
+        opened = [f"/dev/nvidia-caps/nvidia-cap{n}" for n in map(self.capabilities.get, caps) if n]
+        memory = ",".join(
+            f"{it.device}={share.memory // MIB}" for share, it in zip(ordered, made, strict=True)
+        )
+        nodes = self._nodes(list(gpus), opened)
+        return self._grant([it.device for it in made], nodes, {MEMORY: memory})
+
+    def _grant(
+        self,
+        ids: Sequence[str],
+        nodes: tuple[DeviceNode, ...],
+        variables: Mapping[str, str] | None,
+    ) -> Grant:
         names = tuple(f"{self.cdi_kind}={gpu_id}" for gpu_id in ids)
         by_cdi = bool(self.strategies & CDI_STRATEGIES)
         envs = dict(variables or {})
@@ -89,7 +124,7 @@ class Injection:
         return Grant(
             envs=envs,
             mounts=mounts,
-            nodes=() if by_cdi or not self.pass_device_specs else self._nodes(gpus),
+            nodes=() if by_cdi or not self.pass_device_specs else nodes,
             annotations=_annotation(names)
             if DeviceListStrategy.CDI_ANNOTATIONS in self.strategies
             else {},
@@ -111,12 +146,12 @@ class Injection:
         memory = ",".join([f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus])
         return self.grant(gpus, {MEMORY: memory, **(variables or {})})
 
-    def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
+    def _nodes(self, gpus: Sequence[Gpu], more: Sequence[str] = ()) -> tuple[DeviceNode, ...]:
         own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]
 
         return tuple(
             DeviceNode(path, f"{self.dev_root}{path}")
-            for path in (*CONTROL_NODES, *own)
+            for path in (*CONTROL_NODES, *own, *more)
             if path in self.present
         )
 

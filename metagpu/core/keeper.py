@@ -12,16 +12,17 @@ from anyio.abc import TaskGroup
 
 from metagpu.core.backend import Backend
 from metagpu.core.companions import Companions
-from metagpu.core.driver import ComputeMode, Driver, GpuProcess
+from metagpu.core.driver import ComputeMode, Driver, GpuProcess, MigDriver
 from metagpu.core.facts import (
     BackendResumed,
     BackendSuspended,
     GpuKept,
     GpuLeft,
     GpuReturned,
+    StockTold,
 )
 from metagpu.core.layout import Cut, Layout
-from metagpu.core.model import Gpu, GpuState, Snapshot
+from metagpu.core.model import Gpu, GpuState, Snapshot, Stock
 from metagpu.core.registry import Registry
 from metagpu.core.tools import Tools
 
@@ -105,6 +106,14 @@ class _Served:
         if done := self._registry.apply(fact):
             log.info("GPU cleaned", gpu=str(self.gpu), backend=self.backend)
         return done
+
+    @property
+    def mig(self) -> MigDriver:
+        return self._driver.mig
+
+    def tell(self, stock: Stock) -> None:
+        if not self._kept.dismissed:
+            self._registry.apply(StockTold(self.gpu.id, self.backend, stock, self._clock()))
 
     async def processes(self) -> Sequence[GpuProcess]:
         return await self._driver.processes(self.gpu.id)

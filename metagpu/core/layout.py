@@ -110,7 +110,7 @@ def _assign(gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]) -> tuple[Assignme
 def _uncut(gpu: Gpu, cutters: list[Backend]) -> str:
     if not cutters:
         return "the pool has no backends"
-    return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+    return "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
 
 
 def _check_ids(config: Config, shares: list[Share]) -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Final
 
 from metagpu.core.facts import Fact, LeasesObserved, SharesGranted, SharesReleased
 from metagpu.core.model import (
@@ -18,6 +19,9 @@ from metagpu.core.model import (
     gpu_of,
     withheld,
 )
+
+_MIG: Final = "MIG-"
+"""Begins the ids by which NVIDIA's device plugin offers MIG devices."""
 
 
 def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
@@ -42,6 +46,10 @@ def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[
         if known is None or (known.holder, known.share) != (holder, share):
             started.append(Lease(share, known.since if known else fact.at, holder))
 
+    elsewhere = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
+    new = [it for it in snapshot.gpus.values() if it.elsewhere != elsewhere]
+    if new:
+        snapshot = with_states(snapshot, [replace(it, elsewhere=elsewhere) for it in new])
     return with_leases(snapshot, fact.at, started=started, ended=ended)
 
 
@@ -92,9 +100,11 @@ def with_leases(
             # What is on offer of a GPU where nothing can conflict may be granted without a count.
             unknown = any(lease.share.backend == FOREIGN for lease in new.values())
             cleaning = _cleaning(state, held, at)
-            busy = state.contended or state.withheld or state.cleaning or cleaning
+            busy = state.contended or state.withheld or state.cleaning or cleaning or state.stocks
             simple = not (busy or ending[gpu] or unknown)
-            lost = state.withheld if simple else withheld(state.shares, held, cleaning)
+            lost = (
+                state.withheld if simple else withheld(state.shares, held, cleaning, state.stocks)
+            )
             states.append(
                 replace(state, leases=MappingProxyType(held), withheld=lost, cleaning=cleaning)
             )

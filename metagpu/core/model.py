@@ -11,6 +11,7 @@
 - **Verdict**: whether a GPU is healthy, why not, since when.
 - **Pause**: why nothing new is given, and since when: of one backend on a GPU (it is suspended), or
   of a GPU as a whole (a cordon).
+- **Stock**: what a backend has made of a GPU in hardware, such as MIG instances.
 - **Topology**: how the GPUs are connected with each other.
 - **Snapshot**: everything known, at one moment.
 - **Fact**: something that happened (`core/facts.py`).
@@ -23,9 +24,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Final, NewType
 
 import msgspec
+
+from metagpu.core.mig import MigProfile
 
 GpuId = NewType("GpuId", str)
 """NVML's uuid: `GPU-` and 36 characters."""
@@ -51,6 +55,8 @@ class Gpu:
         pci_device: its kind by PCI ids: the device's in the upper 16 bits, the vendor's below.
         compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
         ecc: whether error correction is on; it changes at a reset alone.
+        mig_profiles: the instances it can be cut into, whether MIG mode is on or not; none where
+            there is no MIG.
         listens: whether NVML delivers this GPU's XID events.
     """
 
@@ -67,6 +73,7 @@ class Gpu:
     architecture: str | None = None
     mig_enabled: bool | None = None
     ecc: bool | None = None
+    mig_profiles: tuple[MigProfile, ...] = ()
     listens: bool = True
 
     def __str__(self) -> str:
@@ -192,6 +199,47 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """What stands for a share in hardware: a MIG device.
+
+    Attributes:
+        device: the name that programs know it by, such as `MIG-<uuid>`.
+        gpu_instance: the numbers by which NVML knows it, as `compute_instance` is.
+        idle: nobody holds it, and no program was found on it: it may be reused, or removed.
+    """
+
+    device: str
+    gpu_instance: int
+    compute_instance: int
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a share could not be made, for the lease that began at `since`."""
+
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What a backend has made of a GPU, complete; shares are made once they are held.
+
+    Attributes:
+        made: what there is. What nobody holds and is not idle is in the way of others.
+        failed: leases whose shares could not be made.
+        blocked: slots that are taken otherwise, and by what.
+        alone: whether the GPU is in a mode in which no other backend can give any of it.
+    """
+
+    made: Mapping[ShareId, Made] = field(default_factory=dict)
+    failed: Mapping[ShareId, Failure] = field(default_factory=dict)
+    blocked: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Mount:
     """A path of the host to be seen in the container."""
 
@@ -237,6 +285,9 @@ class GpuState:
         cordon: why nobody gives shares of it, on an operator's word.
         cleans: the backends that clean it when their last lease of it has ended.
         cleaning: those that do so now, and since when.
+        stocks: what backends have made of it, where they have to make something.
+        elsewhere: the MIG devices that containers hold through another plugin; the same for every
+            GPU, `None` until the kubelet has told.
     """
 
     gpu: Gpu
@@ -249,6 +300,8 @@ class GpuState:
     cordon: Pause | None = None
     cleans: frozenset[str] = frozenset()
     cleaning: Mapping[str, float] = field(default_factory=dict)
+    stocks: Mapping[str, Stock] = field(default_factory=dict)
+    elsewhere: frozenset[str] | None = None
 
     @property
     def owner(self) -> str | None:
@@ -384,9 +437,14 @@ def strays(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> tuple[Le
 
 
 def withheld(
-    shares: Sequence[Share], leases: Mapping[ShareId, Lease], cleaning: Iterable[str] = ()
+    shares: Sequence[Share],
+    leases: Mapping[ShareId, Lease],
+    cleaning: Iterable[str] = (),
+    stocks: Mapping[str, Stock] = MappingProxyType({}),
 ) -> frozenset[ShareId]:
     """Find the shares of one GPU that nobody may have while these leases and cleanings last.
+
+    What a backend has made and nobody holds is in the way too, until it is known to be idle.
 
     While there are strays, nobody can say what of the GPU is left: all of it waits for their end.
     A backend that cleans the GPU excludes all others, as one that has leases does.
@@ -401,6 +459,11 @@ def withheld(
 
     owners = {share.backend for share in held} | set(cleaning)
     taken = {slot for share in held for slot in share.footprint}
+    owners |= {backend for backend, stock in stocks.items() if stock.alone}
+    for stock in stocks.values():
+        taken.update(stock.blocked)
+        left = {i for i, made in stock.made.items() if i not in leases and not made.idle}
+        taken.update(slot for share in shares if share.id in left for slot in share.footprint)
 
     # `conflicts` with any of the held shares, or with who cleans, said for all of them at once.
     return frozenset(

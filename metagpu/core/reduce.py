@@ -133,7 +133,7 @@ def _offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[F
                 leases=leases,
                 # Held shares that are not on offer any more are still in the way of others.
                 contended=contended(list(dict.fromkeys([*shares, *_held(leases)]))),
-                withheld=withheld(shares, leases, state.cleaning),
+                withheld=withheld(shares, leases, state.cleaning, state.stocks),
             )
         )
 

@@ -1,14 +1,25 @@
 """A snapshot as plain data, for people and programs: what `explain` and `status` say."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout import Layout
-from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot, bus_id
+from metagpu.core.model import (
+    MIB,
+    GpuId,
+    GpuState,
+    Made,
+    Pause,
+    ResourceName,
+    Share,
+    ShareId,
+    Snapshot,
+    bus_id,
+)
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -66,17 +77,32 @@ def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     }
 
 
-def hindrance(state: GpuState) -> str:
-    """Say who keeps shares of a GPU from being granted."""
+def hindrance(state: GpuState, share: Share | None = None) -> str:
+    """Say who keeps shares of a GPU, or this one, from being granted."""
     for lease in state.waits_for:
         who = lease.holder or "a pod that is being admitted"
         return (
             f"GPU {state.gpu} is held by {who} under {lease.share.resource or 'another name'}, "
             "which is not on offer as it was granted; the GPU waits for the end of that pod"
         )
+    for why in _blocked(state, share):
+        return f"GPU {state.gpu}: {why}"
     if state.leases:
         return f"GPU {state.gpu} is in use by {state.owner}"
+    if alone := [backend for backend, stock in state.stocks.items() if stock.alone]:
+        return f"GPU {state.gpu} is in the hands of {alone[0]}"
     return f"GPU {state.gpu} is being cleaned after its last lease by {state.owner}"
+
+
+def _blocked(state: GpuState, share: Share | None) -> Iterator[str]:
+    """Say what else than a lease is on the slots of a share."""
+    if share is None:
+        return
+    for stock in state.stocks.values():
+        for slot in sorted(share.footprint & stock.blocked.keys()):
+            yield stock.blocked[slot]
+        if share.id in stock.made and share.id not in state.leases:
+            yield f"{share.id} was just given back, and is looked at"
 
 
 def pause(state: GpuState, backend: str) -> str:
@@ -124,7 +150,23 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "cleaning": {backend: _moment(since) for backend, since in state.cleaning.items()},
         "suspended": {backend: _pause(pause) for backend, pause in state.suspended.items()},
         "cordon": _pause(state.cordon) if state.cordon else None,
+        "made": [
+            _made(share, it) for stock in state.stocks.values() for share, it in stock.made.items()
+        ],
+        "blocked": sorted(
+            {why for stock in state.stocks.values() for why in stock.blocked.values()}
+        ),
         "waitsFor": hindrance(state) if state.waits_for else None,
+    }
+
+
+def _made(share: ShareId, it: Made) -> Mapping[str, Any]:
+    return {
+        "share": share,
+        "device": it.device,
+        "gpuInstance": it.gpu_instance,
+        "computeInstance": it.compute_instance,
+        "idle": it.idle,
     }
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from metagpu.core.companions import Companions
-from metagpu.core.driver import ComputeMode, GpuProcess
-from metagpu.core.model import Gpu, GpuState
+from metagpu.core.driver import ComputeMode, GpuProcess, MigDriver
+from metagpu.core.model import Gpu, GpuState, Stock
 from metagpu.core.tools import Tools
 
 
@@ -70,6 +70,15 @@ class ServedGpu(Protocol):
 
         False if there is no such cleaning: a share was given meanwhile, and it is in use again.
         """
+        ...
+
+    @property
+    def mig(self) -> MigDriver:
+        """What NVML does with MIG."""
+        ...
+
+    def tell(self, stock: Stock) -> None:
+        """Say what this backend has made of the GPU, all of it."""
         ...
 
     async def processes(self) -> Sequence[GpuProcess]:

@@ -16,8 +16,9 @@ from metagpu.core.facts import (
     GpuRecovered,
     GpuReturned,
     GpuUncordoned,
+    StockTold,
 )
-from metagpu.core.model import GpuState, Pause, Verdict, withheld
+from metagpu.core.model import GpuState, Pause, Stock, Verdict, withheld
 
 NOT_READY: Final = "it is being made ready"
 """Why a backend gives no shares of a GPU before it has said that it is ready."""
@@ -25,7 +26,7 @@ NOT_READY: Final = "it is being made ready"
 ValueT = TypeVar("ValueT")
 
 
-def stand(  # noqa: PLR0911 - one return for each kind of fact
+def stand(  # noqa: C901, PLR0911 - one return for each kind of fact
     state: GpuState, fact: GpuFact
 ) -> GpuState:
     """Give the state that follows from a fact, the same object if it says nothing new."""
@@ -42,13 +43,16 @@ def stand(  # noqa: PLR0911 - one return for each kind of fact
         case GpuKept():
             return _kept(state, fact)
         case GpuLeft():
-            return _cleaned(_resumed(_not_cleaning(state, fact.backend), fact.backend), fact)
+            left = _resumed(_not_cleaning(state, fact.backend), fact.backend)
+            return _stocked(_cleaned(left, fact), fact.backend, Stock())
         case BackendSuspended():
             return _suspended(state, fact.backend, fact.reason, fact.at)
         case BackendResumed():
             return _resumed(state, fact.backend)
         case GpuReturned():
             return _cleaned(state, fact)
+        case StockTold():
+            return _stocked(state, fact.backend, fact.stock)
         case _:
             assert_never(fact)
 
@@ -98,8 +102,18 @@ def _cleaned(state: GpuState, fact: GpuReturned | GpuLeft) -> GpuState:
         return state
 
     cleaning = _without(state.cleaning, fact.backend)
-    lost = withheld(state.shares, state.leases, cleaning)
+    lost = withheld(state.shares, state.leases, cleaning, state.stocks)
     return replace(state, cleaning=cleaning, withheld=lost)
+
+
+def _stocked(state: GpuState, backend: str, stock: Stock) -> GpuState:
+    if state.stocks.get(backend, Stock()) == stock:
+        return state
+
+    rest = _without(state.stocks, backend)
+    stocks = rest if stock == Stock() else MappingProxyType({**rest, backend: stock})
+    lost = withheld(state.shares, state.leases, state.cleaning, stocks)
+    return replace(state, stocks=stocks, withheld=lost)
 
 
 def _without(values: Mapping[str, ValueT], key: str) -> Mapping[str, ValueT]:

@@ -9,6 +9,6 @@
 """
 
 from metagpu.host.linux import LinuxHost
-from metagpu.host.nodes import device_nodes
+from metagpu.host.nodes import DeviceNodes, device_nodes
 
-__all__ = ["LinuxHost", "device_nodes"]
+__all__ = ["DeviceNodes", "LinuxHost", "device_nodes"]

@@ -6,6 +6,7 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
     codes     NVML's return codes -> our errors
     lane      one thread at a time, with a deadline
     reading   one GPU's answers -> our values
+    mig       the same for MIG, and what is done with it; `instances` puts it into the GPU's lane
     session   the GPUs met so far, and the one event set
     wiring    how the GPUs are connected, read once for each set of them
     activity  how busy processes keep a GPU
@@ -34,6 +35,7 @@ from metagpu.core.driver import (
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
 from metagpu.core.model import Gpu, GpuId, Versions
 from metagpu.nvml.activity import read_utilisation
+from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.reading import (
     read_compute_mode,
@@ -71,6 +73,7 @@ class Nvml:
         self._wiring = Wiring()
         self._met: dict[int, GpuId] = {}
         self._left: list[Lane] = []
+        self.mig = Instances(self._known, deadline)
 
     @property
     def overdue(self) -> Sequence[str]:

@@ -6,7 +6,15 @@ from typing import Any, Final
 
 import pynvml
 
-from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
+from metagpu.core.errors import (
+    DriverError,
+    DriverTimeout,
+    DriverUnavailable,
+    GpuLost,
+    InUse,
+    NoRoom,
+    Unsupported,
+)
 
 FAILURES: Final = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 """What pynvml raises: the second one when the library lacks a function that has versions."""
@@ -43,6 +51,12 @@ _LOST: Final = {
     pynvml.NVML_ERROR_GPU_IS_LOST: "the GPU is lost: it has fallen off the bus or does not answer",
     pynvml.NVML_ERROR_RESET_REQUIRED: "the GPU wants a reset before it answers again",
 }
+_ANSWERED: Final = {
+    pynvml.NVML_ERROR_IN_USE: InUse,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: NoRoom,
+    pynvml.NVML_ERROR_NOT_SUPPORTED: Unsupported,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: Unsupported,
+}
 CONCLUSIVE: Final = frozenset(_UNAVAILABLE) | frozenset(_LOST)
 """Codes after which there is no point in asking the same GPU for anything else."""
 
@@ -76,7 +90,7 @@ def error_for(failure: Exception, who: str, *, whole: bool) -> DriverError:
         return GpuLost(f"{who}: {_LOST[code]}")
     if code == pynvml.NVML_ERROR_TIMEOUT:
         return DriverTimeout(f"{who}: {call} timed out in the driver")
-    return DriverError(f"{who}: {call}: {failure}")
+    return _ANSWERED.get(code, DriverError)(f"{who}: {call}: {failure}")
 
 
 def if_said(function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - pynvml ships no types

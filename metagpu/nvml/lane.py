@@ -56,7 +56,7 @@ class Lane:
                 return await anyio.to_thread.run_sync(
                     self._work, work, abandon_on_cancel=True, limiter=self._limiter
                 )
-            raise late(f"{self.name}: no answer from NVML within {deadline:g} s")
+            raise late(f"{self.name}: no answer from NVML within {deadline:.3g} s")
 
     async def settled(self, patience: float) -> bool:
         """Wait up to `patience` seconds for a thread that was left alone; tell if it came back."""

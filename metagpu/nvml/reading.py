@@ -10,6 +10,7 @@ import pynvml
 
 from metagpu.core.driver import ComputeMode, Condition, GpuProcess, RecoveryAction, RemappedRows
 from metagpu.core.errors import DriverError
+from metagpu.core.mig import MigProfile
 from metagpu.core.model import Gpu, GpuId
 from metagpu.nvml.codes import UNSAID, if_said
 
@@ -48,7 +49,14 @@ class Memory(NamedTuple):
     used: int
 
 
-def describe(handle: Handle, gpu_id: GpuId, index: int, *, listens: bool) -> Gpu:
+def describe(
+    handle: Handle,
+    gpu_id: GpuId,
+    index: int,
+    *,
+    mig_profiles: tuple[MigProfile, ...],
+    listens: bool,
+) -> Gpu:
     """Read what does not change about a GPU."""
     memory = read_memory(handle)
     pci = if_said(pynvml.nvmlDeviceGetPciInfo, handle)
@@ -69,6 +77,7 @@ def describe(handle: Handle, gpu_id: GpuId, index: int, *, listens: bool) -> Gpu
         architecture=_ARCHITECTURES.get(if_said(pynvml.nvmlDeviceGetArchitecture, handle)),
         mig_enabled=None if mig is None else bool(mig[0]),
         ecc=None if ecc is None else bool(ecc[0]),
+        mig_profiles=mig_profiles,
         listens=listens,
     )
 

@@ -10,12 +10,17 @@ from typing import Any, Final
 
 import anyio
 import pynvml
+import structlog
 
 from metagpu.core.driver import DriverEvent, EccError, RecoveryActionChanged, Xid
+from metagpu.core.mig import MigProfile
 from metagpu.core.model import Gpu, GpuId, Versions
-from metagpu.nvml.codes import CONCLUSIVE, FAILURES, code_of, if_said
+from metagpu.nvml.codes import CONCLUSIVE, FAILURES, code_of, error_for, if_said
 from metagpu.nvml.lane import Lane
+from metagpu.nvml.mig import read_profiles
 from metagpu.nvml.reading import Handle, describe, instance
+
+log = structlog.get_logger()
 
 SLICE: Final = 1.0
 """Seconds of one wait for events: waits cannot be cancelled, so leaving takes as long."""
@@ -45,6 +50,8 @@ class Known:
         heard: the event types that it is registered for, 0 when none.
         lost: whether it must be kept out of the event set: NVML would fail every wait at once.
         ailing: whether it was lost or wanted something when its condition was last read.
+        mig_profiles: what it can be cut into, in which mode of MIG; `None` while that is not read,
+            and `complaint` is why, told once.
     """
 
     index: int
@@ -53,6 +60,8 @@ class Known:
     heard: int = 0
     lost: bool = False
     ailing: bool = False
+    mig_profiles: tuple[bool, tuple[MigProfile, ...]] | None = None
+    complaint: str = ""
 
 
 @dataclass(slots=True)
@@ -108,7 +117,37 @@ class Session:
         known.index, known.handle, known.lane, known.lost = index, handle, lane, False
         known.heard = known.heard or self.register(handle)
 
-        return describe(handle, gpu_id, index, listens=bool(known.heard & _XID))
+        return describe(
+            handle,
+            gpu_id,
+            index,
+            mig_profiles=self.profiles(known),
+            listens=bool(known.heard & _XID),
+        )
+
+    def profiles(self, known: Known) -> tuple[MigProfile, ...]:
+        """List what a GPU can be cut into; NVML says that it stays so as long as MIG's mode.
+
+        Not to know them costs a GPU its MIG instances and nothing else.
+        """
+        mode = if_said(pynvml.nvmlDeviceGetMigMode, known.handle)
+        if mode is None:
+            return ()
+
+        enabled = bool(mode[0])
+        if known.mig_profiles is None or known.mig_profiles[0] != enabled:
+            try:
+                known.mig_profiles = enabled, read_profiles(known.handle)
+            except FAILURES as failure:
+                if code_of(failure) in CONCLUSIVE:
+                    raise
+                known.mig_profiles = None
+                problem = str(error_for(failure, known.lane.name, whole=False))
+                if problem != known.complaint:
+                    known.complaint = problem
+                    log.warning("MIG profiles cannot be read", error=problem)
+                return ()
+        return known.mig_profiles[1]
 
     def register(self, handle: Handle) -> int:
         """Listen to a GPU from now on; give the event types that it will tell, 0 when none."""

@@ -14,9 +14,16 @@ from grpclib.const import Handler as Method
 
 from metagpu.core import report
 from metagpu.core.backend import Backend
-from metagpu.core.errors import GpuPaused, GpuUnhealthy, RequestError, ShareTaken, UnknownShare
+from metagpu.core.errors import (
+    GpuPaused,
+    GpuUnhealthy,
+    NotMade,
+    RequestError,
+    ShareTaken,
+    UnknownShare,
+)
 from metagpu.core.facts import SharesGranted, SharesReleased
-from metagpu.core.model import Grant, ResourceName, Share, Snapshot
+from metagpu.core.model import Failure, Grant, ResourceName, Share, Snapshot, Stock
 from metagpu.core.registry import Registry
 from metagpu.plugins import hot, wire
 from metagpu.plugins.serving import Calls
@@ -184,7 +191,28 @@ class Service:
         held = {gpu: snapshot.gpus[gpu].leases for gpu in {share.gpu for share in shares}}
         claimed += [share for share in shares if share.id not in held[share.gpu]]
         self._registry.apply(SharesGranted(tuple(shares), self._clock()))
+        if backend.patience is not None:
+            snapshot = await self._made(shares, backend.patience)
         return await backend.grant(shares, snapshot)
+
+    async def _made(self, shares: Sequence[Share], patience: float) -> Snapshot:
+        """Wait until the backend has made what stands for the shares; give what is known then.
+
+        Raises:
+            NotMade: if it cannot, or not in time.
+        """
+        with anyio.move_on_after(patience):
+            async for snapshot in self._registry.watch(lambda now: _settled(shares, now)):
+                if snapshot is not None:
+                    for share in shares:
+                        if failure := _failure(share, snapshot):
+                            raise NotMade(self.resource, share.id, failure.reason)
+                    # It took a while: the kubelet's account is awaited from now on.
+                    self._registry.apply(SharesGranted(tuple(shares), self._clock()))
+                    return snapshot
+
+        reason = f"that took longer than {patience:g} s; it may be tried again"
+        raise NotMade(self.resource, shares[0].id, reason)
 
     def _named(self, ids: Sequence[str], snapshot: Snapshot) -> list[Share]:
         offer = snapshot.offers.get(self.resource)
@@ -205,4 +233,22 @@ class Service:
             if state.withheld:
                 for share in shares:
                     if share.id in state.withheld:
-                        raise ShareTaken(share.id, report.hindrance(state))
+                        raise ShareTaken(share.id, report.hindrance(state, share))
+
+
+def _settled(shares: Sequence[Share], now: Snapshot) -> Snapshot | None:
+    """Give the snapshot once each share is made in it, or has failed."""
+    made = (
+        share.id in now.gpus[share.gpu].stocks.get(share.backend, Stock()).made for share in shares
+    )
+    settled = all(is_made or _failure(s, now) for is_made, s in zip(made, shares, strict=True))
+    return now if settled else None
+
+
+def _failure(share: Share, now: Snapshot) -> Failure | None:
+    """Find out why a share could not be made for its present lease, if that is so."""
+    state = now.gpus[share.gpu]
+    failure = state.stocks.get(share.backend, Stock()).failed.get(share.id)
+    lease = state.leases.get(share.id)
+
+    return failure if failure and lease and failure.since == lease.since else None

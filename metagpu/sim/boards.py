@@ -13,6 +13,10 @@ from typing import Final
 
 import pynvml
 
+from metagpu.core.mig import profile_name
+from metagpu.core.model import MIB
+from metagpu.sim.mig_boards import PROFILES, SimProfile
+
 _NVIDIA: Final = 0x10DE
 
 
@@ -52,7 +56,6 @@ class Board:
         memory: total, in MiB; `reserved` of it belongs to the driver.
         device: its PCI device id at NVIDIA.
         architecture: NVML's number for its family.
-        mig: whether it can be cut into MIG instances.
         nvlinks: how many NVLinks it has; `fabric` says where they lead.
     """
 
@@ -63,8 +66,27 @@ class Board:
     compute_capability: tuple[int, int]
     architecture: int
     device: int
-    mig: bool = False
     nvlinks: int = 0
+
+    @property
+    def mig(self) -> bool:
+        """Whether it can be cut into MIG instances."""
+        return bool(self.mig_profiles)
+
+    @property
+    def mig_profiles(self) -> tuple[SimProfile, ...]:
+        """The instances it can be cut into."""
+        return PROFILES.get(self.key, ())
+
+    def mig_name(self, profile: SimProfile) -> str:
+        """Name a profile as NVIDIA does, such as `1g.5gb+me`."""
+        memory, total = profile.memory * MIB, self.memory * MIB
+        return profile_name(profile.slices, memory, total, profile.suffix)
+
+    @property
+    def mig_at_once(self) -> bool:
+        """Whether a change of MIG's mode needs no reset, as from Hopper on."""
+        return self.architecture >= int(pynvml.NVML_DEVICE_ARCH_HOPPER)
 
     @property
     def fabric(self) -> Fabric:
@@ -117,7 +139,7 @@ _ROWS: Final = (
     # nvidia-smi: total 46068; reserved 471 on a board of this size.
     Board("l40s", "NVIDIA L40S", 46068, 471, (8, 9), _ADA, 0x26B9),
     # nvidia-smi: total 24576; reserved assumed: no published value found.
-    Board("a30", "NVIDIA A30", 24576, 512, (8, 0), _AMPERE, 0x20B7, mig=True),
+    Board("a30", "NVIDIA A30", 24576, 512, (8, 0), _AMPERE, 0x20B7),
     # nvidia-smi -q of a DGX A100: total 40960, reserved 620.
     Board(
         "a100-40gb",
@@ -127,9 +149,10 @@ _ROWS: Final = (
         (8, 0),
         _AMPERE,
         0x20B0,
-        mig=True,
         nvlinks=12,
     ),
+    # The same with a PCI slot; linked in pairs where somebody bought the bridges.
+    Board("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", 40960, 620, (8, 0), _AMPERE, 0x20F1),
     # nvidia-smi -q: total 81920, reserved 763.
     Board(
         "a100-80gb",
@@ -139,7 +162,6 @@ _ROWS: Final = (
         (8, 0),
         _AMPERE,
         0x20B2,
-        mig=True,
         nvlinks=12,
     ),
     # nvidia-smi -q: total 81559, reserved 328.
@@ -151,13 +173,22 @@ _ROWS: Final = (
         (9, 0),
         _HOPPER,
         0x2330,
-        mig=True,
         nvlinks=18,
     ),
     # nvidia-smi -q: total 143771, reserved 700.
-    Board("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, mig=True, nvlinks=18),
+    Board("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, nvlinks=18),
     # nvidia-smi: total 183359; reserved: less the 178.35 GiB that CUDA sees (pytorch/ao#4002).
-    Board("b200", "NVIDIA B200", 183359, 729, (10, 0), _BLACKWELL, 0x2901, mig=True, nvlinks=18),
+    Board("b200", "NVIDIA B200", 183359, 729, (10, 0), _BLACKWELL, 0x2901, nvlinks=18),
+    # nvidia-smi: total 97887; reserved assumed: no published value found.
+    Board(
+        "rtx-pro-6000",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        97887,
+        641,
+        (12, 0),
+        _BLACKWELL,
+        0x2BB5,
+    ),
 )
 
 BOARDS: Final = {board.key: board for board in _ROWS}

@@ -7,8 +7,9 @@ library too old to have them.
 
 from metagpu.sim.library_activity import Activity
 from metagpu.sim.library_events import Events
+from metagpu.sim.library_mig import Mig
 from metagpu.sim.library_queries import Queries
 
 
-class Library(Queries, Events, Activity):
+class Library(Queries, Mig, Events, Activity):
     """All of the functions; see `LibraryBase` for what it takes."""

@@ -26,7 +26,7 @@ class Activity(LibraryBase):
     ) -> None:
         """Give one sample, taken now, of each process that is busy; not in MIG mode."""
         with self._gpu(device) as gpu:
-            if gpu.mig:
+            if gpu.mig.enabled:
                 raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
             busy = [process for process in gpu.processes.values() if process.sm]
             if not busy:

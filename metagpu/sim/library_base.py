@@ -11,7 +11,9 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 import pynvml
 
+from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.texts import error_text
 
 Argument: TypeAlias = Any
 """What pynvml passes to C: an object of ctypes, `byref` of one, or a plain number."""
@@ -90,8 +92,7 @@ class _ErrorString:
     restype: object = None
 
     def __call__(self, code: Argument) -> bytes:
-        texts = pynvml.NVMLError._errcode_to_string  # noqa: SLF001 - NVML's own texts
-        return str(texts.get(number(code), "Unknown Error")).encode()
+        return error_text(number(code)).encode()
 
 
 class LibraryBase:
@@ -196,6 +197,35 @@ class LibraryBase:
             if gpu.handle == address:
                 return gpu
         raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    def _compute_at(self, address: int) -> tuple[SimGpu, SimInstance, SimCompute] | None:
+        """Find the MIG device of a handle."""
+        return next(
+            (
+                (gpu, instance, compute)
+                for gpu in self.node.gpus
+                for instance, compute in gpu.mig.computes
+                if compute.device == address
+            ),
+            None,
+        )
+
+    @contextmanager
+    def _device(
+        self, handle: Argument
+    ) -> Iterator[tuple[SimGpu, tuple[SimInstance, SimCompute] | None]]:
+        """Hold the node still and give a GPU, and what of it the handle of a MIG device means."""
+        with self._ready():
+            found = self._compute_at(address_in(handle))
+            if found is None:
+                yield self._answering(self._gpu_at(address_in(handle))), None
+            else:
+                yield self._answering(found[0]), found[1:]
+
+    @staticmethod
+    def _supported(answer: bool) -> None:  # noqa: FBT001 - it is the whole sentence
+        if not answer:
+            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def _answering(self, gpu: SimGpu) -> SimGpu:
         """Wait while the GPU hangs, then fail as it does."""

@@ -11,6 +11,7 @@ import pynvml
 
 from metagpu.core.driver import ComputeMode
 from metagpu.core.model import MIB
+from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.library_base import (
     Argument,
     LibraryBase,
@@ -51,9 +52,14 @@ class Queries(LibraryBase):
 
     @c_function
     def nvmlDeviceGetHandleByUUID(self, uuid: Argument, handle: Argument) -> None:
-        """Give the handle of the GPU with this uuid."""
+        """Give the handle of the GPU, or the MIG device, with this uuid."""
         with self._ready():
             wanted = (target(uuid).value or b"").decode()
+            for gpu in self.node.gpus:
+                for _, compute in gpu.mig.computes:
+                    if compute.uuid == wanted:
+                        fill_pointer(handle, compute.device)
+                        return
             found = [gpu for gpu in self.node.gpus if gpu.id == wanted]
             self._hand_out(self._only(found), handle)
 
@@ -80,8 +86,8 @@ class Queries(LibraryBase):
     @c_function
     def nvmlDeviceGetUUID(self, device: Argument, uuid: Argument, length: Argument) -> None:
         """Give the uuid."""
-        with self._gpu(device) as gpu:
-            fill_text(uuid, length, gpu.id)
+        with self._device(device) as (gpu, part):
+            fill_text(uuid, length, part[1].uuid if part else gpu.id)
 
     @c_function
     def nvmlDeviceGetMinorNumber(self, device: Argument, minor: Argument) -> None:
@@ -99,22 +105,21 @@ class Queries(LibraryBase):
     @c_function
     def nvmlDeviceGetMemoryInfo(self, device: Argument, memory: Argument) -> None:
         """Give total, used and free bytes; `used` includes what is reserved."""
-        with self._gpu(device) as gpu:
+        with self._device(device) as (gpu, part):
             answer = target(memory)
-            answer.total = gpu.board.memory * MIB
-            answer.used = gpu.board.reserved * MIB + gpu.used
+            answer.total, reserved, used = _memory(gpu, part)
+            answer.used = reserved + used
             answer.free = answer.total - answer.used
 
     @c_function
     def nvmlDeviceGetMemoryInfo_v2(self, device: Argument, memory: Argument) -> None:
         """Give total, reserved, used and free bytes; `used` is without what is reserved."""
-        with self._gpu(device) as gpu:
+        with self._device(device) as (gpu, part):
             answer = target(memory)
             if answer.version != pynvml.nvmlMemory_v2:
                 raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
 
-            answer.total, answer.reserved = gpu.board.memory * MIB, gpu.board.reserved * MIB
-            answer.used = gpu.used
+            answer.total, answer.reserved, answer.used = _memory(gpu, part)
             answer.free = answer.total - answer.reserved - answer.used
 
     @c_function
@@ -175,14 +180,6 @@ class Queries(LibraryBase):
         """Describe the place on the PCI bus of who is at the other end of an NVLink."""
         with self._link_end(device, link) as end:
             _fill_address(info, _SWITCH_ADDRESS if end is None else end.bus_id)
-
-    @c_function
-    def nvmlDeviceGetMigMode(self, device: Argument, current: Argument, pending: Argument) -> None:
-        """Tell whether MIG is on, and whether it will be after a reset."""
-        with self._gpu(device) as gpu:
-            self._supported(gpu.board.mig)
-            fill(current, gpu.mig)
-            fill(pending, gpu.mig_pending)
 
     @c_function
     def nvmlDeviceGetEccMode(self, device: Argument, current: Argument, pending: Argument) -> None:
@@ -253,8 +250,8 @@ class Queries(LibraryBase):
         self, device: Argument, count: Argument, entries: Argument
     ) -> None:
         """List processes with a compute context."""
-        with self._gpu(device) as gpu:
-            found = [process for process in gpu.processes.values() if not process.graphics]
+        with self._device(device) as (gpu, part):
+            found = [process for process in _processes(gpu, part) if not process.graphics]
             _list_processes(found, count, entries)
 
     @c_function
@@ -262,8 +259,8 @@ class Queries(LibraryBase):
         self, device: Argument, count: Argument, entries: Argument
     ) -> None:
         """List processes with a graphics context."""
-        with self._gpu(device) as gpu:
-            found = [process for process in gpu.processes.values() if process.graphics]
+        with self._device(device) as (gpu, part):
+            found = [process for process in _processes(gpu, part) if process.graphics]
             _list_processes(found, count, entries)
 
     @contextmanager
@@ -284,10 +281,19 @@ class Queries(LibraryBase):
             raise Return(pynvml.NVML_ERROR_NOT_FOUND)
         return found[0]
 
-    @staticmethod
-    def _supported(answer: bool) -> None:  # noqa: FBT001 - it is the whole sentence
-        if not answer:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+def _memory(gpu: SimGpu, part: tuple[SimInstance, SimCompute] | None) -> tuple[int, int, int]:
+    """Give the bytes in total, reserved, and used by processes; nothing is reserved in MIG."""
+    if part is None:
+        return gpu.board.memory * MIB, gpu.board.reserved * MIB, gpu.used
+    return part[0].profile.memory * MIB, 0, gpu.used_in(part[0].number)
+
+
+def _processes(gpu: SimGpu, part: tuple[SimInstance, SimCompute] | None) -> Iterator[SimProcess]:
+    """Give the processes on a GPU, or on one MIG device of it."""
+    for process in gpu.processes.values():
+        if part is None or (process.gi, process.ci) == (part[0].number, part[1].number):
+            yield process
 
 
 def _fill_address(info: Argument, bus_id: str) -> None:

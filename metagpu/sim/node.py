@@ -19,6 +19,7 @@ from metagpu.core.driver import ComputeMode, RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model import MIB, GpuId
 from metagpu.sim.boards import CUBE_MESH, Board, Fabric
+from metagpu.sim.instances import Instances
 
 DRIVER: Final = "580.65.06"
 RECOVERY_SINCE: Final = 565
@@ -84,8 +85,7 @@ class SimGpu:
     rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     recovery_action: RecoveryAction = RecoveryAction.NONE
     compute_mode: ComputeMode = ComputeMode.DEFAULT
-    mig: bool = False
-    mig_pending: bool = False
+    mig: Instances = field(default_factory=lambda: Instances(()))
     failure: int | None = None
     hung_until: float = 0.0
     processes: dict[tuple[int, int | None, int | None], SimProcess] = field(default_factory=dict)
@@ -104,6 +104,15 @@ class SimGpu:
     def used(self) -> int:
         """Bytes of memory that processes have."""
         return sum(process.memory or 0 for process in self.processes.values())
+
+    def used_in(self, instance: int) -> int:
+        """Bytes of memory that processes have in a GPU instance."""
+        return sum(it.memory or 0 for it in self.processes.values() if it.gi == instance)
+
+    def restarted(self) -> None:
+        """Lose the instances and who ran on them; a mode that was pending begins."""
+        self.processes = {key: it for key, it in self.processes.items() if it.gi is None}
+        self.mig.reset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,7 @@ class SimNode:
         failure: the NVML code with which every call is answered, when the driver is away.
         root: whether NVML's callers are root, and so may change settings.
         loads: how often the driver was loaded.
+        handles: how many handles were given to MIG instances, of all GPUs.
     """
 
     def __init__(self, driver: str = DRIVER, seed: str = "node") -> None:
@@ -150,6 +160,7 @@ class SimNode:
         self.failure: int | None = None
         self.root = True
         self.loads = 1
+        self.handles = 0
         self._seed = seed
         self._slots = 0
 
@@ -196,6 +207,7 @@ class SimNode:
                 near,
                 bridge,
                 links if nvswitch_links is None else nvswitch_links,
+                mig=Instances(board.mig_profiles),
             )
 
             if any(other.id == gpu.id for other in self.gpus):
@@ -259,12 +271,16 @@ class SimNode:
             self._want(gpu, action)
 
     def recover(self, gpu: SimGpu) -> None:
-        """Reset a GPU: it answers and needs nothing. Who listened to it has to register again."""
+        """Reset a GPU: it answers and needs nothing. Who listened to it has to register again.
+
+        Its MIG instances are gone, and a change of mode that waited for this takes effect.
+        """
         with self._change():
             gpu.failure, gpu.hung_until = None, 0.0
             gpu.compute_mode = ComputeMode.DEFAULT
             gpu.ecc_corrected = gpu.ecc_uncorrected = 0
             gpu.rows[2] = 0
+            gpu.restarted()
             for events in self.event_sets:
                 events.registered.pop(gpu.slot, None)
             self._want(gpu, RecoveryAction.NONE)
@@ -292,8 +308,11 @@ class SimNode:
         """
         with self._change():
             key = process.pid, process.gi, process.ci
-            others = gpu.used - ((gpu.processes[key].memory or 0) if key in gpu.processes else 0)
-            free = (gpu.board.memory - gpu.board.reserved) * MIB - others
+            before = gpu.processes[key].memory or 0 if key in gpu.processes else 0
+            free = (gpu.board.memory - gpu.board.reserved) * MIB - gpu.used + before
+            instance = gpu.mig.present.get(-1 if process.gi is None else process.gi)
+            if instance is not None:
+                free = instance.profile.memory * MIB - gpu.used_in(instance.number) + before
 
             if (process.memory or 0) > free:
                 raise SimError(f"GPU {gpu.id} has {free // MIB} MiB left for process {process.pid}")
@@ -320,10 +339,24 @@ class SimNode:
             self.failure = code
 
     def restore_driver(self) -> None:
-        """Load the driver again; who used the old one has to initialise NVML anew."""
+        """Load the driver again; who used the old one has to initialise NVML anew.
+
+        MIG instances do not outlive it, and from Hopper on neither does MIG's mode.
+        """
         with self._change():
             self.failure = None
             self.loads += 1
+            for gpu in self.gpus:
+                gpu.mig.pending &= not gpu.board.mig_at_once
+                gpu.restarted()
+
+    def reboot(self) -> None:
+        """Start the machine again: no process is left, every GPU is reset, the driver is loaded."""
+        with self._change():
+            for gpu in self.gpus:
+                gpu.processes.clear()
+                self.recover(gpu)
+            self.restore_driver()
 
     def _direct(self, a: SimGpu, b: SimGpu) -> int:
         if self.direct_links is not None:

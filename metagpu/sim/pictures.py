@@ -75,14 +75,17 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
 
 def show_node(node: NodeView) -> None:
     """Draw a simulated node."""
-    table = tables.table("GPU", "BOARD", "STATE", "NEEDS", "MEMORY", "PROCESSES")
+    table = tables.table("GPU", "BOARD", "STATE", "NEEDS", "MEMORY", "PROCESSES", "MIG")
 
     for gpu in node.gpus:
         processes = ", ".join(
             f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
         )
         memory = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
-        table.add_row(str(gpu.index), gpu.board, gpu.state, gpu.recovery_action, memory, processes)
+        cut = ", ".join(f"{it.gi}: {it.place}" for it in gpu.instances) or gpu.mig
+        table.add_row(
+            *(str(gpu.index), gpu.board, gpu.state, gpu.recovery_action, memory, processes, cut)
+        )
     out = tables.console()
     out.print(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}")
     out.print(table)

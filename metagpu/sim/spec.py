@@ -15,12 +15,17 @@ the path of a YAML file:
         recoveryAction: gpu-reset
         processes:
           - {pid: 4242, memory: 8Gi}
+      - board: h100-80gb
+        mig: true
+        instances: [2g.20gb@4]
+        making: {takes: 2s, failures: 1, computeFailures: 0, inUse: 5s}
     nvlinks:
       - {gpus: [0, 1], links: 4}
 """
 
 import difflib
 import re
+import time
 from pathlib import Path
 from typing import Final
 
@@ -31,9 +36,11 @@ from metagpu.core.document import Document
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
 from metagpu.core.model import GpuId
-from metagpu.core.units import Bytes
+from metagpu.core.units import Bytes, Duration
+from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board
-from metagpu.sim.node import DRIVER, SimError, SimNode, SimProcess
+from metagpu.sim.instances import Making
+from metagpu.sim.node import DRIVER, SimError, SimGpu, SimNode, SimProcess
 
 _OPTION: Final = "--simulate"
 _PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")
@@ -55,6 +62,15 @@ class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ci: int | None = None
 
 
+class MakingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """How making MIG instances goes: how long each takes, how many fail, how long it is refused."""
+
+    takes: Duration = Duration(0)
+    failures: int = 0
+    compute_failures: int = 0
+    in_use: Duration = Duration(0)
+
+
 class GpuSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Some GPUs of one kind, next to each other."""
 
@@ -66,6 +82,9 @@ class GpuSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     nvswitch_links: int | None = None
     processes: tuple[ProcessSpec, ...] = ()
     recovery_action: str = "none"
+    mig: bool = False
+    instances: tuple[str, ...] = ()
+    making: MakingSpec = MakingSpec()
 
 
 class NvlinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -196,6 +215,8 @@ def _check_place(document: Document, where: str, gpu: GpuSpec) -> None:
         ("numa", gpu.numa),
         ("pciSwitch", gpu.pci_switch),
         ("nvswitchLinks", gpu.nvswitch_links),
+        ("making.failures", gpu.making.failures),
+        ("making.computeFailures", gpu.making.compute_failures),
     ):
         if value is not None and value < 0:
             raise document.error(f"{where}.{key}", "must be at least 0")
@@ -217,6 +238,7 @@ def _build(spec: NodeSpec) -> SimNode:
                 nvswitch_links=wanted.nvswitch_links,
             )
             node.need(gpu, recovery_action(wanted.recovery_action))
+            _cut(node, gpu, wanted)
             for process in wanted.processes:
                 node.add_process(
                     gpu, SimProcess(process.pid, process.memory, process.gi, process.ci)
@@ -225,6 +247,21 @@ def _build(spec: NodeSpec) -> SimNode:
     if spec.nvlinks is not None:
         node.direct_links = {frozenset(pair.gpus): pair.links for pair in spec.nvlinks}
     return node
+
+
+def _cut(node: SimNode, gpu: SimGpu, wanted: GpuSpec) -> None:
+    """Bring a GPU into the MIG mode that the file says, with these instances on it."""
+    if wanted.mig and not gpu.board.mig:
+        raise SimError(f"{gpu.board.key} has no MIG")
+
+    gpu.mig.enabled = gpu.mig.pending = wanted.mig
+    for place in wanted.instances:
+        foreign.make(node, gpu, place)
+    making = wanted.making
+    gpu.mig.making = Making(
+        *(float(making.takes), making.failures, making.compute_failures),
+        in_use_until=time.monotonic() + float(making.in_use),
+    )
 
 
 def _allowed(problem: str, given: str, known: list[str]) -> str:

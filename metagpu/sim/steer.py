@@ -4,14 +4,16 @@ A command is a value that goes over any wire as JSON (`AnyCommand`); `steer` doe
 """
 
 import argparse
+import time
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
 from metagpu.core.errors import ConfigError
 from metagpu.core.units import Bytes, Duration
+from metagpu.sim import cutting, foreign, instances
 from metagpu.sim.boards import BOARDS
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimError, SimNode, SimProcess
 from metagpu.sim.spec import ACTIONS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
 
@@ -97,6 +99,68 @@ class Process(Command, frozen=True, tag="process"):
         return f"process {self.pid} is on GPU {self.gpu}"
 
 
+class Mig(Command, frozen=True, tag="mig"):
+    """Turn MIG on or off as nvidia-smi does; before Hopper it waits for a reset."""
+
+    change: Literal["on", "off"]
+    gpu: str
+
+    def apply(self, node: SimNode) -> str:
+        enabled = self.change == "on"
+        with node.changed:
+            gpu = node.gpu(self.gpu)
+            if not gpu.board.mig:
+                raise SimError(f"GPU {self.gpu} is a {gpu.board.key}, which has no MIG")
+            cutting.set_mode(gpu, enabled=enabled)
+            if gpu.mig.enabled != enabled:
+                return f"MIG will be {self.change} on GPU {self.gpu} after a reset"
+        return f"MIG is {self.change} on GPU {self.gpu}"
+
+
+class Instance(Command, frozen=True, tag="instance"):
+    """Make or destroy a MIG instance as somebody else would; a place is PROFILE@START."""
+
+    change: Literal["make", "end"]
+    gpu: str
+    place: str
+
+    def apply(self, node: SimNode) -> str:
+        gpu = node.gpu(self.gpu)
+        if self.change == "make":
+            number = foreign.make(node, gpu, self.place)
+            return f"GPU instance {number} is {self.place} on GPU {self.gpu}"
+        foreign.end(node, gpu, self.place)
+        return f"{self.place} is gone from GPU {self.gpu}"
+
+
+class Making(Command, frozen=True, tag="making"):
+    """Say how making MIG instances goes on a GPU from now on; what is left out goes well."""
+
+    gpu: str
+    takes: float = 0.0
+    failures: int = 0
+    compute_failures: int = 0
+    in_use: float = 0.0
+
+    def apply(self, node: SimNode) -> str:
+        with node.changed:
+            node.gpu(self.gpu).mig.making = instances.Making(
+                self.takes, self.failures, self.compute_failures, time.monotonic() + self.in_use
+            )
+        return (
+            f"GPU {self.gpu}: an instance takes {self.takes:g} s, {self.failures} GPU and "
+            f"{self.compute_failures} compute instances fail, in use for {self.in_use:g} s"
+        )
+
+
+class Reboot(Command, frozen=True, tag="reboot"):
+    """Start the node again: no processes, no MIG instances, every GPU reset."""
+
+    def apply(self, node: SimNode) -> str:
+        node.reboot()
+        return "the node was rebooted"
+
+
 class Ecc(Command, frozen=True, tag="ecc"):
     """Count memory errors; `double_bit` ones were not corrected."""
 
@@ -152,7 +216,22 @@ class Node(Command, frozen=True, tag="node"):
         return f"driver {node.driver}, {len(node.gpus)} GPUs"
 
 
-AnyCommand: TypeAlias = Xid | Lose | Need | Recover | Process | Ecc | Hang | Add | Driver | Node
+AnyCommand: TypeAlias = (
+    Xid
+    | Lose
+    | Need
+    | Recover
+    | Process
+    | Mig
+    | Instance
+    | Making
+    | Ecc
+    | Hang
+    | Add
+    | Driver
+    | Reboot
+    | Node
+)
 """What a wire carries: `msgspec.json.decode(data, type=AnyCommand)`."""
 
 
@@ -176,10 +255,14 @@ _EXAMPLES: Final[dict[type[Command], str]] = {
     Need: "need 0 gpu-reset",
     Recover: "recover 0",
     Process: "process add 0 4242 8Gi",
+    Mig: "mig on 0",
+    Instance: "instance make 0 2g.10gb@4",
+    Making: "making 0 --takes 2s --failures 1",
     Ecc: "ecc 0 --double-bit",
     Hang: "hang 0 10s",
     Add: "add a100-40gb",
     Driver: "driver fail",
+    Reboot: "reboot",
     Node: "node --json",
 }
 _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
@@ -190,6 +273,16 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "pid": {"metavar": "PID", "type": int, "help": "id of the process"},
     "memory": {"metavar": "MEMORY", "nargs": "?", "help": "such as 8Gi; left out: not known"},
     "seconds": {"metavar": "TIME", "help": "such as 10s"},
+    "place": {"metavar": "PROFILE@START", "help": "such as 2g.10gb@4"},
+    "--takes": {"metavar": "TIME", "default": "0", "help": "of each instance (default: 0)"},
+    "--in-use": {"metavar": "TIME", "default": "0", "help": 'how long NVML says "in use"'},
+    "--failures": {"metavar": "N", "type": int, "default": 0, "help": "GPU instances that fail"},
+    "--compute-failures": {
+        "metavar": "N",
+        "type": int,
+        "default": 0,
+        "help": "compute instances that fail",
+    },
     "--gi": {"metavar": "N", "type": int, "help": "MIG GPU instance"},
     "--ci": {"metavar": "N", "type": int, "help": "MIG compute instance in it"},
     "--sm": {
@@ -202,6 +295,8 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--double-bit": {"action": "store_true", "help": "errors that could not be corrected"},
     "--json": {"action": "store_true", "help": "for programs"},
 }
+
+_TIMES: Final = frozenset({"seconds", "takes", "in_use"})
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -240,8 +335,8 @@ def command_from(args: argparse.Namespace) -> AnyCommand:
     try:
         if values.get("memory") is not None:
             values["memory"] = int(Bytes.parse(values["memory"]))
-        if "seconds" in values:
-            values["seconds"] = float(Duration.parse(values["seconds"]))
+        for name in _TIMES & values.keys():
+            values[name] = float(Duration.parse(values[name]))
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

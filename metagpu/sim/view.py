@@ -6,6 +6,7 @@ import msgspec
 import pynvml
 
 from metagpu.core.model import MIB
+from metagpu.sim.foreign import place_of
 from metagpu.sim.node import SimGpu, SimNode
 
 
@@ -18,9 +19,18 @@ class ProcessView(msgspec.Struct, frozen=True):
     ci: int | None = None
 
 
+class InstanceView(msgspec.Struct, frozen=True):
+    """A MIG instance: `gi` its number, `place` as in `2g.10gb@4`, and its MIG devices' uuids."""
+
+    gi: int
+    place: str
+    uuids: tuple[str, ...]
+
+
 class GpuView(msgspec.Struct, frozen=True):
     """A GPU: memory in bytes; `state` is `ok`, `hung`, `lost` or `failing`.
 
+    `mig` is `none`, `off`, `on`, or either of them `until reset`.
     `nvlinks` are those that lead somewhere; GPUs of one `pci_switch` are on the same one.
     """
 
@@ -37,6 +47,8 @@ class GpuView(msgspec.Struct, frozen=True):
     pci_switch: int
     nvlinks: int
     processes: tuple[ProcessView, ...] = ()
+    mig: str = "none"
+    instances: tuple[InstanceView, ...] = ()
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -72,7 +84,23 @@ def _view(node: SimNode, index: int, gpu: SimGpu) -> GpuView:
             ProcessView(process.pid, process.memory, process.gi, process.ci)
             for process in gpu.processes.values()
         ),
+        mig=_mig(gpu),
+        instances=tuple(
+            InstanceView(
+                number,
+                place_of(gpu, instance),
+                tuple(compute.uuid for compute in instance.computes.values()),
+            )
+            for number, instance in sorted(gpu.mig.present.items())
+        ),
     )
+
+
+def _mig(gpu: SimGpu) -> str:
+    if not gpu.board.mig:
+        return "none"
+    mode = "on" if gpu.mig.enabled else "off"
+    return mode if gpu.mig.enabled == gpu.mig.pending else f"{mode} until reset"
 
 
 def _state(gpu: SimGpu) -> str:

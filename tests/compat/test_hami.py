@@ -91,6 +91,7 @@ def test_mps_is_more_than_a_word_here() -> None:
     assert pools(NODES, node="nodeB")[0]["backends"] == [
         {"backend": "mps", "resource": "nvidia.com/gpu", "replicas": 10}
     ]
+    assert offered(converted(NODES, node="nodeB"), gpu(0), gpu(1)) == {"nvidia.com/gpu": 20}
 
 
 def test_what_has_no_place_here_is_told_once() -> None:

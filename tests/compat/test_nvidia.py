@@ -142,6 +142,14 @@ def test_mps_wins_and_is_said() -> None:
     ]
 
 
+def test_parts_under_mps_are_counted_as_nvidia_counts_them() -> None:
+    """Four replicas under MPS on four GPUs are 16, and the rest of the GPUs are one each."""
+    assert offered(converted(slices(way="mps")), *FOUR) == {"nvidia.com/gpu": 16}
+    assert offered(converted(slices("      devices: [0]\n", way="mps")), *FOUR) == {
+        "nvidia.com/gpu": 4 + 3
+    }
+
+
 def test_mps_takes_the_policy_and_lets_a_container_hold_several() -> None:
     """NVIDIA's policy becomes the placement; its limit of one has a note."""
     text = slices(way="mps", head="    failRequestsGreaterThanOne: true\n")

@@ -7,7 +7,7 @@ from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
 
-NODES = ("a100-40gb:8", "v100-16gb:1,t4:1,l40s:1,a30:1,h100-80gb:1,h200:1,b200:4")
+NODES = ("a100-40gb:8", "v100-16gb:1,t4:1,l40s:1,a30:1,h100-80gb:1,h200:1,b200:4,rtx-pro-6000:1")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

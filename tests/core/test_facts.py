@@ -147,6 +147,8 @@ def test_a_fault_touches_no_other_gpu() -> None:
 # --- facts of nothing new -------------------------------------------------------------------------
 
 NOWHERE = gpu(9)
+NOTHING = LeasesObserved({}, at=0)
+TOLD = after(NOTHING, since=NODE)
 
 STALE: list[tuple[str, Snapshot, Fact]] = [
     ("found again", NODE, FOUND),
@@ -161,9 +163,9 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("granted once more at the same time", LEASED, SharesGranted(A_SHARES[:2], at=10)),
     ("released what nobody holds", LEASED, SharesReleased(B_SHARES, at=9)),
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
-    ("observed what is known", NODE, LeasesObserved({}, at=9)),
-    ("observed an unknown GPU", NODE, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
-    ("observed a grant too early", LEASED, LeasesObserved({}, at=29.9)),
+    ("observed what is known", TOLD, LeasesObserved({}, at=9)),
+    ("observed an unknown GPU", TOLD, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
+    ("observed a grant too early", after(NOTHING, since=LEASED), LeasesObserved({}, at=29.9)),
 ]
 
 
@@ -362,11 +364,11 @@ def test_what_is_held_under_another_name_keeps_the_gpu() -> None:
     """A pod that holds a GPU under a name that is not on offer keeps all of it from others."""
     held = {A_SHARES[0].id: ALICE}
     other = LeasesObserved(held, at=9, resources={A_SHARES[0].id: ResourceName("nvidia.com/gpu")})
-    snapshot, _ = reduce(NODE, other)
+    snapshot, _ = reduce(TOLD, other)
 
     assert snapshot.gpus[A.id].withheld == {part.id for part in A_SHARES}
     assert [lease.holder for lease in snapshot.gpus[A.id].waits_for] == [ALICE]
-    assert snapshot.gpus[B.id] is NODE.gpus[B.id]
+    assert snapshot.gpus[B.id] is TOLD.gpus[B.id]
 
     freed, _ = reduce(snapshot, LeasesObserved({}, at=10))
 

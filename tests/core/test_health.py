@@ -14,6 +14,7 @@ from metagpu.core.driver import (
     DriverEvent,
     EccError,
     GpuProcess,
+    MigDriver,
     RecoveryAction,
     Survey,
     Xid,
@@ -35,6 +36,7 @@ class Told:
     answers: list[Answer] = field(default_factory=list)
     during_check: Callable[[], Awaitable[None]] | None = None
     asked: anyio.Event = field(default_factory=anyio.Event)
+    mig: MigDriver = field(init=False)
 
     @property
     def overdue(self) -> Sequence[str]:

@@ -17,13 +17,25 @@ from metagpu.core.facts import (
     SharesGranted,
     SharesOffered,
     SharesReleased,
+    StockTold,
 )
-from metagpu.core.model import FOREIGN, GpuState, Holder, Pause, ResourceName, Snapshot
+from metagpu.core.model import (
+    FOREIGN,
+    GpuState,
+    Holder,
+    Made,
+    Pause,
+    ResourceName,
+    ShareId,
+    Snapshot,
+    Stock,
+)
 from metagpu.core.reduce import reduce
 from tests.build import METAGPU, after, gpu, offer, share
 
 A, B = gpu(0), gpu(1)
 FRACTIONS = tuple(share(A, number) for number in range(2))
+HOLDER = Holder("default", "pod", "main")
 UNITS = tuple(share(A, number, backend="mps", resource="x/mps") for number in range(2))
 MPS = ResourceName("x/mps")
 KEPT = GpuKept(A.id, "mps", readies=True, cleans=True, at=5)
@@ -246,3 +258,42 @@ def test_a_fault_and_a_pause_do_not_mix() -> None:
     assert state(snapshot).suspended == state(PAUSED).suspended
     assert state(snapshot).cordon == state(PAUSED).cordon
     assert state(after(SharesOffered((), ()), since=snapshot)).cordon == state(PAUSED).cordon
+
+
+# --- stock ----------------------------------------------------------------------------------------
+
+STOCK = Stock({UNITS[0].id: Made("MIG-x", 1, 0)}, blocked={"m01": "somebody is there"})
+
+
+def test_stock_is_known_until_its_backend_leaves() -> None:
+    """What a backend tells replaces what it told before, and goes with it."""
+    told = after(StockTold(A.id, "mps", STOCK, at=7), since=NODE)
+    again, no_news = reduce(told, StockTold(A.id, "mps", STOCK, at=8))
+    less = after(StockTold(A.id, "mps", Stock(), at=9), since=told)
+
+    assert state(told).stocks == {"mps": STOCK}
+    assert state(told).withheld == {unit.id for unit in UNITS}
+    assert again is told
+    assert no_news == ()
+    assert state(less) == state(NODE)
+    assert state(after(GpuLeft(A.id, "mps", at=9), since=told)).stocks == {}
+
+
+def test_stock_that_is_idle_or_held_is_in_nobodys_way() -> None:
+    """What was made is free for its share while it is idle, and its holder's while it is held."""
+    made = Stock({UNITS[0].id: Made("MIG-x", 1, 0)})
+    idle = Stock({UNITS[0].id: Made("MIG-x", 1, 0, idle=True)})
+
+    assert state(after(StockTold(A.id, "mps", made, at=7), since=NODE)).withheld == {UNITS[0].id}
+    assert not state(after(StockTold(A.id, "mps", idle, at=7), since=NODE)).withheld
+    held = after(StockTold(A.id, "mps", made, at=7), since=HELD)
+    assert state(held).withheld == {fraction.id for fraction in FRACTIONS}
+
+
+def test_what_is_held_elsewhere_is_known_once_the_kubelet_has_told() -> None:
+    """MIG devices that another plugin gave are remembered; other devices are nobody's business."""
+    held = {ShareId("MIG-x"): HOLDER, ShareId("rdma0"): HOLDER}
+
+    assert state(NODE).elsewhere is None
+    assert state(after(LeasesObserved({}, at=9), since=NODE)).elsewhere == frozenset()
+    assert state(after(LeasesObserved(held, at=9), since=NODE)).elsewhere == frozenset(["MIG-x"])

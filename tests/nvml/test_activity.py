@@ -27,7 +27,7 @@ async def test_busy_processes_are_told_by_pid() -> None:
 async def test_in_mig_mode_nothing_is_said() -> None:
     """What NVML does not support is unknown, not idle."""
     async with opened("a100-40gb:1") as (node, nvml, survey):
-        node.gpu(0).mig = True
+        node.gpu(0).mig.enabled = True
         assert await nvml.utilisation(survey.gpus[0].id) is None
 
 

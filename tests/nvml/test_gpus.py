@@ -8,7 +8,15 @@ import pynvml
 import pytest
 
 from metagpu.core.driver import RecoveryAction
-from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
+from metagpu.core.errors import (
+    DriverError,
+    DriverTimeout,
+    DriverUnavailable,
+    GpuLost,
+    InUse,
+    NoRoom,
+    Unsupported,
+)
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
@@ -107,7 +115,9 @@ async def test_a_hanging_call_waits_for_its_deadline_when_cancelled() -> None:
         (pynvml.NVML_ERROR_TIMEOUT, DriverTimeout, "nvmlDeviceGetMemoryInfo timed out"),
         (pynvml.NVML_ERROR_UNKNOWN, DriverError, "nvmlDeviceGetMemoryInfo: Unknown Error"),
         (pynvml.NVML_ERROR_NO_PERMISSION, DriverError, "nvmlDeviceGetMemoryInfo: Insufficient"),
-        (pynvml.NVML_ERROR_IN_USE, DriverError, "nvmlDeviceGetMemoryInfo: Unknown Error"),
+        (pynvml.NVML_ERROR_IN_USE, InUse, "nvmlDeviceGetMemoryInfo: In use by another client"),
+        (pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES, NoRoom, "Insufficient Resources"),
+        (pynvml.NVML_ERROR_NOT_SUPPORTED, Unsupported, "Not Supported"),
     ],
 )
 async def test_codes_become_errors(code: int, error: type[DriverError], message: str) -> None:

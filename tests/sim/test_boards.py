@@ -9,7 +9,8 @@ def test_the_usual_boards_are_there() -> None:
     """Boards are found by the names that documentation uses."""
     assert set(BOARDS) == {
         *("v100-16gb", "v100-32gb", "t4", "l40s", "a30"),
-        *("a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200"),
+        *("a100-40gb", "a100-pcie-40gb", "a100-80gb", "h100-80gb", "h200", "b200"),
+        "rtx-pro-6000",
     }
 
 
@@ -32,7 +33,7 @@ def test_boards_are_linked_as_in_real_machines() -> None:
     fabrics = {key: board.fabric for key, board in BOARDS.items()}
 
     assert {key for key, fabric in fabrics.items() if fabric is Fabric.NONE} == {
-        *("t4", "l40s", "a30")
+        *("t4", "l40s", "a30", "a100-pcie-40gb", "rtx-pro-6000")
     }
     assert {key for key, fabric in fabrics.items() if fabric is Fabric.CUBE_MESH} == {
         *("v100-16gb", "v100-32gb")

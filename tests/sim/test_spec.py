@@ -85,7 +85,10 @@ def test_a_file_may_wire_the_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("a100:8", r"no board 'a100'; allowed: v100-16gb, .*b200; did you mean a100-80gb\?"),
+        (
+            "a100:8",
+            r"no board 'a100'; allowed: v100-16gb, .*rtx-pro-6000; did you mean a100-80gb\?",
+        ),
         ("a100-40gb:0", "must be at least 1"),
         ("a100-40gb:65", "a node has 64 at most"),
         ("a100-40gb:x", "no BOARD:COUNT .* boards: v100-16gb, "),
@@ -131,6 +134,10 @@ def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
         ("gpus: [{board: t4, processes: [{pid: 1, memory: lots}]}]", "no amount of memory"),
         ("driver: newest\ngpus: []", "yaml: 1: driver: 'newest' is no driver version"),
         ("boards: []", "unknown key"),
+        ("gpus: [{board: t4, mig: true}]", "t4 has no MIG"),
+        ("gpus: [{board: a30, instances: [1g.6gb@0]}]", "no 1g.6gb@0 on GPU .*: Not Supported"),
+        ("gpus: [{board: a30, mig: true, instances: [1g.5gb@0]}]", "it has: 1g.6gb, 1g.6gb"),
+        ("gpus: [{board: a30, making: {failures: -1}}]", r"making\.failures: must be at least 0"),
     ],
 )
 def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:

@@ -32,6 +32,7 @@ def done(node: SimNode, line: str) -> steer.Reply:
         *("xid 0 79", "xid 0 13 --gi 7 --ci 0", "lose 0", "need 0 gpu-reset", "recover 0"),
         *("process add 0 4242 8Gi", "process add 0 4242", "ecc 0 --double-bit", "ecc 0 --count 3"),
         *("hang 0 10s", "add a100-40gb", "driver fail", "driver restore", "node", "node --json"),
+        *("mig on 0", "making 0 --takes 2s --failures 1", "making 0 --in-use 5s", "reboot"),
     ],
 )
 def test_a_line_is_done_and_answered(line: str) -> None:
@@ -104,7 +105,7 @@ def test_what_cannot_be_done_says_why(line: str, error: type[Exception], message
         done(simulated("a100-40gb:8"), line)
 
 
-@pytest.mark.parametrize("name", ["xid", "process", "hang", "driver", "node"])
+@pytest.mark.parametrize("name", ["xid", "process", "hang", "driver", "node", "mig"])
 def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command's help ends with a line to copy."""
     with pytest.raises(SystemExit):

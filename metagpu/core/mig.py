@@ -1,0 +1,110 @@
+"""MIG's words as frozen values, and NVIDIA's names for its profiles.
+
+- **Profile**: a kind of instance that a GPU can be cut into, as NVML tells it.
+- **Placement**: the memory slices that an instance occupies.
+- **Instance**: a GPU instance, with the compute instances in it; containers see the latter.
+
+Memory is in bytes.
+"""
+
+from dataclasses import dataclass
+from math import floor
+from typing import Final
+
+_GIB: Final = 2**30
+_PARTS: Final = 8
+"""NVIDIA's names count a GPU's memory in eighths, also on boards of four memory slices."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """Memory slices: `size` of them from `start` on."""
+
+    start: int
+    size: int
+
+    @property
+    def slices(self) -> range:
+        """The numbers of the slices."""
+        return range(self.start, self.start + self.size)
+
+    def __str__(self) -> str:
+        """Write it as nvidia-smi does: `4:2`."""
+        return f"{self.start}:{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class MigProfile:
+    """A kind of GPU instance.
+
+    Attributes:
+        name: NVIDIA's, such as `1g.5gb+me`.
+        number: what NVML calls it on this board.
+        slices: compute slices, the `g` of the name.
+        memory: what an instance has.
+        most: how many an empty GPU has room for.
+        placements: where it may be, the lowest start first.
+    """
+
+    name: str
+    number: int
+    slices: int
+    memory: int
+    most: int
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeInstance:
+    """A part of a GPU instance that programs run on: CUDA's and the container's "MIG device".
+
+    Attributes:
+        number: NVML's, unique in its GPU instance.
+        uuid: `MIG-...`, another one each time it is made; empty while NVML does not name it.
+    """
+
+    number: int
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MigInstance:
+    """A GPU instance.
+
+    Attributes:
+        number: NVML's, unique on its GPU while the instance lasts.
+        profile: the number of its profile.
+    """
+
+    number: int
+    profile: int
+    placement: Placement
+    computes: tuple[ComputeInstance, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MigMode:
+    """Whether MIG is on, and whether it will be after a reset; `hindrance` says why they differ."""
+
+    enabled: bool
+    pending: bool
+    hindrance: str = ""
+
+
+def profile_name(slices: int, memory: int, total: int, suffix: str = "") -> str:
+    """Name a profile as NVIDIA does, from what NVML tells of it.
+
+    The rule is that of NVIDIA's go-nvlib (`pkg/nvlib/device/mig_profile.go`): the memory counts in
+    eighths of the GPU's, rounded up, and the GPU's in whole GiB, rounded up.
+
+    Args:
+        slices: compute slices.
+        memory: of an instance.
+        total: of the GPU.
+        suffix: what sets it apart from others of its size, such as `+me`.
+    """
+    parts = -(-memory * _PARTS // total)
+    # Half a GB goes up: Python's `round` would make 70 GB of the H200's 70.5.
+    size = floor(parts * -(-total // _GIB) / _PARTS + 0.5)
+
+    return f"{slices}g.{size}gb{suffix}"

@@ -1,0 +1,97 @@
+"""Shares that stand for something that has to be made: Allocate waits for it, and for no longer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.backends.mig import MigBackend
+from metagpu.core.facts import StockTold
+from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
+from metagpu.sim.kubelet import AdmissionError
+from tests.backends.mig_gpus import mig_gpu
+from tests.plugins.rig import Node, node, pod
+
+GPU = mig_gpu()
+WHOLE = "nvidia.com/mig-7g.40gb"
+SHARE = ShareId(f"{GPU.id}::7g.40gb@0")
+CONFIG = "version: metagpu/v1\npools: [{name: a, backends: [{backend: mig, profiles: [7g.40gb]}]}]"
+
+
+async def asking(it: Node) -> Lease:
+    """Wait until a container waits for its share; give the lease."""
+    with anyio.fail_after(10):
+        async for lease in it.registry.watch(lambda now: now.gpus[GPU.id].leases.get(SHARE)):
+            if lease is not None:
+                return lease
+    raise AssertionError
+
+
+def tell(it: Node, stock: Stock) -> None:
+    """Tell what was made."""
+    it.registry.apply(StockTold(GPU.id, "mig", stock, at=1))
+
+
+async def test_an_allocation_waits_for_what_is_made(tmp_path: Path) -> None:
+    """The answer names what was made after the question, and the lease is counted from then on."""
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        told: list[str] = []
+
+        async def admit() -> None:
+            options = await it.kubelet.admit(pod("train", 1, WHOLE))
+            told.append(options["main"].envs["NVIDIA_VISIBLE_DEVICES"])
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(admit)
+            claimed = await asking(it)
+            await anyio.wait_all_tasks_blocked()
+            assert not told
+            tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
+
+        assert told == ["MIG-x"]
+        assert (await asking(it)).since > claimed.since
+
+
+@pytest.mark.parametrize(
+    "stock",
+    [
+        lambda lease: Stock(failed={SHARE: Failure("the driver says no", lease.since)}),
+        lambda _: Stock(),
+    ],
+    ids=["it failed", "nothing came"],
+)
+async def test_a_share_that_is_not_made_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: Callable[[Lease], Stock]
+) -> None:
+    """The pod is told why, and the share is free for the next."""
+    monkeypatch.setattr(MigBackend, "patience", 1.0)
+    message = f"{WHOLE}: {SHARE} could not be made: (the driver says no|that took longer than 1 s)"
+
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+
+        async def admit() -> None:
+            with pytest.raises(AdmissionError, match=message):
+                await it.kubelet.admit(pod("train", 1, WHOLE))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(admit)
+            tell(it, stock(await asking(it)))
+
+        assert not it.registry.snapshot.gpus[GPU.id].leases
+
+
+async def test_an_older_failure_is_not_this_ones(tmp_path: Path) -> None:
+    """Who asks after somebody whose share failed waits for its own."""
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        tell(it, Stock(failed={SHARE: Failure("before", 1.0)}))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(it.kubelet.admit, pod("train", 1, WHOLE))
+            await asking(it)
+            tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
+
+        assert it.registry.snapshot.gpus[GPU.id].leases

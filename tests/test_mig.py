@@ -1,0 +1,371 @@
+"""Pods ask for MIG instances that do not exist: the whole agent, a node and a kubelet."""
+
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.backends import mig_keeping, mig_ledger
+from metagpu.plugins import podresources
+from metagpu.sim import foreign
+from metagpu.sim.instances import Making
+from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
+from metagpu.sim.node import SimProcess
+from tests.agent_rig import agent_at_work
+from tests.mig_rig import (
+    a_node,
+    blocked,
+    configured,
+    made,
+    mig_at_work,
+    places,
+    pod,
+    until,
+    until_placed,
+    why,
+)
+
+TWO = "nvidia.com/mig-2g.10gb"
+THREE = "nvidia.com/mig-3g.20gb"
+WHOLE = "nvidia.com/mig-7g.40gb"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody wait for what takes seconds on a real node."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.02)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    for module in (mig_ledger, mig_keeping):
+        monkeypatch.setattr(module, "POLL", 0.05)
+        monkeypatch.setattr(module, "LOOK", 0.2)
+    monkeypatch.setattr(mig_ledger, "GRACE", 0.2)
+
+
+async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path) -> None:
+    """The instance is made while the pod is admitted, is the one it is told, and goes with it."""
+    async with mig_at_work(tmp_path) as it:
+        await it.until(3, 3, TWO)
+        assert places(it.node) == []
+
+        asking = pod("train")
+        options = (await it.kubelet.admit(asking))["main"]
+        [place] = places(it.node)
+        assert place.startswith("2g.10gb@")
+        [(_, device)] = [(i, c.uuid) for i, c in it.node.gpus[0].mig.computes]
+        assert options.envs["NVIDIA_VISIBLE_DEVICES"] == device
+        assert options.envs["METAGPU_MEMORY_MIB"] == f"{device}=9856"
+        await it.until(3, 3, TWO)
+        await it.until(1, 0, WHOLE)
+
+        await it.told()
+        await it.kubelet.delete(asking)
+        await until_placed(it)
+        await it.until(1, 1, WHOLE)
+
+
+async def test_two_pods_never_overlap(tmp_path: Path) -> None:
+    """What overlaps a pod's instance is taken off offer, so the next pod gets another place."""
+    async with mig_at_work(tmp_path) as it:
+        await it.until(2, 2, "nvidia.com/mig-3g.20gb")
+        await it.kubelet.admit(pod("a", "3g.20gb"))
+        await it.until(1, 0, WHOLE)
+        await it.kubelet.admit(pod("b", "3g.20gb"))
+
+        assert places(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        with pytest.raises(AdmissionError):
+            await it.kubelet.admit(pod("c", "1g.5gb"))
+        assert places(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+
+
+async def test_two_instances_of_ten_gigabytes_on_one_gpu(tmp_path: Path) -> None:
+    """A container that asks for two 2g.10gb on an empty A100-PCIE-40GB gets both."""
+    gpus = "{board: a100-pcie-40gb, mig: true}"
+    async with mig_at_work(tmp_path, gpus=gpus) as it:
+        await it.until(3, 3, TWO)
+        options = (await it.kubelet.admit(pod("gpu-pod1", count=2)))["main"]
+
+        devices = options.envs["NVIDIA_VISIBLE_DEVICES"].split(",")
+        assert {m.device for m in made(it).values()} == {*devices}
+        assert len(places(it.node)) == 2
+        assert [
+            part.partition("=")[2] for part in options.envs["METAGPU_MEMORY_MIB"].split(",")
+        ] == [*("9856", "9856")]
+
+
+async def test_a_freed_instance_is_kept_warm_and_used_again(tmp_path: Path) -> None:
+    """The next pod of the profile gets the very instance, made for the one before it."""
+    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
+        await it.until(3, 3, TWO)
+        first = pod("first")
+        before = (await it.kubelet.admit(first))["main"]
+        await it.told()
+        await it.kubelet.delete(first)
+        await until(lambda: [m.idle for m in made(it).values()] == [True])
+        await it.until(1, 1, WHOLE)
+
+        after = (await it.kubelet.admit(pod("second")))["main"]
+        assert after.envs == before.envs
+
+
+async def test_a_warm_instance_makes_room_for_another(tmp_path: Path) -> None:
+    """What is kept warm is removed when somebody wants its slices."""
+    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
+        await it.until(3, 3, TWO)
+        first = pod("first")
+        await it.kubelet.admit(first)
+        await it.told()
+        await it.kubelet.delete(first)
+        await it.until(1, 1, WHOLE)
+
+        await it.kubelet.admit(pod("large", "7g.40gb"))
+        assert places(it.node) == ["7g.40gb@0"]
+
+
+@pytest.mark.parametrize("making", [Making(failures=1), Making(compute_failures=1)])
+async def test_a_failure_is_told_and_leaves_nothing(tmp_path: Path, making: Making) -> None:
+    """A pod whose instance cannot be made is told NVML's reason; the next one gets its own."""
+    async with mig_at_work(tmp_path) as it:
+        await it.until(3, 3, TWO)
+        it.node.gpus[0].mig.making = making
+        with pytest.raises(AdmissionError, match=r"2g.10gb@\d could not be made: .*Unknown Error"):
+            await it.kubelet.admit(pod("unlucky"))
+
+        assert places(it.node) == []
+        await it.kubelet.admit(pod("lucky"))
+        assert len(places(it.node)) == 1
+
+
+async def test_a_busy_driver_is_asked_again(tmp_path: Path) -> None:
+    """While NVML says that the GPU is in use the pod waits, and then gets its instance."""
+    async with mig_at_work(tmp_path) as it:
+        await it.until(3, 3, TWO)
+        it.node.gpus[0].mig.making = Making(in_use_until=float("inf"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(it.kubelet.admit, pod("patient"))
+            await it.settles(lambda now: any(gpu.leases for gpu in now.gpus.values()))
+            it.node.gpus[0].mig.making = Making()
+
+        assert len(places(it.node)) == 1
+
+
+async def test_what_comes_too_late_is_removed(tmp_path: Path) -> None:
+    """A pod waits no longer than the deadline; the instance that comes after it goes again."""
+    async with mig_at_work(tmp_path, options="deadline: 1s, keepWarm: 0s") as it:
+        await it.until(3, 3, TWO)
+        it.node.gpus[0].mig.making = Making(takes=1.5)
+        with pytest.raises(AdmissionError, match="no answer from NVML within 1 s"):
+            await it.kubelet.admit(pod("hasty"))
+
+        await until(lambda: it.node.handles > 0)
+        await until_placed(it)
+
+
+async def test_an_instance_in_use_outlives_its_pod(tmp_path: Path) -> None:
+    """While a program runs on it an instance stays, and is given to nobody; others are made."""
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
+        await it.until(2, 2, THREE)
+        gone = pod("gone", "3g.20gb")
+        await it.kubelet.admit(gone)
+        await it.told()
+        [(_, device)] = made(it).items()
+        where = device.gpu_instance, device.compute_instance
+        it.node.add_process(it.node.gpus[0], SimProcess(4242, None, *where))
+        await it.kubelet.delete(gone)
+        await until(lambda: not it.state(0).leases)
+        await it.until(2, 1, THREE)
+        there = "instance 3g.20gb@4 was given back, and process 4242 still runs on it"
+        await until(lambda: blocked(it) == {there})
+
+        await it.kubelet.admit(pod("other", "3g.20gb"))
+        assert places(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        it.node.end_process(it.node.gpus[0], 4242)
+        await until_placed(it, "3g.20gb@0")
+
+
+async def test_an_instance_that_stays_hinders_nobody_else(tmp_path: Path) -> None:
+    """What cannot be removed is not offered, the rest of the GPU is, and it is tried again."""
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
+        await it.until(2, 2, THREE)
+        it.node.gpus[0].mig.making = Making(in_use_until=float("inf"))
+        gone = pod("gone", "3g.20gb")
+        it.node.gpus[0].mig.making = Making()
+        await it.kubelet.admit(gone)
+        await it.told()
+        it.node.gpus[0].mig.making = Making(in_use_until=float("inf"))
+        await it.kubelet.delete(gone)
+        await it.until(2, 1, THREE)
+
+        it.node.gpus[0].mig.making = Making()
+        await it.kubelet.admit(pod("other", "3g.20gb"))
+        await until_placed(it, "3g.20gb@0")
+        await it.until(2, 2, THREE)
+
+
+async def test_what_others_make_is_left_alone(tmp_path: Path) -> None:
+    """An instance that an administrator makes is not touched, and its slices are not offered."""
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
+        await it.until(2, 2, THREE)
+        foreign.make(it.node, it.node.gpus[0], "3g.20gb@4")
+        await it.until(2, 1, THREE)
+
+        await it.kubelet.admit(pod("mine", "3g.20gb"))
+        assert places(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        foreign.end(it.node, it.node.gpus[0], "3g.20gb@4")
+        await it.until(2, 2, THREE)
+
+
+async def test_what_is_found_idle_is_taken_over(tmp_path: Path) -> None:
+    """What an earlier daemon left is removed after a while, unless it cannot be one of ours."""
+    gpus = "{board: a100-40gb, mig: true, instances: [2g.10gb@0, 4g.20gb@0]}"
+    one = gpus.replace(", 4g.20gb@0", "")
+    async with mig_at_work(tmp_path, gpus=one, options="keepWarm: 0s") as it:
+        await until_placed(it)
+        await it.until(3, 3, TWO)
+
+    async with mig_at_work(tmp_path, gpus=gpus.replace("2g.10gb@0, ", "")) as it:
+        await it.until(3, 1, TWO)
+        await it.kubelet.admit(pod("beside"))
+        assert places(it.node) == ["2g.10gb@4", "4g.20gb@0"]
+
+
+async def test_a_new_daemon_knows_the_instances_of_its_pods(tmp_path: Path) -> None:
+    """What pods hold is found by the ids of their shares, and goes when they do."""
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true}")
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    kept = pod("kept")
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, node, configured(), kubelet=kubelet) as it:
+            await it.until(3, 3, TWO)
+            await kubelet.admit(kept)
+            before = made(it)
+            await it.told()
+        assert len(places(node)) == 1
+
+        async with agent_at_work(tmp_path, node, configured(), kubelet=kubelet) as it:
+            await it.settles(lambda now: bool(now.gpus))
+            await until(lambda: made(it) == before)
+            await it.until(1, 0, WHOLE)
+            await kubelet.delete(kept)
+            await until_placed(it)
+            await it.until(1, 1, WHOLE)
+
+
+async def test_nothing_stays_of_a_daemon_killed_meanwhile(tmp_path: Path) -> None:
+    """An instance whose pod was never answered is found by the next daemon, and removed."""
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true, making: {takes: 500ms}}")
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    async with kubelet.running(), anyio.create_task_group() as group:
+        async with agent_at_work(tmp_path, node, configured(), kubelet=kubelet) as it:
+            await it.until(3, 3, TWO)
+
+            async def fails() -> None:
+                with pytest.raises(AdmissionError):
+                    await kubelet.admit(pod("unanswered"))
+
+            group.start_soon(fails)
+            await until(lambda: node.gpus[0].mig.making.begun == 1)
+        assert len(places(node)) == 1
+
+        async with agent_at_work(tmp_path, node, configured(), kubelet=kubelet) as it:
+            await until_placed(it)
+            await it.until(1, 1, WHOLE)
+
+
+async def test_mig_is_off_and_says_so(tmp_path: Path) -> None:
+    """Without MIG mode nothing is given, and the reason names the command that helps."""
+    async with mig_at_work(tmp_path, gpus="{board: a100-40gb}") as it:
+        await it.until(3, 0, TWO)
+        await until(lambda: "`nvidia-smi -i 0 -mig 1`" in why(it))
+
+
+async def test_mig_is_turned_on_for_an_idle_gpu(tmp_path: Path) -> None:
+    """From Hopper on that takes effect at once, but not while a program has the GPU."""
+    gpus = "{board: h100-80gb, processes: [{pid: 77}]}"
+    two = "nvidia.com/mig-2g.20gb"
+    async with mig_at_work(
+        tmp_path, gpus=gpus, options="enableMig: true", profiles="2g.20gb"
+    ) as it:
+        await until(lambda: "process 77" in why(it))
+        it.node.end_process(it.node.gpus[0], 77)
+        await it.until(3, 3, two)
+
+        assert it.node.gpus[0].mig.enabled
+        await it.kubelet.admit(pod("train", "2g.20gb"))
+
+
+async def test_mig_waits_for_a_reset_on_ampere(tmp_path: Path) -> None:
+    """There the reset that the mode needs is named; after it shares are given."""
+    async with mig_at_work(tmp_path, gpus="{board: a100-40gb}", options="enableMig: true") as it:
+        await until(lambda: "`nvidia-smi --gpu-reset -i 0`" in why(it))
+        it.node.recover(it.node.gpus[0])
+        await it.until(3, 3, TWO)
+
+
+async def test_a_reset_takes_the_instances_of_pods(tmp_path: Path) -> None:
+    """What a pod held is not made anew, the pod could not use it; others are served."""
+    async with mig_at_work(tmp_path) as it:
+        await it.until(2, 2, THREE)
+        lost = pod("lost", "3g.20gb")
+        await it.kubelet.admit(lost)
+        await it.told()
+        it.node.recover(it.node.gpus[0])
+        await until(lambda: not made(it))
+
+        await it.kubelet.admit(pod("new", "3g.20gb"))
+        assert places(it.node) == ["3g.20gb@0"]
+        await it.kubelet.delete(lost)
+        await until(lambda: len(it.state(0).leases) == 1)
+        assert places(it.node) == ["3g.20gb@0"]
+
+
+async def test_a_pool_that_goes_lets_its_pods_end(tmp_path: Path) -> None:
+    """After a reload without the pool a pod keeps its instance; it is removed with the pod."""
+    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
+        await it.until(3, 3, TWO)
+        last = pod("last")
+        await it.kubelet.admit(last)
+        await it.told()
+        await anyio.Path(it.config_file).write_text(
+            configured().replace("name: mig", "name: mig\n    gpus: {index: 7}")
+        )
+        await it.agent.reload()
+        await it.until(0, 0, TWO)
+        assert len(places(it.node)) == 1
+
+        await it.kubelet.delete(last)
+        await until_placed(it)
+
+
+async def test_pods_come_and_go(tmp_path: Path) -> None:
+    """Over many pods of all sizes, what is on the GPUs is what the pods were told, and no more."""
+    chance = random.Random(4)  # noqa: S311 - chance, not secrets
+    gpus = "{board: a100-40gb, count: 2, mig: true}"
+    async with mig_at_work(tmp_path, gpus=gpus, options="keepWarm: 50ms") as it:
+        await it.until(6, 6, TWO)
+        pods: dict[str, tuple[Pod, str]] = {}
+        refused = 0
+
+        for number in range(60):
+            if pods and chance.random() < 0.4:
+                gone, _ = pods.pop(chance.choice(list(pods)))
+                await it.kubelet.delete(gone)
+                continue
+            profile = chance.choice(["1g.5gb", "1g.5gb+me", "2g.10gb", "3g.20gb", "7g.40gb"])
+            new = pod(f"pod{number}", profile)
+            try:
+                options = await it.kubelet.admit(new)
+            except AdmissionError:
+                refused += 1
+                continue
+            await it.told()
+            device = options["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+            pods[new.name] = new, device
+            there = {m.device for index in (0, 1) for m in made(it, index).values()}
+            assert {device for _, device in pods.values()} <= there
+
+        assert refused < 30
+        for gone, _ in pods.values():
+            await it.kubelet.delete(gone)
+        await until_placed(it, index=0)
+        await until_placed(it, index=1)
