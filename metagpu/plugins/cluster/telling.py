@@ -165,7 +165,10 @@ def _without(values: Mapping[str, str], names: set[str]) -> Mapping[str, str]:
 def look(snapshot: Snapshot) -> object:
     """Give what has to change for a look at the node to be worth it; cheap, it is taken often."""
     gpus = tuple(
-        (state.gpu, state.verdict, state.withheld, state.cordon, state.suspended)
+        (
+            *(state.gpu, state.verdict, state.withheld, state.suspended),
+            (state.cordon, state.leases) if state.cordon else None,  # what is free is shut then
+        )
         for state in snapshot.gpus.values()
     )
     return gpus, snapshot.offers, snapshot.topology, snapshot.versions, snapshot.rivals
