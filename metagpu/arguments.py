@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from metagpu import __version__
-from metagpu.options import Variable, add_choice, add_source
+from metagpu.options import Variable, add_choice, add_cluster, add_source
 from metagpu.plugins import control, kubelet_directory, podresources
 
 SIMULATE_HELP: Final = (
@@ -78,6 +78,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="json, or console for people; auto asks whether a terminal listens",
     )
     _add_run_dir(it)
+    add_cluster(it)
 
 
 def _demo(commands: Any) -> None:  # noqa: ANN401 - as above

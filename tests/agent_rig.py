@@ -13,6 +13,7 @@ from metagpu.core.host import Host
 from metagpu.core.model import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
+from metagpu.plugins.cluster.settings import Settings
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
@@ -86,6 +87,7 @@ async def agent_at_work(
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
     source: Source | None = None,
+    joins: Settings | None = None,
     host: Host | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
@@ -109,6 +111,7 @@ async def agent_at_work(
         Nvml(Library(node)),
         places,
         tools=tools or SimulatedTools(),
+        joins=joins,
         companions=simulated_companions(),
         host=host,
     )

@@ -370,3 +370,33 @@ def test_plan_without_a_daemon_is_one_line(
     """Where no daemon runs, `plan` says so."""
     assert main(["plan", "--run-dir", str(tmp_path)]) == 1
     assert f"no daemon answers on {tmp_path / 'metagpu.sock'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ["--config-map", "a/b", "--node-name", "n"],
+            "--config-map: a ConfigMap is read from the API server; also give --kubeconfig",
+        ),
+        (
+            ["--cluster", "label"],
+            (
+                "--cluster: 'label' is no use of the API server; allowed: all, none, config, "
+                "labels, taint, condition, events, allocatable"
+            ),
+        ),
+    ],
+)
+def test_uses_of_the_api_server_that_cannot_be_are_one_line(
+    options: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an operator asks of the API server and cannot have is told before anything starts."""
+    for name in ("KUBECONFIG", "METAGPU_KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert main(["run", *options]) == 1
+    assert capsys.readouterr().err == f"metagpu: {line}\n"
