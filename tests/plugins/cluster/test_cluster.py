@@ -167,11 +167,11 @@ async def test_taints_that_others_change_meanwhile_are_kept(tmp_path: Path) -> N
         await server.until(lambda: any("?watch" in each.what for each in server.requests))
         server.fail(409, reason="Conflict")
         it.offer()
-        await server.until(lambda: [each.method for each in server.requests].count("PATCH") == 1)
+        await server.until(lambda: [each.method for each in server.requests].count("PATCH") >= 1)
         server.label(NODE, {"team": "vision"})
         await server.until(lambda: "taints" not in server.node(NODE)["spec"])
         assert it.cluster.report()["uses"]["taint"] == ""
-        assert [each.method for each in server.requests].count("PATCH") == 2
+        assert [each.method for each in server.requests].count("PATCH") >= 2
 
 
 async def test_condition_says_which_gpu_is_out_and_why(tmp_path: Path) -> None:
