@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import time
 from typing import Any, Final
 
 import anyio
@@ -17,7 +16,7 @@ from metagpu import __version__, host
 from metagpu.core import config as configuration
 from metagpu.core import report, usage_report
 from metagpu.core.backend import Backend, installed_backends
-from metagpu.core.census import Census
+from metagpu.core.census import Census, Looks
 from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
@@ -33,6 +32,7 @@ from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
+from metagpu.inside import Inside
 from metagpu.plugins import control, kubelet_directory, podresources, wire
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.tools import DRIVER_ROOT, HostTools
@@ -51,6 +51,7 @@ class Places:
     pod_resources: Path = podresources.DEFAULT_SOCKET
     run: Path = control.DEFAULT_RUN_DIR
     dev_root: Path | None = None
+    pods: Path | None = None
 
 
 @dataclass
@@ -85,6 +86,17 @@ class Agent:
         self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
         self._census = Census(self.driver, self.host, self.registry)
         self._strangers = StrangerWatch(self._census, self.host, self.registry)
+        self._rules = usage_report.Rules(self._terms, self._guards)
+        self._node = os.environ.get("NODE_NAME") or socket.gethostname()
+        self.inside = Inside(
+            self.places.pods,
+            self._node,
+            self.host,
+            Looks(self._census),
+            self.registry,
+            self._rules,
+            lambda: self.config.envelope.mgctl.in_pods,
+        )
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
@@ -104,7 +116,7 @@ class Agent:
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node.
 
-        Health, offers, GPUs kept, leases, memory enforced, strangers told of.
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, containers answered.
         """
         return (
             self.health.run,
@@ -113,6 +125,7 @@ class Agent:
             self._leases,
             self.enforcer.run,
             self._strangers.run,
+            self.inside.run,
         )
 
     @property
@@ -157,7 +170,13 @@ class Agent:
             nodes = await to_thread.run_sync(host.device_nodes, root)
             config = config or self.config
             gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-            layout = lay_out(config, gpus, Injection(dev_root=str(root or ""), present=nodes))
+            pods = await self.inside.folder()
+            base = Injection(
+                dev_root=str(root or ""),
+                present=nodes,
+                pod_dir=str(pods.absolute()) if pods else "",
+            )
+            layout = lay_out(config, gpus, base)
             wire.check_size(layout, config.file)
 
             self._nodes, self.config, self.layout = nodes, config, layout
@@ -211,13 +230,12 @@ class Agent:
     async def _usage(self, _: Mapping[str, Any]) -> object:
         findings = await self._census.take()
         snapshot = self.registry.snapshot
-        rules = usage_report.Rules(self._terms, self._guards)
 
         return {
             "version": __version__,
-            "at": time(),
-            "node": os.environ.get("NODE_NAME") or socket.gethostname(),
-            **usage_report.usage_report(snapshot, findings, rules),
+            "at": findings.at,
+            "node": self._node,
+            **usage_report.usage_report(snapshot, findings, self._rules),
             "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
         }
 

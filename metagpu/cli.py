@@ -15,7 +15,7 @@ import anyio
 
 from metagpu import __version__
 from metagpu.core.errors import ConfigError, MetagpuError
-from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
 
 if TYPE_CHECKING:
     from metagpu.app import Agent, Places
@@ -111,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         "--dev-root",
         type=Path,
         help="where the host's /dev stands, as seen from here and from the container runtime",
+    )
+    run.add_argument(
+        "--pod-dir",
+        type=Path,
+        help="the folder that containers with shares see, with mgctl and its socket; the same path "
+        f"here and for the container runtime (default: {pod_folder.DEFAULT_POD_DIR}; with "
+        "--run-dir, pod in it)",
     )
     run.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     run.add_argument(
@@ -231,7 +238,8 @@ def _run(args: argparse.Namespace) -> int:
     from metagpu.app import Places
 
     _log(args.log_level, args.log_format)
-    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
+    pods = args.pod_dir or _pod_dir(args.run_dir)
+    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods)
     args.agent = _agent(args.config, args.simulate, places)
     anyio.run(args.agent.run)
     return 0
@@ -310,6 +318,13 @@ def _sim(args: argparse.Namespace) -> int:
 
 
 # --- shared ---------------------------------------------------------------------------------------
+
+
+def _pod_dir(run_dir: Path) -> Path:
+    """Give the usual folder; a daemon with a run directory of its own has it there."""
+    if run_dir == control.DEFAULT_RUN_DIR:
+        return pod_folder.DEFAULT_POD_DIR
+    return run_dir / "pod"
 
 
 def _agent(config: Path | None, simulate: str | None, places: "Places | None" = None) -> "Agent":

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from posixpath import normpath
 from typing import Any, Final, Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
 from metagpu.core.errors import ConfigError
-from metagpu.core.injection import DeviceListStrategy, Injection
+from metagpu.core.injection import POD_FOLDER, DeviceListStrategy, Injection
 from metagpu.core.model import Gpu, ResourceName
 from metagpu.core.names import name_refusal
 from metagpu.core.units import Bytes, Duration
@@ -122,6 +123,37 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
         return None if self.gpus == "all" else self.gpus.refusal(gpu)
 
 
+class Mgctl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Whether containers with shares have `mgctl`.
+
+    Attributes:
+        in_pods: mount it, and answer it.
+        path: where containers see it beside its own folder; `None` for nowhere.
+    """
+
+    in_pods: bool = True
+    path: str | None = "/usr/local/bin/mgctl"
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not _is_place(self.path):
+            raise ValueError(
+                f"path {self.path!r} is no place for a program; write one like "
+                "/usr/local/bin/mgctl, or null"
+            )
+
+
+def _is_place(path: str) -> bool:
+    """Say whether every container runtime takes this path for what it is."""
+    return (
+        path.startswith("/")
+        and not path.startswith("//")
+        and path not in {"/", POD_FOLDER}
+        and normpath(path) == path
+        and path.isprintable()
+        and ":" not in path
+    )
+
+
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """The file as a whole, before the backends have read their part."""
 
@@ -133,6 +165,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     )
     pass_device_specs: bool = True
     cdi_kind: str = "nvidia.com/gpu"
+    mgctl: Mgctl = Mgctl()
 
     def injection(self, base: Injection) -> Injection:
         """Give the node's injection: the file's choices on what `base` knows of the host."""
@@ -142,6 +175,8 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             cdi_kind=self.cdi_kind,
             dev_root=base.dev_root,
             present=base.present,
+            pod_dir=base.pod_dir if self.mgctl.in_pods else "",
+            command=self.mgctl.path or "",
         )
 
 

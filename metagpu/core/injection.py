@@ -28,6 +28,10 @@ CONTROL_NODES: Final = (
 )
 """Device nodes that every CUDA program opens beside the GPU's own."""
 
+POD_FOLDER: Final = "/run/metagpu"
+"""Where containers find `mgctl` and the socket it calls."""
+CLIENT_NAME: Final = "mgctl"
+
 _VOLUME_MOUNTS: Final = "/var/run/nvidia-container-devices"
 """Where NVIDIA's container runtime looks for GPUs that are named by mounts."""
 _NO_DEVICES: Final = "void"
@@ -58,6 +62,8 @@ class Injection:
             writes the specification.
         dev_root: where `/dev` of the host stands, empty for the root.
         present: device nodes that exist; others are never named, a container would not start.
+        pod_dir: the folder of the host that containers see as `POD_FOLDER`, empty for none.
+        command: where else they see its `mgctl`, empty for nowhere.
     """
 
     strategies: frozenset[DeviceListStrategy] = frozenset({DeviceListStrategy.ENVVAR})
@@ -65,6 +71,8 @@ class Injection:
     cdi_kind: str = "nvidia.com/gpu"
     dev_root: str = ""
     present: frozenset[str] = frozenset()
+    pod_dir: str = ""
+    command: str = ""
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Give whole GPUs to a container, in the order of their index, and further variables."""
@@ -86,7 +94,7 @@ class Injection:
 
         return Grant(
             envs=envs,
-            mounts=mounts,
+            mounts=mounts + self._mgctl,
             nodes=() if by_cdi or not self.pass_device_specs else self._nodes(gpus),
             annotations=_annotation(names)
             if DeviceListStrategy.CDI_ANNOTATIONS in self.strategies
@@ -108,6 +116,16 @@ class Injection:
         gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
         memory = ",".join([f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus])
         return self.grant(gpus, {MEMORY: memory, **(variables or {})})
+
+    @property
+    def _mgctl(self) -> tuple[Mount, ...]:
+        if not self.pod_dir:
+            return ()
+        # The folder, not what is in it: a new daemon's socket and program are seen at once.
+        folder = Mount(POD_FOLDER, self.pod_dir)
+        if not self.command:
+            return (folder,)
+        return (folder, Mount(self.command, f"{self.pod_dir}/{CLIENT_NAME}"))
 
     def _nodes(self, gpus: Sequence[Gpu]) -> tuple[DeviceNode, ...]:
         own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]

@@ -13,7 +13,7 @@ from metagpu.core.census import Findings
 from metagpu.core.enforcement import Enforcement, Policy, limit_of
 from metagpu.core.enforcer import Tally, guarded
 from metagpu.core.model import MIB, GpuId, GpuState, Holder, Share, ShareId, Snapshot
-from metagpu.core.usage import Process, Stranger, Usage
+from metagpu.core.usage import Account, Process, Stranger, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,8 @@ def usage_report(snapshot: Snapshot, findings: Findings, rules: Rules) -> dict[s
 
     return {
         "gpus": [
-            _gpu(
-                state,
-                [p for usage in usages if usage.gpu == gpu for p in usage.processes]
-                + [it.process for it in strangers if it.gpu == gpu],
-                state.leases,
-                findings.busy.get(gpu),
-                findings,
-                rules,
-            )
-            for gpu, state in snapshot.gpus.items()
+            _gpu(state, _whole(state, findings), findings, rules)
+            for state in snapshot.gpus.values()
         ],
         "containers": _containers(snapshot, usages, findings, rules),
         "strangers": [_stranger(it, snapshot, findings) for it in strangers],
@@ -70,9 +62,7 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
     It hears of the GPUs it holds shares of. What is used and held of them is what it uses and
     holds itself, and pids are those its containers know.
     """
-    usages = [
-        usage for it in findings.accounts.values() for usage in it.usages if pod.owns(usage)
-    ]
+    usages = [usage for it in findings.accounts.values() for usage in it.usages if pod.owns(usage)]
     containers = _containers(snapshot, usages, findings, rules)
 
     for container in containers:
@@ -81,7 +71,7 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
                 process["pid"] = process["innerPid"]
     return {
         "gpus": [
-            _gpu_of_pod(state, its, findings, rules)
+            _gpu(state, _own(state, its, findings), findings, rules)
             for gpu, state in snapshot.gpus.items()
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],
@@ -104,25 +94,34 @@ def tally_report(tally: Tally, snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _gpu_of_pod(
-    state: GpuState, usages: Sequence[Usage], findings: Findings, rules: Rules
-) -> dict[str, Any]:
-    processes = [process for usage in usages for process in usage.processes]
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What somebody has of a GPU: shares, memory, and by pid how busy they keep it."""
+
+    held: Container[ShareId]
+    memory: int
+    busy: Mapping[int, int] | None
+
+
+def _whole(state: GpuState, findings: Findings) -> _Use:
+    """Say what all have of a GPU."""
+    account = findings.accounts.get(state.gpu.id, Account(state.gpu.id))
+    strangers = sum(stranger.process.memory or 0 for stranger in account.strangers)
+    memory = sum(usage.memory for usage in account.usages) + strangers
+    return _Use(state.leases, memory, findings.busy.get(state.gpu.id))
+
+
+def _own(state: GpuState, usages: Sequence[Usage], findings: Findings) -> _Use:
+    """Say what one pod has of a GPU."""
     held = {share.id for usage in usages for share in usage.shares}
     busy = findings.busy.get(state.gpu.id)
-    own = busy and {process.pid: busy.get(process.pid, 0) for process in processes}
-    return _gpu(state, processes, held, own, findings, rules)
+    pids = [process.pid for usage in usages for process in usage.processes]
+    own = None if busy is None else {pid: busy.get(pid, 0) for pid in pids}
+    return _Use(held, sum(usage.memory for usage in usages), own)
 
 
-def _gpu(
-    state: GpuState,
-    processes: Sequence[Process],
-    held: Container[ShareId],
-    busy: Mapping[int, int] | None,
-    findings: Findings,
-    rules: Rules,
-) -> dict[str, Any]:
-    gpu = state.gpu
+def _gpu(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[str, Any]:
+    gpu, busy = state.gpu, use.busy
     failure = findings.failures.get(gpu.id)
 
     return {
@@ -131,9 +130,9 @@ def _gpu(
         "product": gpu.name,
         "memoryMiB": _mib(gpu.memory),
         "usableMiB": _mib(gpu.memory - (gpu.reserved or 0)),
-        "usedMiB": None if failure else _mib(sum(p.memory or 0 for p in processes)),
+        "usedMiB": None if failure else _mib(use.memory),
         "utilisation": None if busy is None else min(100, sum(busy.values())),
-        "shares": _offered(state, held),
+        "shares": _offered(state, use.held),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
         "policy": str(rules.terms(gpu.id).policy),

@@ -22,9 +22,7 @@ _SO_PEERPIDFD: Final = 77
 
 def read_peer(proc: Path, connection: socket.socket) -> Identity | None:
     """Identify the process that connected; `None` when it has ended, or we cannot see it."""
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-    )
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, _, _ = _CREDENTIALS.unpack(credentials)
     if pid <= 0:
         return None

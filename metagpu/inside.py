@@ -1,0 +1,147 @@
+"""What `mgctl` says inside a container: of its own pod, and of nobody else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from metagpu import __version__
+from metagpu.core.census import Looks
+from metagpu.core.errors import MetagpuError
+from metagpu.core.host import Container, Host
+from metagpu.core.registry import Registry
+from metagpu.core.usage_report import Pod, Rules, pod_report
+from metagpu.plugins import pod_folder
+from metagpu.plugins.frames import Request
+from metagpu.plugins.pod_socket import Conversation, PodSocket, Refused
+from metagpu.pod_words import HELP, Command, Misuse, understood
+from metagpu.sheets import AFRESH, PLAIN, Terminal
+from metagpu.usage_tables import Answer
+from metagpu.usage_text import Top, written
+
+PERIOD: Final = 1.0
+"""Seconds between two looks of `-w` and `top`."""
+MISUSED: Final = 2
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Inside:
+    """Keeps the folder that containers see, and answers who calls from there.
+
+    Attributes:
+        place: the folder, as the container runtime finds it too; `None` where there shall be none.
+        node: its name.
+        rules: what holds on this node now.
+        wanted: whether the configuration wants `mgctl` in pods now.
+    """
+
+    place: Path | None
+    node: str
+    host: Host
+    looks: Looks
+    registry: Registry
+    rules: Rules
+    wanted: Callable[[], bool]
+    _furnished: bool | None = None
+
+    async def folder(self) -> Path | None:
+        """Give the folder that can be mounted, made when first asked for; `None` if it cannot be.
+
+        What cannot be made is told once, and costs containers nothing but their `mgctl`.
+        """
+        if self.place is not None and self._furnished is None:
+            try:
+                await to_thread.run_sync(pod_folder.furnish, self.place)
+                self._furnished = True
+            except MetagpuError as error:
+                self._furnished = False
+                log.warning("containers will have no mgctl", error=str(error))
+        return self.place if self._furnished else None
+
+    async def run(self) -> None:
+        """Answer until cancelled, if there is a folder to do it in."""
+        folder = await self.folder()
+        if folder is None:
+            return
+
+        try:
+            await PodSocket(folder, self.host, self._respond).run()
+        except MetagpuError as error:
+            log.warning("mgctl in containers will not be answered", error=str(error))
+
+    async def _respond(self, container: Container, request: Request, to: Conversation) -> int:
+        if not self.wanted():
+            raise Refused("mgctl is switched off on this node: `mgctl: {inPods: false}`")
+        if request.old:
+            await to.complain(
+                "MG_CTL_ADDR and MG_CTL_TOKEN are MetaGPU's and mean nothing here: metagpu is on "
+                "this node, and knows who asks"
+            )
+        try:
+            command = understood(request.arguments)
+        except Misuse as error:
+            await to.complain(str(error))
+            return MISUSED
+
+        match command.name:
+            case "help":
+                await to.out(HELP)
+            case "version":
+                await to.out(f"metagpu {__version__}\n")
+            case _:
+                await self._show(await self._pod(container), command, _terminal(request), to)
+        return 0
+
+    async def _show(self, pod: Pod, command: Command, terminal: Terminal, to: Conversation) -> None:
+        """Say once, or again and again until who asked has gone."""
+        top = Top()
+        live = terminal is not PLAIN
+        follow = command.watch and (live or command.form in {"json", "yaml"})
+
+        while True:
+            answer = await self._answer(pod)
+            if command.name == "top":
+                text = top.screen(answer, terminal)
+            else:
+                text = written(answer, command.kind, command.form, terminal, compact=follow)
+
+            if not follow and not (command.name == "top" and live):
+                await to.out(text)
+                return
+            drawn = live and command.form in {"table", "wide"}
+            await to.out(AFRESH + text if drawn else text)
+            await anyio.sleep(PERIOD)
+
+    async def _answer(self, pod: Pod) -> Answer:
+        findings = await self.looks.latest()
+        return {
+            "version": __version__,
+            "at": findings.at,
+            "node": self.node,
+            **pod_report(self.registry.snapshot, findings, self.rules, pod),
+        }
+
+    async def _pod(self, container: Container) -> Pod:
+        """Name the pod of a container.
+
+        Raises:
+            Refused: if nobody knows its name.
+        """
+        holders = await self.host.holders([container])
+        if container not in holders:
+            raise Refused(
+                "metagpu does not know this container's name yet; try again in a second. If it "
+                "never does: its pod needs the host's /var/log, read-only"
+            )
+        holder = holders[container]
+        return Pod(holder.namespace, holder.pod, container.pod_uid)
+
+
+def _terminal(request: Request) -> Terminal:
+    return Terminal(request.columns or None, colours=True) if request.tty else PLAIN
