@@ -85,10 +85,11 @@ async def agent_at_work(
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
     host: Host | None = None,
+    pods: Path | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
-    `drivers=False` starts without NVML.
+    `drivers=False` starts without NVML; `pods` is the folder that containers see.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -97,6 +98,7 @@ async def agent_at_work(
         pod_resources=tmp_path / "pod-resources.sock",
         run=tmp_path,
         dev_root=tmp_path,
+        pods=pods,
     )
     node = simulated(boards)
     if not drivers:

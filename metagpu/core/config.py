@@ -169,14 +169,16 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
 
     def injection(self, base: Injection) -> Injection:
         """Give the node's injection: the file's choices on what `base` knows of the host."""
+        mounted = bool(base.pod_dir) and self.mgctl.in_pods
+
         return Injection(
             strategies=frozenset(_listed(self.device_list_strategy)),
             pass_device_specs=self.pass_device_specs,
             cdi_kind=self.cdi_kind,
             dev_root=base.dev_root,
             present=base.present,
-            pod_dir=base.pod_dir if self.mgctl.in_pods else "",
-            command=self.mgctl.path or "",
+            pod_dir=base.pod_dir if mounted else "",
+            command=(self.mgctl.path or "") if mounted else "",
         )
 
 

@@ -8,7 +8,7 @@ import platform
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -67,6 +67,7 @@ def listening(folder: Path) -> Iterator[socket.socket]:
     """
     path = folder / SOCKET_NAME
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    identity = None
 
     try:
         try:
@@ -84,6 +85,5 @@ def listening(folder: Path) -> Iterator[socket.socket]:
         yield listener
     finally:
         listener.close()
-    if identity_of(path) == identity:  # what somebody else put there stays
-        with suppress(FileNotFoundError):
-            path.unlink()
+        if identity is not None and identity_of(path) == identity:  # what others put there stays
+            path.unlink(missing_ok=True)

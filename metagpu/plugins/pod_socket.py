@@ -111,6 +111,9 @@ class PodSocket:
         async def converse(connection: socket.socket) -> None:
             try:
                 await self._converse(connection)
+                # Closed with something unread, it would be an error to who reads our answer.
+                with suppress(OSError):
+                    connection.recv(frames.REQUEST_LIMIT)
             finally:
                 connection.close()
                 places.release()

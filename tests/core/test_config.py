@@ -275,7 +275,7 @@ def selecting(gpus: str) -> str:
             POOL + "helth: {}\n",
             (
                 "6: helth: unknown key; allowed: cdiKind, deviceListStrategy, health, "
-                "passDeviceSpecs, pools, version; did you mean health?"
+                "mgctl, passDeviceSpecs, pools, version; did you mean health?"
             ),
         ),
         (
@@ -303,7 +303,7 @@ def selecting(gpus: str) -> str:
             POOL + '"dotted.key[0]": 3\n',
             (
                 "1: dotted.key[0]: unknown key; allowed: cdiKind, deviceListStrategy, health, "
-                "passDeviceSpecs, pools, version"
+                "mgctl, passDeviceSpecs, pools, version"
             ),
         ),
         (POOL + "3: 4\n", "1: one of its keys: expected a text"),
