@@ -251,14 +251,15 @@ async def test_garbage_is_refused(tmp_path: Path, garbage: bytes) -> None:
 )
 async def test_a_socket_outlives_whatever_is_sent(calls: Sequence[bytes]) -> None:
     """After any bytes, from callers that hang up at once, an honest request is answered."""
-    async with anyio.TemporaryDirectory(prefix="mg", dir="/tmp") as folder:  # noqa: S108 - short
-        async with ground(Path(folder)) as it:
-            for call in calls:
-                with suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
-                    caller.connect(str(it.path))
-                    caller.sendall(call)
-            await it.until(0)
-            assert await it.said(packed()) == [(b"o", b"hello\n"), (b"x", 0)]
+    async with (
+        anyio.TemporaryDirectory(prefix="mg", dir="/tmp") as folder,  # noqa: S108 - a short name
+        ground(Path(folder)) as it,
+    ):
+        for call in calls:
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
+                caller.connect(str(it.path))
+                caller.sendall(call)
+        assert await it.said(packed()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 async def test_a_crowd_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
