@@ -4,8 +4,6 @@ What the kernel says of a process (`stat`, `status`, `cmdline`) is read from the
 real processes that stand for all; their cgroups and the kubelet's links are files of ours.
 """
 
-import hashlib
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,8 +17,8 @@ from metagpu.core.injection import Injection
 from metagpu.core.layout import lay_out
 from metagpu.core.model import Gpu, Holder, ShareId
 from metagpu.core.registry import Registry
-from metagpu.host import LinuxHost
 from metagpu.nvml import Nvml
+from metagpu.sim.host import SimHost
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode, SimProcess
 from metagpu.sim.spec import simulated
@@ -31,7 +29,6 @@ pools:
   - name: all
     backends: [{backend: fraction, sharesPerGpu: 100}]
 """
-_SHOWN: Final = ("stat", "status", "cmdline")
 
 
 @dataclass
@@ -51,11 +48,7 @@ class Ground:
     at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._proc, self._logs = self.folder / "proc", self.folder / "containers"
-        for made in (self._proc, self._logs):
-            made.mkdir()
-        (self._proc / "stat").symlink_to("/proc/stat")
-        self.host = LinuxHost(self._proc, self._logs, own_pids=True)
+        self.machine = SimHost(self.folder)
         config = parse(POOL, "bench", {"fraction": FractionBackend})
         self.registry.apply(GpusFound(self.gpus, at=0))
         self.registry.apply(lay_out(config, self.gpus, Injection()).offered)
@@ -69,28 +62,6 @@ class Ground:
         """Tell the registry who holds what."""
         self.at += 1
         self.registry.apply(LeasesObserved(dict(self.holders), at=self.at))
-
-    def house(self, pid: int, real: int, holder: Holder, life: int = 0) -> None:
-        """Let a pid be seen that looks like a real process, in a container of this name."""
-        name = f"{holder}/{life}"
-        container = hashlib.sha256(name.encode()).hexdigest()
-        uid = uuid.uuid5(uuid.NAMESPACE_DNS, name)
-        shown = self._proc / str(pid)
-        shown.mkdir(exist_ok=True)
-        (shown / "cgroup").write_text(f"0::/kubepods/pod{uid}/{container}\n")
-        for file in _SHOWN:
-            if not (shown / file).is_symlink():
-                (shown / file).symlink_to(f"/proc/{real}/{file}")
-
-        link = self._logs / f"{holder.pod}_{holder.namespace}_{holder.container}-{container}.log"
-        if not link.is_symlink():
-            pod = f"{holder.namespace}_{holder.pod}_{uid}"
-            link.symlink_to(f"/var/log/pods/{pod}/{holder.container}/0.log")
-
-    def forget(self) -> None:
-        """Remove the kubelet's links, as it does when containers are removed."""
-        for link in self._logs.iterdir():
-            link.unlink()
 
     def use(self, gpu: int, pid: int, memory: int, busy: int = 0) -> None:
         """Let a process have memory of a GPU."""

@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,28 +14,29 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
-from metagpu.core import config as configuration
-from metagpu.core import report, usage_report
+from metagpu.companions import HostCompanions
+from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
-from metagpu.core.census import Census, Looks
+from metagpu.core.companions import Companions
+from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
-from metagpu.core.enforcement import Enforcement, Policy
-from metagpu.core.enforcer import Enforcer
-from metagpu.core.errors import ConfigError
-from metagpu.core.facts import GpusFound
+from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
-from metagpu.core.layout import Layout, lay_out, rehearse
-from metagpu.core.model import GpuId, ResourceName
+from metagpu.core.layout import Layout, lay_out
+from metagpu.core.model import GpuId, GpuState, ResourceName
+from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
-from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tools import Tools
 from metagpu.inside import Inside
-from metagpu.plugins import control, kubelet_directory, podresources, wire
+from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
+from metagpu.plugins.config_files import changes
 from metagpu.plugins.endpoints import serve_offers
+from metagpu.sources import Loaded, Source
 from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
@@ -59,47 +61,55 @@ class Agent:
     """One node's agent: a registry, those who tell it facts, and those who offer what it holds.
 
     Attributes:
-        config_file: read at start and at every reload; `None` means the defaults.
+        source: where the configuration is; read at start, when a file changes, and at a reload.
         handlers: control commands beside the agent's own.
         tools: programs of the host; those of this one unless given.
+        companions: likewise those that run for long.
         host: processes of the host; those of this one unless given.
     """
 
-    config_file: Path | None
+    source: Source
     driver: Driver
     places: Places = field(default_factory=Places)
     handlers: Mapping[str, control.Handler] = field(default_factory=dict)
     registry: Registry = field(default_factory=Registry)
     tools: Tools | None = None
+    companions: Companions | None = None
     host: Host | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
-        self.config = configuration.load(self.config_file, self._kinds)
-        rehearse(self.config)
+        self._read = self.source.read()
+        self._told: frozenset[str] = frozenset()
+        self.config_error: str | None = None
+        self._take(self.source.understand(self._read, self._kinds))
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
-        self.keeper = Keeper(self.registry, self.driver, self.tools or HostTools(tuple(roots)))
+        own = HostTools(tuple(roots))
+        tools, companions = self.tools or own, self.companions or HostCompanions(own)
+        self.keeper = Keeper(self.registry, self.driver, tools, companions)
         self.host = self.host or host.LinuxHost()
-        self._guards = {name: kind.guard for name, kind in self._kinds.items()}
-        self.enforcer = Enforcer(self.driver, self.host, self.registry, self._terms, self._guards)
-        self._census = Census(self.driver, self.host, self.registry)
-        self._strangers = StrangerWatch(self._census, self.host, self.registry)
-        self._rules = usage_report.Rules(self._terms, self._guards)
+        self.oversight = Oversight(
+            self.driver,
+            self.host,
+            self.registry,
+            lambda gpu: terms_in(self.config, self.layout, gpu),
+            {name: kind.guard for name, kind in self._kinds.items()},
+        )
         self._node = os.environ.get("NODE_NAME") or socket.gethostname()
         self.inside = Inside(
             self.places.pods,
             self._node,
             self.host,
-            Looks(self._census),
-            self.registry,
-            self._rules,
+            self.oversight.report_to,
             lambda: self.config.envelope.mgctl.in_pods,
         )
+        self._pods = ""
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes: frozenset[str] = frozenset()
         self._laying = anyio.Lock()
+        self._reloading = anyio.Lock()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -108,7 +118,9 @@ class Agent:
             MetagpuError: if another agent runs here, or the configuration does not fit the GPUs
                 found at start.
         """
-        log.info("metagpu starts", version=__version__, config=self.config.file)
+        form = ", ".join(self.loaded.formats) or "default"
+        log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
+
         async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
             await serve(*self.tasks, reload=self.reload)
 
@@ -116,22 +128,30 @@ class Agent:
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node.
 
-        Health, offers, GPUs kept, leases, memory enforced, strangers told of, containers answered.
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed,
+        containers answered.
         """
         return (
             self.health.run,
             self._offer,
             self.keeper.run,
             self._leases,
-            self.enforcer.run,
-            self._strangers.run,
+            *self.oversight.tasks,
+            self._follow_files,
             self.inside.run,
         )
 
     @property
     def commands(self) -> Mapping[str, control.Handler]:
         """What the agent itself answers on the control socket."""
-        return {"status": self._status, "acknowledge": self._acknowledge, "usage": self._usage}
+        return {
+            "status": self._status,
+            "plan": self._plan,
+            "usage": self._usage,
+            "acknowledge": self._acknowledge,
+            "cordon": self._cordon,
+            "uncordon": self._uncordon,
+        }
 
     async def look(self) -> None:
         """Read the GPUs once and lay the configuration over them, without serving anything.
@@ -142,46 +162,89 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        await self._lay_out()
+        self.registry.apply((await self._laid_out(self.config)).offered)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
-        try:
-            config = await to_thread.run_sync(configuration.load, self.config_file, self._kinds)
-            await self._lay_out(config)
-        except ConfigError as error:
-            log.error("the configuration was not taken; the last good one stays", error=str(error))
-        else:
-            self.health.settings = config.envelope.health
-            log.info("configuration read", config=config.file)
+        await self._reload(again=True)
+
+    async def _reload(self, *, again: bool) -> None:
+        """Read the configuration; `again` also if the files are as they were."""
+        async with self._reloading:
+            try:
+                read = await to_thread.run_sync(self.source.read)
+                if read == self._read and not again:
+                    return
+                self._read = read
+                loaded = await to_thread.run_sync(self.source.understand, read, self._kinds)
+                await self._lay_out(loaded.config)
+            except ConfigError as error:
+                self._read = ()
+                if again or str(error) != self.config_error:
+                    log.error(
+                        "the configuration was not taken; the last good one stays",
+                        error=str(error),
+                    )
+                self.config_error = str(error)
+            else:
+                self._take(loaded)
+                self.health.settings = loaded.config.envelope.health
+                log.info("configuration read", config=loaded.config.file)
+
+    async def _follow_files(self) -> None:
+        """Take what the files say as soon as they say something else."""
+        async for _ in changes(self.source.paths):
+            await self._reload(again=False)
+
+    def _take(self, loaded: Loaded) -> None:
+        """Go by a configuration from now on; tell what of it is not honoured, each thing once."""
+        self.loaded, self.config, self.config_error = loaded, loaded.config, None
+        for note in loaded.notes:
+            if str(note) not in self._told:
+                log.warning("in the configuration", note=str(note))
+        self._told = frozenset(map(str, loaded.notes))
 
     def backend(self, resource: ResourceName) -> Backend:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
         return self._backends[resource]
 
-    async def _lay_out(self, config: configuration.Config | None = None) -> None:
+    async def _lay_out(self, config: Config | None = None) -> None:
         """Lay a configuration, the present one if none is given, over the GPUs known now.
 
         Raises:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         async with self._laying:  # who comes second lays out what the first has made present
-            root = self.places.dev_root
-            nodes = await to_thread.run_sync(host.device_nodes, root)
-            config = config or self.config
-            gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-            pods = await self.inside.folder()
-            base = Injection(
-                dev_root=str(root or ""),
-                present=nodes,
-                pod_dir=str(pods.absolute()) if pods else "",
-            )
-            layout = lay_out(config, gpus, base)
-            wire.check_size(layout, config.file)
+            self.keeper.keep(await self._laid_out(config or self.config))
 
-            self._nodes, self.config, self.layout = nodes, config, layout
-            self._backends.update(layout.backends)
-            self.keeper.keep(layout)
+    async def _laid_out(self, config: Config) -> Layout:
+        """Lay a configuration over the GPUs known now, and take the result as the present one.
+
+        Raises:
+            ConfigError: if it does not fit them; everything stays as it was.
+        """
+        nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        pods = await self.inside.folder()
+        self._pods = str(pods.absolute()) if pods else ""
+        layout = self._laid(config, nodes)
+
+        self._nodes, self.config, self.layout = nodes, config, layout
+        self._backends.update(layout.backends)
+        return layout
+
+    def _laid(self, config: Config, nodes: frozenset[str]) -> Layout:
+        """Lay a configuration over the GPUs known now and some device nodes; change nothing.
+
+        Raises:
+            ConfigError: if it does not fit them.
+        """
+        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        root = str(self.places.dev_root or "")
+        run_dir = str(self.places.run.absolute())
+        injection = Injection(dev_root=root, present=nodes, run_dir=run_dir, pod_dir=self._pods)
+        layout = lay_out(config, gpus, injection)
+        wire.check_size(layout, config.file)
+        return layout
 
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
@@ -217,32 +280,69 @@ class Agent:
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
+        told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
+        self.oversight.remember(told)
         await podresources.follow_leases(self.registry, self.places.pod_resources)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
-        return report.status(self.registry.snapshot, self.layout)
-
-    async def _acknowledge(self, request: Mapping[str, Any]) -> object:
-        gpu = report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
-        await self.health.acknowledge(gpu)
-        return f"GPU {self.registry.snapshot.gpus[gpu].gpu} is back in service"
-
-    async def _usage(self, _: Mapping[str, Any]) -> object:
-        findings = await self._census.take()
-        snapshot = self.registry.snapshot
-
         return {
-            "version": __version__,
-            "at": findings.at,
-            "node": self._node,
-            **usage_report.usage_report(snapshot, findings, self._rules),
-            "enforcement": usage_report.tally_report(self.enforcer.tally, snapshot),
+            **report.status(self.registry.snapshot, self.layout),
+            "configuration": {
+                "file": self.config.file,
+                "formats": list(self.loaded.formats),
+                "profiles": list(self.loaded.profiles),
+                "notes": [str(note) for note in self.loaded.notes],
+                "error": self.config_error,
+            },
         }
 
-    def _terms(self, gpu: GpuId) -> Enforcement:
-        """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
-        pools = {pool.name: pool.memory_enforcement for pool in self.config.envelope.pools}
-        for assignment in self.layout.assignments:
-            if assignment.gpu.id == gpu and assignment.pool in pools:
-                return pools[assignment.pool]
-        return Enforcement(policy=Policy.OFF)
+    async def _plan(self, request: Mapping[str, Any]) -> object:
+        """Say what a configuration, as text of ours, would change if it were taken now."""
+        text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
+        config = await to_thread.run_sync(parse, text, file, self._kinds)
+        now = plan.State(self.layout, self.config)
+        # In a thread: a plan of very many shares must not keep the kubelet waiting.
+        return await to_thread.run_sync(self.planned, config, now)
+
+    def planned(self, config: Config, before: plan.State) -> dict[str, Any]:
+        """Say what a configuration would make of the GPUs known now, against another state.
+
+        Raises:
+            ConfigError: if it does not fit them.
+        """
+        after = plan.State(self._laid(config, self._nodes), config)
+        return plan.told(plan.compare(self.registry.snapshot, before, after))
+
+    async def _acknowledge(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        await self.health.acknowledge(gpu)
+        return f"GPU {self._state(gpu).gpu} is back in service"
+
+    async def _cordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        reason = " ".join(str(request.get("reason", "")).split()) or "no reason was given"
+        self.registry.apply(GpuCordoned(gpu, reason, time.time()))
+        log.warning("GPU cordoned", gpu=gpu, reason=reason)
+
+        state = self._state(gpu)
+        return f"GPU {state.gpu} gives no new shares; held of it now: {len(state.leases)}"
+
+    async def _uncordon(self, request: Mapping[str, Any]) -> object:
+        gpu = self._named(request)
+        if not self.registry.apply(GpuUncordoned(gpu, time.time())):
+            raise MetagpuError(f"GPU {self._state(gpu).gpu} is not cordoned")
+        log.info("GPU uncordoned", gpu=gpu)
+        return f"GPU {self._state(gpu).gpu} gives new shares again"
+
+    def _named(self, request: Mapping[str, Any]) -> GpuId:
+        return report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
+
+    def _state(self, gpu: GpuId) -> GpuState:
+        return self.registry.snapshot.gpus[gpu]
+
+    async def _usage(self, _: Mapping[str, Any]) -> object:
+        return {
+            "version": __version__,
+            "node": self._node,
+            **await self.oversight.report(),
+        }

@@ -1,4 +1,4 @@
-"""The command line: `metagpu run | demo | explain | validate | status | acknowledge | sim`."""
+"""What the commands of `metagpu` do; `metagpu/arguments.py` says how they are called."""
 
 import argparse
 import json
@@ -6,29 +6,27 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from metagpu import __version__
-from metagpu.core.errors import ConfigError, MetagpuError
-from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
+from metagpu import configuring
+from metagpu.arguments import parser
+from metagpu.core.errors import MetagpuError
+from metagpu.options import settle, source_of
+from metagpu.plugins import control, pod_folder
+from metagpu.sources import Source
 
 if TYPE_CHECKING:
     from metagpu.app import Agent, Places
 
-SIMULATE_HELP = (
-    "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
-    "file that describes the node"
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; give the exit status: 0 done, 1 failed, 2 not understood."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     status = 1
 
     try:
@@ -41,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     """Carry out a command; tell an error of ours in one line."""
     try:
-        return int(args.do(args))
+        settle(args)
+        return COMMANDS[args.command](args)
     except (MetagpuError, BaseExceptionGroup) as error:
         ours = _ours(error)
         if ours is None:
@@ -77,160 +76,6 @@ def _ours(error: BaseException) -> MetagpuError | None:
     return error if isinstance(error, MetagpuError) else None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metagpu",
-        description="Lets the pods of a Kubernetes node share its NVIDIA GPUs.",
-        epilog="Try `metagpu demo`: it needs neither a GPU nor a cluster.",
-    )
-    parser.add_argument("--version", action="version", version=f"metagpu {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    run = _command(
-        commands,
-        "run",
-        _run,
-        "serve this node: offer its GPUs to the kubelet until stopped",
-        "metagpu run --config metagpu.yaml\n"
-        "  metagpu run --simulate a100-40gb:8 --kubelet-dir /tmp/kubelet --run-dir /tmp/run",
-    )
-    _add_node(run)
-    run.add_argument(
-        "--kubelet-dir",
-        type=Path,
-        default=kubelet_directory.DEFAULT_DIRECTORY,
-        help="the kubelet's device-plugins folder (default: %(default)s)",
-    )
-    run.add_argument(
-        "--pod-resources",
-        type=Path,
-        default=podresources.DEFAULT_SOCKET,
-        help="the kubelet's PodResources socket (default: %(default)s)",
-    )
-    run.add_argument(
-        "--dev-root",
-        type=Path,
-        help="where the host's /dev stands, as seen from here and from the container runtime",
-    )
-    run.add_argument(
-        "--pod-dir",
-        type=Path,
-        help="the folder that containers with shares see, with mgctl and its socket; the same path "
-        f"here and for the container runtime (default: {pod_folder.DEFAULT_POD_DIR}; with "
-        "--run-dir, pod in it)",
-    )
-    run.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    run.add_argument(
-        "--log-format",
-        default="auto",
-        choices=("auto", "json", "console"),
-        help="json, or console for people; auto asks whether a terminal listens",
-    )
-    _add_run_dir(run)
-
-    demo = _command(
-        commands,
-        "demo",
-        _demo,
-        "show the main job on a simulated node of 8 GPUs with a kubelet in it",
-        "metagpu demo --json",
-    )
-    demo.add_argument("--json", action="store_true", help="print what happened as JSON")
-
-    explain = _command(
-        commands,
-        "explain",
-        _explain,
-        "say what the kubelet would be offered, and why, without starting anything",
-        "metagpu explain --config metagpu.yaml --simulate a100-40gb:4,t4:2",
-    )
-    _add_node(explain)
-    explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.add_argument(
-        "--topology", action="store_true", help="also say how the GPUs are connected"
-    )
-
-    validate = _command(
-        commands,
-        "validate",
-        _validate,
-        "check configuration files; name line, path and mend of what is wrong",
-        "metagpu validate metagpu.yaml",
-    )
-    validate.add_argument("files", type=Path, nargs="+", metavar="FILE")
-
-    status = _command(
-        commands,
-        "status",
-        _status,
-        "say what the running daemon offers, which GPUs are healthy and who holds what",
-        "metagpu status --json",
-    )
-    status.add_argument("--json", action="store_true", help="print JSON")
-    _add_run_dir(status)
-
-    acknowledge = _command(
-        commands,
-        "acknowledge",
-        _acknowledge,
-        "take a GPU back into service on your word, if it passes the device check",
-        "metagpu acknowledge 3",
-    )
-    acknowledge.add_argument("gpu", help="index or uuid")
-    _add_run_dir(acknowledge)
-
-    _add_sim(commands)
-    return parser
-
-
-def _command(
-    commands: Any,  # noqa: ANN401 - argparse names the type of its sub-parsers privately
-    name: str,
-    do: Callable[[argparse.Namespace], int],
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[:1].upper() + summary[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(do=do)
-    return parser
-
-
-def _add_node(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="without it: 100 shares of every GPU"
-    )
-    parser.add_argument("--simulate", metavar="BOARDS|FILE", help=SIMULATE_HELP)
-
-
-def _add_run_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=control.DEFAULT_RUN_DIR,
-        help="where the daemon's control socket stands (default: %(default)s)",
-    )
-
-
-def _add_sim(commands: Any) -> None:  # noqa: ANN401 - as above
-    from metagpu.sim import steer
-
-    sim = _command(
-        commands,
-        "sim",
-        _sim,
-        "steer the simulated node of a running `metagpu run --simulate`",
-        "metagpu sim xid 0 79\n  metagpu sim recover 0\n  metagpu sim node",
-    )
-    _add_run_dir(sim)
-    steer.add_arguments(sim.add_subparsers(title="what to do", required=True, metavar="WHAT"))
-
-
 # --- what the commands do -------------------------------------------------------------------------
 
 
@@ -240,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     _log(args.log_level, args.log_format)
     pods = args.pod_dir or _pod_dir(args.run_dir)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods)
-    args.agent = _agent(args.config, args.simulate, places)
+    args.agent = _agent(source_of(args), args.simulate, places)
     anyio.run(args.agent.run)
     return 0
 
@@ -257,7 +102,8 @@ def _explain(args: argparse.Namespace) -> int:
     from metagpu.core import report
 
     _log("error", "console")
-    args.agent = agent = _agent(args.config, args.simulate)
+    args.agent = agent = _agent(source_of(args), args.simulate)
+    configuring.warn(agent)
     anyio.run(agent.look)
     explained = report.explanation(agent.registry.snapshot, agent.layout)
 
@@ -268,21 +114,17 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _validate(args: argparse.Namespace) -> int:
-    from metagpu.core import config
-    from metagpu.core.backend import installed_backends
-    from metagpu.core.layout import rehearse
+def _plan(args: argparse.Namespace) -> int:
+    from metagpu import tables
 
-    wrong = 0
-    for file in args.files:
-        try:
-            rehearse(config.load(file, installed_backends()))
-        except ConfigError as error:
-            wrong += 1
-            print(error, file=sys.stderr)  # noqa: T201
-        else:
-            print(f"{file}: good")  # noqa: T201
-    return 1 if wrong else 0
+    _log("error", "console")
+    planned = configuring.plan(args, _agent)
+
+    if args.json:
+        _print_json(planned)
+    else:
+        tables.show_plan(planned)
+    return 0
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -298,7 +140,20 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _acknowledge(args: argparse.Namespace) -> int:
-    print(control.ask(args.run_dir, {"command": "acknowledge", "gpu": args.gpu}))  # noqa: T201
+    return _tell(args, {"command": "acknowledge", "gpu": args.gpu})
+
+
+def _cordon(args: argparse.Namespace) -> int:
+    return _tell(args, {"command": "cordon", "gpu": args.gpu, "reason": args.reason})
+
+
+def _uncordon(args: argparse.Namespace) -> int:
+    return _tell(args, {"command": "uncordon", "gpu": args.gpu})
+
+
+def _tell(args: argparse.Namespace, request: Mapping[str, str]) -> int:
+    """Have the daemon do something, and print what it says to that."""
+    print(control.ask(args.run_dir, request))  # noqa: T201
     return 0
 
 
@@ -317,6 +172,20 @@ def _sim(args: argparse.Namespace) -> int:
     return 0
 
 
+COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "run": _run,
+    "demo": _demo,
+    "explain": _explain,
+    "validate": configuring.validate,
+    "plan": _plan,
+    "status": _status,
+    "acknowledge": _acknowledge,
+    "cordon": _cordon,
+    "uncordon": _uncordon,
+    "sim": _sim,
+}
+
+
 # --- shared ---------------------------------------------------------------------------------------
 
 
@@ -327,27 +196,28 @@ def _pod_dir(run_dir: Path) -> Path:
     return run_dir / "pod"
 
 
-def _agent(config: Path | None, simulate: str | None, places: "Places | None" = None) -> "Agent":
+def _agent(source: Source, simulate: str | None, places: "Places | None" = None) -> "Agent":
     from metagpu.app import Agent, Places
     from metagpu.nvml import Nvml
 
     places = places or Places()
     if simulate is None:
-        return Agent(config, Nvml(), places)
+        return Agent(source, Nvml(), places)
 
     from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
     from metagpu.sim.remote import COMMAND, steering
     from metagpu.sim.spec import simulated
-    from metagpu.sim.tools import SimulatedTools
+    from metagpu.sim.tools import SimulatedTools, simulated_companions
 
     node = simulated(simulate)
     return Agent(
-        config,
+        source,
         Nvml(Library(node)),
         places,
         {COMMAND: steering(node)},
         tools=SimulatedTools(),
+        companions=simulated_companions(),
         host=LinuxHost(own_pids=True),
     )
 

@@ -1,6 +1,6 @@
 """What `mgctl` says inside a container: of its own pod, and of nobody else."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,11 +10,9 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__
-from metagpu.core.census import Looks
 from metagpu.core.errors import MetagpuError
 from metagpu.core.host import Container, Host
-from metagpu.core.registry import Registry
-from metagpu.core.usage_report import Pod, Rules, pod_report
+from metagpu.core.usage_report import Pod
 from metagpu.plugins import pod_folder
 from metagpu.plugins.frames import Request
 from metagpu.plugins.pod_socket import Conversation, PodSocket, Refused
@@ -37,16 +35,14 @@ class Inside:
     Attributes:
         place: the folder, as the container runtime finds it too; `None` where there shall be none.
         node: its name.
-        rules: what holds on this node now.
+        report: says to a pod what concerns it.
         wanted: whether the configuration wants `mgctl` in pods now.
     """
 
     place: Path | None
     node: str
     host: Host
-    looks: Looks
-    registry: Registry
-    rules: Rules
+    report: Callable[[Pod], Awaitable[Answer]]
     wanted: Callable[[], bool]
     _furnished: bool | None = None
 
@@ -119,13 +115,7 @@ class Inside:
             await anyio.sleep(PERIOD)
 
     async def _answer(self, pod: Pod) -> Answer:
-        findings = await self.looks.latest()
-        return {
-            "version": __version__,
-            "at": findings.at,
-            "node": self.node,
-            **pod_report(self.registry.snapshot, findings, self.rules, pod),
-        }
+        return {"version": __version__, "node": self.node, **await self.report(pod)}
 
     async def _pod(self, container: Container) -> Pod:
         """Name the pod of a container.

@@ -168,3 +168,7 @@ def _again(show: Callable[[], None]) -> int:
 
 def _say(text: str) -> None:
     print(text, end="", flush=True)  # noqa: T201 - a command line speaks so
+
+
+if __name__ == "__main__":
+    sys.exit(main())

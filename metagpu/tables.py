@@ -1,6 +1,6 @@
 """Reports as tables for people; the only place that draws."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -19,7 +19,11 @@ _LEGEND: Final = {
     "SYS": "on different NUMA nodes",
     "?": "NVML does not say",
 }
-_UNBROKEN: Final = {"GPU", "PRODUCT", "MEMORY", "HELD", "SHARES", "POD", "RESOURCE", "GPUS", "PCI"}
+_ALWAYS: Final = ("GPU", "PRODUCT", "MEMORY", "HEALTH")
+_UNBROKEN: Final = {
+    *("GPU", "PRODUCT", "MEMORY", "OFFERS", "HELD", "OWNER"),
+    *("SHARES", "POD", "RESOURCE", "GPUS", "PCI", "CHANGE"),
+}
 
 
 def console() -> Console:
@@ -32,21 +36,64 @@ def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) ->
     console().print(
         Group(
             resources_table(explained["resources"]),
-            gpus_table(explained["gpus"], why=True),
+            gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY"),
+            *mixed(explained["gpus"]),
             *(topology_tables(explained) if topology else ()),
         )
     )
 
 
 def show_status(status: Mapping[str, Any]) -> None:
-    """Draw what `core.report.status` says."""
+    """Draw what `core.report.status` says, and what hinders the configuration."""
+    error = status.get("configuration", {}).get("error")
     console().print(
         Group(
+            *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
             resources_table(status["resources"]),
-            gpus_table(status["gpus"]),
+            gpus_table(status["gpus"], "HELD", "OWNER", "POOL"),
             leases_table(status["leases"]),
         )
     )
+
+
+def show_plan(plan: Mapping[str, Any]) -> None:
+    """Draw what `core.plan.told` says."""
+    resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
+    for name, each in plan["resources"].items():
+        shares = _turn(each["before"], each["after"])
+        backend = _turn(each["backendBefore"], each["backendAfter"])
+        resources.add_row(name, _change(each["change"]), shares, backend)
+    if not plan["resources"]:
+        resources.add_row("nothing is offered", "", "", "")
+
+    gpus = table("GPU", "PRODUCT", "CHANGE", "POOL", "BACKENDS", "WAITS FOR")
+    for each in plan["gpus"]:
+        gpus.add_row(
+            str(each["index"]),
+            each["product"].removeprefix("NVIDIA "),
+            _change(each["change"]),
+            _turn(each["poolBefore"], each["poolAfter"]),
+            _turn(", ".join(each["backendsBefore"]), ", ".join(each["backendsAfter"])),
+            "\n".join(map(_holding, each["waitsFor"])) or "-",
+        )
+
+    settings = ", ".join(plan["settings"])
+    also = Text(f"other terms from the next request or event on: {settings}") if settings else ""
+    console().print(Group(resources, gpus, also))
+
+
+def _turn(before: object, after: object) -> str:
+    old, new = ("-" if each in (None, "") else str(each) for each in (before, after))
+    return old if old == new else f"{old} -> {new}"
+
+
+def _change(change: str) -> Text:
+    return Text(change, style="" if change == "untouched" else "bold yellow")
+
+
+def _holding(lease: Mapping[str, Any]) -> str:
+    holder = lease["holder"] or "a pod that is being admitted"
+    return f"{holder}: {lease['shares']} of {lease['resource'] or 'another name'}"
 
 
 def resources_table(resources: Mapping[str, Mapping[str, int]]) -> RenderableType:
@@ -60,24 +107,41 @@ def resources_table(resources: Mapping[str, Mapping[str, int]]) -> RenderableTyp
     return rows
 
 
-def gpus_table(
-    gpus: Sequence[Mapping[str, Any]], *, pools: bool = True, why: bool = False
-) -> RenderableType:
-    """Draw the GPUs: how full each is, its health, and its pool, with the reason if wanted."""
-    columns = ["GPU", "PRODUCT", "MEMORY", "HELD", "HEALTH"]
-    rows = table(*columns, *(["POOL"] if pools else []), *(["WHY"] if why else []))
+def gpus_table(gpus: Sequence[Mapping[str, Any]], *more: str) -> RenderableType:
+    """Draw the GPUs and their health, with `more` of OFFERS, HELD, OWNER, POOL and WHY."""
+    columns: dict[str, Callable[[Mapping[str, Any]], RenderableType]] = {
+        "GPU": lambda gpu: str(gpu["index"]),
+        "PRODUCT": lambda gpu: gpu["product"].removeprefix("NVIDIA "),
+        "MEMORY": lambda gpu: f"{gpu['memoryMiB']} MiB",
+        "OFFERS": lambda gpu: _offers(gpu["shares"]),
+        "HELD": lambda gpu: fullness(gpu["shares"]),
+        "OWNER": lambda gpu: gpu["owner"] or "idle",
+        "HEALTH": health,
+        "POOL": lambda gpu: gpu["pool"] or "-",
+        "WHY": lambda gpu: gpu["why"],
+    }
+    wanted = [name for name in columns if name in {*_ALWAYS, *more}]
+    rows = table(*wanted)
 
     for gpu in gpus:
-        rows.add_row(
-            str(gpu["index"]),
-            gpu["product"].removeprefix("NVIDIA "),
-            f"{gpu['memoryMiB']} MiB",
-            fullness(gpu["shares"]),
-            health(gpu),
-            *([gpu["pool"] or "-"] if pools else []),
-            *([gpu["why"]] if why else []),
-        )
+        rows.add_row(*(columns[name](gpu) for name in wanted))
     return rows
+
+
+def mixed(gpus: Sequence[Mapping[str, Any]]) -> Sequence[RenderableType]:
+    """Say which GPUs several backends offer, and who gets them."""
+    found: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if len(gpu["backends"]) > 1:
+            found.setdefault(", ".join(gpu["backends"]), []).append(str(gpu["index"]))
+
+    return [
+        Text(
+            f"GPU {', '.join(indices)}: offered by {backends}. An idle GPU goes to the one that a "
+            "pod asks first, until its last pod has ended."
+        )
+        for backends, indices in found.items()
+    ]
 
 
 def topology_tables(explained: Mapping[str, Any]) -> Sequence[RenderableType]:
@@ -107,31 +171,58 @@ def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def health(gpu: Mapping[str, Any]) -> Text:
-    """Say whether a GPU is healthy, and why not since when."""
-    if gpu["healthy"] and gpu["waitsFor"]:
-        return Text(gpu["waitsFor"], style="yellow")
-    if gpu["healthy"]:
-        return Text("healthy", style="green")
-    since = gpu["since"].removesuffix("+00:00").replace("T", " ")
-    return Text(f"{gpu['reason']}, since {since} UTC", style="bold red")
+    """Say whether a GPU is healthy, and all that keeps it or one of its backends from serving."""
+    lines = []
+    if not gpu["healthy"]:
+        lines.append(Text(f"{gpu['reason']}, since {_moment(gpu['since'])}", style="bold red"))
+    if cordon := gpu["cordon"]:
+        told = f"cordoned: {cordon['reason']}, since {_moment(cordon['since'])}"
+        lines.append(Text(told, style="yellow"))
+    for backend, pause in gpu["suspended"].items():
+        told = f"{backend} suspended: {pause['reason']}, since {_moment(pause['since'])}"
+        lines.append(Text(told, style="yellow"))
+    for backend, since in gpu["cleaning"].items():
+        lines.append(Text(f"{backend} cleans it since {_moment(since)}", style="yellow"))
+    if gpu["waitsFor"]:
+        lines.append(Text(gpu["waitsFor"], style="yellow"))
+
+    return Text("\n").join(lines) if lines else Text("healthy", style="green")
+
+
+def _moment(since: str) -> str:
+    return since.removesuffix("+00:00").replace("T", " ") + " UTC"
 
 
 def fullness(shares: Mapping[str, Mapping[str, int]]) -> RenderableType:
-    """Draw a bar for each resource of a GPU: how much of it is held."""
+    """Draw a bar for each resource of a GPU: what is held, what is free, what nobody may have."""
     if not shares:
         return "-"
 
     bars = []
-    for numbers in shares.values():
-        full = round(_BAR_WIDTH * numbers["held"] / max(numbers["capacity"], 1))
-        bar = "\u2588" * full + "\u2591" * (_BAR_WIDTH - full)
-        bars.append(f"{bar} {numbers['held']}/{numbers['capacity']}")
+    for resource, numbers in shares.items():
+        whole = max(numbers["capacity"], 1)
+        full = round(_BAR_WIDTH * numbers["held"] / whole)
+        shut = 0 if numbers["held"] or numbers["free"] else _BAR_WIDTH
+        bar = "\u2588" * full + "\u2591" * (_BAR_WIDTH - full - shut) + "\u00b7" * shut
+        name = f" {_short(resource)}" if len(shares) > 1 else ""
+        bars.append(f"{bar} {numbers['held']}/{numbers['capacity']}{name}")
     return Text("\n".join(bars), no_wrap=True)
+
+
+def _offers(shares: Mapping[str, Mapping[str, int]]) -> str:
+    """Count the shares of each resource, by the part of its name that tells them apart."""
+    lines = (f"{numbers['capacity']} {_short(name)}" for name, numbers in shares.items())
+    return "\n".join(lines) or "-"
+
+
+def _short(resource: str) -> str:
+    return resource.rpartition("/")[2]
 
 
 def table(*columns: str) -> Table:
     """Start a table with these columns."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        drawn.add_column(column, overflow="fold", no_wrap=column in _UNBROKEN)
+        whole = column in _UNBROKEN
+        drawn.add_column(column, overflow="fold", no_wrap=whole, min_width=len(column))
     return drawn

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import Final
@@ -37,10 +37,12 @@ class HostTools:
     Attributes:
         roots: file systems of the host or of a driver container, as seen from here.
         deadline: seconds after which a program is killed.
+        instead: commands that stand in for programs of these names.
     """
 
     roots: tuple[Path, ...] = (DRIVER_ROOT,)
     deadline: float = DEADLINE
+    instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     async def run(self, program: str, *arguments: str) -> str:
         """Run a program to its end (see `core.tools.Tools`).
@@ -49,24 +51,63 @@ class HostTools:
             ToolMissing: if it is nowhere.
             ToolError: if it failed or did not end in time.
         """
-        path, env = await to_thread.run_sync(self._find, program)
-        command = [str(path), *arguments]
+        return await self.ask(program, *arguments)
+
+    async def ask(
+        self,
+        program: str,
+        *arguments: str,
+        words: str = "",
+        env: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+        apart: bool = False,
+    ) -> str:
+        """Run a program to its end, with words on its input and more in its environment.
+
+        `apart` gives it a session of its own: what it leaves behind hears no signal of ours.
+
+        Raises:
+            ToolMissing: if it is nowhere.
+            ToolError: if it failed or did not end in time.
+        """
+        command, own = await self.command(program, *arguments)
+        limit = self.deadline if deadline is None else deadline
+        said = await to_thread.run_sync(_spoken, words) if words else DEVNULL
 
         try:
-            with anyio.fail_after(self.deadline):
+            with anyio.fail_after(limit):
                 done = await anyio.run_process(
-                    command, stdin=DEVNULL, stderr=STDOUT, check=False, env=env
+                    command,
+                    stdin=said,
+                    stderr=STDOUT,
+                    check=False,
+                    env={**own, **(env or {})},
+                    start_new_session=apart,
                 )
         except TimeoutError:
-            raise _failed(command, f"did not end within {self.deadline:g} s") from None
+            raise _failed(command, words, f"did not end within {limit:g} s") from None
         except OSError as error:
-            raise _failed(command, f"could not be started: {error.strerror}") from error
+            raise _failed(command, words, f"could not be started: {error.strerror}") from error
+        finally:
+            if said != DEVNULL:
+                os.close(said)
 
         printed = done.stdout.decode(errors="replace").strip()
         if done.returncode:
             last = printed.splitlines()[-1:] or ["it printed nothing"]
-            raise _failed(command, f"failed with status {done.returncode}: {last[0]}")
+            raise _failed(command, words, f"failed with status {done.returncode}: {last[0]}")
         return printed
+
+    async def command(self, program: str, *arguments: str) -> tuple[list[str], Mapping[str, str]]:
+        """Find a program; give the command that starts it and the environment that it needs.
+
+        Raises:
+            ToolMissing: if it is nowhere.
+        """
+        if program in self.instead:
+            return [*self.instead[program], *arguments], os.environ
+        path, env = await to_thread.run_sync(self._find, program)
+        return [str(path), *arguments], env
 
     def _find(self, program: str) -> tuple[Path, Mapping[str, str]]:
         if found := shutil.which(program):
@@ -88,5 +129,18 @@ def _with_libraries(root: Path) -> Mapping[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)} if folders else os.environ
 
 
-def _failed(command: Sequence[str], problem: str) -> ToolError:
-    return ToolError(f"`{shlex.join(command)}` {problem}")
+def _spoken(words: str) -> int:
+    """Put words into a pipe and give its end: a program may end without having read them."""
+    heard, spoken = os.pipe()
+    try:
+        os.write(spoken, words.encode())  # a few words fit in any pipe
+    finally:
+        os.close(spoken)
+    return heard
+
+
+def _failed(command: Sequence[str], words: str, problem: str) -> ToolError:
+    told = (
+        f"{shlex.join(command)} <<< {shlex.quote(words.strip())}" if words else shlex.join(command)
+    )
+    return ToolError(f"`{told}` {problem}")

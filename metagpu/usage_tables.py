@@ -223,7 +223,11 @@ def _relative(process: Answer, part: Answer) -> float | None:
 
 
 def _health(gpu: Answer) -> Cell:
-    return Cell("healthy", "green") if gpu["healthy"] else Cell(gpu["reason"], "bold red")
+    if not gpu["healthy"]:
+        return Cell(gpu["reason"], "bold red")
+    if gpu["cordon"]:
+        return Cell(f"cordoned: {gpu['cordon']}", "yellow")
+    return Cell("healthy", "green")
 
 
 def _guard(part: Answer) -> str:

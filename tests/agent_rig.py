@@ -17,7 +17,8 @@ from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
+from metagpu.sources import Source
 
 METAGPU = "cnvrg.io/metagpu"
 QUICK = """
@@ -84,12 +85,14 @@ async def agent_at_work(
     drivers: bool = True,
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
+    source: Source | None = None,
     host: Host | None = None,
     pods: Path | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
-    `drivers=False` starts without NVML; `pods` is the folder that containers see.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file;
+    `pods` is the folder that containers see.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -104,7 +107,12 @@ async def agent_at_work(
     if not drivers:
         node.fail_driver()
     agent = Agent(
-        config_file, Nvml(Library(node)), places, tools=tools or SimulatedTools(), host=host
+        source or Source((config_file,)),
+        Nvml(Library(node)),
+        places,
+        tools=tools or SimulatedTools(),
+        companions=simulated_companions(),
+        host=host,
     )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 

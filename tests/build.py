@@ -6,6 +6,7 @@ from typing import Final
 from uuid import UUID
 
 from metagpu.backends.fraction import FractionBackend
+from metagpu.backends.mps import MpsBackend
 from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.backends.whole import WholeBackend
 from metagpu.core.backend import Backend
@@ -29,6 +30,7 @@ from metagpu.core.reduce import reduce
 METAGPU: Final = ResourceName("cnvrg.io/metagpu")
 BACKENDS: Final[Mapping[str, type[Backend]]] = {
     "fraction": FractionBackend,
+    "mps": MpsBackend,
     "timeslice": TimesliceBackend,
     "whole": WholeBackend,
 }

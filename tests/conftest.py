@@ -34,7 +34,7 @@ _MAY_BLOCK = (
     # Tracebacks are drawn with their source by structlog's defaults alone; the daemon's are plain.
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # A node's configuration is a small file, read at start and when an operator says so.
-    ("metagpu/core/config.py", {"load"}, ("io.TextIOWrapper.read", "io.BufferedReader.read")),
+    ("metagpu/sources.py", {"read"}, ("os.stat", "os.listdir", "io.BufferedReader.read")),
 )
 """Where (file and functions) which calls are legitimate on the loop."""
 

@@ -14,7 +14,7 @@ from anyio.abc import Process, TaskGroup
 
 from metagpu.core.model import Holder
 from metagpu.plugins.frames import LENGTH
-from tests.host_rig import HostRig
+from metagpu.sim.host import SimHost
 
 BUILD: Final = Path(__file__).parents[1] / "mgctl" / "build.py"
 PROGRAMS: Final = Path(__file__).parents[1] / "metagpu" / "programs"
@@ -42,7 +42,7 @@ class Said:
 class Pods:
     """Containers on one machine, as far as `mgctl` and its daemon can tell."""
 
-    machine: HostRig
+    machine: SimHost
     folder: Path
     group: TaskGroup
     running: list[Process] = field(default_factory=list)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import anyio
 
+from metagpu.core.companions import Companions
 from metagpu.core.facts import GpusFound, SharesGranted, SharesReleased
+from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout
 from metagpu.core.model import Gpu, GpuState, Share
@@ -16,6 +18,7 @@ from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
+from metagpu.sim.tools import simulated_companions
 from tests.build import laid_out
 from tests.recorded_tools import RecordedTools
 
@@ -32,10 +35,11 @@ class Care:
     registry: Registry
     keeper: Keeper
     gpus: tuple[Gpu, ...]
+    injection: Injection
 
     def keep(self, text: str) -> Layout:
         """Let another configuration be in force."""
-        layout = laid_out(*self.gpus, text=text)
+        layout = laid_out(*self.gpus, text=text, injection=self.injection)
         self.keeper.keep(layout)
         return layout
 
@@ -62,17 +66,24 @@ class Care:
 
 @asynccontextmanager
 async def in_care(
-    text: str, *, boards: str = "a100-40gb:2", tools: Tools | None = None
+    text: str,
+    *,
+    boards: str = "a100-40gb:2",
+    tools: Tools | None = None,
+    injection: Injection | None = None,
+    companions: Companions | None = None,
+    node: SimNode | None = None,
 ) -> AsyncIterator[Care]:
     """Keep a configuration on a simulated node while the block lasts, NVML open."""
-    node, registry = simulated(boards), Registry()
+    node, registry = node or simulated(boards), Registry()
     driver = Nvml(Library(node))
 
     async with driver.session():
         gpus = (await driver.survey()).gpus
         registry.apply(GpusFound(gpus, at=0))
-        keeper = Keeper(registry, driver, tools or RecordedTools())
-        care = Care(node, registry, keeper, gpus)
+        beside = companions or simulated_companions()
+        keeper = Keeper(registry, driver, tools or RecordedTools(), beside)
+        care = Care(node, registry, keeper, gpus, injection or Injection())
         care.keep(text)
 
         async with anyio.create_task_group() as group:

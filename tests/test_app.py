@@ -6,14 +6,20 @@ import anyio
 import pytest
 
 from metagpu import app
+from metagpu.app import Agent
+from metagpu.backends.fraction import FractionBackend
 from metagpu.core import health
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuRecovered, SharesReleased
 from metagpu.core.model import ResourceName
 from metagpu.core.report import hindrance
+from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
 from metagpu.sim.kubelet import Pod, SimKubelet
+from metagpu.sim.library import Library
+from metagpu.sim.spec import simulated
+from metagpu.sources import Source
 from tests.agent_rig import METAGPU, QUICK, agent_at_work
 
 
@@ -105,6 +111,43 @@ async def test_operator_acknowledges(tmp_path: Path) -> None:
 
         with pytest.raises(MetagpuError, match="nothing to acknowledge"):
             await it.agent.health.acknowledge(it.state(0).gpu.id)
+
+
+async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
+    """A cordoned GPU gives nothing new, its pods stay, and a reload does not lift it."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        await it.kubelet.admit(Pod.single("train", {METAGPU: 3}))
+        used = it.state(0) if it.state(0).leases else it.state(1)
+        name, gpu = {"gpu": used.gpu.pci_bus_id}, used.gpu
+
+        assert await it.agent._cordon({**name, "reason": " fan\n to be replaced"}) == (
+            f"GPU {gpu} gives no new shares; held of it now: 3"
+        )
+        await it.until(20, 13)
+        await it.agent.reload()
+        cordon = it.agent.registry.snapshot.gpus[gpu.id].cordon
+        assert cordon is not None
+        assert cordon.reason == "fan to be replaced"
+        assert [pod.name for pod in it.kubelet.pods] == ["train"]
+
+        assert await it.agent._uncordon(name) == f"GPU {gpu} gives new shares again"
+        await it.until(20, 20)
+        with pytest.raises(MetagpuError, match=rf"^GPU {gpu.index} \({gpu.id}\) is not cordoned$"):
+            await it.agent._uncordon(name)
+        with pytest.raises(MetagpuError, match="there is no GPU '9' here"):
+            await it.agent._cordon({"gpu": "9"})
+
+
+async def test_looking_makes_nothing_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be offered is told as it would be when everything is ready."""
+    monkeypatch.setattr(FractionBackend, "readies", True)
+    agent = Agent(Source(), Nvml(Library(simulated("t4:1"))))
+    await agent.look()
+
+    [state] = agent.registry.snapshot.gpus.values()
+    assert state.suspended == {}
+    assert state.free(ResourceName(METAGPU)) == 100
 
 
 async def test_old_driver_waits_for_the_operator(
@@ -296,7 +339,7 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"bad.yaml: 4: pools\[0\].backends\[0\].backend: 'magic'"
     ):
-        Agent(file, Nvml())
+        Agent(Source((file,)), Nvml())
 
 
 async def test_device_node_that_comes_late_is_given(

@@ -7,7 +7,10 @@ import pytest
 
 from metagpu.cli import main
 
-COMMANDS = ("run", "demo", "explain", "validate", "status", "acknowledge", "sim")
+COMMANDS = (
+    *("run", "demo", "explain", "validate", "plan", "status"),
+    *("acknowledge", "cordon", "uncordon", "sim"),
+)
 TWO_POOLS = """\
 version: metagpu/v1
 pools:
@@ -76,6 +79,24 @@ def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Tesla T4" in out
     assert "cnvrg.io/metagpu" in out
     assert "\x1b" not in out
+
+
+def test_explain_says_whom_an_idle_gpu_goes_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where several backends offer a GPU, the rule is told, and what each of them offers."""
+    file = tmp_path / "mixed.yaml"
+    file.write_text(
+        "version: metagpu/v1\npools:\n"
+        "  - {name: one, gpus: {index: 0}, backends: [{backend: whole}]}\n"
+        "  - {name: two, backends: [{backend: timeslice, replicas: 4}, {backend: whole}]}\n"
+    )
+    assert main(["explain", "--config", str(file), "--simulate", "t4:3"]) == 0
+
+    told = " ".join(capsys.readouterr().out.split())
+    assert "4 gpu.shared" in told
+    assert "GPU 1, 2: offered by timeslice, whole. An idle GPU goes to the one that" in told
+    assert "GPU 0" not in told
 
 
 def test_explain_draws_how_gpus_are_connected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +191,27 @@ def test_demo_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(story["fault"]["running"]) == 7
 
 
+def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """In its mixed pool a GPU is claimed, given back, and taken in another way."""
+    assert main(["demo", "--json"]) == 0
+
+    names = ("cnvrg.io/metagpu", "nvidia.com/gpu.shared", "nvidia.com/gpu")
+    assert [
+        (
+            step["what"],
+            [gpu["owner"] for gpu in step["gpus"]],
+            [step["allocatable"][name] for name in names],
+        )
+        for step in json.loads(capsys.readouterr().out)["pool"]["steps"]
+    ] == [
+        ("nobody has asked yet", [None, None], [200, 8, 2]),
+        ("lab asks for 1 gpu.shared", ["timeslice", None], [100, 8, 1]),
+        ("train asks for 1 gpu", ["timeslice", "whole"], [0, 4, 1]),
+        ("lab ends", [None, "whole"], [100, 4, 2]),
+        ("serve asks for 50 metagpu", ["fraction", "whole"], [100, 0, 1]),
+    ]
+
+
 def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     """For people the demo draws bars and names the fault."""
     assert main(["demo"]) == 0
@@ -177,4 +219,154 @@ def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "██████████ 100/100" in captured.out
     assert "XID 79: GPU has fallen" in captured.out
+    assert "serve asks for 50 metagpu   fraction    whole   100" in captured.out
     assert captured.err == ""
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+SEEDS = Path(__file__).parent / "compat" / "files"
+SLICES = SEEDS / "nvidia-time-slicing-config.yaml"
+
+
+def test_a_config_map_of_nvidias_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifest of CERN's notes, unmodified, makes 16 of four GPUs."""
+    simulated = ("--simulate", "a100-40gb:4", "--json")
+    assert main(["explain", "--config", str(SLICES), "--profile", "slice-4", *simulated]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["resources"] == {"nvidia.com/gpu.shared": {"capacity": 16, "allocatable": 16}}
+
+
+def test_a_file_of_metagpus_is_taken_with_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    """MetaGPU's shipped file makes 200 of two GPUs; what has no effect is told on stderr."""
+    file = SEEDS / "metagpu-config.yaml"
+    assert main(["explain", "--config", str(file), "--simulate", "t4:2", "--json"]) == 0
+
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["resources"]["cnvrg.io/metagpu"]["capacity"] == 200
+    assert captured.err.startswith(f"warning: {file}: 2: processesDiscoveryPeriod: has no effect")
+
+
+def test_validate_says_the_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file is told with its format, and once for each choice that nobody made."""
+    assert main(["validate", str(SLICES)]) == 0
+    assert capsys.readouterr().out == (
+        f"{SLICES} [profile slice-4]: good: NVIDIA device plugin v1\n"
+        f"{SLICES} [profile slice-10]: good: NVIDIA device plugin v1\n"
+    )
+
+    assert main(["validate", str(SLICES), "--profile", "slice-4"]) == 0
+    assert capsys.readouterr().out == f"{SLICES}: good: NVIDIA device plugin v1\n"
+
+
+def test_validate_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A note that holds for all nodes is told once, and a file with notes is good."""
+    assert main(["validate", str(SEEDS / "hami-device-config.yaml"), "--node-name", "nodeA"]) == 0
+
+    captured = capsys.readouterr()
+    assert captured.out.endswith("good: HAMi's device-config\n")
+    assert [line.split(": ")[3] for line in captured.err.splitlines()] == [
+        "nvidia.resourceMemoryName",
+        "nvidia.resourceCoreName",
+    ]
+
+
+def test_validate_of_an_open_choice_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory that is empty, or a file that is none, is one line and status 1."""
+    assert main(["validate", str(tmp_path), str(tmp_path / "none")]) == 1
+
+    empty, missing = capsys.readouterr().err.splitlines()
+    assert empty.endswith("there are: none")
+    assert missing == f"{tmp_path}/none: cannot be read: No such file or directory"
+
+
+def test_convert_prints_what_loads_as_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `--convert` prints is a file that metagpu takes."""
+    assert main(["validate", "--convert", str(SLICES), "--profile", "slice-10"]) == 0
+    printed = capsys.readouterr().out
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(printed)
+
+    assert printed.startswith("version: metagpu/v1\npools:\n- name: gpu.shared\n")
+    assert main(["validate", str(ours)]) == 0
+    assert main(["validate", "--convert", str(ours)]) == 0
+    assert capsys.readouterr().out == f"{ours}: good\n{printed}"
+
+
+def test_convert_takes_files_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that belong together are converted into one, as `run` would take them."""
+    files = [str(SLICES), str(SEEDS / "nvidia-mig-config.yaml")]
+    choice = ["--profile", "slice-4", "--mig-config", "disabled"]
+    assert main(["validate", "--convert", *files, *choice]) == 0
+
+    assert "resource: nvidia.com/gpu.shared" in capsys.readouterr().out
+
+
+def test_convert_prints_what_cannot_be_loaded_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conversion is printed also if it cannot be used, and why not is told with status 1."""
+    file = tmp_path / "config.yaml"
+    file.write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 0}]}}")
+
+    assert main(["validate", "--convert", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert "replicas: 0" in captured.out
+    assert captured.err == (
+        f"metagpu: {file}: 1: sharing.timeSlicing.resources[0]: replicas is 0; allowed: 1 to "
+        "100000\n"
+    )
+
+
+def test_plan_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a daemon `--from` is what runs, on simulated GPUs or the node's own."""
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(TWO_POOLS)
+    new.write_text(TWO_POOLS.replace("sharesPerGpu: 10", "sharesPerGpu: 20"))
+    files = ["--from", str(old), "--config", str(new), "--simulate", "a100-40gb:1,t4:1"]
+    assert main(["plan", *files, "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert [each["change"] for each in told["resources"].values()] == ["changed", "untouched"]
+    assert [each["change"] for each in told["gpus"]] == ["changed", "untouched"]
+
+    assert main(["plan", *files]) == 0
+    out = capsys.readouterr().out
+    assert "10 -> 20" in out
+    assert "untouched" in out
+
+
+def test_plan_from_a_file_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is compared with may be a plain file where the new configuration is a profile."""
+    old = tmp_path / "old.yaml"
+    old.write_text(TWO_POOLS)
+    new = ["--config", str(SLICES), "--profile", "slice-4"]
+    assert main(["plan", "--from", str(old), *new, "--simulate", "t4:1", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["resources"]["nvidia.com/gpu.shared"]["after"] == 4
+    assert told["gpus"][0]["backendsBefore"] == ["fraction"]
+
+
+def test_plan_for_a_new_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On simulated GPUs where nothing runs everything is added."""
+    new = tmp_path / "new.yaml"
+    new.write_text(TWO_POOLS)
+    assert main(["plan", "--config", str(new), "--simulate", "a100-40gb:1", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["resources"]["example.com/big"]["change"] == "added"
+    assert told["gpus"][0]["poolAfter"] == "big"
+
+
+def test_plan_without_a_daemon_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no daemon runs, `plan` says so."""
+    assert main(["plan", "--run-dir", str(tmp_path)]) == 1
+    assert f"no daemon answers on {tmp_path / 'metagpu.sock'}" in capsys.readouterr().err

@@ -155,6 +155,27 @@ async def test_steered_and_asked(tmp_path: Path) -> None:
         assert (status, told) == (1, "metagpu: there is no GPU '7' here; there are: 0, 1\n")
 
 
+async def test_cordoned_and_uncordoned(tmp_path: Path) -> None:
+    """`cordon` takes the free shares of a GPU away until `uncordon`; `status` says why."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        status, told = await it.command("cordon", "1", "--reason", "fan")
+        assert status == 0
+        assert told.endswith("gives no new shares; held of it now: 0\n")
+        await it.until(10)
+
+        status, told = await it.command("status", "--json")
+        cordons = [gpu["cordon"] for gpu in json.loads(told)["gpus"]]
+        assert cordons[0] is None
+        assert cordons[1]["reason"] == "fan"
+
+        status, told = await it.command("uncordon", "1")
+        assert (status, "gives new shares again" in told) == (0, True)
+        await it.until(20)
+        status, told = await it.command("uncordon", "1")
+        assert (status, "is not cordoned" in told) == (1, True)
+
+
 async def test_configuration_too_large_for_the_node_is_one_line(tmp_path: Path) -> None:
     """A list that only this node's GPUs make too long ends the start with one line, status 1."""
     await anyio.Path(tmp_path / "metagpu.yaml").write_text(QUICK.replace("10}", "40000}"))
@@ -196,3 +217,30 @@ async def test_hanging_nvml_does_not_keep_it_alive(tmp_path: Path) -> None:
         await it.until(10)
 
         assert await it.stop() == 0
+
+
+async def test_a_plan_is_asked_of_the_daemon(tmp_path: Path) -> None:
+    """`plan` compares with what runs, over the control socket, and changes nothing."""
+    new = tmp_path / "new.yaml"
+    await anyio.Path(new).write_text(QUICK.replace("10}", "30}"))
+
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        status, told = await it.command("plan", "--config", str(new), "--json")
+        _, drawn = await it.command("plan", "--config", str(new))
+        broken = await it.command("plan", "--config", str(tmp_path / "none.yaml"))
+
+        assert status == 0
+        assert json.loads(told)["resources"][METAGPU] == {
+            "change": "changed",
+            "before": 20,
+            "after": 60,
+            "backendBefore": "fraction",
+            "backendAfter": "fraction",
+        }
+        assert "20 -> 60" in drawn
+        assert broken == (
+            1,
+            f"metagpu: {tmp_path}/none.yaml: cannot be read: No such file or directory\n",
+        )
+        assert it.kubelet.lists[METAGPU] == 1

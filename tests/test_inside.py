@@ -17,11 +17,12 @@ from anyio.abc import Process
 
 from metagpu import __version__
 from metagpu.core.model import MIB, Holder
+from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod
 from metagpu.sim.node import SimProcess
 from metagpu.usage_text import FORMATS, KINDS
 from tests.agent_rig import METAGPU, QUICK, Scene, agent_at_work
-from tests.host_rig import HostRig, running
+from tests.host_rig import running
 from tests.mgctl_rig import PROGRAM, Pods, assert_built, ended
 
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
@@ -51,7 +52,7 @@ class Node(Pods):
 @asynccontextmanager
 async def node(tmp_path: Path, config: str = QUICK) -> AsyncIterator[Node]:
     """Serve a node while the block lasts: Alice holds 3 shares, Bob 2."""
-    machine, folder = HostRig(tmp_path), tmp_path / "pod"
+    machine, folder = SimHost(tmp_path), tmp_path / "pod"
     async with (
         agent_at_work(tmp_path, config=config, host=machine.host, pods=folder) as scene,
         running("sleep", "60") as alices,

@@ -111,11 +111,15 @@ async def test_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 async def test_wide_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`-o wide` says how full, how busy and how healthy a GPU is, and what holds for it."""
     broken = answer()["gpus"]
+    broken[0] |= {"cordon": "to be moved"}
     broken[1] |= {"healthy": False, "reason": "XID 79", "shares": []}
     assert await said(tmp_path, "get", "devices", "-o", "wide", gpus=broken) == 0
 
     _, _, a, b, _ = lines(capsys.readouterr().out)
-    assert " ".join(a[7:]) == "cnvrg.io/metagpu 4 13000/40340 MiB 100% kill A100-SXM4-40GB healthy"
+    assert (
+        " ".join(a[7:])
+        == "cnvrg.io/metagpu 4 13000/40340 MiB 100% kill A100-SXM4-40GB cordoned: to be moved"
+    )
     assert " ".join(b[4:]) == "- - - - 50/40340 MiB - kill A100-SXM4-40GB XID 79"
 
 

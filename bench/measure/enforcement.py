@@ -55,7 +55,7 @@ async def _passes(plan: Plan) -> list[Figure]:
         real = [stack.enter_context(_Child("import signal; signal.pause()")).pid for _ in range(4)]
         async with ground(folder, BOARDS) as it:
             _populate(it, real)
-            census = Census(it.nvml, it.host, it.registry)
+            census = Census(it.nvml, it.machine.host, it.registry)
             found = await census.take()
             assert sum(len(u.processes) for a in found.accounts.values() for u in a.usages) == 800
             plan.say(f"enforcement: {count} passes over {GPUS} GPUs and 800 processes")
@@ -89,7 +89,7 @@ def _populate(it: Ground, real: Sequence[int]) -> None:
             it.hold(holder, gpu, 4 * number, 4)
             for which in real:
                 pid += 1
-                it.house(pid, which, holder)
+                it.machine.house(pid, holder, real=which)
                 it.use(gpu, pid, 300 * MIB, busy=1)
     it.observe()
 
@@ -130,7 +130,8 @@ async def _ends(plan: Plan) -> list[Figure]:
                 anyio.create_task_group() as group,
             ):
                 guards = {"fraction": Guard.ENFORCER}
-                enforcer = Enforcer(it.nvml, it.host, it.registry, lambda _: TERMS, guards)
+                census = Census(it.nvml, it.machine.host, it.registry)
+                enforcer = Enforcer(census, it.machine.host, it.registry, lambda _: TERMS, guards)
                 group.start_soon(enforcer.run)
                 for life in range(count):
                     await anyio.sleep(chance.random() * TERMS.period)
@@ -152,7 +153,7 @@ async def _one_end(it: Ground, code: str, life: int) -> float:
     with _Child(code) as child:
         assert child.stdout is not None
         await to_thread.run_sync(child.stdout.readline)
-        it.house(child.pid, child.pid, holder, life)
+        it.machine.house(child.pid, holder, life)
         it.use(0, child.pid, 1 * MIB)
         await anyio.sleep(TERMS.period)
         began = time.monotonic()
@@ -173,17 +174,17 @@ async def _lifetimes(plan: Plan) -> Figure:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metagpu-bench-")))
         real = stack.enter_context(_Child("import signal; signal.pause()")).pid
         async with ground(folder, "a100-40gb:1") as it:
-            census = Census(it.nvml, it.host, it.registry)
+            census = Census(it.nvml, it.machine.host, it.registry)
             for life in range(1, late + 1):
                 holder = Holder("bench", f"pod-{life}", "main")
                 it.holders.clear()
                 it.hold(holder, 0, 0, 4)
                 it.observe()
-                it.house(pid, real, holder, life)
+                it.machine.house(pid, holder, life, real=real)
                 it.use(0, pid, 1 * MIB)
                 account = await census.account(it.gpus[0].id)
                 assert account.usages[0].processes
-                it.forget()
+                it.machine.forget()
                 if life == early:
                     at = machine.resident(os.getpid())
             growth = machine.resident(os.getpid()) - at

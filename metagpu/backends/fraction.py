@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Final
 
-from metagpu.backends.fraction_placement import Placement, Seat, gather, place, splits
+from metagpu.backends.placement import Placement, Seat, gather, place, splits
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import FractionSplit
 from metagpu.core.injection import memory_mib

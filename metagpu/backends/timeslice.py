@@ -6,6 +6,7 @@ containers of a GPU: neither memory nor faults are kept apart.
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import ClassVar, Final
 
 import anyio
@@ -15,7 +16,7 @@ from metagpu.backends.timeslice_placement import AllocationPolicy, Seat, place
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import ToolError, ToolMissing, TooManyReplicas
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, Share, ShareId, Snapshot, by_gpu
+from metagpu.core.model import Gpu, GpuState, Share, ShareId, Snapshot, Verdict, by_gpu
 from metagpu.core.served import ServedGpu
 
 _MOST_REPLICAS: Final = 100_000
@@ -152,6 +153,7 @@ class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
         undo, told = False, ""
         try:
             while True:
+                verdict = served.state.verdict
                 # Who is stopped while the tool runs cannot know whether it took effect.
                 before, undo = undo, True
                 failure = await self._set(length, served)
@@ -164,8 +166,7 @@ class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
                     continue
 
                 told = ""
-                await served.until(lambda state: not state.verdict.healthy)
-                await served.until(lambda state: state.verdict.healthy)
+                await served.until(partial(_is_back, verdict))
         finally:
             if undo and length is not TimeSlice.DEFAULT:
                 with anyio.CancelScope(shield=True):  # the tool's own deadline ends it
@@ -203,3 +204,8 @@ class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
                 "container the `utility` capability of NVIDIA's runtime, name the driver's "
                 "root with --dev-root, or leave the option out"
             )
+
+
+def _is_back(before: Verdict, state: GpuState) -> bool:
+    """Tell whether a GPU is sound, and was not so, or not all the time, since a verdict on it."""
+    return state.verdict.healthy and state.verdict != before

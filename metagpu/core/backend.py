@@ -116,6 +116,9 @@ class Backend(ABC):
         for its end before another begins, with the GPU as it was left: leased, being cleaned or
         idle. Shares are on offer meanwhile, suspended ones listed as unhealthy.
 
+        A daemon that was killed may have left the hardware in any state; after a start, leases are
+        known only once the kubelet has told them.
+
         One that `cleans` waits for the GPU to be dirty (`served.since_last_lease`), cleans it, and
         says so by `served.returned`. It is cancelled only when the GPU is not its own any more, or
         another of its kind takes over, or the daemon stops.

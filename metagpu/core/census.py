@@ -11,7 +11,7 @@ from metagpu.core.errors import DriverError
 from metagpu.core.host import Host, Identity, Particulars
 from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
-from metagpu.core.usage import Account, account
+from metagpu.core.usage import NOTHING_TOLD, Account, Told, account
 
 
 @dataclass(slots=True)
@@ -36,9 +36,14 @@ class Findings:
 
 
 class Census:
-    """Finds out who is on a GPU; remembers nothing."""
+    """Finds out who is on a GPU.
+
+    Attributes:
+        told: what containers that are older than this daemon were told.
+    """
 
     def __init__(self, driver: Driver, host: Host, registry: Registry) -> None:
+        self.told: Told = NOTHING_TOLD
         self._driver = driver
         self._host = host
         self._registry = registry
@@ -53,7 +58,7 @@ class Census:
         identities = await self._host.identify({process.pid for process in processes})
         containers = {who.container for who in identities.values() if who.container}
         names = await self._host.holders(containers)
-        return account(self._registry.snapshot.gpus[gpu], processes, identities, names)
+        return account(self._registry.snapshot.gpus[gpu], processes, identities, names, self.told)
 
     async def take(self) -> Findings:
         """Look at all GPUs at once, and at the particulars of who is there."""

@@ -4,9 +4,9 @@ The envelope is described here; what a pool says to a backend is described by th
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from posixpath import normpath
 from typing import Any, Final, Literal
 
@@ -15,11 +15,10 @@ import msgspec
 from metagpu.core.backend import Backend, Options
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
-from metagpu.core.errors import ConfigError
 from metagpu.core.injection import POD_FOLDER, DeviceListStrategy, Injection
-from metagpu.core.model import Gpu, ResourceName
+from metagpu.core.model import Gpu, ResourceName, bus_id
 from metagpu.core.names import name_refusal
-from metagpu.core.units import Bytes, Duration
+from metagpu.core.units import Bytes, Duration, PciDevice
 from metagpu.core.xid import Severity
 
 VERSION: Final = "metagpu/v1"
@@ -49,7 +48,8 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     Attributes:
         index: numbers and ranges, as in `0-3,6`.
         uuid: one or several NVML uuids.
-        pci: one or several bus ids, as `0000:07:00.0`.
+        pci: one or several bus ids, as `0000:07:00.0`, or with NVML's domain of eight digits.
+        pci_device: one or several kinds of GPU by their PCI id, device before vendor: `0x20B010DE`.
         product: a pattern for the product name with `*` and `?`, in any case: `*A100*`.
         min_memory: least total memory, as `40Gi`.
     """
@@ -57,32 +57,59 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     index: str | int | tuple[str | int, ...] | None = None
     uuid: str | tuple[str, ...] | None = None
     pci: str | tuple[str, ...] | None = None
+    pci_device: str | int | tuple[str | int, ...] | None = None
     product: str | tuple[str, ...] | None = None
     min_memory: Bytes | None = None
 
     def __post_init__(self) -> None:
         if all(getattr(self, name) is None for name in self.__struct_fields__):
             raise ValueError("an empty selector selects nothing; write `gpus: all`")
+        for name in self.__struct_fields__:
+            if getattr(self, name) == ():
+                raise ValueError(f"the list `{name}` is empty and selects nothing; leave it out")
 
         for part in _listed(self.index):
             _index_ranges(part)
+        for name in _listed(self.pci):
+            bus_id(name)
+        for part in _listed(self.pci_device):
+            PciDevice.parse(part)
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not selected, `None` when it is."""
-        if self.index is not None and not any(
-            gpu.index in numbers for part in _listed(self.index) for numbers in _index_ranges(part)
-        ):
-            return f"index {gpu.index} is not in {_shown(self.index)}"
-        if self.uuid is not None and gpu.id not in _listed(self.uuid):
-            return f"uuid {gpu.id} is not listed"
-        if self.pci is not None and gpu.pci_bus_id not in map(str.lower, _listed(self.pci)):
-            return f"PCI bus id {gpu.pci_bus_id} is not listed"
-        if self.product is not None and not any(
-            fnmatchcase(gpu.name.lower(), pattern.lower()) for pattern in _listed(self.product)
-        ):
-            return f"{gpu.name} does not match {_shown(self.product)}"
-        if self.min_memory is not None and gpu.memory < self.min_memory:
-            return f"{gpu.memory} bytes of memory are less than {self.min_memory}"
+        own = "unknown" if gpu.pci_device is None else PciDevice(gpu.pci_device)
+        checks: tuple[tuple[object, Callable[[Any], bool], str], ...] = (
+            (
+                self.index,
+                lambda part: any(gpu.index in numbers for numbers in _index_ranges(part)),
+                f"index {gpu.index} is not in {_shown(self.index)}",
+            ),
+            (self.uuid, lambda part: gpu.id == part, f"uuid {gpu.id} is not listed"),
+            (
+                self.pci,
+                lambda part: gpu.pci_bus_id == bus_id(part),
+                f"PCI bus id {gpu.pci_bus_id} is not listed",
+            ),
+            (
+                self.pci_device,
+                lambda part: gpu.pci_device == PciDevice.parse(part),
+                f"PCI device id {own} is not {_shown(self.pci_device)}",
+            ),
+            (
+                self.product,
+                lambda part: fnmatchcase(gpu.name.lower(), part.lower()),
+                f"{gpu.name} does not match {_shown(self.product)}",
+            ),
+            (
+                self.min_memory,
+                lambda part: gpu.memory >= part,
+                f"{gpu.memory} bytes of memory are less than {self.min_memory}",
+            ),
+        )
+
+        for wanted, fits, why in checks:
+            if wanted is not None and not any(map(fits, _listed(wanted))):
+                return why
         return None
 
     def __str__(self) -> str:
@@ -111,7 +138,10 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Some GPUs and the backends that may cut them. A GPU is in the first pool that selects it."""
+    """Some GPUs and the backends that may cut them. A GPU is in the first pool that selects it.
+
+    A pool without backends keeps its GPUs from all others: they are offered to nobody.
+    """
 
     name: str
     backends: tuple[dict[str, Any], ...]
@@ -171,12 +201,11 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
         """Give the node's injection: the file's choices on what `base` knows of the host."""
         mounted = bool(base.pod_dir) and self.mgctl.in_pods
 
-        return Injection(
+        return replace(
+            base,
             strategies=frozenset(_listed(self.device_list_strategy)),
             pass_device_specs=self.pass_device_specs,
             cdi_kind=self.cdi_kind,
-            dev_root=base.dev_root,
-            present=base.present,
             pod_dir=base.pod_dir if mounted else "",
             command=(self.mgctl.path or "") if mounted else "",
         )
@@ -219,8 +248,6 @@ class Config:
             path = f"pools[{number}]"
             if pool.name in self.options:
                 raise document.error(f"{path}.name", f"{pool.name!r} is taken; name each pool once")
-            if not pool.backends:
-                raise document.error(f"{path}.backends", "there is no backend; give at least one")
             self.options[pool.name] = tuple(
                 self._options(f"{path}.backends[{place}]", given.get("backend"))
                 for place, given in enumerate(pool.backends)
@@ -271,24 +298,6 @@ def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config
         ConfigError: naming file, line and path, what is wrong and what is allowed.
     """
     return Config(Document(text, file), backends)
-
-
-def load(file: Path | None, backends: Mapping[str, type[Backend]]) -> Config:
-    """Read a configuration file, or the default without one.
-
-    Raises:
-        ConfigError: as `parse`, and if the file cannot be read.
-    """
-    if file is None:
-        return parse(DEFAULT, "<default>", backends)
-
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
-        raise ConfigError(f"cannot be read: {problem}", file=str(file)) from error
-
-    return parse(text, str(file), backends)
 
 
 def _claim(resource: ResourceName, backend: str, claims: dict[ResourceName, str]) -> None:

@@ -17,7 +17,8 @@ from metagpu.core.units import decode_unit
 
 ValueT = TypeVar("ValueT")
 
-_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[\"([^\"]*)\"\]")
+"""A key, a place in a list, or in quotes a key that has dots or brackets in it."""
 _PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 """How msgspec ends a message: where it was, and whether it means a key there."""
 _PLAIN = {
@@ -34,12 +35,22 @@ _PLAIN = {
 class Document:
     """One YAML (or JSON) file, parsed.
 
+    Attributes:
+        file: what messages call it.
+        data: its plain value.
+
+    Args:
+        text: what it says.
+        file: what messages call it.
+        first_line: the line of `file` at which `text` begins, when it is a part of it.
+
     Raises:
         ConfigError: if it is no YAML, holds itself, or a key stands twice in one mapping.
     """
 
-    def __init__(self, text: str, file: str) -> None:
+    def __init__(self, text: str, file: str, first_line: int = 1) -> None:
         self.file = file
+        self._above = first_line - 1
 
         try:
             # libyaml's loader is faster, and ends the process when lists are nested deeply.
@@ -47,7 +58,7 @@ class Document:
             self.data: Any = yaml.safe_load(text)
             repeated = list(_repeated(self._root))
         except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 0
+            line = self._above + error.problem_mark.line + 1 if error.problem_mark else 0
             raise ConfigError(f"no valid YAML: {error.problem}", file=file, line=line) from error
         except RecursionError:
             problem = "no usable YAML: a value holds itself, or too many others in each other"
@@ -59,21 +70,21 @@ class Document:
 
         for key, first, again in repeated:
             raise ConfigError(
-                f"the key stands twice, first in line {first}; keep one of them",
+                f"the key stands twice, first in line {self._above + first}; keep one of them",
                 file=file,
-                line=again,
+                line=self._above + again,
                 path=key,
             )
 
     def error(self, path: str, problem: str) -> ConfigError:
         """Make the error for a problem with the value at `path`, or as near to it as exists."""
-        return ConfigError(problem, file=self.file, line=self._line(path), path=path)
+        return ConfigError(problem, file=self.file, line=self.line(path), path=path)
 
     def at(self, path: str) -> Any:  # noqa: ANN401 - YAML holds anything
         """Give the plain value at a path such as `pools[0].backends[1]`."""
         value = self.data
-        for key, index in _STEP.findall(path):
-            value = value[int(index)] if index else value[key]
+        for key, index, quoted in _STEP.findall(path):
+            value = value[int(index)] if index else value[quoted or key]
         return value
 
     def decode(self, wanted: type[ValueT], path: str = "") -> ValueT:
@@ -106,15 +117,23 @@ class Document:
             problem = f"one of its keys: {_plain(problem)}"
         return self.error(full, _plain(problem))
 
-    def _line(self, path: str) -> int:
+    def line(self, path: str) -> int:
+        """Tell the line of the value at `path`, or of what is as near to it as exists."""
         node, line = self._root, self._root.start_mark.line + 1 if self._root else 0
 
-        for key, index in _STEP.findall(path):
-            step = _child(node, key, int(index) if index else None)
+        for key, index, quoted in _STEP.findall(path):
+            step = _child(node, quoted or key, int(index) if index else None)
             if step is None:
                 break
             node, line = step
-        return line
+        return self._above + line if line else 0
+
+
+def below(path: str, key: object) -> str:
+    """Give the path of what stands under a key of the mapping at `path`."""
+    name = str(key)
+    plain = re.fullmatch(r"[^.\[\]\"]+", name)
+    return f"{path}.{name}".removeprefix(".") if plain else f'{path}["{name}"]'
 
 
 def _child(node: yaml.Node | None, key: str, index: int | None) -> tuple[yaml.Node, int] | None:
@@ -154,7 +173,7 @@ def _types_at(wanted: type, inner: str) -> list[msgspec.inspect.Type]:
     """Find what msgspec would take at `inner` below a value of type `wanted`."""
     types = _members(msgspec.inspect.type_info(wanted))
 
-    for key, index in _STEP.findall(inner.replace("[...]", "[0]")):
+    for key, index, _ in _STEP.findall(inner.replace("[...]", "[0]")):
         below = [_below(info, key, item=bool(index)) for info in types]
         types = [member for info in below if info for member in _members(info)]
     return types

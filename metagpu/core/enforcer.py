@@ -11,7 +11,6 @@ import structlog
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census
-from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Excess, Policy, limit_of, rule
 from metagpu.core.errors import DriverError, HostError
 from metagpu.core.facts import MemoryExceeded, ProcessSignalled
@@ -65,7 +64,7 @@ class Enforcer:
 
     def __init__(
         self,
-        driver: Driver,
+        census: Census,
         host: Host,
         registry: Registry,
         terms: Terms,
@@ -73,7 +72,7 @@ class Enforcer:
     ) -> None:
         self.terms = terms
         self.tally = Tally()
-        self._census = Census(driver, host, registry)
+        self._census = census
         self._host = host
         self._registry = registry
         self._guards = guards

@@ -8,6 +8,8 @@ MetagpuError
 │   ├── GpuPaused        an operator or the backend gives no new shares of the GPU for now
 │   ├── ShareTaken       another backend or an overlapping share holds the GPU
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
+│   ├── OneGpuOnly       the ids are of several GPUs, and MPS serves a container on one
+│   ├── TooManyClients   the GPU serves as many containers through MPS as it can
 │   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
 ├── DriverError          the machine's: NVML could not do it
 │   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
@@ -83,6 +85,27 @@ class FractionSplit(RequestError):
             f"{resource}: {wanted} shares do not fit: a request gets one GPU, or whole GPUs and "
             f"one part of another, and the kubelet chose {chosen}; free now: {free}. Ask for "
             "less, wait for a pod to end, or set `split: accept` in the pool's backend"
+        )
+
+
+class OneGpuOnly(RequestError):
+    """Raised when a container would be a client of MPS on several GPUs."""
+
+    def __init__(self, resource: str, wanted: int, chosen: str, free: str) -> None:
+        super().__init__(
+            f"{resource}: {wanted} units do not fit: MPS serves a container on one GPU, and the "
+            f"kubelet chose {chosen}; free now: {free}. Ask for less, wait for a pod to end, or "
+            "ask for whole GPUs"
+        )
+
+
+class TooManyClients(RequestError):
+    """Raised when a GPU has as many clients of MPS as it can serve."""
+
+    def __init__(self, resource: str, gpu: str, most: int) -> None:
+        super().__init__(
+            f"{resource}: GPU {gpu} serves {most} containers through MPS and can serve no more, "
+            "though it has units left; wait for a pod to end"
         )
 
 

@@ -1,4 +1,7 @@
-"""What can happen: facts, which enter the registry, and are news if they changed something."""
+"""What can happen: facts, which enter the registry, and are news if they changed something.
+
+At the end there is news that changes nothing which is kept: it is only heard.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -64,6 +64,7 @@ class Injection:
         present: device nodes that exist; others are never named, a container would not start.
         pod_dir: the folder of the host that containers see as `POD_FOLDER`, empty for none.
         command: where else they see its `mgctl`, empty for nowhere.
+        run_dir: the daemon's run directory, as the container runtime finds it too.
     """
 
     strategies: frozenset[DeviceListStrategy] = frozenset({DeviceListStrategy.ENVVAR})
@@ -73,6 +74,7 @@ class Injection:
     present: frozenset[str] = frozenset()
     pod_dir: str = ""
     command: str = ""
+    run_dir: str = "/run/metagpu"
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Give whole GPUs to a container, in the order of their index, and further variables."""

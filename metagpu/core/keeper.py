@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,6 +11,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from metagpu.core.backend import Backend
+from metagpu.core.companions import Companions
 from metagpu.core.driver import ComputeMode, Driver, GpuProcess
 from metagpu.core.facts import (
     BackendResumed,
@@ -55,6 +57,7 @@ class _Served:
     """The `core.served.ServedGpu` of a serve."""
 
     tools: Tools
+    companions: Companions
     _kept: _Kept
     _registry: Registry
     _driver: Driver
@@ -87,20 +90,20 @@ class _Served:
         if not self._kept.dismissed:
             fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock())
             if self._registry.apply(fact):
-                log.warning("suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
+                log.warning("GPU suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
 
     def resume(self) -> None:
         if not self._kept.dismissed:
             fact = BackendResumed(self.gpu.id, self.backend, self._clock())
             if self._registry.apply(fact):
-                log.info("ready", gpu=str(self.gpu), backend=self.backend)
+                log.info("GPU ready", gpu=str(self.gpu), backend=self.backend)
 
     def returned(self, since: float) -> bool:
         if self._kept.dismissed:
             return False
         fact = GpuReturned(self.gpu.id, self.backend, since, self._clock())
         if done := self._registry.apply(fact):
-            log.info("cleaned", gpu=str(self.gpu), backend=self.backend)
+            log.info("GPU cleaned", gpu=str(self.gpu), backend=self.backend)
         return done
 
     async def processes(self) -> Sequence[GpuProcess]:
@@ -121,11 +124,13 @@ class Keeper:
         registry: Registry,
         driver: Driver,
         tools: Tools,
+        companions: Companions,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._driver = driver
         self._tools = tools
+        self._companions = companions
         self._clock = clock
         self._cuts: tuple[Cut, ...] = ()
         self._kept: list[_Kept] = []
@@ -169,8 +174,8 @@ class Keeper:
         """Tell whether a serve goes on: its cut is in force, or it has a GPU that it must clean."""
         if self._in_force(it):
             return True
-        owner = self._registry.snapshot.gpus[it.cut.gpu.id].owner
-        return it.cut.backend.cleans and owner == it.backend and not self._followed(it)
+        state = self._registry.snapshot.gpus[it.cut.gpu.id]
+        return it.cut.backend.cleans and state.used_by(it.backend) and not self._followed(it)
 
     async def _follow(self, group: TaskGroup) -> None:
         while leaving := [it for it in self._kept if it.dismissed]:
@@ -196,7 +201,7 @@ class Keeper:
 
     async def _drain(self, it: _Kept) -> None:
         """End a serve whose cut is gone once the GPU is not its own, unless the cut comes back."""
-        await _until(self._registry, it.cut.gpu, lambda state: state.owner != it.backend)
+        await _until(self._registry, it.cut.gpu, lambda state: not state.used_by(it.backend))
 
         it.drained = False
         if not self._in_force(it):
@@ -207,7 +212,9 @@ class Keeper:
         self._changed.set()
 
     async def _serve(self, it: _Kept) -> None:
-        served = _Served(self._tools, it, self._registry, self._driver, self._clock)
+        served = _Served(
+            self._tools, self._companions, it, self._registry, self._driver, self._clock
+        )
         backend, pause = it.cut.backend, FIRST_PAUSE
 
         try:
@@ -250,9 +257,10 @@ async def _until(registry: Registry, gpu: Gpu, is_so: Callable[[GpuState], bool]
         state = now.gpus[gpu.id]
         return state if is_so(state) else None
 
-    async for state in registry.watch(view):
-        if state is not None:
-            return state
+    async with aclosing(registry.watch(view)) as states:
+        async for state in states:
+            if state is not None:
+                return state
     raise AssertionError("a registry is watched for ever")
 
 

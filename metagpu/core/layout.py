@@ -74,7 +74,7 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
             options = config.options[assignment.pool]
             cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
             if not cut:
-                why = "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+                why = _uncut(gpu, cutters)
                 assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
         shares += cut
@@ -105,6 +105,12 @@ def _assign(gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]) -> tuple[Assignme
         refusals.append(f"{pool.name}: {refusal}")
 
     return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), []
+
+
+def _uncut(gpu: Gpu, cutters: list[Backend]) -> str:
+    if not cutters:
+        return "the pool has no backends"
+    return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
 
 
 def _check_ids(config: Config, shares: list[Share]) -> None:

@@ -18,6 +18,7 @@
 Times are seconds since the epoch, memory is in bytes.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class Gpu:
         index: NVML's number for it, by PCI order; people name GPUs by it.
         minor: N of its device node `/dev/nvidiaN`.
         memory: total memory; `reserved` of it belongs to the driver and firmware.
+        pci_device: its kind by PCI ids: the device's in the upper 16 bits, the vendor's below.
         compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
         listens: whether NVML delivers this GPU's XID events.
     """
@@ -58,6 +60,7 @@ class Gpu:
     reserved: int | None = None
     minor: int | None = None
     pci_bus_id: str = ""
+    pci_device: int | None = None
     numa_node: int | None = None
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None
@@ -251,6 +254,12 @@ class GpuState:
         holders = (lease.share.backend for lease in self.leases.values())
         return next(holders, next(iter(self.cleaning), None))
 
+    def used_by(self, backend: str) -> bool:
+        """Tell whether a backend has leases of this GPU, or cleans it after them."""
+        return backend in self.cleaning or any(
+            lease.share.backend == backend for lease in self.leases.values()
+        )
+
     @property
     def waits_for(self) -> tuple[Lease, ...]:
         """The leases that must end before the present configuration takes hold of this GPU."""
@@ -324,6 +333,18 @@ def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:
     for share in {share.id: share for share in shares}.values():
         found[share.gpu].append(share)
     return found
+
+
+def bus_id(text: str) -> str:
+    """Write a PCI address as the kernel does, four digits of domain, in lower case.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    found = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", text.lower())
+    if found is None:
+        raise ValueError(f"{text!r} is no PCI bus id; write one like 0000:07:00.0")
+    return f"{int(found[1], 16):04x}:{found[2]}"
 
 
 def conflicts(a: Share, b: Share) -> bool:

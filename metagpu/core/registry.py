@@ -1,6 +1,6 @@
 """The one mutable cell: facts enter at `apply`, everyone else reads snapshots and hears news."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -53,7 +53,7 @@ class Registry:
             self.news.publish(event)
         return True
 
-    async def watch(self, view: Callable[[Snapshot], ViewT]) -> AsyncIterator[ViewT]:
+    async def watch(self, view: Callable[[Snapshot], ViewT]) -> AsyncGenerator[ViewT, None]:
         """Yield a view of the snapshot, first as it is now, then each time the view differs.
 
         Conflating: a reader that is slow misses what was in between, never the latest.

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout import Layout
-from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot
+from metagpu.core.model import MIB, GpuId, GpuState, Pause, ResourceName, Snapshot, bus_id
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def pause(state: GpuState, backend: str) -> str:
 
 
 def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
-    """Find a GPU by index or uuid.
+    """Find a GPU by index, uuid or PCI bus id.
 
     Raises:
         MetagpuError: if there is none of that name; says which there are.
@@ -98,6 +99,9 @@ def gpu_named(snapshot: Snapshot, name: str) -> GpuId:
     for gpu, state in snapshot.gpus.items():
         if name in (gpu, str(state.gpu.index)):
             return gpu
+        with suppress(ValueError):
+            if bus_id(name) == state.gpu.pci_bus_id:
+                return gpu
 
     known = ", ".join(str(state.gpu.index) for state in snapshot.gpus.values()) or "none"
     raise MetagpuError(f"there is no GPU {name!r} here; there are: {known}")
@@ -114,6 +118,7 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
         "since": _moment(state.verdict.since),
+        "backends": list(dict.fromkeys(share.backend for share in state.shares)),
         "owner": state.owner,
         "cleaning": {backend: _moment(since) for backend, since in state.cleaning.items()},
         "suspended": {backend: _pause(pause) for backend, pause in state.suspended.items()},

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from metagpu.core.companions import Companions
 from metagpu.core.driver import ComputeMode, GpuProcess
 from metagpu.core.model import Gpu, GpuState
 from metagpu.core.tools import Tools
@@ -27,6 +28,11 @@ class ServedGpu(Protocol):
     @property
     def tools(self) -> Tools:
         """Programs of the host."""
+        ...
+
+    @property
+    def companions(self) -> Companions:
+        """Programs of the host that run for long."""
         ...
 
     @property

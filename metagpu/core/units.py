@@ -1,4 +1,4 @@
-"""Durations and amounts of memory as people write them: `30s`, `5m`, `1Gi`, `512Mi`."""
+"""Values as people write them: durations (`30s`), amounts of memory (`1Gi`), PCI ids."""
 
 import re
 from fractions import Fraction
@@ -53,6 +53,28 @@ class Bytes(int):
             raise ValueError(f"{text!r} is no amount of memory; write one like 512Mi, 1Gi or 16G")
 
         return cls(int(Fraction(found[1]) * _BYTES[found[2] or ""]))
+
+
+class PciDevice(int):
+    """A kind of PCI device as NVML numbers it: the device id in the upper 16 bits, the vendor's."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Read `0x20B010DE`, or the same as a plain number, as YAML gives it without quotes.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        found = re.fullmatch(r"0[xX]([0-9a-fA-F]{8})|(\d+)", str(text).strip())
+        number = int(found[1], 16) if found and found[1] else int(found[2]) if found else -1
+        if not 0 <= number < 2**32:
+            raise ValueError(
+                f"{text!r} is no PCI device id; write one like 0x20B010DE: device, then vendor"
+            )
+        return cls(number)
+
+    def __str__(self) -> str:
+        return f"0x{int(self):08X}"
 
 
 def decode_unit(wanted: type, value: object) -> Any:  # noqa: ANN401 - the shape of msgspec's hook

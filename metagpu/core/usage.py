@@ -3,11 +3,18 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from metagpu.core.driver import GpuProcess
 from metagpu.core.host import Container, Identity
 from metagpu.core.injection import memory_mib
 from metagpu.core.model import FOREIGN, MIB, GpuId, GpuState, Holder, Share
+
+Told = Mapping[tuple[str, str, GpuId], int]
+"""Bytes of each GPU that containers were told, by their pod's uid and their name, where it is known
+for certain."""
+NOTHING_TOLD: Final[Told] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class Usage:
         pod_uid: tells a pod from an earlier one of its name; `None` when no process tells it.
         shares: what it holds of this GPU.
         processes: its processes there, the largest first.
+        told: bytes that it was told, where that is known for certain.
     """
 
     gpu: GpuId
@@ -40,6 +48,7 @@ class Usage:
     pod_uid: str | None
     shares: tuple[Share, ...]
     processes: tuple[Process, ...] = ()
+    told: int | None = None
 
     @property
     def memory(self) -> int:
@@ -48,7 +57,13 @@ class Usage:
 
     @property
     def share(self) -> int | None:
-        """Bytes that its shares stand for, as the container was told; `None` when nobody knows."""
+        """Bytes that its shares stand for, as the container was told; `None` when nobody knows.
+
+        Shares that were granted under another configuration may look like ones of today: what the
+        container was told counts, where it is known.
+        """
+        if self.told is not None:
+            return self.told
         if any(share.backend == FOREIGN or not share.memory for share in self.shares):
             return None
         return memory_mib(self.shares) * MIB
@@ -78,6 +93,7 @@ def account(
     processes: Sequence[GpuProcess],
     identities: Mapping[int, Identity],
     names: Mapping[Container, Holder],
+    told: Told = NOTHING_TOLD,
 ) -> Account:
     """Give every process on a GPU to the container whose it is."""
     gpu = state.gpu.id
@@ -99,7 +115,14 @@ def account(
     # A pod that is being replaced by another of its name may still have processes: each of the
     # two is judged by what its own have.
     usages = [
-        Usage(gpu, holder, uid, tuple(shares[holder]), tuple(its))
+        Usage(
+            gpu,
+            holder,
+            uid,
+            tuple(shares[holder]),
+            tuple(its),
+            told.get((uid, holder.container, gpu)),
+        )
         for (holder, uid), its in housed.items()
     ]
     used = {holder for holder, _ in housed}

@@ -135,6 +135,7 @@ def _gpu(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[s
         "shares": _offered(state, use.held),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
+        "cordon": state.cordon and state.cordon.reason,
         "policy": str(rules.terms(gpu.id).policy),
         "failure": failure,
     }

@@ -5,6 +5,7 @@
 - `process`: /proc/PID -> our values
 - `peer`: a connection -> the process that opened it
 - `logs`: a container's id -> the names of its pod and itself
+- `running`: processes that we keep, for `companions`
 - `linux`: `core.host.Host` on all of them, in worker threads
 """
 

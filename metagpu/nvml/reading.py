@@ -62,6 +62,7 @@ def describe(handle: Handle, gpu_id: GpuId, index: int, *, listens: bool) -> Gpu
         reserved=memory.reserved,
         minor=if_said(pynvml.nvmlDeviceGetMinorNumber, handle),
         pci_bus_id=bus_id(pci.busId) if pci else "",
+        pci_device=pci.pciDeviceId if pci else None,
         numa_node=numa_node(handle),
         compute_capability=if_said(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         architecture=_ARCHITECTURES.get(if_said(pynvml.nvmlDeviceGetArchitecture, handle)),

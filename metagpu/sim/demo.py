@@ -1,4 +1,6 @@
-"""The main job in half a minute: a simulated node, a kubelet in it, pods, and a GPU that breaks.
+"""The main jobs in half a minute, each on a simulated node with a kubelet in it.
+
+Fractions: pods come, and a GPU breaks. A mixed pool: idle GPUs go to whoever asks first.
 
 Everything but the hardware and the cluster is the real thing: our daemon's own agent, pynvml over
 the simulated NVML, gRPC over unix sockets.
@@ -23,7 +25,8 @@ from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.tools import SimulatedTools
+from metagpu.sim.tools import SimulatedTools, simulated_companions
+from metagpu.sources import Source
 
 BOARDS: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
@@ -39,6 +42,27 @@ PODS: Final = (
     ("batch", 75),
     ("finetune", 400),
     ("experiment", 40),  # more than that is free, but not on one GPU
+)
+
+
+MIXED_BOARDS: Final = "a100-40gb:2"
+MIXED: Final = """\
+version: metagpu/v1
+pools:
+  - name: mixed
+    backends:
+      - {backend: fraction, sharesPerGpu: 100}
+      - {backend: timeslice, replicas: 4}
+      - {backend: whole}
+"""
+SHARED: Final = "nvidia.com/gpu.shared"
+WHOLE: Final = "nvidia.com/gpu"
+NAMES: Final = (RESOURCE, SHARED, WHOLE)
+STEPS: Final[tuple[tuple[str, str, int], ...]] = (
+    ("lab", SHARED, 1),
+    ("train", WHOLE, 1),
+    ("lab", "", 0),  # it ends
+    ("serve", RESOURCE, 50),
 )
 
 
@@ -63,12 +87,20 @@ class Scene:
             lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
         )
 
+    async def step(self, what: str) -> dict[str, Any]:
+        """Say who has which GPU, once the kubelet has heard what is on offer now."""
+        status = await self.status()
+        told = {name: numbers["allocatable"] for name, numbers in status["resources"].items()}
+        await self.kubelet.wait_for(lambda: dict(self.kubelet.allocatable()) == told, within=30)
+
+        return {"what": what, "allocatable": told, "gpus": status["gpus"]}
+
 
 def run(*, as_json: bool) -> int:
     """Run the demo and print it; give the exit status."""
     # Sockets stand in it, whose paths may not be long: a TMPDIR's may.
     with tempfile.TemporaryDirectory(prefix="metagpu-demo-", dir="/tmp") as folder:
-        story = anyio.run(_play, Path(folder))
+        story = {**anyio.run(_play, Path(folder)), "pool": anyio.run(_share, Path(folder))}
 
     if as_json:
         print(json.dumps(story, indent=2))  # noqa: T201 - a command line speaks so
@@ -80,7 +112,7 @@ def run(*, as_json: bool) -> int:
 
 
 async def _play(folder: Path) -> dict[str, Any]:
-    async with _scene(folder) as scene:
+    async with _scene(folder, BOARDS) as scene:
         total = 100 * len(scene.node.gpus)
         await scene.allocatable(total)
         pods = [await _admit(scene.kubelet, *pod) for pod in PODS]
@@ -105,11 +137,41 @@ async def _play(folder: Path) -> dict[str, Any]:
         }
 
 
+async def _share(folder: Path) -> dict[str, Any]:
+    """Let pods ask a mixed pool for its GPUs, each in its own way."""
+    async with _scene(folder, MIXED_BOARDS, MIXED) as scene:
+        await scene.kubelet.wait_for(lambda: len(scene.kubelet.allocatable()) == len(NAMES))
+        steps = [await scene.step("nobody has asked yet")]
+        running: dict[str, Pod] = {}
+
+        for name, resource, count in STEPS:
+            if resource:
+                running[name] = Pod.single(name, {resource: count})
+                await scene.kubelet.admit(running[name])
+                what = f"{name} asks for {count} {resource.rpartition('/')[2]}"
+            else:
+                await scene.kubelet.delete(running.pop(name))
+                what = f"{name} ends"
+            steps.append(await scene.step(what))
+
+        return {"gpus": MIXED_BOARDS, "steps": steps}
+
+
 @asynccontextmanager
-async def _scene(folder: Path) -> AsyncIterator[Scene]:
+async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncIterator[Scene]:
     places = Places(folder / "device-plugins", folder / "pod-resources.sock", folder)
-    node = simulated(BOARDS)
-    agent = Agent(None, Nvml(Library(node)), places, tools=SimulatedTools())
+    paths: tuple[Path, ...] = ()
+    if config is not None:
+        paths = (folder / "metagpu.yaml",)
+        await anyio.Path(paths[0]).write_text(config)
+    node = simulated(boards)
+    agent = Agent(
+        Source(paths),
+        Nvml(Library(node)),
+        places,
+        tools=SimulatedTools(),
+        companions=simulated_companions(),
+    )
     kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:

@@ -17,18 +17,14 @@ def show(story: Mapping[str, Any]) -> None:
     fault = story["fault"]
 
     node = story["node"]
-    _heading(out, f"A node with {node['gpus']} offers {node['capacity']} shares")
-    out.print("Pods come and ask for shares, 100 a GPU:")
+    _heading(out, f"A node with {node['gpus']} offers {node['capacity']} shares, 100 a GPU")
     out.print(_pods(story["pods"], story["before"]["gpus"]))
     for pod in story["pods"]:
         if not pod["admitted"]:
             out.print(Text(f"{pod['pod']}: {pod['message']}", style="yellow"))
 
-    _heading(out, "How full each GPU is")
-    out.print(tables.gpus_table(story["before"]["gpus"], pools=False))
-
     _heading(out, f"GPU {fault['gpu']} reports XID {fault['xid']}")
-    out.print(tables.gpus_table(story["after"]["gpus"], pools=False))
+    out.print(tables.gpus_table(story["after"]["gpus"], "HELD"))
     out.print(
         f"Allocatable fell from {node['capacity']} to {fault['allocatable']}: the shares of "
         f"GPU {fault['gpu']} and of no other. The {len(fault['running'])} running pods stay."
@@ -37,6 +33,9 @@ def show(story: Mapping[str, Any]) -> None:
         "It comes back when NVML asks for no recovery action and its checks pass for a while, or "
         f"by `metagpu acknowledge {fault['gpu']}`."
     )
+
+    _heading(out, f"In a mixed pool of {story['pool']['gpus']} an idle GPU goes to who asks first")
+    out.print(_steps(story["pool"]["steps"]))
 
 
 def _heading(out: Console, text: str) -> None:
@@ -54,6 +53,23 @@ def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) 
             seen = ", ".join(index[gpu] for gpu in pod["gpus"])
             memory = f"{pod['memoryMiB']} MiB"
         table.add_row(pod["pod"], pod["resource"], str(pod["shares"]), seen, memory)
+    return table
+
+
+def _steps(steps: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
+    """Draw who has each GPU after each step, and how many shares of each kind are on offer."""
+    first = steps[0]
+    gpus = [f"GPU {gpu['index']}" for gpu in first["gpus"]]
+    names = [name.rpartition("/")[2] for name in first["allocatable"]]
+    table = tables.table("WHAT HAPPENS", *gpus, *names)
+
+    for step in steps:
+        owners = [
+            Text(gpu["owner"], style="bold") if gpu["owner"] else Text("idle", style="dim")
+            for gpu in step["gpus"]
+        ]
+        counts = [Text(str(count)) for count in step["allocatable"].values()]
+        table.add_row(step["what"], *owners, *counts)
     return table
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from metagpu.backends.fraction import FractionBackend, FractionOptions
 from metagpu.core.backend import Options
 from metagpu.core.errors import FractionSplit
-from metagpu.core.facts import GpuFaulted, SharesGranted
+from metagpu.core.facts import BackendSuspended, Fact, GpuCordoned, GpuFaulted, SharesGranted
 from metagpu.core.injection import Injection
 from metagpu.core.model import MIB, Gpu, Share, Snapshot
 from metagpu.core.units import Bytes
-from tests.build import METAGPU, after, gpu, laid_out, offered, pool
+from tests.build import METAGPU, after, gpu, laid_out, offered, pool, share
 
 A, B, C = gpu(0), gpu(1), gpu(2)
 T4 = gpu(3, name="Tesla T4", memory_mib=15360)
@@ -176,6 +176,27 @@ def test_a_faulty_gpu_comes_last() -> None:
     available = [*of(snapshot, A), *of(snapshot, B, 1, 2), *of(snapshot, C, 7)]
 
     assert counted(backend.prefer(available, [], 5, snapshot)) == {B.id: 2, C.id: 1, A.id: 2}
+
+
+OTHERS = share(A, 0, backend="timeslice", resource="x.y/slices")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        (SharesGranted((OTHERS,), at=1),),
+        (GpuCordoned(A.id, "riser", at=1),),
+        (BackendSuspended(A.id, "fraction", "no daemon", at=1),),
+    ],
+    ids=["in others' hands", "cordoned", "suspended"],
+)
+def test_a_gpu_that_gives_nothing_comes_last(facts: tuple[Fact, ...]) -> None:
+    """What the kubelet may not have heard of yet is not advised while another GPU has room."""
+    backend, snapshot = node(A, B)
+    snapshot = after(*facts, since=snapshot)
+    available = [*of(snapshot, A)[5:], *of(snapshot, B)]
+
+    assert counted(backend.prefer(available, [], 5, snapshot)) == {B.id: 5}
 
 
 def test_required_shares_are_kept_even_on_a_faulty_gpu() -> None:

@@ -1,5 +1,7 @@
 """Whole GPUs as a backend: shares, preference and grant."""
 
+from dataclasses import replace
+
 import pytest
 
 from metagpu.backends.whole import WholeBackend, WholeOptions
@@ -66,6 +68,12 @@ def test_the_resource_may_have_another_name() -> None:
     assert whole().resources == (GPU,)
     assert whole(resource="example.com/gpu").resources == ("example.com/gpu",)
     assert whole(resource="example.com/gpu").shares(A)[0].resource == "example.com/gpu"
+
+
+def test_a_gpu_in_mig_mode_is_not_given() -> None:
+    """CUDA sees only the instances of a GPU in MIG mode: all of it would be nothing."""
+    assert not whole().shares(replace(A, mig_enabled=True))
+    assert len(whole().shares(replace(A, mig_enabled=False))) == 1
 
 
 def test_only_its_own_options_make_a_backend() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
-from metagpu.backends.fraction_placement import Placement
+from metagpu.backends.placement import Placement
 from metagpu.core.backend import Backend, Options
-from metagpu.core.config import DEFAULT, Config, Health, Selector, load, parse
+from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
 from metagpu.core.enforcement import Enforcement, Policy, Victims
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import DeviceListStrategy, Injection
@@ -75,10 +74,9 @@ def fractions(read: Config) -> FractionOptions:
 
 def test_without_a_file_metagpu_behaves_like_metagpu() -> None:
     """The default gives every GPU 100 shares under MetaGPU's name, refusing splits."""
-    read = load(None, BACKENDS)
+    read = parse(DEFAULT, "<default>", BACKENDS)
     [(only, [backend])] = read.pools(Injection())
 
-    assert read.file == "<default>"
     assert only.gpus == "all"
     assert isinstance(backend, FractionBackend)
     assert backend.resources == ("cnvrg.io/metagpu",)
@@ -203,35 +201,6 @@ pools:
     ] == [15, 40]
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
-def test_a_file_is_read(tmp_path: Path) -> None:
-    """A file's configuration knows where it came from."""
-    file = tmp_path / "metagpu.yaml"
-    file.write_text(pool("sharesPerGpu: 3"), encoding="utf-8")
-
-    assert fractions(load(file, BACKENDS)).shares_per_gpu == 3
-    assert load(file, BACKENDS).file == str(file)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A file that is not there is an error that says so."""
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "none.yaml", BACKENDS)
-    assert str(caught.value) == f"{tmp_path}/none.yaml: cannot be read: No such file or directory"
-
-
-def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
-    """A file that is no text is refused as such."""
-    file = tmp_path / "metagpu.yaml"
-    file.write_bytes(b"version: \xff\xfe")
-
-    with pytest.raises(ConfigError) as caught:
-        load(file, BACKENDS)
-    assert str(caught.value) == f"{file}: cannot be read: not a text in UTF-8"
-
-
 # --- mistakes: line, path and words ---------------------------------------------------------------
 
 HEAD = "version: metagpu/v1\n"
@@ -295,8 +264,8 @@ def selecting(gpus: str) -> str:
         (
             selecting("{indx: 3}"),
             (
-                "4: pools[0].gpus.indx: unknown key; allowed: index, minMemory, pci, product, "
-                "uuid; did you mean index?"
+                "4: pools[0].gpus.indx: unknown key; allowed: index, minMemory, pci, pciDevice, "
+                "product, uuid; did you mean index?"
             ),
         ),
         (
@@ -405,6 +374,20 @@ def selecting(gpus: str) -> str:
         (selecting("{}"), "4: pools[0].gpus: an empty selector selects nothing; write `gpus: all`"),
         *(
             (
+                selecting(f"{{{key}: []}}"),
+                f"4: pools[0].gpus: the list `{key}` is empty and selects nothing; leave it out",
+            )
+            for key in ("index", "uuid", "pci", "product")
+        ),
+        *(
+            (
+                selecting(f"{{pci: {name}}}"),
+                f"4: pools[0].gpus: {name!r} is no PCI bus id; write one like 0000:07:00.0",
+            )
+            for name in ("af:00.0", "0000:af:00", "0000-af-00.0")
+        ),
+        *(
+            (
                 selecting(f"{{index: {index}}}"),
                 f"4: pools[0].gpus: {shown} is no index; write one like 3, 0-3 or 0-3,6",
             )
@@ -423,10 +406,7 @@ def selecting(gpus: str) -> str:
             POOL + "  - {name: all, backends: [{backend: fraction}]}\n",
             "6: pools[1].name: 'all' is taken; name each pool once",
         ),
-        (
-            HEAD + "pools:\n  - name: a\n    backends: []\n",
-            "4: pools[0].backends: there is no backend; give at least one",
-        ),
+        (HEAD + "pools:\n  - name: a\n", "3: pools[0]: missing key `backends`"),
         # backends
         (
             backend("{backend: fractions}"),
@@ -551,7 +531,7 @@ def test_no_index_is_too_large_to_be_read() -> None:
 
 # --- selectors ------------------------------------------------------------------------------------
 
-THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0")
+THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0", pci_device=0x20B010DE)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +546,10 @@ THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0")
         Selector(uuid=THE_GPU.id),
         Selector(uuid=("GPU-other", THE_GPU.id)),
         Selector(pci="0000:af:00.0"),
+        Selector(pci_device="0x20B010DE"),
+        Selector(pci_device=("0x20B210DE", 0x20B010DE)),
         Selector(pci="0000:AF:00.0"),
+        Selector(pci="00000000:AF:00.0"),
         Selector(pci=("0000:01:00.0", "0000:af:00.0")),
         Selector(product="NVIDIA A100-SXM4-40GB"),
         Selector(product="*a100*"),
@@ -585,6 +568,7 @@ def test_a_selector_takes_a_gpu_for_which_all_is_true(selector: Selector) -> Non
     [
         (Selector(index="0-1,3"), "index 2 is not in 0-1,3"),
         (Selector(index=(0, "3-5")), "index 2 is not in 0,3-5"),
+        (Selector(pci_device="0x20B210DE"), "PCI device id 0x20B010DE is not 0x20B210DE"),
         (Selector(uuid="GPU-other"), f"uuid {THE_GPU.id} is not listed"),
         (Selector(pci="0000:01:00.0"), "PCI bus id 0000:af:00.0 is not listed"),
         (Selector(product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),

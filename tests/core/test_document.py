@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from metagpu.core.document import Document
+from metagpu.core.document import Document, below
 from metagpu.core.errors import ConfigError
 
 TEXT = """\
@@ -125,3 +125,22 @@ def test_anchors_may_be_used_again() -> None:
         "b": {"k": 1},
         "c": [{"k": 1}, {"k": 1}],
     }
+
+
+def test_a_key_with_dots_is_quoted() -> None:
+    """A key that a path would take apart stands in brackets and quotes, and is found so."""
+    document = Document('profiles:\n  1g.5gb: {max: 7}\n  "a]b": 1\n', "f")
+
+    assert below("profiles", "1g.5gb") == 'profiles["1g.5gb"]'
+    assert below("", "profiles") == "profiles"
+    assert document.at('profiles["1g.5gb"].max') == 7
+    assert str(document.error('profiles["a]b"]', "wrong")) == 'f: 3: profiles["a]b"]: wrong'
+
+
+def test_a_part_of_a_file_keeps_the_files_lines() -> None:
+    """A document that stands inside another file names the lines of that file."""
+    with pytest.raises(ConfigError, match=r"^f: 11: no valid YAML"):
+        Document("a: 1\nb: {", "f", first_line=10)
+    with pytest.raises(ConfigError, match=r"^f: 11: a: the key stands twice, first in line 10"):
+        Document("a: 1\na: 2", "f", first_line=10)
+    assert Document("a: 1\nb: 2", "f", first_line=10).line("b") == 11

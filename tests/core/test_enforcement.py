@@ -22,8 +22,8 @@ from metagpu.core.host import Identity
 from metagpu.core.model import FOREIGN, MIB, Holder
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.usage import Process, Usage
+from metagpu.sim.host import container_of
 from tests.build import gpu, share
-from tests.host_rig import container_of
 
 A = replace(gpu(0), reserved=620 * MIB)
 ALICE = Holder("team", "alice", "main")

@@ -13,6 +13,7 @@ from anyio.abc import Process
 
 from metagpu.core import enforcer
 from metagpu.core.backend import Guard
+from metagpu.core.census import Census
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import HostError
@@ -23,12 +24,13 @@ from metagpu.core.registry import Registry
 from metagpu.core.units import Duration
 from metagpu.host import LinuxHost
 from metagpu.nvml import Nvml
-from metagpu.sim.kubelet import Pod
+from metagpu.sim.host import SimHost, container_of
+from metagpu.sim.kubelet import Container, Pod, SimKubelet
 from metagpu.sim.node import SimNode, SimProcess
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.build import laid_out, pool
 from tests.heard import heard
-from tests.host_rig import HostRig, running
+from tests.host_rig import running
 from tests.nvml.rig import opened
 
 SOON: Final = Duration(0.02)
@@ -87,7 +89,7 @@ class Ground:
         terms: what its pool says; may be replaced.
     """
 
-    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: HostRig) -> None:
+    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: SimHost) -> None:
         self.node, self.gpus, self.machine = node, gpus, machine
         self.host = Watched(machine.host)
         self.terms = terms()
@@ -96,7 +98,7 @@ class Ground:
         self.registry.apply(laid_out(*gpus, text=pool("sharesPerGpu: 100")).offered)
         self._holders: dict[ShareId, Holder] = {}
         self.enforcer = Enforcer(
-            nvml,
+            Census(nvml, self.host, self.registry),
             self.host,
             self.registry,
             lambda _: self.terms,
@@ -141,7 +143,7 @@ async def until(predicate: Callable[[], bool]) -> None:
 async def ground(tmp_path: Path, settings: Enforcement | None = None) -> AsyncIterator[Ground]:
     """Run an enforcer while the block lasts."""
     async with opened("a100-40gb:2") as (node, nvml, survey), anyio.create_task_group() as group:
-        it = Ground(node, nvml, survey.gpus, HostRig(tmp_path))
+        it = Ground(node, nvml, survey.gpus, SimHost(tmp_path))
         it.terms = settings or it.terms
         group.start_soon(it.enforcer.run)
         yield it
@@ -398,7 +400,7 @@ async def test_the_agent_enforces_what_its_pool_says(tmp_path: Path) -> None:
         "  - name: all\n    memoryEnforcement: {policy: POLICY, headroom: 1Gi, period: 50ms}\n"
         "    backends: [{backend: fraction, sharesPerGpu: 100}]\n"
     )
-    machine = HostRig(tmp_path)
+    machine = SimHost(tmp_path)
     off, kill = text.replace("POLICY", "off"), text.replace("POLICY", "kill")
     scene = agent_at_work(tmp_path, config=off, host=machine.host)
 
@@ -422,6 +424,37 @@ async def test_the_agent_enforces_what_its_pool_says(tmp_path: Path) -> None:
         await it.agent.reload()
 
         assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_a_restart_with_other_shares_ends_nobody(tmp_path: Path) -> None:
+    """Who holds 5 of 10 shares is not held to 5 of 100 by a daemon that starts with other ones."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - name: all\n    memoryEnforcement: {policy: kill, period: 20ms, grace: 0s}\n"
+        "    backends: [{backend: fraction, sharesPerGpu: COUNT}]\n"
+    )
+    machine = SimHost(tmp_path)
+    watched = Watched(machine.host)
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    uid = container_of(ALICE).pod_uid
+    pod = Pod("alice", uid=uid, containers=(Container("main", {METAGPU: 5}),))
+
+    async with kubelet.running(), running() as modest:
+        machine.house(modest.pid, ALICE)
+        few, many = (text.replace("COUNT", count) for count in ("10", "100"))
+        async with agent_at_work(tmp_path, "a100-40gb:1", few, kubelet=kubelet) as it:
+            await it.until(10, 10)
+            await kubelet.admit(pod)
+        again = agent_at_work(tmp_path, "a100-40gb:1", many, kubelet=kubelet, host=watched)
+        async with again as it:
+            await it.settles(lambda now: any(state.leases for state in now.gpus.values()))
+            it.node.add_process(it.node.gpu(0), SimProcess(modest.pid, 40 * PERCENT))
+            wanted = watched.looks + 5
+            await until(lambda: watched.looks >= wanted)
+            assert modest.returncode is None
+
+            it.node.add_process(it.node.gpu(0), SimProcess(modest.pid, 60 * PERCENT))
+            assert await modest.wait() == -signal.SIGTERM
 
 
 async def test_over_is_told_while_it_lasts(tmp_path: Path) -> None:

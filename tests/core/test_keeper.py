@@ -17,6 +17,7 @@ from metagpu.core.model import Gpu
 from metagpu.core.registry import Registry
 from metagpu.core.served import ServedGpu
 from metagpu.nvml import Nvml
+from metagpu.sim.tools import simulated_companions
 from tests.build import METAGPU, gpu, laid_out, pool
 from tests.heard import heard
 from tests.recorded_tools import RecordedTools
@@ -78,7 +79,7 @@ async def keeping(*gpus: Gpu) -> AsyncIterator[Keeper]:
     """Keep a layout while the block lasts."""
     registry = Registry()
     registry.apply(GpusFound((A, B), at=0))
-    keeper = Keeper(registry, Nvml(), TOOLS)
+    keeper = Keeper(registry, Nvml(), TOOLS, simulated_companions())
     keeper.keep(layout(*gpus))
 
     async with anyio.create_task_group() as group:

@@ -64,6 +64,19 @@ def test_a_gpu_of_which_nothing_is_cut_says_why() -> None:
     assert layout.shares == ()
 
 
+def test_a_pool_without_backends_keeps_its_gpus() -> None:
+    """A pool of no backends takes its GPUs from all others and offers them to nobody."""
+    text = pool().replace(
+        "- name: all", "- {name: kept, gpus: {index: 0}, backends: []}\n  - name: all"
+    )
+    layout = laid_out(gpu(0), gpu(1), text=text)
+
+    assert {share.gpu for share in layout.shares} == {gpu(1).id}
+    assert (
+        layout.assignments[0].why == "matches index 0, but nothing is cut: the pool has no backends"
+    )
+
+
 def test_what_is_wrong_on_any_node_is_told_without_one() -> None:
     """A rehearsal finds ids that would be offered twice before there is a GPU."""
     rehearse(config())

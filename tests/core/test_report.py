@@ -32,6 +32,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "healthy": True,
             "reason": "",
             "since": "1970-01-01T00:00:00+00:00",
+            "backends": ["fraction"],
             "owner": "fraction",
             "cleaning": {},
             "suspended": {},
@@ -52,6 +53,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "healthy": False,
             "reason": "XID 79",
             "since": "1970-01-01T01:00:00+00:00",
+            "backends": ["fraction"],
             "owner": None,
             "cleaning": {},
             "suspended": {},
@@ -149,9 +151,9 @@ def test_a_hindrance_names_the_pod_that_is_waited_for(holder: Holder | None, who
     )
 
 
-@pytest.mark.parametrize("name", ["1", B.id])
-def test_a_gpu_is_found_by_index_and_uuid(name: str) -> None:
-    """People name a GPU by its number, programs by its uuid."""
+@pytest.mark.parametrize("name", ["1", B.id, "0000:01:00.0", "00000000:01:00.0"])
+def test_a_gpu_is_found_by_index_uuid_and_bus_id(name: str) -> None:
+    """People name a GPU by its number or place, programs by its uuid."""
     _, snapshot = offered(A, B)
 
     assert gpu_named(snapshot, name) == B.id

@@ -15,10 +15,11 @@ from metagpu.core.facts import GpusFound, LeasesObserved, StrangerFound
 from metagpu.core.model import MIB, Holder
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
+from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.node import SimNode, SimProcess
 from tests.build import laid_out
 from tests.heard import heard
-from tests.host_rig import HostRig, container_of, running
+from tests.host_rig import running
 from tests.nvml.rig import opened
 
 ALICE, MALLORY = Holder("team", "alice", "main"), Holder("team", "mallory", "main")
@@ -27,7 +28,7 @@ ALICE, MALLORY = Holder("team", "alice", "main"), Holder("team", "mallory", "mai
 class Ground:
     """A watch over one GPU, of which alice holds a share."""
 
-    def __init__(self, node: SimNode, registry: Registry, machine: HostRig) -> None:
+    def __init__(self, node: SimNode, registry: Registry, machine: SimHost) -> None:
         self.node, self.registry, self.machine = node, registry, machine
         self.looks = 0
 
@@ -46,7 +47,7 @@ async def watched(
 ) -> AsyncIterator[Ground]:
     """Run a watch that looks all the time; `us` is the container that it runs in itself."""
     async with opened("a100-40gb:1") as (node, nvml, survey), anyio.create_task_group() as group:
-        machine, registry = HostRig(tmp_path), Registry()
+        machine, registry = SimHost(tmp_path), Registry()
         it = Ground(node, registry, machine)
         if us is not None:
             machine.house(os.getpid(), us)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.core.units import Bytes, Duration, decode_unit
+from metagpu.core.units import Bytes, Duration, PciDevice, decode_unit
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,17 @@ def test_only_our_units_are_decoded() -> None:
     assert decode_unit(Duration, "1m") == 60
     with pytest.raises(NotImplementedError, match="complex"):
         decode_unit(complex, "1")
+
+
+@pytest.mark.parametrize("text", ["0x20B010DE", "0x20b010de", 0x20B010DE, "548409566"])
+def test_pci_devices(text: object) -> None:
+    """A kind of GPU is its PCI ids, device before vendor; YAML makes a number of it by itself."""
+    assert PciDevice.parse(text) == 0x20B010DE
+    assert str(PciDevice.parse(text)) == "0x20B010DE"
+
+
+@pytest.mark.parametrize("text", ["20B010DE", "0x20B0", "", True, None, -1, 2**32])
+def test_no_pci_devices(text: object) -> None:
+    """Anything else is refused with what would do."""
+    with pytest.raises(ValueError, match="is no PCI device id; write one like 0x20B010DE: device"):
+        PciDevice.parse(text)

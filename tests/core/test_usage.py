@@ -10,8 +10,8 @@ from metagpu.core.facts import GpusFound, LeasesObserved, SharesGranted
 from metagpu.core.host import Container, Identity
 from metagpu.core.model import MIB, GpuState, Holder, ShareId
 from metagpu.core.usage import Account, account
+from metagpu.sim.host import container_of
 from tests.build import after, gpu, laid_out
-from tests.host_rig import container_of
 
 A = gpu(0)
 ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
@@ -128,6 +128,22 @@ def test_what_another_plugin_gave_has_no_known_share() -> None:
     [alice] = account(state, [], {}, {}).usages
 
     assert alice.share is None
+
+
+def test_what_a_container_was_told_counts_where_it_is_known() -> None:
+    """Shares that look like today's may have been larger when they were granted."""
+    container = container_of(ALICE)
+    known, processes = identified((1, container)), [GpuProcess(1, 5)]
+    of_alice = {(container.pod_uid, "main", A.id): 9000 * MIB}
+    of_others = {
+        ("another-uid", "main", A.id): 1,
+        (container.pod_uid, "side", A.id): 1,
+        (container.pod_uid, "main", gpu(1).id): 1,
+    }
+
+    for told, share in ((of_alice | of_others, 9000 * MIB), (of_others, 8192 * MIB)):
+        [alice] = account(held(alice=2), processes, known, names(ALICE), told).usages
+        assert alice.share == share
 
 
 HOMES = st.sampled_from([container_of(ALICE), container_of(BOB), container_of(SIDE), None])

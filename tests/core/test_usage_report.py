@@ -12,13 +12,13 @@ from metagpu.core.census import Findings
 from metagpu.core.driver import GpuProcess
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Tally
-from metagpu.core.facts import GpuFaulted, GpusFound, LeasesObserved
+from metagpu.core.facts import GpuCordoned, GpuFaulted, GpusFound, LeasesObserved
 from metagpu.core.host import Identity, Particulars
 from metagpu.core.model import MIB, Holder, Snapshot
 from metagpu.core.usage import account
 from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.sim.host import container_of
 from tests.build import after, gpu, laid_out
-from tests.host_rig import container_of
 
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
 ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
@@ -126,12 +126,13 @@ def test_gpus_are_told_with_what_is_on_offer_of_them() -> None:
 def test_a_gpu_that_does_not_answer_is_told_as_such() -> None:
     """Why a GPU is out, and why it could not be asked, stands beside it; its use is unknown."""
     snapshot, findings = node()
-    snapshot = after(GpuFaulted(B.id, "XID 79", at=5), since=snapshot)
+    snapshot = after(GpuFaulted(B.id, "XID 79", at=5), GpuCordoned(A.id, "no", 6), since=snapshot)
     findings.failures[B.id] = "the GPU is lost"
-    _, b = usage_report(snapshot, findings, RULES)["gpus"]
+    a, b = usage_report(snapshot, findings, RULES)["gpus"]
 
     assert (b["healthy"], b["reason"], b["failure"]) == (False, "XID 79", "the GPU is lost")
     assert b["usedMiB"] is None
+    assert (a["cordon"], b["cordon"]) == ("no", None)
 
 
 def test_strangers_are_told_with_the_reason() -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.errors import RigError
@@ -225,6 +226,19 @@ class Cluster:
             if _runs(document)
         }
 
+    def first_process(self, name: str) -> int:
+        """The pid, on the machine, of process 1 of a running pod's container."""
+        _, _, container = self.incarnations()[name].container.partition("://")
+        housed = [
+            path.parent for path in Path("/proc").glob("[0-9]*/cgroup") if container in _read(path)
+        ]
+        (first,) = (
+            path
+            for path in housed
+            if re.search(r"NSpid:.*\t1$", _read(path / "status"), re.MULTILINE)
+        )
+        return int(first.name)
+
     def reasons(self, name: str, reason: str) -> str:
         """The messages of all events of one REASON about a pod."""
         selector = f"--field-selector=involvedObject.name={name},reason={reason}"
@@ -242,6 +256,14 @@ class Cluster:
         if waiting:
             raise RigError(f"not running: {'; '.join(waiting)}")
         return bool(documents)
+
+
+def _read(path: Path) -> str:
+    """What a file of a process says, nothing when the process has gone."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _runs(document: Document) -> bool:

@@ -166,7 +166,7 @@ def wish(chance: random.Random, number: int) -> Document:
     """Some pod that somebody wants."""
     resource, shares = chance.choice(
         [
-            (RESOURCE, chance.randint(5, 100)),
+            (RESOURCE, 25),  # all alike: what is free is then in one piece, as the scheduler thinks
             (SHARED, 1),
             (SHARED, 1),
             (MPS, chance.choice([25, 50])),

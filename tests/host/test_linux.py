@@ -14,19 +14,20 @@ from metagpu.core.errors import HostError
 from metagpu.core.host import Container, Identity
 from metagpu.core.model import Holder
 from metagpu.host import LinuxHost, linux
-from tests.host_rig import HostRig, container_of, running
+from metagpu.sim.host import SimHost, container_of
+from tests.host_rig import running
 
 ALICE = Holder("team", "alice", "main")
 BOB = Holder("team", "bob", "main")
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> HostRig:
+def rig(tmp_path: Path) -> SimHost:
     """Give a machine of the test's own."""
-    return HostRig(tmp_path)
+    return SimHost(tmp_path)
 
 
-async def identity(rig: HostRig, pid: int) -> Identity:
+async def identity(rig: SimHost, pid: int) -> Identity:
     """Tell who has a pid now."""
     return (await rig.host.identify([pid]))[pid]
 
@@ -34,7 +35,7 @@ async def identity(rig: HostRig, pid: int) -> Identity:
 # --- who it is ------------------------------------------------------------------------------------
 
 
-async def test_processes_are_told_apart(rig: HostRig) -> None:
+async def test_processes_are_told_apart(rig: SimHost) -> None:
     """Pid, start and container make a process; two of one container differ, and stay the same."""
     async with running() as one, running() as other:
         rig.house(one.pid, ALICE)
@@ -46,7 +47,7 @@ async def test_processes_are_told_apart(rig: HostRig) -> None:
         assert await rig.host.identify([one.pid, other.pid]) == found
 
 
-async def test_who_is_gone_is_left_out(rig: HostRig) -> None:
+async def test_who_is_gone_is_left_out(rig: SimHost) -> None:
     """A process that has ended, or cannot be seen, is no error: it is not there."""
     async with running() as ended:
         rig.house(ended.pid, ALICE)
@@ -58,7 +59,7 @@ async def test_who_is_gone_is_left_out(rig: HostRig) -> None:
     assert await rig.host.describe([known]) == {}
 
 
-async def test_a_process_may_have_any_name(rig: HostRig) -> None:
+async def test_a_process_may_have_any_name(rig: SimHost) -> None:
     """Parentheses, spaces and line ends in a program's name move nothing."""
     odd = rig.folder / ") R 1 (\n x"
     odd.symlink_to("/bin/sleep")
@@ -72,7 +73,7 @@ async def test_a_process_may_have_any_name(rig: HostRig) -> None:
     assert told.command == (str(odd), "60")
 
 
-async def test_particulars_are_the_kernels(rig: HostRig) -> None:
+async def test_particulars_are_the_kernels(rig: SimHost) -> None:
     """Of a process we tell its user, command, start, memory, processor time and inner pid."""
     busy = "import time\nx = bytearray(32 << 20)\nfor _ in range(10**6): pass\nprint(flush=True)"
     code = f"{busy}\ntime.sleep(60)"
@@ -91,7 +92,7 @@ async def test_particulars_are_the_kernels(rig: HostRig) -> None:
     assert abs(told.started_at - time.time()) < 60
 
 
-async def test_the_pid_within_the_container_is_told(rig: HostRig) -> None:
+async def test_the_pid_within_the_container_is_told(rig: SimHost) -> None:
     """The kernel lists a pid for each namespace; the innermost is what the container knows."""
     async with running() as process:
         rig.house(process.pid, ALICE)
@@ -104,7 +105,7 @@ async def test_the_pid_within_the_container_is_told(rig: HostRig) -> None:
         assert (await rig.host.describe([who]))[who].inner_pid == 7
 
 
-async def test_without_a_command_line_the_kernels_name_stands(rig: HostRig) -> None:
+async def test_without_a_command_line_the_kernels_name_stands(rig: SimHost) -> None:
     """A process that wiped its command line is named as the kernel names it, in brackets."""
     async with running() as process:
         rig.house(process.pid, ALICE)
@@ -116,7 +117,7 @@ async def test_without_a_command_line_the_kernels_name_stands(rig: HostRig) -> N
         assert (await rig.host.describe([who]))[who].command == ("[sleep]",)
 
 
-async def test_another_with_the_same_pid_is_not_described(rig: HostRig) -> None:
+async def test_another_with_the_same_pid_is_not_described(rig: SimHost) -> None:
     """Who started at another time is another process, whatever its pid."""
     async with running() as process:
         rig.house(process.pid, ALICE)
@@ -129,7 +130,7 @@ async def test_another_with_the_same_pid_is_not_described(rig: HostRig) -> None:
 # --- whose it is ----------------------------------------------------------------------------------
 
 
-async def test_containers_have_names(rig: HostRig) -> None:
+async def test_containers_have_names(rig: SimHost) -> None:
     """A container's names are found once its link is there, and remembered when it has gone."""
     container = container_of(ALICE)
     assert await rig.host.holders([container]) == {}
@@ -143,7 +144,7 @@ async def test_containers_have_names(rig: HostRig) -> None:
 
 
 async def test_names_are_not_remembered_for_ever(
-    rig: HostRig, monkeypatch: pytest.MonkeyPatch
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many pods come and go, only so many names are kept."""
     monkeypatch.setattr(linux, "_REMEMBERED", 3)
@@ -155,7 +156,7 @@ async def test_names_are_not_remembered_for_ever(
     assert list(rig.host._holders) == [container_of(ALICE, life) for life in (7, 8, 9)]
 
 
-async def test_outside_the_hosts_pid_namespace_nobody_is_known(rig: HostRig) -> None:
+async def test_outside_the_hosts_pid_namespace_nobody_is_known(rig: SimHost) -> None:
     """NVML's pids would be other processes of ours: we say so, and identify nobody."""
     namespace = rig.proc / "self/ns"
     namespace.mkdir(parents=True)
@@ -173,7 +174,7 @@ async def test_outside_the_hosts_pid_namespace_nobody_is_known(rig: HostRig) -> 
     )
 
 
-async def test_without_logs_there_are_no_names(rig: HostRig) -> None:
+async def test_without_logs_there_are_no_names(rig: SimHost) -> None:
     """Where the kubelet's links cannot be seen, nobody has a name, and we say what to mount."""
     host = LinuxHost(rig.proc, rig.folder / "none", own_pids=True)
 
@@ -185,7 +186,7 @@ async def test_without_logs_there_are_no_names(rig: HostRig) -> None:
     )
 
 
-async def test_where_all_is_well_there_is_no_hint(rig: HostRig) -> None:
+async def test_where_all_is_well_there_is_no_hint(rig: SimHost) -> None:
     """A machine that shows everything needs no advice."""
     assert await rig.host.hints() == []
 
@@ -193,7 +194,7 @@ async def test_where_all_is_well_there_is_no_hint(rig: HostRig) -> None:
 # --- signals --------------------------------------------------------------------------------------
 
 
-async def test_a_signal_reaches_the_process_that_was_meant(rig: HostRig) -> None:
+async def test_a_signal_reaches_the_process_that_was_meant(rig: SimHost) -> None:
     """One of a container ends by the signal, and its neighbour does not notice."""
     async with running() as meant, running() as neighbour:
         rig.house(meant.pid, ALICE)
@@ -204,7 +205,7 @@ async def test_a_signal_reaches_the_process_that_was_meant(rig: HostRig) -> None
         assert neighbour.returncode is None
 
 
-async def test_who_has_ended_is_not_signalled(rig: HostRig) -> None:
+async def test_who_has_ended_is_not_signalled(rig: SimHost) -> None:
     """A process that exits between the decision and the signal harms nobody."""
     async with running() as process:
         rig.house(process.pid, ALICE)
@@ -224,7 +225,7 @@ async def test_who_has_ended_is_not_signalled(rig: HostRig) -> None:
     ],
 )
 async def test_another_with_the_same_pid_is_not_signalled(
-    rig: HostRig, other: Callable[[Identity], Identity]
+    rig: SimHost, other: Callable[[Identity], Identity]
 ) -> None:
     """Start and container are read again once the process is held: a reused pid is safe."""
     async with running() as process:
@@ -236,7 +237,7 @@ async def test_another_with_the_same_pid_is_not_signalled(
         assert await rig.host.signal(who, signal.SIGKILL)
 
 
-async def test_who_moved_to_another_container_is_not_signalled(rig: HostRig) -> None:
+async def test_who_moved_to_another_container_is_not_signalled(rig: SimHost) -> None:
     """What was decided about one container is not done in another."""
     async with running() as process:
         rig.house(process.pid, ALICE)
@@ -247,7 +248,7 @@ async def test_who_moved_to_another_container_is_not_signalled(rig: HostRig) -> 
         assert process.returncode is None
 
 
-async def test_a_process_of_the_host_is_never_signalled(rig: HostRig) -> None:
+async def test_a_process_of_the_host_is_never_signalled(rig: SimHost) -> None:
     """Who is in no container is not ours to end, whoever asks."""
     async with running() as process:
         rig.show(process.pid, "0::/system.slice/sshd.service")
@@ -259,7 +260,7 @@ async def test_a_process_of_the_host_is_never_signalled(rig: HostRig) -> None:
 
 @pytest.mark.parametrize("call", ["os.pidfd_open", "metagpu.host.linux.pidfd_send_signal"])
 async def test_a_refusal_of_the_kernel_is_told(
-    rig: HostRig, monkeypatch: pytest.MonkeyPatch, call: str
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Without the right to signal, we say who could not be, and what we need."""
 
@@ -280,7 +281,7 @@ async def test_a_refusal_of_the_kernel_is_told(
 
 
 async def test_a_process_that_ends_just_before_the_signal_harms_nobody(
-    rig: HostRig, monkeypatch: pytest.MonkeyPatch
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even between the last look and the signal a process may go: the descriptor is its own."""
 

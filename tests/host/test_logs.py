@@ -7,14 +7,14 @@ import pytest
 from metagpu.core.host import Container
 from metagpu.core.model import Holder
 from metagpu.host.logs import read_holders
-from tests.host_rig import HostRig, container_of
+from metagpu.sim.host import SimHost, container_of
 
 ALICE = Holder("team", "alice-0", "main")
 
 
 def test_a_link_names_pod_and_container(tmp_path: Path) -> None:
     """Namespace, pod and container are read from where the link of the container's id leads."""
-    rig = HostRig(tmp_path)
+    rig = SimHost(tmp_path)
     bob = Holder("team", "bob", "main-2")
     rig.name(ALICE, container_of(ALICE))
     rig.name(bob, container_of(bob))
@@ -25,7 +25,7 @@ def test_a_link_names_pod_and_container(tmp_path: Path) -> None:
 
 def test_names_that_the_kubelet_cuts_are_found(tmp_path: Path) -> None:
     """A link's name ends at 255 characters, within the id; its target says the rest."""
-    rig = HostRig(tmp_path)
+    rig = SimHost(tmp_path)
     long = Holder("n" * 60, "p" * 80, "c" * 60)
     rig.name(long, container_of(long))
     rig.name(ALICE, container_of(ALICE))

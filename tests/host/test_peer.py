@@ -14,7 +14,7 @@ from metagpu.core.model import Holder
 from metagpu.host import LinuxHost, peer
 from metagpu.host.peer import read_peer
 from metagpu.host.process import read_identity
-from tests.host_rig import HostRig, container_of
+from metagpu.sim.host import SimHost, container_of
 
 ALICE = Holder("default", "alice", "main")
 CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])"
@@ -41,7 +41,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("kernel")
 def test_who_connected_is_known(tmp_path: Path, listener: socket.socket) -> None:
     """The kernel says which process it was, and its cgroup which container that is."""
-    rig = HostRig(tmp_path)
+    rig = SimHost(tmp_path)
     rig.house(os.getpid(), ALICE)
 
     with closing(socket.socket(socket.AF_UNIX)) as caller:

@@ -79,6 +79,7 @@ async def test_a_board_of_the_second_pci_domain_keeps_it() -> None:
     """PCI addresses have their domain in four digits, as in sysfs."""
     async with opened("a100-40gb:9") as (_, _, survey):
         assert survey.gpus[0].pci_bus_id == "0000:07:00.0"
+        assert survey.gpus[0].pci_device == 0x20B010DE
         assert survey.gpus[8].pci_bus_id == "0001:07:00.0"
         assert [gpu.numa_node for gpu in survey.gpus[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
 

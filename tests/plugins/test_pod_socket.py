@@ -21,7 +21,7 @@ from metagpu.plugins import pod_socket
 from metagpu.plugins.frames import HEAD, REQUEST_LIMIT, Request
 from metagpu.plugins.pod_folder import SOCKET_NAME, furnish, listening
 from metagpu.plugins.pod_socket import Conversation, PodSocket
-from tests.host_rig import HostRig, container_of
+from metagpu.sim.host import SimHost, container_of
 from tests.mgctl_rig import packed
 
 ALICE = Holder("default", "alice", "main")
@@ -63,7 +63,7 @@ class Ground:
     """A socket at work, which sees this test's own process in Alice's container."""
 
     path: Path
-    machine: HostRig
+    machine: SimHost
     answerer: Answerer
 
     async def said(self, data: bytes) -> list[tuple[bytes, bytes | int]]:
@@ -82,7 +82,7 @@ class Ground:
 @asynccontextmanager
 async def ground(tmp_path: Path) -> AsyncIterator[Ground]:
     """Serve while the block lasts."""
-    machine, answerer = HostRig(tmp_path), Answerer()
+    machine, answerer = SimHost(tmp_path), Answerer()
     machine.house(os.getpid(), ALICE)
     async with anyio.create_task_group() as group:
         group.start_soon(PodSocket(tmp_path, machine.host, answerer.respond).run)
@@ -300,7 +300,7 @@ async def test_pods_that_are_gone_are_forgotten(
     """What is remembered of callers does not grow with the pods a node has had."""
     monkeypatch.setattr(pod_socket, "_REMEMBERED", 5)
     monkeypatch.setattr(pod_socket, "REQUESTS_A_SECOND", 1e9)
-    machine, answerer = HostRig(tmp_path), Answerer()
+    machine, answerer = SimHost(tmp_path), Answerer()
     it = PodSocket(tmp_path, machine.host, answerer.respond)
     async with anyio.create_task_group() as group:
         group.start_soon(it.run)

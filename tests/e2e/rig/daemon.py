@@ -93,6 +93,21 @@ class Daemon:
         """Make a simulated GPU well again."""
         self._simulate("recover", str(gpu))
 
+    def use(self, gpu: int, pid: int, mib: int) -> None:
+        """Let a process of this machine have so much memory of a simulated GPU."""
+        self._simulate("process", "add", str(gpu), str(pid), f"{mib}Mi")
+
+    def free(self, gpu: int, pid: int) -> None:
+        """Let a process have nothing of a simulated GPU any more."""
+        self._simulate("process", "end", str(gpu), str(pid))
+
+    def processes(self) -> Document:
+        """Who uses what, as mgctl tells programs."""
+        document: Document = json.loads(
+            self._call("metagpu.mgctl", "get", "processes", "-o", "json", *self._where)
+        )
+        return document
+
     def _simulate(self, *arguments: str) -> None:
         self._ask("sim", *arguments)
 
@@ -102,9 +117,15 @@ class Daemon:
         Raises:
             RigError: it failed; the text is its own.
         """
-        metagpu = [sys.executable, "-m", "metagpu", command, "--run-dir", str(self._run_folder)]
+        return self._call("metagpu", command, *self._where, *arguments)
+
+    @property
+    def _where(self) -> tuple[str, str]:
+        return "--run-dir", str(self._run_folder)
+
+    def _call(self, program: str, *arguments: str) -> str:
         done = subprocess.run(
-            [*metagpu, *arguments],
+            [sys.executable, "-m", program, *arguments],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
@@ -112,5 +133,5 @@ class Daemon:
             timeout=CALL_S,
         )
         if done.returncode != 0:
-            raise RigError(f"metagpu {command} {' '.join(arguments)}: {done.stdout}{done.stderr}")
+            raise RigError(f"{program} {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.backends.fraction_placement import Placement, Seat, gather, place, splits
+from metagpu.backends.placement import Placement, Seat, gather, place, splits
 from metagpu.core.model import Share
 from tests.build import gpu, share
 

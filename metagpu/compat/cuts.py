@@ -1,0 +1,51 @@
+"""How a pool names its backends: the one place where conversions know our options."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from metagpu.compat.contract import Data
+
+Strategy = Literal["none", "single", "mixed"]
+"""How MIG instances are named: NVIDIA's three ways."""
+
+_PLACEMENTS: Final = {"distributed": "spread", "packed": "binpack"}
+"""NVIDIA's policies, in the words of backends that place parts of GPUs."""
+
+
+def whole(resource: str) -> Data:
+    """Offer GPUs in one piece."""
+    return {"backend": "whole", "resource": resource}
+
+
+def fraction(resource: str, *, shares: int | None = None, unit_mib: int | None = None) -> Data:
+    """Offer parts of GPUs, by their number or by the memory of one, in MiB."""
+    size = {"sharesPerGpu": shares} if unit_mib is None else {"memoryUnit": f"{unit_mib}Mi"}
+    return {"backend": "fraction", "resource": resource, **size}
+
+
+def timeslice(resource: str, replicas: int, *, refuse_several: bool, policy: str | None) -> Data:
+    """Offer GPUs several times over."""
+    return {
+        "backend": "timeslice",
+        "resource": resource,
+        "replicas": replicas,
+        **({"failRequestsGreaterThanOne": True} if refuse_several else {}),
+        **({"allocationPolicy": policy} if policy else {}),
+    }
+
+
+def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
+    """Offer equal parts of GPUs under MPS."""
+    placed = {"placement": _PLACEMENTS[policy]} if policy else {}
+    return {"backend": "mps", "resource": resource, "replicas": replicas, **placed}
+
+
+def mig_layout(layout: Mapping[str, int], resource: str | None = None) -> Data:
+    """Offer fixed MIG instances, so many of each profile; by one name if `resource` is given."""
+    named = {} if resource is None else {"resource": resource}
+    return {"backend": "mig", **named, "layout": dict(layout), "enableMig": True}
+
+
+def mig_on_demand(profiles: Sequence[str]) -> Data:
+    """Offer MIG instances of these profiles, which are made when asked for."""
+    return {"backend": "mig", "profiles": list(profiles), "enableMig": True}

@@ -1,0 +1,285 @@
+"""NVIDIA's device plugin's configuration, and with it the layout that mig-parted's file names.
+
+What the plugin parses and then strips works here: `resources`, `rename`, `devices`, and so
+different replicas for different GPUs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from metagpu.compat import cuts, mig_parted, nvidia_file, selection
+from metagpu.compat.contract import Circumstances, Converted, Data, Draft, Origin
+from metagpu.compat.keys import noted
+from metagpu.compat.mig_parted import Wanted
+from metagpu.compat.nvidia_file import Named, Replicated, Replication, Settings
+from metagpu.core.document import Document
+
+_PREFIX: Final = "nvidia.com/"
+_GPU: Final = "nvidia.com/gpu"
+_MIG: Final = "nvidia.com/mig-"
+
+
+def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
+    """Offer what NVIDIA's device plugin would, on GPUs laid out as mig-parted's file says.
+
+    Raises:
+        ConfigError: if a file is wrong, or MIG's strategy and layout contradict each other.
+    """
+    layouts = [each for each in documents if mig_parted.recognises(each.data)]
+    plugins = [each for each in documents if each not in layouts]
+    for several in (layouts, plugins):
+        if len(several) > 1:
+            problem = f"{several[0].file} is of the same format; give one of them"
+            raise several[1].error("", problem)
+
+    draft = Draft()
+    for document in layouts:
+        draft.notes += noted(document, mig_parted.File, {})
+    environment = circumstances.environment
+    draft.notes += nvidia_file.notes(plugins[0] if plugins else None, environment)
+
+    wanted = [entry for each in layouts for entry in mig_parted.wanted(each, circumstances)]
+    _Conversion(draft, wanted, *_read(plugins, layouts, circumstances)).run()
+    return draft.converted()
+
+
+def _read(
+    plugins: list[Document], layouts: list[Document], circumstances: Circumstances
+) -> tuple[Origin, nvidia_file.File, Settings, Mapping[str, str]]:
+    file = nvidia_file.read(plugins[0]) if plugins else nvidia_file.File()
+    settings = nvidia_file.settings(file.flags, circumstances.environment)
+    return Origin([*plugins, *layouts][0], ""), file, settings, circumstances.environment
+
+
+@dataclass
+class _Entry:
+    """One resource that is shared, and the name under which it is then offered."""
+
+    replicated: Replicated
+    resource: str
+    origin: Origin
+
+
+@dataclass
+class _Conversion:
+    """One conversion: what was read, and the draft that it becomes."""
+
+    draft: Draft
+    wanted: list[Wanted]
+    root: Origin
+    file: nvidia_file.File
+    settings: Settings
+    environment: Mapping[str, str]
+    entries: list[_Entry] = field(default_factory=list)
+    by_mps: bool = False
+
+    def run(self) -> None:
+        """Fill the draft."""
+        self._set()
+        self._share()
+        strategy = self.settings.strategy or ("mixed" if self.wanted else "none")
+        cut_up = any(entry.instances for entry in self.wanted)
+
+        if strategy == "single" and cut_up:
+            self._single()
+            return
+        if strategy != "none" and not self.wanted:
+            self.draft.note(
+                self._flag("flags.migStrategy", "MIG_STRATEGY"),
+                "has no effect here; it would have offered the MIG instances that there are. Give "
+                "mig-parted's file beside this one, or a pool with backend mig",
+            )
+        if strategy == "none" and cut_up:
+            self.draft.note(
+                self._flag("flags.migStrategy", "MIG_STRATEGY"),
+                "has no effect here; it would have offered a GPU in MIG mode as a whole one, which "
+                "CUDA cannot use. Instances are offered by profile, as with mixed",
+            )
+
+        covered = False
+        for entry in self.wanted:
+            if entry.instances:
+                cut = cuts.mig_layout(entry.instances)
+                self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
+            else:
+                self._gpus(entry.gpus)
+                off = Origin(entry.origin.document, f"{entry.origin.path}.mig-enabled")
+                self.draft.note(
+                    off,
+                    "would have turned MIG mode off; metagpu leaves it on, and such a GPU alone",
+                )
+            covered = covered or entry.gpus is None
+        if not covered:
+            self._gpus(None)
+
+    # --- the file as a whole ----------------------------------------------------------------------
+
+    def _set(self) -> None:
+        said = self.settings
+
+        if said.pass_device_specs is not None:
+            origin = self._flag("flags.plugin.passDeviceSpecs", "PASS_DEVICE_SPECS")
+            self.draft.set("passDeviceSpecs", said.pass_device_specs, origin)
+        if said.device_lists:
+            origin = self._flag("flags.plugin.deviceListStrategy", "DEVICE_LIST_STRATEGY")
+            self.draft.set("deviceListStrategy", list(said.device_lists), origin)
+        if said.xids:
+            self.draft.set("health", {"xids": dict(said.xids)}, self.root)
+
+    def _share(self) -> None:
+        """Find what is shared; with both ways MPS wins, as in NVIDIA's plugin."""
+        sharing = self.file.sharing or nvidia_file.Sharing()
+        ways = [("mps", sharing.mps), ("timeSlicing", sharing.time_slicing)]
+        given = [(self._at(f"sharing.{name}"), way) for name, way in ways if way is not None]
+
+        for origin, way in given[1:]:
+            del way
+            self.draft.note(origin, "has no effect: where sharing.mps is given, that wins")
+        for origin, way in given[:1]:
+            self.by_mps = way is sharing.mps
+            self.entries = list(self._entries(origin, way))
+            if self.by_mps and way.fail_requests_greater_than_one:
+                self.draft.note(
+                    self._at(f"{origin.path}.failRequestsGreaterThanOne"),
+                    "has no effect here; under MPS a container may hold several parts of one GPU",
+                )
+
+        known = {name for _, name, _ in self._classes()}
+        for entry in self.entries:
+            if (name := _full(entry.replicated.name)) in known:
+                continue
+            if name.startswith(_MIG) or name in {_full(m.name) for m in self._mig_names()}:
+                text = "has no effect here; it would have given each MIG instance to several"
+            else:
+                text = f"has no effect: no GPU goes by that name; there are: {', '.join(known)}"
+            self.draft.note(entry.origin, text)
+
+        single = self.settings.strategy == "single" and any(e.instances for e in self.wanted)
+        for number, _ in list(enumerate(self._mig_names()))[single:]:
+            origin = self._at(f"resources.mig[{number}]")
+            self.draft.note(origin, "has no effect here; it would have renamed MIG instances")
+
+    def _entries(self, origin: Origin, way: Replication) -> Iterator[_Entry]:
+        if not way.resources:
+            path = f"{origin.path}.resources"
+            raise origin.document.error(path, "there is no resource; give at least one")
+
+        for number, each in enumerate(way.resources):
+            here = Origin(origin.document, f"{origin.path}.resources[{number}]")
+            name = _full(each.name)
+            resource = f"{name}.shared" if way.rename_by_default else name
+            yield _Entry(each, _full(each.rename) if each.rename else resource, here)
+
+    # --- GPUs -------------------------------------------------------------------------------------
+
+    def _classes(self) -> list[tuple[Data | None, str, Origin]]:
+        """Give the names that GPUs go by, the first that matches wins, and which GPUs those are."""
+        resources = self.file.resources
+        named = resources.gpus if resources and resources.gpus else (Named("*", _GPU),)
+
+        return [
+            (
+                selection.pattern(each.pattern),
+                _full(each.name),
+                self._at(f"resources.gpus[{number}]"),
+            )
+            for number, each in enumerate(named)
+        ]
+
+    def _gpus(self, within: Data | None) -> None:
+        """Offer GPUs that are not cut into instances: shared ones, and the rest of each name."""
+        for gpus, name, origin in self._classes():
+            selected = selection.both(within, gpus)
+            rest = True
+            for entry in (each for each in self.entries if _full(each.replicated.name) == name):
+                rest = self._shared(entry, selected, open_to=rest)
+            if rest and selected != {}:
+                cut = self._unshared(name)
+                self.draft.pool(_last(name), selected, [cut], origin)
+
+    def _shared(self, entry: _Entry, within: Data | None, *, open_to: bool) -> bool:
+        """Offer what one entry shares; tell whether it leaves GPUs of its name to others."""
+        origin = Origin(entry.origin.document, f"{entry.origin.path}.devices")
+
+        if not open_to:
+            self.draft.note(entry.origin, "has no effect: the entry before it takes all GPUs")
+            return False
+        if found := selection.mig_ones(entry.replicated.devices):
+            self.draft.note(origin, f"has no effect on MIG devices: {', '.join(found)}")
+
+        cut = self._cut(entry.resource, entry.replicated.replicas)
+        left = True
+        for gpus in selection.devices(entry.replicated.devices, origin):
+            selected = selection.both(within, gpus)
+            if selected != {}:
+                self.draft.pool(_last(entry.resource), selected, [cut], entry.origin)
+            left = left and selected != within
+        return left
+
+    def _cut(self, resource: str, replicas: int) -> Data:
+        way = self.file.sharing and (
+            self.file.sharing.mps if self.by_mps else self.file.sharing.time_slicing
+        )
+        refuse = bool(way and way.fail_requests_greater_than_one)
+        if self.by_mps:
+            return cuts.mps(resource, replicas, policy=self.settings.policy)
+        return cuts.timeslice(
+            resource, replicas, refuse_several=refuse, policy=self.settings.policy
+        )
+
+    def _unshared(self, name: str) -> Data:
+        """Offer GPUs as they are; where sharing has taken the name, as GPUs of one replica."""
+        if name in {entry.resource for entry in self.entries}:
+            return self._cut(name, 1)
+        return cuts.whole(name)
+
+    # --- MIG --------------------------------------------------------------------------------------
+
+    def _single(self) -> None:
+        """Offer all instances by one name: all GPUs have to be laid out, and all alike."""
+        names = self._mig_names()
+        resource = _full(names[0].name) if names else _GPU
+        profiles = {profile for entry in self.wanted for profile in entry.instances}
+
+        for entry in self.wanted:
+            if not entry.instances or len(profiles) > 1:
+                many = (
+                    f"has {', '.join(sorted(profiles))}" if entry.instances else "has GPUs without"
+                )
+                problem = (
+                    f"the strategy single wants instances of one profile on all GPUs, and this "
+                    f"layout {many}; choose mixed, or another layout"
+                )
+                raise entry.origin.document.error(entry.origin.path, problem)
+            cut = cuts.mig_layout(entry.instances, resource)
+            self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
+
+        if not any(entry.gpus is None for entry in self.wanted):
+            text = "GPUs that this layout does not name are offered to nobody under single"
+            self.draft.note(self.wanted[-1].origin, text)
+
+    def _mig_names(self) -> tuple[Named, ...]:
+        return self.file.resources.mig if self.file.resources else ()
+
+    def _at(self, path: str) -> Origin:
+        return Origin(self.root.document, path)
+
+    def _flag(self, path: str, variable: str) -> Origin:
+        """Say where a flag was given: by a variable, which wins, or in the file."""
+        if self.environment.get(variable):
+            return Origin(Document("", "environment"), variable)
+        return self._at(path)
+
+
+def _full(name: str) -> str:
+    return name if "/" in name else f"{_PREFIX}{name}"
+
+
+def _last(resource: str) -> str:
+    return resource.rpartition("/")[2]
+
+
+def _named(instances: dict[str, int]) -> str:
+    """Name a pool as mig-parted's layouts are named: 2x2g.10gb-3x1g.5gb."""
+    return "-".join(f"{count}x{profile}" for profile, count in sorted(instances.items())[::-1])

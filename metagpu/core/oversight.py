@@ -1,0 +1,73 @@
+"""Who uses what, put together: the asking, the enforcing, the telling."""
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from metagpu.core.backend import Guard
+from metagpu.core.census import Census, Looks
+from metagpu.core.config import Config
+from metagpu.core.driver import Driver
+from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcer import Enforcer, Terms
+from metagpu.core.host import Host
+from metagpu.core.layout import Layout
+from metagpu.core.model import GpuId
+from metagpu.core.registry import Registry
+from metagpu.core.strangers import StrangerWatch
+from metagpu.core.usage import Told
+from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+
+
+def terms_in(config: Config, layout: Layout, gpu: GpuId) -> Enforcement:
+    """Give what the pool of a GPU says about its memory; one in no pool is nobody's matter."""
+    pools = {pool.name: pool.memory_enforcement for pool in config.envelope.pools}
+
+    for assignment in layout.assignments:
+        if assignment.gpu.id == gpu and assignment.pool in pools:
+            return pools[assignment.pool]
+    return Enforcement(policy=Policy.OFF)
+
+
+class Oversight:
+    """See the module; `guards` says what guards the containers of each backend, by its name."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        host: Host,
+        registry: Registry,
+        terms: Terms,
+        guards: Mapping[str, Guard],
+    ) -> None:
+        self._registry = registry
+        self._rules = Rules(terms, guards)
+        self._census = Census(driver, host, registry)
+        self._enforcer = Enforcer(self._census, host, registry, terms, guards)
+        self._looks = Looks(self._census)
+        self._strangers = StrangerWatch(self._census, host, registry)
+
+    @property
+    def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        """What has to run: memory enforced, strangers told of."""
+        return (self._enforcer.run, self._strangers.run)
+
+    def remember(self, told: Told) -> None:
+        """Take in what containers that are older than this daemon were told of their memory."""
+        self._census.told = told
+
+    async def report(self) -> dict[str, Any]:
+        """Look at all GPUs and say who uses what, and what was done about it so far."""
+        findings = await self._census.take()
+        snapshot = self._registry.snapshot
+
+        return {
+            "at": findings.at,
+            **usage_report(snapshot, findings, self._rules),
+            "enforcement": tally_report(self._enforcer.tally, snapshot),
+        }
+
+    async def report_to(self, pod: Pod) -> dict[str, Any]:
+        """Say to a pod what concerns it, by a look that others of the same second share."""
+        findings = await self._looks.latest()
+        told = pod_report(self._registry.snapshot, findings, self._rules, pod)
+        return {"at": findings.at, **told}

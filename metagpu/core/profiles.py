@@ -1,0 +1,71 @@
+"""Profiles: several configurations side by side, of which a node has one."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from metagpu.core.errors import ConfigError
+
+DEFAULT: Final = "default"
+"""The profile that a node has when nobody chose one: the name that NVIDIA's plugin looks for."""
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who chose which profile.
+
+    Attributes:
+        wanted: the node's own profile.
+        default: what a node without one has.
+        required: whether it is a mistake to want one where there are none.
+    """
+
+    wanted: str | None = None
+    default: str | None = None
+    required: bool = True
+
+
+def choose(
+    names: Iterable[str], choice: Choice, place: str, elsewhere: Collection[str] = ()
+) -> str:
+    """Choose one of the profiles of a place; a file's suffix need not be said.
+
+    The node's own comes first, then the default one, then `default`, then the only one.
+
+    Args:
+        names: files of a directory, or keys of a ConfigMap.
+        choice: who chose what.
+        place: where they are, for messages.
+        elsewhere: profiles that another place has, so that here they may be absent.
+
+    Raises:
+        ConfigError: if there is no such profile, or nothing chooses among several.
+    """
+    known = {name: name for name in sorted(names)}
+    known |= {_bare(name): name for name in known if _bare(name) not in known}
+    listed = ", ".join(sorted(set(known.values()))) or "none"
+
+    for name, option in ((choice.wanted, "--profile"), (choice.default, "--default-profile")):
+        if name is None or (name not in known and name in elsewhere):
+            continue
+        if name not in known:
+            problem = f"there is no profile {name!r} ({option}); there are: {listed}"
+            raise ConfigError(problem, file=place)
+        return known[name]
+
+    if DEFAULT in known:
+        return known[DEFAULT]
+    if len(set(known.values())) == 1:
+        return next(iter(known.values()))
+    problem = f"no profile is chosen; give --profile or --default-profile; there are: {listed}"
+    raise ConfigError(problem, file=place)
+
+
+def has(names: Iterable[str], name: str) -> bool:
+    """Tell whether a profile is among some names, with or without a suffix."""
+    return any(name in (known, _bare(known)) for known in names)
+
+
+def _bare(name: str) -> str:
+    return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name)

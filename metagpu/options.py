@@ -1,0 +1,125 @@
+"""Options that the environment may set as well, and those that say where the configuration is."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from metagpu.compat.contract import Circumstances
+from metagpu.core.errors import ConfigError
+from metagpu.core.profiles import Choice
+from metagpu.sources import Source
+
+CONFIG_HELP: Final = (
+    "a file, or a directory of profiles; also one of MetaGPU, NVIDIA's device plugin, mig-parted "
+    "or HAMi; may be given again where files belong together (default: 100 shares of every GPU)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """The default of an option: what a variable of the environment says, or else `otherwise`.
+
+    Attributes:
+        names: the variables, the first that is set and not empty counts.
+        otherwise: the value when none is.
+        convert: makes the value of the text.
+        allowed: the texts that may be said, any if empty.
+    """
+
+    names: tuple[str, ...]
+    otherwise: Any = None
+    convert: Callable[[str], Any] = str
+    allowed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.otherwise)
+
+    def value(self, environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - of any option
+        """Give the value.
+
+        Raises:
+            ConfigError: if the variable says what is not allowed.
+        """
+        for name in self.names:
+            if not (text := environment.get(name)):
+                continue
+            if self.allowed and text not in self.allowed:
+                problem = f"{text!r} is not known here; allowed: {', '.join(self.allowed)}"
+                raise ConfigError(problem, file="environment", path=name)
+            return self.convert(text)
+        return self.otherwise
+
+
+def settle(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> None:
+    """Put the environment's values where no option was given.
+
+    Raises:
+        ConfigError: if a variable says what is not allowed.
+    """
+    for name, value in list(vars(args).items()):
+        if isinstance(value, Variable):
+            setattr(args, name, value.value(os.environ if environment is None else environment))
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the configuration is."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action=_Several,
+        metavar="PATH",
+        default=Variable(("METAGPU_CONFIG", "CONFIG_FILE"), convert=_paths),
+        help=CONFIG_HELP,
+    )
+    add_choice(parser)
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose among profiles, MIG layouts and nodes."""
+    for option, variables, help_text in (
+        ("--profile", ("METAGPU_PROFILE",), "this node's profile, in a directory or a ConfigMap"),
+        (
+            "--default-profile",
+            ("METAGPU_DEFAULT_PROFILE", "DEFAULT_CONFIG"),
+            "the profile of nodes without one (default: default, or the only one)",
+        ),
+        (
+            "--mig-config",
+            ("METAGPU_MIG_CONFIG", "MIG_PARTED_SELECTED_CONFIG"),
+            "which of mig-parted's layouts this node has",
+        ),
+        ("--node-name", ("METAGPU_NODE_NAME", "NODE_NAME"), "this node's name in Kubernetes"),
+    ):
+        parser.add_argument(option, metavar="NAME", default=Variable(variables), help=help_text)
+
+
+def source_of(args: argparse.Namespace, paths: Sequence[Path] | None = None) -> Source:
+    """Give the source that settled arguments name; `paths` instead of `--config` if given."""
+    return Source(
+        tuple(paths if paths is not None else args.config or ()),
+        Choice(args.profile, args.default_profile),
+        Circumstances(args.node_name, args.mig_config, dict(os.environ)),
+    )
+
+
+class _Several(argparse.Action):
+    """Gathers what an option is given each time; argparse's own would add to the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - the shape of an Action
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,  # noqa: ARG002 - as above
+    ) -> None:
+        """Add one value."""
+        given = getattr(namespace, self.dest)
+        before = given if isinstance(given, list) else []
+        setattr(namespace, self.dest, [*before, values])
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(os.pathsep)]

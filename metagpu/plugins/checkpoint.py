@@ -1,0 +1,68 @@
+"""What containers that are older than this daemon were told of their memory.
+
+The kubelet keeps every answer to Allocate in its checkpoint, and replays it at each start of the
+container: whatever the configuration says today, a container was told what stands there. It is
+read once, at start, and never written.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from metagpu.core.injection import MEMORY
+from metagpu.core.model import MIB, GpuId
+from metagpu.core.usage import NOTHING_TOLD, Told
+from metagpu.plugins.pb import v1beta1
+
+FILE: Final = "kubelet_internal_checkpoint"
+
+log = structlog.get_logger()
+
+_ENTRY = {"pod_uid": "PodUID", "container": "ContainerName", "answer": "AllocResp"}
+
+
+class _Entry(msgspec.Struct, frozen=True, rename=_ENTRY):
+    """What one container holds of one resource; `answer` is a ContainerAllocateResponse."""
+
+    pod_uid: str
+    container: str
+    answer: bytes = b""
+
+
+class _Data(msgspec.Struct, frozen=True, rename={"entries": "PodDeviceEntries"}):
+    entries: tuple[_Entry, ...] | None = None
+
+
+class _Checkpoint(msgspec.Struct, frozen=True, rename={"data": "Data"}):
+    data: _Data
+
+
+def read_told(directory: Path) -> Told:
+    """Read how much memory of each GPU containers were told; blocks.
+
+    One that cannot be read is told of and passed over; on a new node there is none.
+    """
+    path = directory / FILE
+    told: defaultdict[tuple[str, str, GpuId], int] = defaultdict(int)
+
+    try:
+        entries = msgspec.json.decode(path.read_bytes(), type=_Checkpoint).data.entries or ()
+        for entry in entries:
+            envs = v1beta1.ContainerAllocateResponse.parse(entry.answer).envs
+            for part in filter(None, envs.get(MEMORY, "").split(",")):
+                gpu, _, mib = part.partition("=")
+                told[entry.pod_uid, entry.container, GpuId(gpu)] += int(mib) * MIB
+    except FileNotFoundError:
+        return NOTHING_TOLD
+    except Exception as error:  # noqa: BLE001 - protobuf fails in many ways, and all mean the same
+        log.warning(
+            "the kubelet's checkpoint cannot be read: containers that are older than this daemon "
+            "are held to shares of the present size",
+            file=str(path),
+            why=str(error) or type(error).__name__,
+        )
+        return NOTHING_TOLD
+    return dict(told)

@@ -1,0 +1,254 @@
+"""Where a configuration comes from: files, directories of profiles, ConfigMaps; in any format."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from metagpu.compat import formats, manifest
+from metagpu.compat.contract import Circumstances, Converted, Note
+from metagpu.core import config as configuration
+from metagpu.core import profiles
+from metagpu.core.backend import Backend
+from metagpu.core.config import Config
+from metagpu.core.document import Document
+from metagpu.core.errors import ConfigError
+from metagpu.core.layout import rehearse
+
+_LARGEST: Final = 16 * 1024 * 1024
+"""Bytes of a file; a ConfigMap has at most 1 MiB."""
+
+Backends = Mapping[str, type[Backend]]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One configuration file as it was read: a part of another file when it is in a ConfigMap.
+
+    Attributes:
+        file: what messages call it.
+        first_line: the line of `file` at which it begins.
+        profile: the name by which it was chosen, `None` where there was no choice.
+    """
+
+    file: str
+    text: str
+    first_line: int = 1
+    profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration that can be used, and where it comes from.
+
+    Attributes:
+        config: the configuration.
+        text: it, as `metagpu/v1`; what a foreign one was converted to.
+        formats: of each file.
+        profiles: the chosen ones.
+        notes: what of foreign files is not honoured.
+    """
+
+    config: Config
+    text: str
+    formats: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an operator says of where the configuration is. Reading blocks.
+
+    Attributes:
+        paths: files, and directories of profiles; none means the default configuration.
+        choice: which profile is wanted.
+        circumstances: what foreign formats need to know beside their files.
+    """
+
+    paths: tuple[Path, ...] = ()
+    choice: profiles.Choice = field(default_factory=profiles.Choice)
+    circumstances: Circumstances = field(default_factory=Circumstances)
+
+    def read(self) -> tuple[Text, ...]:
+        """Read the files, of profiles the chosen ones.
+
+        Raises:
+            ConfigError: if one cannot be read, or no profile can be chosen.
+        """
+        places = [_place(path) for path in self.paths]
+        several = [each for each in places if each.several]
+        if self.choice.wanted is not None and self.choice.required and not several:
+            problem = "it has no profiles; --profile chooses in a directory or a ConfigMap"
+            raise ConfigError(problem, file=places[0].path if places else "<default>")
+
+        somewhere = {
+            name
+            for name in (self.choice.wanted, self.choice.default)
+            if name is not None and any(profiles.has(each.texts, name) for each in several)
+        }
+        return tuple(each.chosen(self.choice, somewhere) for each in places)
+
+    def variants(self) -> Iterator[tuple[str, "Source"]]:
+        """Give this source once for each choice that it leaves open, with a name for it.
+
+        Open are profiles, the layouts of mig-parted and the nodes of HAMi where nothing chooses.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        choice = self.choice
+        names = [
+            name
+            for path in self.paths
+            if (place := _place(path)).several and len(place.texts) > 1
+            for name in place.texts
+        ]
+        if names and choice.wanted is None and choice.default is None:
+            for name in dict.fromkeys(names):
+                chosen = replace(self, choice=replace(choice, wanted=name))
+                for inner, source in chosen.variants():
+                    yield f"profile {name}{f', {inner}' if inner else ''}", source
+            return
+
+        documents = [Document(each.text, each.file, each.first_line) for each in self.read()]
+        cases = formats.open_cases(documents, self.circumstances)
+        for name, circumstances in cases:
+            yield name, replace(self, circumstances=circumstances)
+
+    def load(self, backends: Backends) -> Loaded:
+        """Read the files and understand them.
+
+        Raises:
+            ConfigError: as `read` and `understand`.
+        """
+        return self.understand(self.read(), backends)
+
+    def understand(self, texts: tuple[Text, ...], backends: Backends) -> Loaded:
+        """Make a configuration of what was read, foreign formats by conversion.
+
+        Raises:
+            ConfigError: naming file, line and path, what is wrong and what is allowed.
+        """
+        if not texts:
+            default = Document(configuration.DEFAULT, "<default>")
+            return Loaded(_ours(default, backends), configuration.DEFAULT)
+
+        recognised = _recognised(texts)
+        names = tuple(each.profile for each in texts if each.profile is not None)
+        forms = tuple(map(str, recognised.formats))
+
+        if not recognised.foreign:
+            config = _ours(recognised.documents[0], backends)
+            return Loaded(config, texts[0].text, forms, names)
+
+        converted = formats.convert(recognised, self.circumstances)
+        text = written(converted.data)
+        file = ", ".join(each.file for each in texts)
+        config = _theirs(converted, Document(text, file), backends)
+        return Loaded(config, text, forms, names, converted.notes)
+
+    def converted(self, texts: tuple[Text, ...]) -> tuple[str, tuple[Note, ...]]:
+        """Say what was read as `metagpu/v1`, whatever is installed; and what is not honoured.
+
+        Raises:
+            ConfigError: as `understand`, but for what backends say.
+        """
+        recognised = _recognised(texts)
+        if not recognised.foreign:
+            return texts[0].text, ()
+        converted = formats.convert(recognised, self.circumstances)
+        return written(converted.data), converted.notes
+
+
+def _recognised(texts: tuple[Text, ...]) -> formats.Recognised:
+    return formats.together([Document(each.text, each.file, each.first_line) for each in texts])
+
+
+def written(data: Mapping[str, Any]) -> str:
+    """Write a configuration as YAML."""
+    text: str = yaml.safe_dump(dict(data), sort_keys=False, width=100)
+    return text
+
+
+def _ours(document: Document, backends: Backends) -> Config:
+    config = Config(document, backends)
+    rehearse(config)
+    return config
+
+
+def _theirs(converted: Converted, document: Document, backends: Backends) -> Config:
+    if (missing := converted.missing(backends)) is not None:
+        raise missing
+    try:
+        return _ours(document, backends)
+    except ConfigError as error:
+        raise converted.retold(error) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What one path has: one text, or several by the names of profiles; each read when chosen."""
+
+    path: str
+    texts: Mapping[str, Callable[[], Text]]
+    several: bool
+
+    def chosen(self, choice: profiles.Choice, elsewhere: Collection[str]) -> Text:
+        if not self.several:
+            return next(iter(self.texts.values()))()
+        return self.texts[profiles.choose(self.texts, choice, self.path, elsewhere)]()
+
+
+def _place(path: Path) -> _Place:
+    """Look what a path has; of a directory what a person sees: no names with a dot before."""
+    if path.is_dir():
+        files = {each.name: each for each in _listed(path) if not each.name.startswith(".")}
+        return _Place(
+            str(path),
+            {name: partial(_profile, file, name) for name, file in files.items()},
+            several=True,
+        )
+
+    text = Text(str(path), _read(path))
+    document = Document(text.text, text.file)
+    if not manifest.is_manifest(document):
+        return _Place(str(path), {"": lambda: text}, several=False)
+    parts = manifest.texts(document)
+    return _Place(
+        str(path),
+        {name: partial(Text, str(path), part, line, name) for name, (part, line) in parts.items()},
+        several=True,
+    )
+
+
+def _profile(file: Path, name: str) -> Text:
+    return Text(str(file), _read(file), 1, name)
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return sorted(each for each in directory.iterdir() if each.is_file())
+    except OSError as error:
+        raise _unreadable(directory, error) from error
+
+
+def _read(file: Path) -> str:
+    try:
+        # Opened once: between a look at the size and the reading another file may have come.
+        with file.open("rb") as opened:
+            raw = opened.read(_LARGEST + 1)
+        if len(raw) > _LARGEST:
+            raise ConfigError("cannot be read: larger than 16 MiB", file=os.fspath(file))
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> ConfigError:
+    problem = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+    return ConfigError(f"cannot be read: {problem}", file=os.fspath(path))

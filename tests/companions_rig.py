@@ -1,0 +1,92 @@
+"""An MPS control daemon's stand-in for tests: real processes, gone when the test ends."""
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from metagpu.backends.mps_control import Control, Folders, control_daemon
+from metagpu.core.companions import Companion, Process
+from metagpu.core.errors import ToolError
+from metagpu.core.model import GpuId
+from metagpu.host import running
+from metagpu.sim.tools import simulated_companions
+from tests.waiting import until
+
+COMPANIONS = simulated_companions()
+
+
+@dataclass
+class StandIn:
+    """Where one GPU's control daemon stands, and ways to disturb it."""
+
+    folders: Folders
+    gpu: GpuId
+    daemon: Companion = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.daemon = control_daemon(self.gpu, self.folders)
+
+    @property
+    def control(self) -> Control:
+        """Ways to ask it, as the backend has them."""
+        return Control(COMPANIONS, self.daemon, deadline=1.0)
+
+    async def process(self) -> Process | None:
+        """Give the process that wrote down its number last, if it still runs."""
+        pid = await to_thread.run_sync(self.folders.pid)
+        found = None if pid is None else await to_thread.run_sync(running.read, pid)
+        return found.process if found else None
+
+    def steer(self, how: str) -> None:
+        """Let it misbehave, or behave again (an empty word)."""
+        (self.folders.pipes / "steer").write_text(how)
+
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """Be a client while the block lasts, as a CUDA process is."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.folders.pipes / "control"))
+            yield
+
+    async def answers(self) -> None:
+        """Wait for its first answer."""
+
+        async def is_so() -> bool:
+            with suppress(ToolError):
+                await self.control.probe()
+                return True
+            return False
+
+        await until(is_so)
+
+    async def gone(self) -> None:
+        """End it, by force, if it still runs."""
+        process = await self.process()
+        if process is not None:
+            await COMPANIONS.kill(process)
+
+
+@asynccontextmanager
+async def stand_in(folder: Path, gpu: str = "GPU-0") -> AsyncIterator[StandIn]:
+    """Give a place for a control daemon; whatever was started there is gone at the end."""
+    made = StandIn(Folders(folder / "mps" / gpu), GpuId(gpu))
+    await to_thread.run_sync(made.folders.make)
+    try:
+        yield made
+    finally:
+        with anyio.CancelScope(shield=True):
+            await made.gone()
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[StandIn]:
+    """Have a control daemon that answers."""
+    async with stand_in(folder) as it:
+        await COMPANIONS.start(it.daemon)
+        await it.answers()
+        yield it

@@ -1,0 +1,182 @@
+"""MPS from the configuration to the pod, with real processes that stand in for NVIDIA's."""
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.app import Agent
+from metagpu.backends.mps_control import Folders
+from metagpu.core import report
+from metagpu.core.driver import ComputeMode
+from metagpu.core.model import GpuId
+from metagpu.nvml import Nvml
+from metagpu.plugins import podresources
+from metagpu.sim.kubelet import AdmissionError, Pod
+from metagpu.sim.library import Library
+from metagpu.sim.spec import simulated
+from metagpu.sources import Source
+from tests.agent_rig import Scene, agent_at_work
+from tests.companions_rig import COMPANIONS, StandIn
+from tests.test_daemon import Daemon, command_line, daemon
+from tests.waiting import until
+
+MPS, WHOLE = "nvidia.com/gpu.mps", "nvidia.com/gpu"
+MIXED = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: all
+    backends: [{backend: mps}, {backend: whole}]
+"""
+
+
+def control_of(it: Scene | Daemon, gpu: str) -> StandIn:
+    """Give the control daemon of a GPU."""
+    folder = it.config_file.parent if isinstance(it, Scene) else it.folder
+    return StandIn(Folders(folder / "mps" / gpu), GpuId(gpu))
+
+
+@asynccontextmanager
+async def mixed(folder: Path, boards: str = "a100-40gb:1") -> AsyncIterator[Scene]:
+    """Offer GPUs by MPS and whole; no control daemon is left when the block ends."""
+    async with agent_at_work(folder, boards, MIXED) as it:
+        count = len(it.node.gpus)
+        try:
+            await it.until(100 * count, 100 * count, MPS)
+            yield it
+        finally:
+            with anyio.CancelScope(shield=True):
+                for gpu in it.node.gpus:
+                    await control_of(it, gpu.id).gone()
+
+
+async def test_unequal_parts_of_one_gpu(tmp_path: Path) -> None:
+    """Two pods have 30 and 50 % of a GPU's threads and of what is usable of its memory."""
+    async with mixed(tmp_path) as it:
+        small = (await it.kubelet.admit(Pod.single("small", {MPS: 30})))["main"]
+        large = (await it.kubelet.admit(Pod.single("large", {MPS: 50})))["main"]
+
+    gpu = it.node.gpus[0].id
+    assert small.envs["NVIDIA_VISIBLE_DEVICES"] == large.envs["NVIDIA_VISIBLE_DEVICES"] == gpu
+    assert small.envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
+    assert large.envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+    assert small.envs["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=12082M"
+    assert large.envs["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=20138M"
+    assert small.envs["CUDA_MPS_PIPE_DIRECTORY"] == f"{tmp_path}/mps/{gpu}/pipe"
+    mounts = {mount.container_path: mount.host_path for mount in small.mounts}
+    assert mounts == {
+        f"{tmp_path}/mps/{gpu}/pipe": f"{tmp_path}/mps/{gpu}/pipe",
+        "/dev/shm": f"{tmp_path}/mps/{gpu}/shm",  # noqa: S108 - MPS's own place
+    }
+
+
+async def test_a_request_lands_on_one_gpu_or_is_refused(tmp_path: Path) -> None:
+    """A pod has units of one GPU; what is larger than a GPU is told to ask for whole ones."""
+    async with mixed(tmp_path, "a100-40gb:2") as it:
+        await it.kubelet.admit(Pod.single("one", {MPS: 60}))
+        two = (await it.kubelet.admit(Pod.single("two", {MPS: 60})))["main"]
+        assert "," not in two.envs["NVIDIA_VISIBLE_DEVICES"]
+
+        with pytest.raises(AdmissionError, match="MPS serves a container on one GPU") as caught:
+            await it.kubelet.admit(Pod.single("three", {MPS: 70}))
+        assert "free now: GPU 0: 40, GPU 1: 40. Ask for less" in caught.value.message
+
+
+async def test_claimed_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle GPU is MPS's with the first pod, and can be had whole when the last one's gone."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.1)
+    async with mixed(tmp_path) as it:
+        await it.until(1, 1, WHOLE)
+        pod = Pod.single("mps", {MPS: 1})
+        await it.kubelet.admit(pod)
+        await it.until(1, 0, WHOLE)
+
+        async def exclusive() -> bool:
+            return it.node.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+
+        await until(exclusive)
+        await it.told()
+
+        await it.kubelet.delete(pod)
+        await it.until(1, 1, WHOLE)
+        assert it.node.gpus[0].compute_mode == ComputeMode.DEFAULT
+        whole = (await it.kubelet.admit(Pod.single("whole", {WHOLE: 1})))["main"]
+        await it.until(100, 0, MPS)
+
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in whole.envs
+
+
+async def test_what_would_be_offered_is_explained_as_ready(tmp_path: Path) -> None:
+    """`explain` starts no control daemon, and counts what one would serve."""
+    file = tmp_path / "metagpu.yaml"
+    await anyio.Path(file).write_text(MIXED)
+    agent = Agent(Source((file,)), Nvml(Library(simulated("a100-40gb:1"))))
+    await agent.look()
+
+    told = report.explanation(agent.registry.snapshot, agent.layout)["resources"]
+    assert told[MPS] == {"capacity": 100, "allocatable": 100}
+    assert told[WHOLE] == {"capacity": 1, "allocatable": 1}
+
+
+async def test_a_daemon_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None:
+    """After SIGKILL the next daemon adopts the control daemons; clients feel nothing of it."""
+    async with daemon(tmp_path, MIXED) as it:
+        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
+        options = (await it.kubelet.admit(Pod.single("pod", {MPS: 10})))["main"]
+        control = control_of(it, options.envs["NVIDIA_VISIBLE_DEVICES"])
+        process = await control.process()
+        others = [control_of(it, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
+        try:
+            with closing(socket.socket(socket.AF_UNIX)) as client:
+                client.connect(f"{options.envs['CUDA_MPS_PIPE_DIRECTORY']}/control")
+                it.process.kill()
+                await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 0)
+
+                async with await anyio.open_process(command_line(tmp_path)) as again:
+                    await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
+                    assert await control.process() == process
+                    assert len(await control.control.servers()) == 1
+                    again.terminate()
+                    assert await again.wait() == 0
+
+                assert await control.process() == process
+                assert await ends([other for other in others if other.gpu != control.gpu])
+        finally:
+            for other in others:
+                await other.gone()
+
+
+async def test_a_daemon_that_stops_leaves_nothing_idle(tmp_path: Path) -> None:
+    """SIGTERM quits the control daemons that have no clients."""
+    async with daemon(tmp_path, MIXED) as it:
+        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
+        controls = [control_of(it, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
+        processes = [await control.process() for control in controls]
+
+        assert await it.stop() == 0
+        assert None not in processes
+        assert await ends(controls)
+
+
+async def ends(controls: list[StandIn]) -> bool:
+    """Wait until no control daemon of these runs."""
+
+    async def is_so() -> bool:
+        found = [await control.process() for control in controls]
+        return not any(found)
+
+    await until(is_so)
+    return True
+
+
+def test_the_stand_in_is_what_a_simulated_node_runs() -> None:
+    """Under --simulate no program of the host's driver is started."""
+    command = COMPANIONS.tools.instead["nvidia-cuda-mps-control"]
+
+    assert Path(command[-1]).name == "mps_control.py"
+    assert not COMPANIONS.mounts
