@@ -14,6 +14,7 @@ from anyio.abc import Process
 
 from metagpu.sim.kubelet import SimKubelet
 from tests.agent_rig import METAGPU, QUICK
+from tests.mgctl_rig import assert_built
 
 
 @dataclass
@@ -244,3 +245,28 @@ async def test_a_plan_is_asked_of_the_daemon(tmp_path: Path) -> None:
             f"metagpu: {tmp_path}/none.yaml: cannot be read: No such file or directory\n",
         )
         assert it.kubelet.lists[METAGPU] == 1
+
+
+async def test_mgctl_in_containers_outlives_the_daemon(tmp_path: Path) -> None:
+    """After SIGKILL the program stays where containers see it; the next daemon answers it."""
+    assert_built()
+    program, refused = tmp_path / "pod" / "mgctl", "answers containers of pods alone"
+    env = {"METAGPU_SOCKET": str(tmp_path / "pod" / "mgctl.sock")}
+
+    async def said() -> str:
+        done = await anyio.run_process([program, "get", "pods"], env=env, check=False)
+        return done.stderr.decode()
+
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        assert refused in await said()
+        it.process.kill()
+        await it.process.wait()
+        assert "Connection refused" in await said()
+
+        async with await anyio.open_process(command_line(tmp_path)) as again:
+            await it.until(20)
+            assert refused in await said()
+            again.terminate()
+            await again.wait()
+        assert "there is no " in await said()
