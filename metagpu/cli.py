@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -83,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     from metagpu.app import Places
 
     _log(args.log_level, args.log_format)
-    pods = args.pod_dir or _pod_dir(args.run_dir)
+    pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
     places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods)
     args.agent = _agent(source_of(args), args.simulate, places)
     anyio.run(args.agent.run)
@@ -187,13 +186,6 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 
 
 # --- shared ---------------------------------------------------------------------------------------
-
-
-def _pod_dir(run_dir: Path) -> Path:
-    """Give the usual folder; a daemon with a run directory of its own has it there."""
-    if run_dir == control.DEFAULT_RUN_DIR:
-        return pod_folder.DEFAULT_POD_DIR
-    return run_dir / "pod"
 
 
 def _agent(source: Source, simulate: str | None, places: "Places | None" = None) -> "Agent":

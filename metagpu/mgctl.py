@@ -4,18 +4,23 @@ Every answer comes from the daemon; here it is asked, and drawn or printed.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import sleep
 from typing import Final
 
 from metagpu import __version__
+from metagpu.core import doctor
 from metagpu.core.errors import MetagpuError
-from metagpu.plugins import control
-from metagpu.sheets import AFRESH, PLAIN, Terminal
+from metagpu.host.survey import Where, survey
+from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.plugins.pod_folder import usual_folder
+from metagpu.sheets import AFRESH, PLAIN, Cell, Terminal, drawn
 from metagpu.usage_tables import Answer
 from metagpu.usage_text import FORMATS, KINDS, Top, written
 
@@ -68,6 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", help="how busy and how full the GPUs are, live")
     top.set_defaults(do=_top)
     _add_run_dir(top)
+
+    examine = commands.add_parser(
+        "doctor", help="what of this node keeps metagpu from working, and how to mend it"
+    )
+    examine.set_defaults(do=_doctor)
+    examine.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    _add_run_dir(examine)
+    examine.add_argument("--pod-dir", type=Path, help="as given to `metagpu run`")
+    examine.add_argument(
+        "--kubelet-dir", type=Path, default=kubelet_directory.DEFAULT_DIRECTORY, help="likewise"
+    )
+    examine.add_argument(
+        "--pod-resources", type=Path, default=podresources.DEFAULT_SOCKET, help="likewise"
+    )
+    examine.add_argument(
+        "--root", type=Path, default=Path("/"), help="where the host's root stands, as seen here"
+    )
 
     version = commands.add_parser("version", help="the versions of mgctl and of the daemon")
     version.set_defaults(do=_version)
@@ -124,6 +146,34 @@ def _version(args: argparse.Namespace) -> int:
     except MetagpuError as error:
         print(f"mgctl: {error}", file=sys.stderr)  # noqa: T201
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Examine this node; status 1 if anything is bad."""
+    status, no_status = None, ""
+    try:
+        status = control.ask(args.run_dir, {"command": "status"})
+    except MetagpuError as error:
+        no_status = str(error)
+
+    pods = args.pod_dir or usual_folder(args.run_dir)
+    where = Where(args.root, args.kubelet_dir, args.pod_resources, pods)
+    found = doctor.examine(survey(where, status, no_status))
+    if args.output == "json":
+        _say(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")
+    else:
+        _say("".join(drawn([line], _terminal()) for line in _diagnoses(found)))
+    return int(any(diagnosis.verdict is doctor.Verdict.BAD for diagnosis in found))
+
+
+def _diagnoses(found: Sequence[doctor.Diagnosis]) -> Sequence[Cell]:
+    styles = {"good": "green", "note": "yellow", "bad": "bold red"}
+    lines = []
+    for it in found:
+        lines.append(Cell(f"{it.code}  {it.verdict:4}  {it.finding}", styles[it.verdict]))
+        if it.mend:
+            lines.append(Cell(f"             {it.mend}"))
+    return lines
 
 
 def _usage(args: argparse.Namespace) -> Answer:

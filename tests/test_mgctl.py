@@ -14,6 +14,7 @@ from anyio import to_thread
 
 from metagpu import __version__, mgctl
 from metagpu.core.census import Findings
+from metagpu.core.doctor import CHECKS
 from metagpu.core.model import Snapshot
 from metagpu.core.usage_report import usage_report
 from metagpu.plugins.control import controlled
@@ -363,3 +364,36 @@ def test_an_empty_node_is_drawn() -> None:
     for kind in KINDS:
         assert len(written(empty, kind, "table", PLAIN).splitlines()) >= 2
     assert "POD (CONTAINER)" in Top().screen(empty, PLAIN)
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def examined(folder: Path, *more: str) -> int:
+    """Examine a node that has nothing."""
+    places = ("root", "run-dir", "kubelet-dir", "pod-resources")
+    return mgctl.main(["doctor", *(f"--{place}={folder}" for place in places), *more])
+
+
+def test_the_doctor_names_code_verdict_and_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each check, its mend below it; what is bad is status 1."""
+    assert examined(tmp_path) == 1
+
+    out = capsys.readouterr().out
+    assert "MG201  bad   NVIDIA's kernel module is not loaded\n             install the" in out
+    assert "MG303  good  no other plugin for GPUs\n" in out
+    assert (
+        f"MG401  bad   the daemon does not answer\n             no daemon answers on {tmp_path}"
+        in out
+    )
+
+
+def test_the_doctor_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For programs: the same, as a list."""
+    assert examined(tmp_path, "-o", "json") == 1
+
+    told = json.loads(capsys.readouterr().out)
+    assert [each["code"] for each in told] == list(CHECKS)
+    assert told[0].keys() == {"code", "verdict", "finding", "mend"}

@@ -6,6 +6,7 @@
 - `peer`: a connection -> the process that opened it
 - `logs`: a container's id -> the names of its pod and itself
 - `running`: processes that we keep, for `companions`
+- `survey`: all that can be seen of a node, for the doctor
 - `linux`: `core.host.Host` on all of them, in worker threads
 """
 

@@ -43,7 +43,7 @@ class LinuxHost:
     ) -> None:
         self._proc = proc
         self._logs = logs
-        self._sees_all: bool | None = True if own_pids else None
+        self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
         # Whoever calls too often waits for other callers, and nobody else waits for them.
         self._callers = CapacityLimiter(_CALLERS)
@@ -99,12 +99,7 @@ class LinuxHost:
         return hints
 
     def _sees_host(self) -> bool:
-        if self._sees_all is None:
-            try:
-                namespace = (self._proc / "self/ns/pid").stat().st_ino
-            except OSError:
-                return False
-            self._sees_all = namespace == _HOST_NAMESPACE
+        self._sees_all = self._sees_all or sees_host(self._proc)
         return self._sees_all
 
     def _identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
@@ -150,6 +145,14 @@ class LinuxHost:
         finally:
             os.close(process)
         return True
+
+
+def sees_host(proc: Path) -> bool:
+    """Say whether we see the pids that the host does; blocks."""
+    try:
+        return (proc / "self/ns/pid").stat().st_ino == _HOST_NAMESPACE
+    except OSError:
+        return False
 
 
 def _refused(who: Identity, number: Signals, error: OSError) -> HostError:

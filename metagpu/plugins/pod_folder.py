@@ -14,6 +14,7 @@ from typing import Final
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.injection import CLIENT_NAME
+from metagpu.plugins.control import DEFAULT_RUN_DIR
 from metagpu.plugins.serving import identity_of
 
 DEFAULT_POD_DIR: Final = Path("/var/lib/metagpu/pod")
@@ -21,6 +22,11 @@ SOCKET_NAME: Final = "mgctl.sock"
 PROGRAMS: Final = Path(__file__).parents[1] / "programs"
 
 _BACKLOG: Final = 128
+
+
+def usual_folder(run_dir: Path) -> Path:
+    """Say where the folder is; a daemon with a run directory of its own has it there."""
+    return DEFAULT_POD_DIR if run_dir == DEFAULT_RUN_DIR else run_dir / "pod"
 
 
 def furnish(folder: Path, programs: Path = PROGRAMS) -> None:
