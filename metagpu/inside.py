@@ -17,7 +17,7 @@ from metagpu.plugins import pod_folder
 from metagpu.plugins.frames import Request
 from metagpu.plugins.pod_socket import Conversation, PodSocket, Refused
 from metagpu.pod_words import HELP, Command, Misuse, understood
-from metagpu.sheets import AFRESH, PLAIN, Terminal
+from metagpu.sheets import PLAIN, Terminal, afresh
 from metagpu.usage_tables import Answer
 from metagpu.usage_text import Top, written
 
@@ -111,7 +111,7 @@ class Inside:
                 await to.out(text)
                 return
             drawn = live and command.form in {"table", "wide"}
-            await to.out(AFRESH + text if drawn else text)
+            await to.out(afresh(text, terminal) if drawn else text)
             await anyio.sleep(PERIOD)
 
     async def _answer(self, pod: Pod) -> Answer:
@@ -134,4 +134,6 @@ class Inside:
 
 
 def _terminal(request: Request) -> Terminal:
-    return Terminal(request.columns or None, colours=True) if request.tty else PLAIN
+    if not request.tty:
+        return PLAIN
+    return Terminal(request.columns or None, request.rows or None, colours=True)

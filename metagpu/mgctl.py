@@ -20,7 +20,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.host.survey import Where, survey
 from metagpu.plugins import control, kubelet_directory, podresources
 from metagpu.plugins.pod_folder import usual_folder
-from metagpu.sheets import AFRESH, PLAIN, Cell, Terminal, drawn
+from metagpu.sheets import PLAIN, Cell, Terminal, afresh, drawn
 from metagpu.usage_tables import Answer
 from metagpu.usage_text import FORMATS, KINDS, Top, written
 
@@ -189,7 +189,7 @@ def _terminal() -> Terminal:
     if not sys.stdout.isatty():
         return PLAIN
     size = shutil.get_terminal_size()
-    return Terminal(size.columns, colours="NO_COLOR" not in os.environ)
+    return Terminal(size.columns, size.lines, colours="NO_COLOR" not in os.environ)
 
 
 def _live(draw: Callable[[Terminal], str]) -> int:
@@ -201,7 +201,7 @@ def _live(draw: Callable[[Terminal], str]) -> int:
 
     _say(ENTER)
     try:
-        return _again(lambda: _say(AFRESH + draw(_terminal())))
+        return _again(lambda: _say(afresh(draw(screen := _terminal()), screen)))
     finally:
         _say(LEAVE)
 

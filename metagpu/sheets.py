@@ -17,10 +17,12 @@ class Terminal:
 
     Attributes:
         columns: letters in a line; `None` where lines may be as long as they like.
+        rows: lines that can be seen at once; `None` where that is no matter.
         colours: it shows colours.
     """
 
     columns: int | None = None
+    rows: int | None = None
     colours: bool = False
 
 
@@ -63,6 +65,14 @@ def drawn(parts: Iterable[Sheet | Cell], terminal: Terminal) -> str:
         else f"{_styled(printable(part.text), part.style, terminal)}\n"
         for part in parts
     )
+
+
+def afresh(text: str, terminal: Terminal) -> str:
+    """Write a text in place of what is on the screen; what has no room there is left out."""
+    lines = text.splitlines(keepends=True)
+    if terminal.rows and len(lines) >= terminal.rows:
+        lines = [*lines[: max(1, terminal.rows - 2)], "…\n"]
+    return AFRESH + "".join(lines)
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,9 @@ Only what makes a process one of a container, its cgroup, is a folder of the tes
 """
 
 import json
+import os
+import pty
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from anyio.abc import Process
 
 from metagpu import __version__
 from metagpu.core.model import MIB, Holder
+from metagpu.sheets import AFRESH
 from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod
 from metagpu.sim.node import SimProcess
@@ -281,3 +285,30 @@ async def test_a_folder_that_cannot_be_made_costs_only_mgctl(tmp_path: Path) -> 
         options = await scene.kubelet.admit(Pod.single("dora", {METAGPU: 1}))
 
     assert options["main"].mounts == ()
+
+
+# --- at a terminal --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("top",), ("get", "pods", "-w")])
+async def test_at_a_terminal_it_is_drawn_again_and_again(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """At a terminal, `top` and `-w` draw in place, in colours, until the program ends."""
+    async with node(tmp_path) as it:
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (40, 120))
+        os.set_blocking(ours, False)
+        line = " ".join(arguments)
+        async with it.started(ALICE, "sh", "-c", f"exec {PROGRAM} {line} > {os.ttyname(theirs)}"):
+            seen = b""
+            with anyio.fail_after(10):
+                while seen.count(AFRESH.encode()) < 2:
+                    await anyio.wait_readable(ours)
+                    seen += os.read(ours, 65536)
+        for file in (ours, theirs):
+            os.close(file)
+
+    assert b"alice" in seen
+    assert b"bob" not in seen
+    assert b"\x1b[1m" in seen

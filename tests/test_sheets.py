@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.sheets import PLAIN, Cell, Sheet, Terminal, drawn, printable
+from metagpu.sheets import AFRESH, PLAIN, Cell, Sheet, Terminal, afresh, drawn, printable
 
 
 def sheet(*rows: tuple[str | Cell, ...]) -> Sheet:
@@ -38,6 +38,15 @@ def test_a_narrow_terminal_cuts_what_may_be_cut(columns: int) -> None:
     assert len(row) == columns
     assert row.startswith(" 4242   x")
     assert row.endswith("x…")
+
+
+def test_a_screen_shows_what_it_has_room_for() -> None:
+    """What is longer than the screen is cut at its end: nothing scrolls away from the top."""
+    text = "".join(f"{n}\n" for n in range(10))
+
+    assert afresh(text, Terminal(80, 11)) == AFRESH + text
+    assert afresh(text, Terminal(80, 6)) == f"{AFRESH}0\n1\n2\n3\n…\n"
+    assert afresh(text, Terminal(80)) == AFRESH + text
 
 
 def test_colours_are_a_terminals() -> None:
