@@ -1,13 +1,13 @@
 """What `mgctl` says inside a container: of its own pod, and of nobody else."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import anyio
 import structlog
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from metagpu import __version__
 from metagpu.core.errors import MetagpuError
@@ -19,7 +19,7 @@ from metagpu.plugins.pod_socket import Conversation, PodSocket, Refused
 from metagpu.pod_words import HELP, Command, Misuse, understood
 from metagpu.sheets import PLAIN, Terminal, afresh
 from metagpu.usage_tables import Answer
-from metagpu.usage_text import Top, written
+from metagpu.usage_text import TABLES, Top, written
 
 PERIOD: Final = 1.0
 """Seconds between two looks of `-w` and `top`."""
@@ -45,6 +45,7 @@ class Inside:
     report: Callable[[Pod], Awaitable[Answer]]
     wanted: Callable[[], bool]
     _furnished: bool | None = None
+    _drawing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
 
     async def folder(self) -> Path | None:
         """Give the folder that can be mounted, made when first asked for; `None` if it cannot be.
@@ -96,22 +97,22 @@ class Inside:
 
     async def _show(self, pod: Pod, command: Command, terminal: Terminal, to: Conversation) -> None:
         """Say once, or again and again until who asked has gone."""
-        top = Top()
-        live = terminal is not PLAIN
-        follow = command.watch and (live or command.form in {"json", "yaml"})
+        form, top = command.form, Top()
+        drawn = terminal is not PLAIN and form in TABLES
+        follow = drawn if command.name == "top" else command.watch and (drawn or form not in TABLES)
+
+        def write(answer: Answer) -> str:
+            if command.name == "top":
+                return top.screen(answer, terminal)
+            return written(answer, command.kind, form, terminal, compact=follow)
 
         while True:
             answer = await self._answer(pod)
-            if command.name == "top":
-                text = top.screen(answer, terminal)
-            else:
-                text = written(answer, command.kind, command.form, terminal, compact=follow)
-
-            if not follow and not (command.name == "top" and live):
-                await to.out(text)
+            # In a thread: a pod with very many processes must not keep the kubelet waiting.
+            text = await to_thread.run_sync(write, answer, limiter=self._drawing)
+            await to.out(afresh(text, terminal) if follow and drawn else text)
+            if not follow:
                 return
-            drawn = live and command.form in {"table", "wide"}
-            await to.out(afresh(text, terminal) if drawn else text)
             await anyio.sleep(PERIOD)
 
     async def _answer(self, pod: Pod) -> Answer:

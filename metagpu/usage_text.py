@@ -8,7 +8,8 @@ from metagpu import usage_tables
 from metagpu.sheets import Terminal, drawn
 from metagpu.usage_tables import Answer
 
-FORMATS: Final = ("table", "wide", "json", "yaml")
+TABLES: Final = ("table", "wide")
+FORMATS: Final = (*TABLES, "json", "yaml")
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "devices": ("device", "d"),
     "processes": ("process", "p"),

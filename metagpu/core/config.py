@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from posixpath import normpath
 from typing import Any, Final, Literal
 
 import msgspec
 
 from metagpu.core.backend import Backend, Options
+from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
-from metagpu.core.injection import POD_FOLDER, DeviceListStrategy, Injection
+from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import Gpu, ResourceName, bus_id
 from metagpu.core.names import name_refusal
 from metagpu.core.units import Bytes, Duration, PciDevice
@@ -151,37 +151,6 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""
         return None if self.gpus == "all" else self.gpus.refusal(gpu)
-
-
-class Mgctl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Whether containers with shares have `mgctl`.
-
-    Attributes:
-        in_pods: mount it, and answer it.
-        path: where containers see it beside its own folder; `None` for nowhere.
-    """
-
-    in_pods: bool = True
-    path: str | None = "/usr/local/bin/mgctl"
-
-    def __post_init__(self) -> None:
-        if self.path is not None and not _is_place(self.path):
-            raise ValueError(
-                f"path {self.path!r} is no place for a program; write one like "
-                "/usr/local/bin/mgctl, or null"
-            )
-
-
-def _is_place(path: str) -> bool:
-    """Say whether every container runtime takes this path for what it is."""
-    return (
-        path.startswith("/")
-        and not path.startswith("//")
-        and path not in {"/", POD_FOLDER}
-        and normpath(path) == path
-        and path.isprintable()
-        and ":" not in path
-    )
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

@@ -47,7 +47,8 @@ def furnish(folder: Path, programs: Path = PROGRAMS) -> None:
         ) from error
 
     try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o755)  # for users of any number, whatever our own files are like
         if place.is_dir():
             # A container runtime makes a folder of what it shall mount and does not find.
             place.rmdir()

@@ -334,7 +334,9 @@ def test_the_program_is_put_there_and_kept_new(tmp_path: Path) -> None:
     program = programs / f"mgctl-{os.uname().machine}"
 
     program.write_bytes(b"one")
+    folder.mkdir(parents=True, mode=0o700)
     furnish(folder, programs)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     first = (folder / "mgctl").stat()
     furnish(folder, programs)
     assert (folder / "mgctl").stat().st_ino == first.st_ino
