@@ -121,7 +121,7 @@ def top_screen(answer: Answer, cpu: Mapping[int, float]) -> Drawing:
     ):
         rows.add(
             str(where),
-            str(process["pid"]),
+            _pid(process),
             name,
             _percent(process["utilisation"]),
             _mib(process["memoryMiB"]),
@@ -174,7 +174,7 @@ def _process(
     yield answer["node"]
     yield _percent(_relative(process, part)) if process else _NOTHING
     yield _of(process["memoryMiB"] if process else 0, part["shareMiB"])
-    yield str(process["pid"]) if process else _NOTHING
+    yield _pid(process) if process else _NOTHING
     yield _command(process, wide=wide) if process else _NOTHING
     yield str(part["shares"])
 
@@ -186,7 +186,7 @@ def _stranger(answer: Answer, stranger: Answer, *, wide: bool) -> Iterator[str]:
     yield answer["node"]
     yield _percent(stranger["utilisation"])
     yield _mib(stranger["memoryMiB"])
-    yield str(stranger["pid"])
+    yield _pid(stranger)
     yield _command(stranger, wide=wide)
     yield _NOTHING
 
@@ -234,6 +234,11 @@ def _guard(part: Answer) -> str:
     if part["guard"] is None:
         return _NOTHING
     return f"{part['guard']} ({part['policy']})" if part["policy"] else str(part["guard"])
+
+
+def _pid(process: Answer) -> str:
+    """Give the pid; a pod is not told that of a process whose pid there nobody knows."""
+    return _NOTHING if process["pid"] is None else str(process["pid"])
 
 
 def _command(process: Answer, *, wide: bool = False) -> str:

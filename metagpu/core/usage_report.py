@@ -71,7 +71,8 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
                 process["pid"] = process["innerPid"]
     return {
         "gpus": [
-            _gpu(state, _own(state, its, findings), findings, rules)
+            # Why an operator has cordoned it may speak of others.
+            {**_gpu(state, _own(state, its, findings), findings, rules), "cordon": None}
             for gpu, state in snapshot.gpus.items()
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],

@@ -17,7 +17,9 @@ from metagpu.core.host import Identity, Particulars
 from metagpu.core.model import MIB, Holder, Snapshot
 from metagpu.core.usage import account
 from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.sheets import PLAIN
 from metagpu.sim.host import container_of
+from metagpu.usage_text import written
 from tests.build import after, gpu, laid_out
 
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
@@ -165,6 +167,15 @@ def test_a_pod_learns_nothing_of_neighbours_from_a_gpus_numbers() -> None:
     assert [gpu_of_bob["shares"][0]["held"], of_alice["shares"][0]["held"]] == [1, 3]
 
 
+def test_a_pod_does_not_hear_why_its_gpu_was_cordoned() -> None:
+    """What an operator says of a GPU may speak of others."""
+    snapshot, findings = node()
+    snapshot = after(GpuCordoned(A.id, "alice breaks it", at=5), since=snapshot)
+
+    assert usage_report(snapshot, findings, RULES)["gpus"][0]["cordon"] == "alice breaks it"
+    assert "alice" not in str(pod_report(snapshot, findings, RULES, pod(BOB)))
+
+
 def test_a_pod_knows_its_own_pids() -> None:
     """The host's pids mean nothing in a pod: they are told to nobody there."""
     alice, *_ = pod_report(*node(), RULES, pod(ALICE))["containers"]
@@ -172,6 +183,8 @@ def test_a_pod_knows_its_own_pids() -> None:
 
     assert (known["pid"], known["innerPid"]) == (7, 7)
     assert unknown["pid"] is None
+    told = {"node": "n", **pod_report(*node(), RULES, pod(ALICE))}
+    assert "None" not in written(told, "processes", "table", PLAIN)
 
 
 @pytest.mark.parametrize("asker", [Pod("other", "bob", pod(BOB).uid), Pod("team", "bo", "x")])
