@@ -35,6 +35,7 @@ from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
+from metagpu.inside import Inside
 from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.endpoints import serve_offers
@@ -55,6 +56,7 @@ class Places:
     pod_resources: Path = podresources.DEFAULT_SOCKET
     run: Path = control.DEFAULT_RUN_DIR
     dev_root: Path | None = None
+    pods: Path | None = None
 
 
 @dataclass
@@ -100,6 +102,15 @@ class Agent:
             lambda gpu: terms_in(self.config, self.layout, gpu),
             {name: kind.guard for name, kind in self._kinds.items()},
         )
+        self._node = os.environ.get("NODE_NAME") or socket.gethostname()
+        self.inside = Inside(
+            self.places.pods,
+            self._node,
+            self.host,
+            self.oversight.report_to,
+            lambda: self.config.envelope.mgctl.in_pods,
+        )
+        self._pods = ""
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
@@ -121,8 +132,8 @@ class Agent:
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node.
 
-        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed, and
-        the cluster's side where there is one.
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed,
+        containers answered, and the cluster's side where there is one.
         """
         return (
             self.health.run,
@@ -131,6 +142,7 @@ class Agent:
             self._leases,
             *self.oversight.tasks,
             self.adoption.follow_files,
+            self.inside.run,
             *((self.cluster.run,) if self.cluster else ()),
         )
 
@@ -190,6 +202,8 @@ class Agent:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        pods = await self.inside.folder()
+        self._pods = str(pods.absolute()) if pods else ""
         layout = self._laid(config, nodes)
 
         self._nodes, self.config, self.layout = nodes, config, layout
@@ -210,6 +224,7 @@ class Agent:
             present=nodes.present,
             capabilities=nodes.capabilities,
             run_dir=run_dir,
+            pod_dir=self._pods,
         )
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
@@ -309,7 +324,6 @@ class Agent:
     async def _usage(self, _: Mapping[str, Any]) -> object:
         return {
             "version": __version__,
-            "at": time.time(),
-            "node": os.environ.get("NODE_NAME") or socket.gethostname(),
+            "node": self._node,
             **await self.oversight.report(),
         }

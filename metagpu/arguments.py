@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.options import Variable, add_choice, add_cluster, add_source
-from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
 
 SIMULATE_HELP: Final = (
     "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
@@ -65,6 +65,14 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         type=Path,
         default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
         help="where the host's /dev stands, as seen from here and from the container runtime",
+    )
+    it.add_argument(
+        "--pod-dir",
+        type=Path,
+        default=Variable(("METAGPU_POD_DIR",), convert=Path),
+        help="the folder that containers with shares see, with mgctl and its socket; the same path "
+        f"here and for the container runtime (default: {pod_folder.DEFAULT_POD_DIR}; with "
+        "--run-dir, pod in it)",
     )
     it.add_argument(
         "--log-level",

@@ -16,7 +16,7 @@ from metagpu import configuring
 from metagpu.arguments import parser
 from metagpu.core.errors import MetagpuError
 from metagpu.options import cluster_of, settle, source_of
-from metagpu.plugins import control
+from metagpu.plugins import control, pod_folder
 from metagpu.plugins.cluster.settings import Settings
 from metagpu.sources import Source
 
@@ -84,7 +84,8 @@ def _run(args: argparse.Namespace) -> int:
 
     joins = cluster_of(args)
     _log(args.log_level, args.log_format)
-    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
+    pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
+    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods)
     args.agent = _agent(source_of(args), args.simulate, places, joins)
     anyio.run(args.agent.run)
     return 0

@@ -89,11 +89,13 @@ async def agent_at_work(
     source: Source | None = None,
     joins: Settings | None = None,
     host: Host | None = None,
+    pods: Path | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
     `boards` is a node, or what `--simulate` says of one.
-    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file;
+    `pods` is the folder that containers see.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -102,6 +104,7 @@ async def agent_at_work(
         pod_resources=tmp_path / "pod-resources.sock",
         run=tmp_path,
         dev_root=tmp_path,
+        pods=pods,
     )
     node = simulated(boards) if isinstance(boards, str) else boards
     if not drivers:

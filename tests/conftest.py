@@ -28,6 +28,7 @@ _MAY_BLOCK = (
     # A socket file has to be there when the block begins and gone when it ends.
     ("metagpu/plugins/serving.py", {"_remove"}, _FILES),
     ("metagpu/plugins/control.py", {"_listener", "_identity_of"}, _FILES),
+    ("metagpu/plugins/pod_folder.py", {"listening"}, _FILES),
     # The daemon looks for backends before it has a loop; tests do so when they need some.
     ("metagpu/core/backend.py", {"installed_backends"}, ("os.stat", "io.TextIOWrapper.read")),
     # Coverage, where it is measured, holds a lock of its own while threads of ours run beside.

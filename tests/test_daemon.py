@@ -15,6 +15,7 @@ from anyio.abc import Process
 from metagpu.sim.apiserver import SimApiServer
 from metagpu.sim.kubelet import SimKubelet
 from tests.agent_rig import METAGPU, QUICK
+from tests.mgctl_rig import assert_built
 
 
 @dataclass
@@ -287,3 +288,28 @@ async def test_joins_its_cluster_and_leaves_it(tmp_path: Path) -> None:
 
             assert await it.stop() == 0
         assert dict(server.labels("gpu-1")) == {"metagpu.io/config": "five"}
+
+
+async def test_mgctl_in_containers_outlives_the_daemon(tmp_path: Path) -> None:
+    """After SIGKILL the program stays where containers see it; the next daemon answers it."""
+    assert_built()
+    program, refused = tmp_path / "pod" / "mgctl", "answers containers of pods alone"
+    env = {"METAGPU_SOCKET": str(tmp_path / "pod" / "mgctl.sock")}
+
+    async def said() -> str:
+        done = await anyio.run_process([program, "get", "pods"], env=env, check=False)
+        return done.stderr.decode()
+
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        assert refused in await said()
+        it.process.kill()
+        await it.process.wait()
+        assert "Connection refused" in await said()
+
+        async with await anyio.open_process(command_line(tmp_path)) as again:
+            await it.until(20)
+            assert refused in await said()
+            again.terminate()
+            await again.wait()
+        assert "there is no " in await said()
