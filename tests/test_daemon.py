@@ -130,7 +130,8 @@ async def test_bad_reload_is_logged_and_ignored(tmp_path: Path) -> None:
 
 async def test_steered_and_asked(tmp_path: Path) -> None:
     """`sim` breaks a GPU, `status` says so with reason and time, `acknowledge` is answered."""
-    config = QUICK.replace("quietPeriod: 100ms", "quietPeriod: 1h")
+    # No look beside the events: one at that moment would find the GPU lost before its XID is heard.
+    config = QUICK.replace("100ms", "1h")
 
     async with daemon(tmp_path, config) as it:
         await it.until(20)
