@@ -28,7 +28,7 @@ async def test_fatal_xid_reaches_the_kubelet_and_heals(tmp_path: Path) -> None:
     # No look beside the events: one at that moment would find the GPU lost before its XID is heard.
     seldom = QUICK.replace("rescanPeriod: 100ms", "rescanPeriod: 1h")
 
-    async with agent_at_work(tmp_path, seldom) as it:
+    async with agent_at_work(tmp_path, config=seldom) as it:
         await it.until(20, 20)
         it.node.raise_xid(it.node.gpu("0"), 79)
         await it.until(20, 10)
