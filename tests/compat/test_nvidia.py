@@ -7,10 +7,12 @@ import pytest
 from metagpu.compat import manifest
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
+from tests.backends.mig_gpus import mig_gpu
 from tests.build import gpu
 from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
 
 FOUR: Final = [gpu(n) for n in range(4)]
+MIG_FOUR: Final = [mig_gpu(n) for n in range(4)]
 SLICES: Final = """\
 version: v1
 sharing:
@@ -423,6 +425,8 @@ def test_the_layout_of_cerns_notes() -> None:
         "backends": [{"backend": "mig", "layout": {"1g.5gb": 3, "2g.10gb": 2}, "enableMig": True}],
     }
     assert pools(LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == [pool]
+    cut = converted(LAYOUT, mixed("mixed"), mig_config="2x2g.10gb-3x1g.5gb")
+    assert offered(cut, *MIG_FOUR) == {"nvidia.com/mig-1g.5gb": 12, "nvidia.com/mig-2g.10gb": 8}
 
 
 def test_single_names_all_instances_nvidia_com_gpu() -> None:
@@ -438,6 +442,8 @@ def test_single_names_all_instances_nvidia_com_gpu() -> None:
         {"backend": "mig", "layout": {"1g.5gb": 7}, "enableMig": True}
     ]
     assert by_variable == single
+    assert offered(converted(SEVEN, mixed("single")), *MIG_FOUR) == {"nvidia.com/gpu": 28}
+    assert offered(converted(SEVEN, mixed("mixed")), *MIG_FOUR) == {"nvidia.com/mig-1g.5gb": 28}
 
 
 def test_a_disabled_layout_leaves_gpus_to_the_plugin() -> None:
