@@ -9,7 +9,7 @@ from metagpu.backends import mig_keeping, mig_ledger
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
-from metagpu.sim.kubelet import AdmissionError, SimKubelet
+from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.node import SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.mig_rig import (
@@ -205,6 +205,44 @@ async def test_a_layout_that_does_not_fit_changes_nothing(tmp_path: Path) -> Non
             lambda: why(it) == "the layout 3x3g.20gb does not fit: 3 x 3g.20gb wanted, room for 2"
         )
         assert places(it.node) == ["2g.10gb@0"]
+
+
+async def test_replicas_of_an_instance(tmp_path: Path) -> None:
+    """Several pods have one instance at once, and it is given again when the last has gone."""
+    shared = f"{ONE}.shared"
+    layout = f"{LAYOUT}, replicas: {{1g.5gb: 2}}"
+    async with mig_at_work(tmp_path, layout=layout) as it:
+        await it.until(6, 6, shared)
+        await it.until(2, 2, TWO)
+        pods = [Pod.single(f"pod{n}", {shared: 1}) for n in range(6)]
+        told = [(await it.kubelet.admit(one))["main"].envs for one in pods]
+
+        devices = [envs["NVIDIA_VISIBLE_DEVICES"] for envs in told]
+        assert devices[:3] == devices[3:]
+        assert len(set(devices)) == 3
+        assert {envs["METAGPU_MEMORY_MIB"].partition("=")[2] for envs in told} == {"2432"}
+        with pytest.raises(AdmissionError):
+            await it.kubelet.admit(Pod.single("seventh", {shared: 1}))
+
+        await it.told()
+        for gone in pods:
+            await it.kubelet.delete(gone)
+        await it.until(6, 6, shared)
+        await it.kubelet.admit(Pod.single("next", {shared: 1}))
+        assert places(it.node) == sorted(FIVE)
+
+
+async def test_replicas_of_an_instance_that_is_not_there(tmp_path: Path) -> None:
+    """None of them is given before it is there, nor when it is gone."""
+    shared = f"{ONE}.shared"
+    async with mig_at_work(tmp_path, layout="{1g.5gb: 7}, replicas: 4") as it:
+        await it.until(28, 28, shared)
+        it.node.gpus[0].mig.making = Making(failures=1000)
+        foreign.end(it.node, it.node.gpus[0], "1g.5gb@3")
+        await it.until(28, 24, shared)
+
+        it.node.gpus[0].mig.making = Making()
+        await it.until(28, 28, shared)
 
 
 def number(it: Scene, place: str) -> tuple[int, int]:

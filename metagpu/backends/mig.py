@@ -1,23 +1,23 @@
 """MIG instances: made when a pod asks, a share for each placement, or as a fixed layout."""
 
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
 import anyio
 
-from metagpu.backends.mig_board import board_of, profile_of, resource_of, share_id
-from metagpu.backends.mig_fixed import planned, title
+from metagpu.backends.mig_board import board_of, profile_of, replica_of, share_ids
+from metagpu.backends.mig_fixed import fairest, planned, title
 from metagpu.backends.mig_keeping import Keeping
 from metagpu.backends.mig_ledger import Terms
 from metagpu.backends.mig_mode import MigMode
+from metagpu.backends.mig_options import MigOptions
 from metagpu.backends.mig_placement import Seat, choose
 from metagpu.backends.mig_planner import Misfit
 from metagpu.backends.mig_profiles import Spot
 from metagpu.core.backend import Backend, Guard, Options
-from metagpu.core.errors import Overlap
+from metagpu.core.errors import Overlap, TooManyReplicas
 from metagpu.core.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model import (
     Gpu,
@@ -31,89 +31,16 @@ from metagpu.core.model import (
     conflicts,
 )
 from metagpu.core.served import ServedGpu
-from metagpu.core.units import Duration
 
-_PROFILE: Final = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")
-_LONGEST: Final = 15.0
-"""Seconds: the kubelet's account is awaited for 20 s from the beginning of a lease on."""
 _GUARD: Final = 3.0
 """Seconds that Allocate waits longer than an instance may take: it tells why it was not made."""
 
 
-_KEEP_WARM: Final = 30.0
-"""Seconds, where nothing is said."""
-
-
-class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """What a pool may say to MIG: either profiles or a layout.
-
-    Attributes:
-        profiles: the kinds of instances that pods may ask for, by NVIDIA's names.
-        layout: the instances that each GPU has all the time: so many of each profile.
-        resource: one name for all instances of a layout, instead of one for each profile.
-        enable_mig: whether to turn MIG mode on, on GPUs that nobody uses.
-        keep_warm: how long an instance made for a pod is kept for the next when it has gone.
-        deadline: how long making an instance may take.
-    """
-
-    profiles: tuple[str, ...] | None = None
-    layout: dict[str, int] | None = None
-    resource: str | None = None
-    enable_mig: bool = False
-    keep_warm: Duration | None = None
-    deadline: Duration = Duration(10)
-
-    def __post_init__(self) -> None:
-        if (self.profiles is None) == (self.layout is None):
-            raise ValueError(
-                "give either profiles, such as [1g.5gb], of which instances are made when pods "
-                "ask, or a layout, such as {1g.5gb: 7}, of instances that are always there"
-            )
-        for name in self.names:
-            if not _PROFILE.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} is no MIG profile such as 1g.5gb or 1g.5gb+me; "
-                    "`nvidia-smi mig -lgip` lists a GPU's"
-                )
-        if self.layout is None:
-            self._check_profiles()
-        else:
-            self._check_layout(self.layout)
-        if not 1 <= self.deadline <= _LONGEST:
-            raise ValueError(f"deadline is {self.deadline:g}s; allowed: 1s to {_LONGEST:g}s")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The profiles of which there are or may be instances."""
-        return tuple(self.layout or ()) if self.profiles is None else self.profiles
-
-    def _check_profiles(self) -> None:
-        if not self.names:
-            raise ValueError("profiles is empty; give at least one, such as 1g.5gb")
-        if len(set(self.names)) != len(self.names):
-            raise ValueError("profiles names one twice")
-        if self.resource is not None:
-            raise ValueError(
-                "resource is for a layout; instances made when pods ask are named by profile"
-            )
-
-    def _check_layout(self, layout: Mapping[str, int]) -> None:
-        if not layout:
-            raise ValueError("layout is empty; give at least one instance, as in 1g.5gb: 7")
-        for name, count in layout.items():
-            if count < 1:
-                raise ValueError(f"layout has {count} of {name}; give at least 1, or leave it out")
-        if self.resource is not None and len(layout) > 1:
-            raise ValueError(
-                f"resource {self.resource} is one name for instances of one size, and layout has "
-                f"{', '.join(layout)}; leave resource out, or have one profile"
-            )
-        if self.keep_warm is not None:
-            raise ValueError("keepWarm is for profiles; the instances of a layout are always kept")
-
-
 class MigBackend(Backend):
-    """Cuts a GPU in MIG mode. Ids are `GPU-<uuid>::2g.10gb@4`: profile and slice."""
+    """Cuts a GPU in MIG mode. Ids are `GPU-<uuid>::2g.10gb@4`: profile and slice.
+
+    Those of an instance that several containers may have end in the replica: `...@4-t1`.
+    """
 
     name: ClassVar[str] = "mig"
     options_type: ClassVar[type[Options]] = MigOptions
@@ -145,7 +72,7 @@ class MigBackend(Backend):
     @property
     def resources(self) -> tuple[ResourceName, ...]:
         """A resource for each profile, or the one that the pool names."""
-        return tuple(dict.fromkeys(map(self._resource, self._options.names)))
+        return tuple(dict.fromkeys(map(self._options.resource_of, self._options.names)))
 
     @property
     def patience(self) -> float:
@@ -169,23 +96,28 @@ class MigBackend(Backend):
         if isinstance(spots := self._spots(gpu), Misfit):
             return ()
 
+        options = self._options
         memory = {profile.name: profile.memory for profile in gpu.mig_profiles}
         counted = Counter[ResourceName]()
         shares = []
         for spot in spots:
-            resource = self._resource(spot.profile.name)
-            shares.append(
-                Share(
-                    id=share_id(gpu.id, str(spot)),
-                    gpu=gpu.id,
-                    resource=resource,
-                    backend=self.name,
-                    number=counted[resource],
-                    footprint=spot.footprint,
-                    memory=memory[spot.profile.name],
+            profile = spot.profile.name
+            resource, replicas = options.resource_of(profile), options.replicas_of(profile)
+            for at, each in enumerate(share_ids(gpu.id, str(spot), replicas)):
+                shares.append(
+                    Share(
+                        id=each,
+                        gpu=gpu.id,
+                        resource=resource,
+                        backend=self.name,
+                        number=counted[resource],
+                        footprint=spot.footprint
+                        if replicas == 1
+                        else replica_of(spot.footprint, at),
+                        memory=memory[profile] // replicas,
+                    )
                 )
-            )
-            counted[resource] += 1
+                counted[resource] += 1
         return shares
 
     def prefer(
@@ -197,8 +129,12 @@ class MigBackend(Backend):
     ) -> Sequence[Share]:
         """Choose the placements that leave the most valuable future; GPUs that are shut come last.
 
-        Which shares are free is asked of the snapshot: the kubelet may not have heard yet.
+        Of a layout, instances that the fewest containers have. Which shares are free is asked of
+        the snapshot: the kubelet may not have heard yet.
         """
+        if self._options.layout is not None:
+            return fairest(size, available, required, snapshot)
+
         must = by_gpu(required)
         seats = [
             _seat(snapshot.gpus[gpu], those, must.get(gpu, ()))
@@ -214,9 +150,16 @@ class MigBackend(Backend):
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse instances that cannot be together, as two that want one media engine.
 
+        And several replicas for one container, where the pool says so.
+
         Raises:
             Overlap: naming them.
+            TooManyReplicas: in the words of NVIDIA's device plugin.
         """
+        if self._options.fail_requests_greater_than_one and len(shares) > 1:
+            for share in shares:
+                if self._options.replicas_of(profile_of(share.id)) > 1:
+                    raise TooManyReplicas(share.resource, len(shares))
         for one, other in combinations(shares, 2):
             if one is not other and conflicts(one, other):
                 names = f"{one.id.partition('::')[2]}, {other.id.partition('::')[2]}"
@@ -234,9 +177,9 @@ class MigBackend(Backend):
             await anyio.sleep_forever()
             return
 
-        warm = _KEEP_WARM if options.keep_warm is None else options.keep_warm
         fixed = None if options.layout is None else frozenset(map(str, spots))
-        terms = Terms(frozenset(options.names), warm, options.deadline, fixed)
+        replicas = {name: options.replicas_of(name) for name in options.names}
+        terms = Terms(frozenset(options.names), options.warm, options.deadline, fixed, replicas)
         await Keeping(served, terms, MigMode(served, enable=options.enable_mig)).run()
 
     def _spots(self, gpu: Gpu) -> tuple[Spot, ...] | Misfit:
@@ -245,10 +188,6 @@ class MigBackend(Backend):
         if options.layout is None:
             return board_of(gpu.mig_profiles, frozenset(options.names)).spots
         return planned(gpu, options.layout)
-
-    def _resource(self, profile: str) -> ResourceName:
-        named = self._options.resource
-        return resource_of(profile) if named is None else ResourceName(named)
 
     def _refusal(self, misfit: Misfit) -> str:
         return f"the layout {title(self._options.layout or {})} does not fit: {misfit.reason}"

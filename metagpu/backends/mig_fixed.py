@@ -1,12 +1,13 @@
-"""A fixed layout of MIG instances: where they go on a GPU. Pure, and the same after a reboot."""
+"""A fixed layout of MIG instances: where they are, and which of them a container gets. Pure."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from metagpu.backends.mig_board import board_of
+from metagpu.backends.mig_board import board_of, slot_of
 from metagpu.backends.mig_planner import Misfit, plan_layout
 from metagpu.backends.mig_profiles import Board, Spot
-from metagpu.core.model import Gpu
+from metagpu.core.model import Gpu, Share, Snapshot, by_gpu
 
 
 def title(layout: Mapping[str, int]) -> str:
@@ -34,3 +35,31 @@ def _planned(board: Board, wanted: frozenset[tuple[str, int]]) -> tuple[Spot, ..
         return found
     there = set(found)
     return tuple(spot for spot in board.spots if spot in there)
+
+
+def fairest(
+    size: int, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
+) -> list[Share]:
+    """Choose shares of the instances that the fewest containers have, the required ones first.
+
+    Then those of the GPU with the lowest index. What cannot be given now comes last: the kubelet
+    may not have heard of it yet.
+    """
+    those = by_gpu([*required, *available])
+    taken = Counter((share.gpu, slot_of(share.id)) for share in required)
+    for gpu in those:
+        taken.update((gpu, slot_of(share)) for share in snapshot.gpus[gpu].leases)
+
+    ranked = []
+    for gpu, shares in those.items():
+        state = snapshot.gpus[gpu]
+        shut = state.shut
+        for share in sorted(shares, key=lambda share: share.number):
+            if share in required:
+                continue
+            last = share.id in shut or not state.open_to(share.backend)
+            instance = gpu, slot_of(share.id)
+            ranked.append(((last, taken[instance], state.gpu.index, share.number), share))
+            taken[instance] += 1
+    ranked.sort(key=lambda pair: pair[0])
+    return [*required, *(share for _, share in ranked)][:size]

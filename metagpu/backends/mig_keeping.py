@@ -108,8 +108,10 @@ class Keeping:
 
         self.complaint = ""
         for lease in list(self._ledger.waiting()):
-            self._begin(slot_of(lease.share.id))
-            group.start_soon(self._make, slot_of(lease.share.id), lease)
+            slot = slot_of(lease.share.id)
+            if slot not in self.over:  # which of its replicas is waited for is all the same
+                self._begin(slot)
+                group.start_soon(self._make, slot, lease)
         for slot in self._ledger.absent(anyio.current_time()):
             self._begin(slot)
             group.start_soon(self._make, slot)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from metagpu.backends.mig_board import board_of, share_id, slot_in, slot_of
+from metagpu.backends.mig_board import board_of, share_ids, slot_in, slot_of
 from metagpu.backends.mig_profiles import Profile, Spot
 from metagpu.core.mig import MigInstance
 from metagpu.core.model import Failure, GpuState, Lease, Made, ShareId, Stock
@@ -32,12 +32,14 @@ class Terms:
     Attributes:
         allowed: the profiles of which instances may be made.
         fixed: the instances that shall be there all the time, `None` if they are made on demand.
+        replicas: how many containers may have an instance at once, by profile; one if not said.
     """
 
     allowed: frozenset[str]
     keep_warm: float
     deadline: float
     fixed: frozenset[str] | None = None
+    replicas: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stuck(NamedTuple):
@@ -147,11 +149,17 @@ class Ledger:
 
     def is_loose(self, slot: str) -> bool:
         """Tell whether there is an instance of ours that nobody holds."""
-        return self.is_ours(slot) and self.share(slot) not in self.state.leases
+        return self.is_ours(slot) and slot not in self.held
 
-    def share(self, slot: str) -> ShareId:
-        """Give the id of the share that an instance stands for."""
-        return share_id(self.state.gpu.id, slot)
+    @property
+    def held(self) -> set[str]:
+        """The instances that leases are about."""
+        return set(map(slot_of, self.state.leases))
+
+    def shares(self, slot: str) -> list[ShareId]:
+        """Give the ids of the shares that an instance stands for."""
+        count = self.terms.replicas.get(slot.rpartition("@")[0], 1)
+        return share_ids(self.state.gpu.id, slot, count)
 
     def waiting(self) -> Iterator[Lease]:
         """Find the leases of containers that wait for an instance: no pod is told of them yet."""
@@ -210,16 +218,19 @@ class Ledger:
         """Say all of it."""
         made: dict[ShareId, Made] = {}
         blocked: dict[str, str] = {}
+        held = self.held
 
         for slot, instance in self.present.items():
             if slot in self.busy:
                 continue
             if self.is_ours(slot) and instance.computes:
                 first = instance.computes[0]
-                idle = slot in self.idle and self.is_loose(slot)
-                made[self.share(slot)] = Made(first.uuid, instance.number, first.number, idle=idle)
+                for share in self.shares(slot):
+                    # Who gets another replica of a held instance shares it anyway.
+                    idle = share not in self.state.leases and (slot in held or slot in self.idle)
+                    made[share] = Made(first.uuid, instance.number, first.number, idle=idle)
             if why := self._why_blocked(slot):
-                blocked |= dict.fromkeys(self.footprint(slot), why)
+                blocked |= dict.fromkeys(self.taken(slot), why)
 
         leases = self.state.leases
         self.failed = {
@@ -255,6 +266,10 @@ class Ledger:
         """
         allowed = slot.rpartition("@")[0] in self.terms.allowed
         return not self.looked and allowed and len(instance.computes) <= 1
+
+    def taken(self, slot: str) -> frozenset[str]:
+        """Give the slots that shares have which an instance is in the way of."""
+        return self.footprint(slot)
 
     def footprint(self, slot: str) -> frozenset[str]:
         """Give the slots of an instance that is there, or that there could be."""

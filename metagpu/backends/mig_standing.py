@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from metagpu.backends.mig_board import slot_of
+from metagpu.backends.mig_board import replica_of, slot_of
 from metagpu.backends.mig_ledger import Ledger, Stuck, identity, later
 from metagpu.core.mig import MigInstance
 from metagpu.core.model import Stock
@@ -90,12 +90,18 @@ class Standing(Ledger):
 
         for slot in self.fixed:
             if slot in self.busy:
-                blocked |= dict.fromkeys(self.footprint(slot), f"instance {slot} is being made")
+                blocked |= dict.fromkeys(self.taken(slot), f"instance {slot} is being made")
         for slot in self._gaps():
             why = self._why_absent(slot) or "it is about to be made"
             text = f"instance {slot} of the layout is not there: {why}"
-            blocked |= dict.fromkeys(self.footprint(slot), text)
+            blocked |= dict.fromkeys(self.taken(slot), text)
         return replace(stock, blocked=blocked)
+
+    def taken(self, slot: str) -> frozenset[str]:
+        """Give the slots that shares have, replicas too, which an instance is in the way of."""
+        footprint = self.footprint(slot)
+        most = max(self.terms.replicas.values(), default=0)
+        return footprint.union(*(replica_of(footprint, number) for number in range(most)))
 
     def _gaps(self) -> Iterator[str]:
         """Find what is missing. What a pod held and lost is not: it could not use another one."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from metagpu.backends.mig import MigBackend, MigOptions
+from metagpu.backends.mig import MigBackend
+from metagpu.backends.mig_options import MigOptions
 from metagpu.core.config import parse
 from metagpu.core.errors import ConfigError, Overlap
 from metagpu.core.facts import GpuFaulted, GpusFound, LeasesObserved, SharesGranted, StockTold

@@ -2,8 +2,9 @@
 
 import pytest
 
-from metagpu.backends.mig import MigBackend, MigOptions
+from metagpu.backends.mig import MigBackend
 from metagpu.backends.mig_fixed import planned, title
+from metagpu.backends.mig_options import MigOptions
 from metagpu.backends.mig_planner import Misfit
 from metagpu.core.injection import Injection
 from tests.backends.mig_gpus import mig_gpu

@@ -1,8 +1,9 @@
 """What there is beside what a layout wants: what is missing, what goes, what is in the way."""
 
-from metagpu.backends.mig import MigBackend, MigOptions
+from metagpu.backends.mig import MigBackend
 from metagpu.backends.mig_board import share_id
 from metagpu.backends.mig_ledger import LOOK, POLL, Terms
+from metagpu.backends.mig_options import MigOptions
 from metagpu.backends.mig_standing import Standing
 from metagpu.core.facts import Fact, GpusFound, LeasesObserved, StockTold
 from metagpu.core.injection import Injection
