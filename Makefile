@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint proto e2e bench clean
+.PHONY: help demo test lint proto mgctl wheel e2e bench clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -25,7 +25,7 @@ $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@echo "installing metagpu and its test tools into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	@touch $@ $(VENV)/.run
+	@touch $@ $(VENV)/.run $(VENV)/.build
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
 	@echo "installing metagpu and its bench tools into $(VENV)"
@@ -35,7 +35,23 @@ $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
 demo: $(VENV)/.run ## show half a GPU for a pod, on a simulated node
 	@$(BIN)/metagpu demo
 
-test: $(VENV)/.test ## run the tests
+# The `mgctl` of containers. Both are made at once; the first time also makes a libc, which takes minutes.
+PROGRAMS := metagpu/programs/mgctl-x86_64 metagpu/programs/mgctl-aarch64
+
+$(VENV)/.build: pyproject.toml | $(VENV)/bin/python
+	@echo "installing a C compiler into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build]'
+	@touch $@ $(VENV)/.run
+
+$(PROGRAMS) &: mgctl/mgctl.c mgctl/build.py | $(VENV)/.build
+	@$(BIN)/python mgctl/build.py
+
+mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
+
+wheel: $(PROGRAMS) ## build the package with everything in it, into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+test: $(VENV)/.test $(PROGRAMS) ## run the tests
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is what proto/ says
@@ -48,7 +64,7 @@ lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is 
 proto: $(VENV)/.test ## generate the protocol code anew
 	$(BIN)/python proto/generate.py
 
-e2e: $(VENV)/.test ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages)
+e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages)
 	$(BIN)/python -m tests.e2e.rig prepare
 	$(BIN)/python -m pytest tests/e2e -m e2e --timeout 600
 
@@ -56,4 +72,4 @@ bench: $(VENV)/.bench ## measure, print side by side with the targets, write ben
 	$(BIN)/python -m bench
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) metagpu/programs .pytest_cache .mypy_cache .ruff_cache .hypothesis

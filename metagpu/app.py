@@ -14,6 +14,7 @@ import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
+from metagpu.adoption import Adoption
 from metagpu.companions import HostCompanions
 from metagpu.core import plan, report
 from metagpu.core.backend import Backend, installed_backends
@@ -29,14 +30,16 @@ from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.oversight import Oversight, terms_in
+from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
+from metagpu.inside import Inside
 from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
-from metagpu.plugins.config_files import changes
+from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.endpoints import serve_offers
-from metagpu.sources import Loaded, Source
+from metagpu.sources import Source
 from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
@@ -53,6 +56,7 @@ class Places:
     pod_resources: Path = podresources.DEFAULT_SOCKET
     run: Path = control.DEFAULT_RUN_DIR
     dev_root: Path | None = None
+    pods: Path | None = None
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Agent:
         tools: programs of the host; those of this one unless given.
         companions: likewise those that run for long.
         host: processes of the host; those of this one unless given.
+        joins: what of the API server is used, `None` for nothing.
     """
 
     source: Source
@@ -75,13 +80,14 @@ class Agent:
     tools: Tools | None = None
     companions: Companions | None = None
     host: Host | None = None
+    joins: Settings | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
-        self._read = self.source.read()
-        self._told: frozenset[str] = frozenset()
-        self.config_error: str | None = None
-        self._take(self.source.understand(self._read, self._kinds))
+        asked = self.joins is not None and Feature.CONFIG in self.joins.features
+        self.adoption = Adoption(self.source, self._kinds, self._adopt, patient=asked)
+        self.config = self.adoption.loaded.config
+        self.cluster = Cluster(self.joins, self.registry, self._follow) if self.joins else None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
@@ -96,10 +102,18 @@ class Agent:
             lambda gpu: terms_in(self.config, self.layout, gpu),
             {name: kind.guard for name, kind in self._kinds.items()},
         )
+        self._node = os.environ.get("NODE_NAME") or socket.gethostname()
+        self.inside = Inside(
+            self.places.pods,
+            self._node,
+            self.host,
+            self.oversight.report_to,
+            lambda: self.config.envelope.mgctl.in_pods,
+        )
+        self._pods = ""
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
-        self._reloading = anyio.Lock()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -108,7 +122,7 @@ class Agent:
             MetagpuError: if another agent runs here, or the configuration does not fit the GPUs
                 found at start.
         """
-        form = ", ".join(self.loaded.formats) or "default"
+        form = ", ".join(self.adoption.loaded.formats) or "default"
         log.info("metagpu starts", version=__version__, config=self.config.file, form=form)
 
         async with control.controlled(self.places.run, {**self.commands, **self.handlers}):
@@ -118,7 +132,8 @@ class Agent:
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run side by side to serve the node.
 
-        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed.
+        Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed,
+        containers answered, and the cluster's side where there is one.
         """
         return (
             self.health.run,
@@ -126,7 +141,9 @@ class Agent:
             self.keeper.run,
             self._leases,
             *self.oversight.tasks,
-            self._follow_files,
+            self.adoption.follow_files,
+            self.inside.run,
+            *((self.cluster.run,) if self.cluster else ()),
         )
 
     @property
@@ -154,43 +171,16 @@ class Agent:
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
-        await self._reload(again=True)
+        await self.adoption.reload()
 
-    async def _reload(self, *, again: bool) -> None:
-        """Read the configuration; `again` also if the files are as they were."""
-        async with self._reloading:
-            try:
-                read = await to_thread.run_sync(self.source.read)
-                if read == self._read and not again:
-                    return
-                self._read = read
-                loaded = await to_thread.run_sync(self.source.understand, read, self._kinds)
-                await self._lay_out(loaded.config)
-            except ConfigError as error:
-                self._read = ()
-                if again or str(error) != self.config_error:
-                    log.error(
-                        "the configuration was not taken; the last good one stays",
-                        error=str(error),
-                    )
-                self.config_error = str(error)
-            else:
-                self._take(loaded)
-                self.health.settings = loaded.config.envelope.health
-                log.info("configuration read", config=loaded.config.file)
+    async def _adopt(self, config: Config) -> None:
+        await self._lay_out(config)
+        self.health.settings = config.envelope.health
 
-    async def _follow_files(self) -> None:
-        """Take what the files say as soon as they say something else."""
-        async for _ in changes(self.source.paths):
-            await self._reload(again=False)
-
-    def _take(self, loaded: Loaded) -> None:
-        """Go by a configuration from now on; tell what of it is not honoured, each thing once."""
-        self.loaded, self.config, self.config_error = loaded, loaded.config, None
-        for note in loaded.notes:
-            if str(note) not in self._told:
-                log.warning("in the configuration", note=str(note))
-        self._told = frozenset(map(str, loaded.notes))
+    async def _follow(self, told: Instruction) -> Outcome:
+        """Take what the cluster says, once there are GPUs to lay it over."""
+        await self.health.surveyed.wait()
+        return await self.adoption.follow(told)
 
     def backend(self, resource: ResourceName) -> Backend:
         """Give the backend that cuts a resource, also while its endpoint is being taken down."""
@@ -212,6 +202,8 @@ class Agent:
             ConfigError: if it does not fit them; everything stays as it was.
         """
         nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
+        pods = await self.inside.folder()
+        self._pods = str(pods.absolute()) if pods else ""
         layout = self._laid(config, nodes)
 
         self._nodes, self.config, self.layout = nodes, config, layout
@@ -232,6 +224,7 @@ class Agent:
             present=nodes.present,
             capabilities=nodes.capabilities,
             run_dir=run_dir,
+            pod_dir=self._pods,
         )
         layout = lay_out(config, gpus, injection)
         wire.check_size(layout, config.file)
@@ -240,6 +233,8 @@ class Agent:
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
+        if self.cluster is not None:
+            await self.cluster.decision()
         await self._lay_out()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
@@ -278,13 +273,8 @@ class Agent:
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {
             **report.status(self.registry.snapshot, self.layout),
-            "configuration": {
-                "file": self.config.file,
-                "formats": list(self.loaded.formats),
-                "profiles": list(self.loaded.profiles),
-                "notes": [str(note) for note in self.loaded.notes],
-                "error": self.config_error,
-            },
+            "configuration": self.adoption.report(),
+            "cluster": self.cluster.report() if self.cluster else None,
         }
 
     async def _plan(self, request: Mapping[str, Any]) -> object:
@@ -334,7 +324,6 @@ class Agent:
     async def _usage(self, _: Mapping[str, Any]) -> object:
         return {
             "version": __version__,
-            "at": time.time(),
-            "node": os.environ.get("NODE_NAME") or socket.gethostname(),
+            "node": self._node,
             **await self.oversight.report(),
         }

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from metagpu import __version__
-from metagpu.options import Variable, add_choice, add_source
-from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.options import Variable, add_choice, add_cluster, add_source
+from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
 
 SIMULATE_HELP: Final = (
     "simulate a node instead of reading NVML: boards and counts as in a100-40gb:4,t4:2, or a YAML "
@@ -67,6 +67,14 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="where the host's /dev stands, as seen from here and from the container runtime",
     )
     it.add_argument(
+        "--pod-dir",
+        type=Path,
+        default=Variable(("METAGPU_POD_DIR",), convert=Path),
+        help="the folder that containers with shares see, with mgctl and its socket; the same path "
+        f"here and for the container runtime (default: {pod_folder.DEFAULT_POD_DIR}; with "
+        "--run-dir, pod in it)",
+    )
+    it.add_argument(
         "--log-level",
         default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
         choices=_LOG_LEVELS,
@@ -78,6 +86,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="json, or console for people; auto asks whether a terminal listens",
     )
     _add_run_dir(it)
+    add_cluster(it)
 
 
 def _demo(commands: Any) -> None:  # noqa: ANN401 - as above

@@ -15,8 +15,9 @@ import anyio
 from metagpu import configuring
 from metagpu.arguments import parser
 from metagpu.core.errors import MetagpuError
-from metagpu.options import settle, source_of
-from metagpu.plugins import control
+from metagpu.options import cluster_of, settle, source_of
+from metagpu.plugins import control, pod_folder
+from metagpu.plugins.cluster.settings import Settings
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
@@ -81,9 +82,11 @@ def _ours(error: BaseException) -> MetagpuError | None:
 def _run(args: argparse.Namespace) -> int:
     from metagpu.app import Places
 
+    joins = cluster_of(args)
     _log(args.log_level, args.log_format)
-    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root)
-    args.agent = _agent(source_of(args), args.simulate, places)
+    pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
+    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods)
+    args.agent = _agent(source_of(args), args.simulate, places, joins)
     anyio.run(args.agent.run)
     return 0
 
@@ -187,13 +190,18 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 # --- shared ---------------------------------------------------------------------------------------
 
 
-def _agent(source: Source, simulate: str | None, places: "Places | None" = None) -> "Agent":
+def _agent(
+    source: Source,
+    simulate: str | None,
+    places: "Places | None" = None,
+    joins: Settings | None = None,
+) -> "Agent":
     from metagpu.app import Agent, Places
     from metagpu.nvml import Nvml
 
     places = places or Places()
     if simulate is None:
-        return Agent(source, Nvml(), places)
+        return Agent(source, Nvml(), places, joins=joins)
 
     from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
@@ -210,6 +218,7 @@ def _agent(source: Source, simulate: str | None, places: "Places | None" = None)
         tools=SimulatedTools(),
         companions=simulated_companions(),
         host=LinuxHost(own_pids=True),
+        joins=joins,
     )
 
 

@@ -68,7 +68,7 @@ def plan(args: argparse.Namespace, agent_of: AgentOf) -> dict[str, Any]:
 
 def warn(agent: "Agent") -> None:
     """Tell what of an agent's configuration is not honoured."""
-    _warn(agent.loaded, set())
+    _warn(agent.adoption.loaded, set())
 
 
 def _checked(source: Source) -> Iterable[tuple[str, Loaded | ConfigError]]:

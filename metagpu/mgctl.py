@@ -6,21 +6,29 @@ Every answer comes from the daemon; here it is asked, and drawn or printed.
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import sleep
-from typing import Any, Final
+from typing import Final
 
 from metagpu import __version__
+from metagpu.core import doctor
 from metagpu.core.errors import MetagpuError
-from metagpu.plugins import control
+from metagpu.host.survey import Where, survey
+from metagpu.plugins import control, kubelet_directory, podresources
+from metagpu.plugins.pod_folder import usual_folder
+from metagpu.sheets import PLAIN, Cell, Terminal, afresh, drawn
+from metagpu.usage_tables import Answer
+from metagpu.usage_text import FORMATS, KINDS, Top, written
 
 PERIOD: Final = 1.0
 """Seconds between two looks of `-w` and `top`."""
-FORMATS: Final = ("table", "wide", "json", "yaml")
-
-Answer = Mapping[str, Any]
+ENTER: Final = "\x1b[?1049h\x1b[?25l"
+LEAVE: Final = "\x1b[?25h\x1b[?1049l"
+"""A terminal's words for a screen of our own without a cursor, and for the end of it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 
     get = commands.add_parser("get", aliases=["g"], help="show devices, processes or pods")
     kinds = get.add_subparsers(title="what to show", required=True, metavar="WHAT")
-    for name, aliases, summary in (
-        ("devices", ["device", "d"], "the GPUs, and how large a share of each is"),
-        ("processes", ["process", "p"], "the processes on GPUs, and whose they are"),
-        ("pods", ["pod"], "the containers that hold shares, and what they use"),
+    for name, summary in (
+        ("devices", "the GPUs, and how large a share of each is"),
+        ("processes", "the processes on GPUs, and whose they are"),
+        ("pods", "the containers that hold shares, and what they use"),
     ):
-        kind = kinds.add_parser(name, aliases=aliases, help=summary, description=summary)
+        kind = kinds.add_parser(name, aliases=KINDS[name], help=summary, description=summary)
         kind.set_defaults(do=_get, kind=name)
         _add_output(kind)
         kind.add_argument("-w", "--watch", action="store_true", help="again every second")
@@ -65,6 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", help="how busy and how full the GPUs are, live")
     top.set_defaults(do=_top)
     _add_run_dir(top)
+
+    examine = commands.add_parser(
+        "doctor", help="what of this node keeps metagpu from working, and how to mend it"
+    )
+    examine.set_defaults(do=_doctor)
+    examine.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    _add_run_dir(examine)
+    examine.add_argument("--pod-dir", type=Path, help="as given to `metagpu run`")
+    examine.add_argument(
+        "--kubelet-dir", type=Path, default=kubelet_directory.DEFAULT_DIRECTORY, help="likewise"
+    )
+    examine.add_argument(
+        "--pod-resources", type=Path, default=podresources.DEFAULT_SOCKET, help="likewise"
+    )
+    examine.add_argument(
+        "--root", type=Path, default=Path("/"), help="where the host's root stands, as seen here"
+    )
 
     version = commands.add_parser("version", help="the versions of mgctl and of the daemon")
     version.set_defaults(do=_version)
@@ -96,35 +121,22 @@ def _add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def _get(args: argparse.Namespace) -> int:
+    form = args.output
     if not args.watch:
         answer = _usage(args)
-        _hint(answer)
-        _show(answer, args.kind, args.output)
+        for hint in answer["hints"]:
+            print(f"mgctl: {hint}", file=sys.stderr)  # noqa: T201
+        _say(written(answer, args.kind, form, _terminal()))
         return 0
 
-    if args.output in {"json", "yaml"}:
-        return _again(lambda: _show(_usage(args), args.kind, args.output, compact=True))
-    return _live(lambda: _drawn(_usage(args), args.kind, wide=args.output == "wide"))
+    if form in {"json", "yaml"}:
+        return _again(lambda: _say(written(_usage(args), args.kind, form, PLAIN, compact=True)))
+    return _live(lambda screen: written(_usage(args), args.kind, form, screen))
 
 
 def _top(args: argparse.Namespace) -> int:
-    from metagpu.usage_tables import top_screen  # noqa: PLC0415 - other formats need no tables
-
-    before: dict[int, tuple[float, float]] = {}
-
-    def draw() -> Any:  # noqa: ANN401 - whatever rich draws
-        answer = _usage(args)
-        now, spent = answer["at"], _processor_time(answer)
-        cpu = {
-            pid: max(0.0, 100 * (seconds - before[pid][1]) / (now - before[pid][0]))
-            for pid, seconds in spent.items()
-            if pid in before and now > before[pid][0]
-        }
-        before.clear()
-        before.update({pid: (now, seconds) for pid, seconds in spent.items()})
-        return top_screen(answer, cpu)
-
-    return _live(draw)
+    top = Top()
+    return _live(lambda screen: top.screen(_usage(args), screen))
 
 
 def _version(args: argparse.Namespace) -> int:
@@ -136,83 +148,62 @@ def _version(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    """Examine this node; status 1 if anything is bad."""
+    status, no_status = None, ""
+    try:
+        status = control.ask(args.run_dir, {"command": "status"})
+    except MetagpuError as error:
+        no_status = str(error)
+
+    pods = args.pod_dir or usual_folder(args.run_dir)
+    where = Where(args.root, args.kubelet_dir, args.pod_resources, pods)
+    found = doctor.examine(survey(where, status, no_status))
+    if args.output == "json":
+        _say(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")
+    else:
+        _say("".join(drawn([line], _terminal()) for line in _diagnoses(found)))
+    return int(any(diagnosis.verdict is doctor.Verdict.BAD for diagnosis in found))
+
+
+def _diagnoses(found: Sequence[doctor.Diagnosis]) -> Sequence[Cell]:
+    styles = {"good": "green", "note": "yellow", "bad": "bold red"}
+    lines = []
+    for it in found:
+        lines.append(Cell(f"{it.code}  {it.verdict:4}  {it.finding}", styles[it.verdict]))
+        if it.mend:
+            lines.append(Cell(f"             {it.mend}"))
+    return lines
+
+
 def _usage(args: argparse.Namespace) -> Answer:
     answer: Answer = control.ask(args.run_dir, {"command": "usage"})
     return answer
 
 
-def _processor_time(answer: Answer) -> dict[int, float]:
-    parts = [part for container in answer["containers"] for part in container["gpus"]]
-    everybody = [process for part in parts for process in part["processes"]]
-    return {
-        process["pid"]: process["cpuSeconds"]
-        for process in (*everybody, *answer["strangers"])
-        if process["cpuSeconds"] is not None
-    }
-
-
 # --- how it is shown ------------------------------------------------------------------------------
 
 
-def _show(answer: Answer, kind: str, form: str, *, compact: bool = False) -> None:
-    """Print an answer once; `compact` keeps JSON on one line, and YAML in a document of its own."""
-    if form == "json":
-        print(json.dumps(_part(answer, kind), indent=None if compact else 2), flush=True)  # noqa: T201
-    elif form == "yaml":
-        import yaml  # noqa: PLC0415 - tables need none
-
-        head = "---\n" if compact else ""
-        print(head + yaml.safe_dump(_part(answer, kind), sort_keys=False), end="", flush=True)  # noqa: T201
-    else:
-        from metagpu.tables import console  # noqa: PLC0415 - as above
-
-        console().print(_drawn(answer, kind, wide=form == "wide"))
+def _terminal() -> Terminal:
+    """Say who reads; colours only where a terminal does, and wants them."""
+    if not sys.stdout.isatty():
+        return PLAIN
+    size = shutil.get_terminal_size()
+    return Terminal(size.columns, size.lines, colours="NO_COLOR" not in os.environ)
 
 
-def _part(answer: Answer, kind: str) -> Answer:
-    """Give what was asked for, for programs; the node's name is always there."""
-    head = {"node": answer["node"]}
-    if kind == "devices":
-        return {**head, "gpus": answer["gpus"]}
-    if kind == "processes":
-        return {**head, "containers": answer["containers"], "strangers": answer["strangers"]}
-
-    without = [
-        {
-            **container,
-            "gpus": [
-                {key: value for key, value in part.items() if key != "processes"}
-                for part in container["gpus"]
-            ],
-        }
-        for container in answer["containers"]
-    ]
-    return {**head, "containers": without}
-
-
-def _drawn(answer: Answer, kind: str, *, wide: bool) -> Any:  # noqa: ANN401 - whatever rich draws
-    from metagpu import usage_tables  # noqa: PLC0415 - programs need no tables
-
-    draw = {
-        "devices": usage_tables.devices_table,
-        "processes": usage_tables.processes_table,
-        "pods": usage_tables.pods_table,
-    }[kind]
-    return draw(answer, wide=wide)
-
-
-def _live(draw: Callable[[], Any]) -> int:
+def _live(draw: Callable[[Terminal], str]) -> int:
     """Draw in place every second until interrupted; once, where no terminal listens."""
-    from rich.live import Live  # noqa: PLC0415 - as above
-
-    from metagpu.tables import console  # noqa: PLC0415
-
-    screen = console()
-    if not screen.is_terminal:
-        screen.print(draw())
+    screen = _terminal()
+    if screen is PLAIN:
+        _say(draw(screen))
         return 0
-    with Live(console=screen, screen=True, auto_refresh=False) as live:
-        return _again(lambda: live.update(draw(), refresh=True))
+
+    _say(ENTER)
+    try:
+        return _again(lambda: _say(afresh(draw(screen := _terminal()), screen)))
+    finally:
+        _say(LEAVE)
 
 
 def _again(show: Callable[[], None]) -> int:
@@ -225,9 +216,8 @@ def _again(show: Callable[[], None]) -> int:
         return 0
 
 
-def _hint(answer: Answer) -> None:
-    for hint in answer["hints"]:
-        print(f"mgctl: {hint}", file=sys.stderr)  # noqa: T201
+def _say(text: str) -> None:
+    print(text, end="", flush=True)  # noqa: T201 - a command line speaks so
 
 
 if __name__ == "__main__":

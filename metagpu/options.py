@@ -10,6 +10,7 @@ from typing import Any, Final
 from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
+from metagpu.plugins.cluster.settings import Settings, settings_of
 from metagpu.sources import Source
 
 CONFIG_HELP: Final = (
@@ -94,6 +95,56 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         ("--node-name", ("METAGPU_NODE_NAME", "NODE_NAME"), "this node's name in Kubernetes"),
     ):
         parser.add_argument(option, metavar="NAME", default=Variable(variables), help=help_text)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what of the API server is used."""
+    parser.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        default=Variable(("METAGPU_KUBECONFIG", "KUBECONFIG"), convert=Path),
+        help="how to reach the API server (default: as a pod with a service account does)",
+    )
+    parser.add_argument(
+        "--config-map",
+        metavar="NAMESPACE/NAME",
+        default=Variable(("METAGPU_CONFIG_MAP",)),
+        help="profiles of the cluster; a label of the node chooses one",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="USES",
+        default=Variable(("METAGPU_CLUSTER",), "all"),
+        help="what the API server is used for: all, none, or of config, labels, taint, condition, "
+        "events, allocatable; all,-taint leaves one out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--remove-labels-on-exit",
+        action="store_true",
+        default=Variable(
+            ("METAGPU_REMOVE_LABELS_ON_EXIT",),
+            otherwise=False,
+            convert=lambda said: said == "true",
+            allowed=("true", "false"),
+        ),
+        help="take the node's labels and condition back at the end",
+    )
+
+
+def cluster_of(args: argparse.Namespace) -> Settings | None:
+    """Give the uses of the API server that settled arguments name, `None` if there are none.
+
+    Raises:
+        ConfigError: if something was asked for that needs what is missing.
+    """
+    return settings_of(
+        node=args.node_name,
+        kubeconfig=args.kubeconfig,
+        config_map=args.config_map,
+        features=args.cluster,
+        remove_labels=args.remove_labels_on_exit,
+    )
 
 
 def source_of(args: argparse.Namespace, paths: Sequence[Path] | None = None) -> Source:

@@ -22,6 +22,14 @@ from metagpu.core.layout import rehearse
 _LARGEST: Final = 16 * 1024 * 1024
 """Bytes of a file; a ConfigMap has at most 1 MiB."""
 
+NOTHING: Final = """\
+version: metagpu/v1
+pools:
+  - name: nothing
+    backends: []
+"""
+"""What runs while nobody has said what shall."""
+
 Backends = Mapping[str, type[Backend]]
 
 
@@ -68,11 +76,35 @@ class Source:
         paths: files, and directories of profiles; none means the default configuration.
         choice: which profile is wanted.
         circumstances: what foreign formats need to know beside their files.
+        cluster: profiles of the cluster, in whose stead the paths are read if none is chosen.
     """
 
     paths: tuple[Path, ...] = ()
     choice: profiles.Choice = field(default_factory=profiles.Choice)
     circumstances: Circumstances = field(default_factory=Circumstances)
+    cluster: profiles.Instruction = field(default_factory=profiles.Instruction)
+
+    def told(self, cluster: profiles.Instruction) -> "Source":
+        """Give this source as the cluster wants it; what is said on this node itself is stronger.
+
+        A flag and the environment come before the node's label, and that before the default
+        profile and the file.
+        """
+        return replace(self, cluster=cluster)
+
+    @property
+    def wish(self) -> profiles.Choice:
+        """Which profile is wanted, here or by the cluster."""
+        label = self.cluster.profile
+        if self.choice.wanted is not None or label is None:
+            return self.choice
+        return replace(self.choice, wanted=label, by=f"label {self.cluster.label}")
+
+    @property
+    def situation(self) -> Circumstances:
+        """What foreign formats need to know, from here or from the cluster."""
+        mig = self.circumstances.mig_config or self.cluster.mig_config
+        return replace(self.circumstances, mig_config=mig)
 
     def read(self) -> tuple[Text, ...]:
         """Read the files, of profiles the chosen ones.
@@ -80,18 +112,26 @@ class Source:
         Raises:
             ConfigError: if one cannot be read, or no profile can be chosen.
         """
+        choice = self.wish
+        if (held := self.cluster.profiles) is not None and profiles.chooses(held, choice):
+            name = profiles.choose(held, choice, self.cluster.place)
+            return (Text(f"{self.cluster.place}: {name}", held[name], 1, name),)
+
         places = [_place(path) for path in self.paths]
         several = [each for each in places if each.several]
-        if self.choice.wanted is not None and self.choice.required and not several:
-            problem = "it has no profiles; --profile chooses in a directory or a ConfigMap"
+        if choice.wanted is not None and choice.required and not several:
+            problem = (
+                f"it has no profiles, and {choice.by} wants {choice.wanted!r}; a profile is chosen "
+                "in a directory or a ConfigMap"
+            )
             raise ConfigError(problem, file=places[0].path if places else "<default>")
 
         somewhere = {
             name
-            for name in (self.choice.wanted, self.choice.default)
+            for name in (choice.wanted, choice.default)
             if name is not None and any(profiles.has(each.texts, name) for each in several)
         }
-        return tuple(each.chosen(self.choice, somewhere) for each in places)
+        return tuple(each.chosen(choice, somewhere) for each in places)
 
     def variants(self) -> Iterator[tuple[str, "Source"]]:
         """Give this source once for each choice that it leaves open, with a name for it.
@@ -146,7 +186,7 @@ class Source:
             config = _ours(recognised.documents[0], backends)
             return Loaded(config, texts[0].text, forms, names)
 
-        converted = formats.convert(recognised, self.circumstances)
+        converted = formats.convert(recognised, self.situation)
         text = written(converted.data)
         file = ", ".join(each.file for each in texts)
         config = _theirs(converted, Document(text, file), backends)
@@ -161,7 +201,7 @@ class Source:
         recognised = _recognised(texts)
         if not recognised.foreign:
             return texts[0].text, ()
-        converted = formats.convert(recognised, self.circumstances)
+        converted = formats.convert(recognised, self.situation)
         return written(converted.data), converted.notes
 
 

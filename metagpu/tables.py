@@ -49,11 +49,27 @@ def show_status(status: Mapping[str, Any]) -> None:
     console().print(
         Group(
             *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
+            *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
+            *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
             resources_table(status["resources"]),
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL"),
             leases_table(status["leases"]),
         )
     )
+
+
+def rival_lines(rivals: Mapping[str, str]) -> Sequence[str]:
+    """Say which resources another device plugin serves in our stead."""
+    return [f"{name} is served by another plugin on {it}" for name, it in rivals.items()]
+
+
+def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:
+    """Say what goes wrong with the API server, nothing where nothing does."""
+    if cluster is None:
+        return ()
+    lines = [f"API server: {cluster['problem']}"] if cluster["problem"] else []
+    lines += [f"API server, {use}: {why}" for use, why in cluster["uses"].items() if why]
+    return lines
 
 
 def show_plan(plan: Mapping[str, Any]) -> None:

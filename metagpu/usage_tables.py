@@ -1,16 +1,15 @@
-"""Who uses what, drawn for people: the tables and bars of `mgctl`."""
+"""Who uses what as tables and bars for people: what `mgctl` draws."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from metagpu.tables import table
+from metagpu.sheets import Cell, Sheet
 
 Answer = Mapping[str, Any]
 """What the daemon's `usage` says; see `core.usage_report`."""
+
+Drawing = Sequence[Sheet | Cell]
+"""What is drawn, from top to bottom."""
 
 _BAR_WIDTH: Final = 20
 _BUSY: Final = 90
@@ -18,22 +17,22 @@ _BUSY: Final = 90
 _NOTHING: Final = "-"
 
 
-def devices_table(answer: Answer, *, wide: bool = False) -> RenderableType:
+def devices_table(answer: Answer, *, wide: bool = False) -> Drawing:
     """Draw the GPUs and what is on offer of each: a row for each resource of a GPU."""
     more = ("RESOURCE", "HELD", "USED", "GPU", "POLICY", "PRODUCT", "HEALTH") if wide else ()
-    rows = _table("IDX", "UUID", "MEMORY", "SHARES", "SHARE SIZE", *more)
+    rows = Sheet(("IDX", "UUID", "MEMORY", "SHARES", "SHARE SIZE", *more))
 
     for gpu in answer["gpus"]:
         for offer in gpu["shares"] or [None]:
-            _add(rows, *_device(gpu, offer), *(_device_more(gpu, offer) if wide else ()))
+            rows.add(*_device(gpu, offer), *(_device_more(gpu, offer) if wide else ()))
 
     memory = sum(gpu["memoryMiB"] for gpu in answer["gpus"])
     shares = sum(offer["capacity"] for gpu in answer["gpus"] for offer in gpu["shares"])
-    _sum_up(rows, str(len(answer["gpus"])), "", f"{memory} MiB", str(shares))
-    return rows
+    rows.sum_up(str(len(answer["gpus"])), "", f"{memory} MiB", str(shares))
+    return (rows,)
 
 
-def processes_table(answer: Answer, *, wide: bool = False) -> RenderableType:
+def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
     """Draw every process on a GPU, and the containers that hold shares and have none."""
     more = (
         ("CONTAINER", "USER", "INNER PID", "CPU TIME", "HOST MEMORY", "STARTED", "CONTAINER USES")
@@ -42,22 +41,20 @@ def processes_table(answer: Answer, *, wide: bool = False) -> RenderableType:
     )
     last = ("GUARD", "NOTE") if wide else ()
     columns = ("POD", "NS", "DEVICE", "NODE", "GPU", "MEMORY", "PID", "CMD", "REQ")
-    rows = _table(*columns, *more, *last)
+    rows = Sheet((*columns, *more, *last))
 
     used = 0
     for container, part in _parts(answer):
         used += part["usedMiB"]
         for process in part["processes"] or [None]:
-            _add(
-                rows,
+            rows.add(
                 *_process(answer, container, part, process, wide=wide),
                 *(_process_more(container, part, process) if wide else ()),
                 *((_guard(part), "") if wide else ()),
-                style="red" if part["over"] else None,
+                style="red" if part["over"] else "",
             )
     for stranger in answer["strangers"]:
-        _add(
-            rows,
+        rows.add(
             *_stranger(answer, stranger, wide=wide),
             *(_process_more(stranger, None, stranger) if wide else ()),
             *((_NOTHING, stranger["why"]) if wide else ()),
@@ -65,19 +62,18 @@ def processes_table(answer: Answer, *, wide: bool = False) -> RenderableType:
         )
 
     requests = sum(part["shares"] for _, part in _parts(answer))
-    _sum_up(rows, str(len(answer["containers"])), "", "", "", "", f"{used} MiB", "", "", requests)
-    return Group(rows, *_notes(answer, wide=wide))
+    rows.sum_up(str(len(answer["containers"])), "", "", "", "", f"{used} MiB", "", "", requests)
+    return (rows, *_notes(answer, wide=wide))
 
 
-def pods_table(answer: Answer, *, wide: bool = False) -> RenderableType:
+def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
     """Draw the containers that hold shares: of which GPU, how much, and how much they use."""
     more = ("RESOURCE", "LIMIT", "NODE", "POD UID") if wide else ()
     columns = ("POD", "NS", "CONTAINER", "DEVICE", "REQ", "MEMORY", "GPU", "PROCESSES", "GUARD")
-    rows = _table(*columns, *more)
+    rows = Sheet((*columns, *more))
 
     for container, part in _parts(answer):
-        _add(
-            rows,
+        rows.add(
             container["pod"],
             container["namespace"],
             container["container"],
@@ -97,37 +93,35 @@ def pods_table(answer: Answer, *, wide: bool = False) -> RenderableType:
                 if wide
                 else ()
             ),
-            style="red" if part["over"] else None,
+            style="red" if part["over"] else "",
         )
-    return rows
+    return (rows,)
 
 
-def top_screen(answer: Answer, cpu: Mapping[int, float]) -> RenderableType:
+def top_screen(answer: Answer, cpu: Mapping[int, float]) -> Drawing:
     """Draw bars for the GPUs and a line for each process, those with most memory first.
 
     `cpu` is how much of a processor each process uses, in percent, by pid.
     """
-    bars = _table("GPU", "PRODUCT", "BUSY", "MEMORY", "HELD", "HEALTH")
+    bars = Sheet(("GPU", "PRODUCT", "BUSY", "MEMORY", "HELD", "HEALTH"))
     for gpu in answer["gpus"]:
-        held = "\n".join(f"{offer['held']}/{offer['capacity']}" for offer in gpu["shares"])
-        _add(
-            bars,
+        held = ", ".join(f"{offer['held']}/{offer['capacity']}" for offer in gpu["shares"])
+        bars.add(
             str(gpu["index"]),
             gpu["product"].removeprefix("NVIDIA "),
             _bar(gpu["utilisation"], 100, "%"),
             _bar(gpu["usedMiB"], gpu["usableMiB"], " MiB"),
-            Text(held or _NOTHING),
+            held or _NOTHING,
             _health(gpu),
         )
 
-    rows = _table("GPU", "PID", "POD (CONTAINER)", "BUSY", "MEMORY", "CPU", "HOST MEMORY", "CMD")
+    rows = Sheet(("GPU", "PID", "POD (CONTAINER)", "BUSY", "MEMORY", "CPU", "HOST MEMORY", "CMD"))
     for where, name, process in sorted(
         _everybody(answer), key=lambda it: -(it[2]["memoryMiB"] or 0)
     ):
-        _add(
-            rows,
+        rows.add(
             str(where),
-            str(process["pid"]),
+            _pid(process),
             name,
             _percent(process["utilisation"]),
             _mib(process["memoryMiB"]),
@@ -135,7 +129,7 @@ def top_screen(answer: Answer, cpu: Mapping[int, float]) -> RenderableType:
             _mib(process["hostMemoryMiB"]),
             _command(process),
         )
-    return Group(bars, rows, *_notes(answer, wide=True))
+    return (bars, rows, *_notes(answer, wide=True))
 
 
 def _everybody(answer: Answer) -> Iterator[tuple[int, str, Answer]]:
@@ -161,7 +155,7 @@ def _device(gpu: Answer, offer: Answer | None) -> Iterator[str]:
     yield f"{offer['shareMiB']} MiB" if offer else _NOTHING
 
 
-def _device_more(gpu: Answer, offer: Answer | None) -> Iterator[RenderableType]:
+def _device_more(gpu: Answer, offer: Answer | None) -> Iterator[str | Cell]:
     yield offer["resource"] if offer else _NOTHING
     yield str(offer["held"]) if offer else _NOTHING
     yield gpu["failure"] or _of(gpu["usedMiB"], gpu["usableMiB"])
@@ -180,7 +174,7 @@ def _process(
     yield answer["node"]
     yield _percent(_relative(process, part)) if process else _NOTHING
     yield _of(process["memoryMiB"] if process else 0, part["shareMiB"])
-    yield str(process["pid"]) if process else _NOTHING
+    yield _pid(process) if process else _NOTHING
     yield _command(process, wide=wide) if process else _NOTHING
     yield str(part["shares"])
 
@@ -192,7 +186,7 @@ def _stranger(answer: Answer, stranger: Answer, *, wide: bool) -> Iterator[str]:
     yield answer["node"]
     yield _percent(stranger["utilisation"])
     yield _mib(stranger["memoryMiB"])
-    yield str(stranger["pid"])
+    yield _pid(stranger)
     yield _command(stranger, wide=wide)
     yield _NOTHING
 
@@ -210,7 +204,7 @@ def _process_more(container: Answer, part: Answer | None, process: Answer | None
     yield _NOTHING if part is None else _of(part["usedMiB"], part["limitMiB"])
 
 
-def _notes(answer: Answer, *, wide: bool) -> Sequence[Text]:
+def _notes(answer: Answer, *, wide: bool) -> Sequence[Cell]:
     notes = [
         f"GPU {gpu['index']} could not be asked: {gpu['failure']}"
         for gpu in answer["gpus"]
@@ -219,7 +213,7 @@ def _notes(answer: Answer, *, wide: bool) -> Sequence[Text]:
     if (count := len(answer["strangers"])) and not wide:
         what = "1 process belongs" if count == 1 else f"{count} processes belong"
         notes.append(f"{what} to nobody who holds a share of the GPU; -o wide says why")
-    return [Text(printable(note), style="yellow") for note in notes]
+    return [Cell(note, "yellow") for note in notes]
 
 
 def _relative(process: Answer, part: Answer) -> float | None:
@@ -228,12 +222,12 @@ def _relative(process: Answer, part: Answer) -> float | None:
     return None if busy is None else busy * float(max(part["capacity"], 1) / part["shares"])
 
 
-def _health(gpu: Answer) -> Text:
+def _health(gpu: Answer) -> Cell:
     if not gpu["healthy"]:
-        return Text(printable(gpu["reason"]), "bold red")
+        return Cell(gpu["reason"], "bold red")
     if gpu["cordon"]:
-        return Text(printable(f"cordoned: {gpu['cordon']}"), "yellow")
-    return Text("healthy", "green")
+        return Cell(f"cordoned: {gpu['cordon']}", "yellow")
+    return Cell("healthy", "green")
 
 
 def _guard(part: Answer) -> str:
@@ -242,27 +236,25 @@ def _guard(part: Answer) -> str:
     return f"{part['guard']} ({part['policy']})" if part["policy"] else str(part["guard"])
 
 
+def _pid(process: Answer) -> str:
+    """Give the pid; a pod is not told that of a process whose pid there nobody knows."""
+    return _NOTHING if process["pid"] is None else str(process["pid"])
+
+
 def _command(process: Answer, *, wide: bool = False) -> str:
     command = process["command"] or [_NOTHING]
     return " ".join(command) if wide else str(command[0])
 
 
-def printable(text: str) -> str:
-    """Give a text that a terminal shows and does not obey: programs choose their own names."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-
-
-def _bar(value: int | None, whole: int, unit: str) -> Text:
+def _bar(value: int | None, whole: int, unit: str) -> Cell:
     if value is None:
-        return Text(_NOTHING)
+        return Cell(_NOTHING)
 
     full = min(_BAR_WIDTH, round(_BAR_WIDTH * value / max(whole, 1)))
     bar = "\N{FULL BLOCK}" * full + "\N{LIGHT SHADE}" * (_BAR_WIDTH - full)
     style = "red" if value * 100 >= whole * _BUSY else "green"
     end = unit if unit == "%" else f"/{whole}{unit}"
-    return Text.assemble((bar, style), f" {value}{end}", no_wrap=True)
+    return Cell(f"{bar} {value}{end}", style)
 
 
 def _of(used: int | None, whole: int | None) -> str:
@@ -275,27 +267,3 @@ def _mib(amount: int | None) -> str:
 
 def _percent(amount: float | None) -> str:
     return _NOTHING if amount is None else f"{amount:.0f}%"
-
-
-def _table(*columns: str) -> Table:
-    drawn = table(*columns)
-    for column in drawn.columns:
-        column.no_wrap = column.header not in {"CMD", "NOTE", "HEALTH", "PRODUCT"}
-    return drawn
-
-
-def _add(rows: Table, *cells: RenderableType, style: str | None = None) -> None:
-    """Add a row whose texts mean what they say: none is read as markup, or obeyed."""
-    plain = [Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells]
-    rows.add_row(*plain, style=style)
-
-
-def _sum_up(rows: Table, *cells: object) -> None:
-    rows.show_footer = True
-    for column, cell in zip(rows.columns, _padded(cells, len(rows.columns)), strict=True):
-        column.footer = str(cell)
-
-
-def _padded(cells: Iterable[object], count: int) -> Sequence[object]:
-    given = list(cells)
-    return [*given, *[""] * (count - len(given))]

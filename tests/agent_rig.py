@@ -13,6 +13,7 @@ from metagpu.core.host import Host
 from metagpu.core.model import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
+from metagpu.plugins.cluster.settings import Settings
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
@@ -86,12 +87,15 @@ async def agent_at_work(
     kubelet: SimKubelet | None = None,
     tools: Tools | None = None,
     source: Source | None = None,
+    joins: Settings | None = None,
     host: Host | None = None,
+    pods: Path | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
     `boards` is a node, or what `--simulate` says of one.
-    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file.
+    `drivers=False` starts without NVML; `source` is where the configuration is if not in a file;
+    `pods` is the folder that containers see.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -100,6 +104,7 @@ async def agent_at_work(
         pod_resources=tmp_path / "pod-resources.sock",
         run=tmp_path,
         dev_root=tmp_path,
+        pods=pods,
     )
     node = simulated(boards) if isinstance(boards, str) else boards
     if not drivers:
@@ -109,6 +114,7 @@ async def agent_at_work(
         Nvml(Library(node)),
         places,
         tools=tools or SimulatedTools(),
+        joins=joins,
         companions=simulated_companions(),
         host=host,
     )

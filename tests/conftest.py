@@ -4,8 +4,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import settings
 
@@ -26,16 +28,19 @@ _MAY_BLOCK = (
     # A socket file has to be there when the block begins and gone when it ends.
     ("metagpu/plugins/serving.py", {"_remove"}, _FILES),
     ("metagpu/plugins/control.py", {"_listener", "_identity_of"}, _FILES),
+    ("metagpu/plugins/pod_folder.py", {"listening"}, _FILES),
     # The daemon looks for backends before it has a loop; tests do so when they need some.
     ("metagpu/core/backend.py", {"installed_backends"}, ("os.stat", "io.TextIOWrapper.read")),
     # Coverage, where it is measured, holds a lock of its own while threads of ours run beside.
     ("coverage/collector.py", {"lock_data"}, ("threading.Lock.acquire",)),
     # Tracebacks are drawn with their source by structlog's defaults alone; the daemon's are plain.
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
+    # Credentials are read in a thread, on a loop of its own that serves nothing else.
+    ("metagpu/plugins/cluster/client.py", {"_credentials"}, ()),
     # A node's configuration is a small file, read at start and when an operator says so.
     ("metagpu/sources.py", {"read"}, ("os.stat", "os.listdir", "io.BufferedReader.read")),
 )
-"""Where (file and functions) which calls are legitimate on the loop."""
+"""Where (file and functions) which calls are legitimate on the loop, all if none is named."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +48,25 @@ def blockbuster() -> Iterator[BlockBuster]:
     """Watch what metagpu itself does on the loop; simulators and tests may do as they like."""
     with blockbuster_ctx("metagpu", excluded_modules=["metagpu.sim"]) as buster:
         for file, functions, calls in _MAY_BLOCK:
-            for call in calls:
+            for call in calls or buster.functions:
                 buster.functions[call].can_block_in(file, functions)
         yield buster
+
+
+@pytest.fixture(autouse=True)
+def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let what a command says of logging end with its test, whose stderr is closed then.
+
+    A logger that caches its settings at its first use would keep them for all tests that follow.
+    """
+    configure = structlog.configure
+
+    def uncached(**settings: Any) -> None:  # noqa: ANN401 - structlog's own
+        configure(**{**settings, "cache_logger_on_first_use": False})
+
+    monkeypatch.setattr(structlog, "configure", uncached)
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

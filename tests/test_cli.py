@@ -195,7 +195,7 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
     """In its mixed pool a GPU is claimed, given back, and taken in another way."""
     assert main(["demo", "--json"]) == 0
 
-    names = ("cnvrg.io/metagpu", "nvidia.com/gpu.shared", "nvidia.com/gpu")
+    names = ("nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu")
     assert [
         (
             step["what"],
@@ -204,11 +204,11 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
         )
         for step in json.loads(capsys.readouterr().out)["pool"]["steps"]
     ] == [
-        ("nobody has asked yet", [None, None], [200, 8, 2]),
-        ("lab asks for 1 gpu.shared", ["timeslice", None], [100, 8, 1]),
-        ("train asks for 1 gpu", ["timeslice", "whole"], [0, 4, 1]),
-        ("lab ends", [None, "whole"], [100, 4, 2]),
-        ("serve asks for 50 metagpu", ["fraction", "whole"], [100, 0, 1]),
+        ("nobody has asked yet", [None, None], [8, 200, 2]),
+        ("lab asks for 1 gpu.shared", ["timeslice", None], [8, 100, 1]),
+        ("train asks for 1 gpu", ["timeslice", "whole"], [4, 0, 1]),
+        ("lab ends", [None, "whole"], [4, 100, 2]),
+        ("serve asks for 50 gpu.mps", ["mps", "whole"], [0, 100, 1]),
     ]
 
 
@@ -219,7 +219,7 @@ def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "██████████ 100/100" in captured.out
     assert "XID 79: GPU has fallen" in captured.out
-    assert "serve asks for 50 metagpu   fraction    whole   100" in captured.out
+    assert "serve asks for 50 gpu.mps   mps         whole   0            100" in captured.out
     assert captured.err == ""
 
 
@@ -370,3 +370,33 @@ def test_plan_without_a_daemon_is_one_line(
     """Where no daemon runs, `plan` says so."""
     assert main(["plan", "--run-dir", str(tmp_path)]) == 1
     assert f"no daemon answers on {tmp_path / 'metagpu.sock'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ["--config-map", "a/b", "--node-name", "n"],
+            "--config-map: a ConfigMap is read from the API server; also give --kubeconfig",
+        ),
+        (
+            ["--cluster", "label"],
+            (
+                "--cluster: 'label' is no use of the API server; allowed: all, none, config, "
+                "labels, taint, condition, events, allocatable"
+            ),
+        ),
+    ],
+)
+def test_uses_of_the_api_server_that_cannot_be_are_one_line(
+    options: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an operator asks of the API server and cannot have is told before anything starts."""
+    for name in ("KUBECONFIG", "METAGPU_KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert main(["run", *options]) == 1
+    assert capsys.readouterr().err == f"metagpu: {line}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from anyio import to_thread
+from anyio import from_thread, to_thread
 
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Companion, Process
@@ -123,6 +123,31 @@ async def test_its_end_is_heard(tmp_path: Path) -> None:
         await HOST.kill(process)
         with anyio.fail_after(5):
             await over.wait()
+
+
+async def test_a_wait_that_is_given_up_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is cancelled, the descriptor of the process is closed."""
+    process = await HOST.start(sleeper(tmp_path))
+    opened, descriptors = running.opened, []
+    scope = anyio.CancelScope()
+
+    def late(wanted: Process) -> int | None:
+        descriptors.append(opened(wanted))
+        from_thread.run_sync(scope.cancel)
+        return descriptors[-1]
+
+    monkeypatch.setattr(running, "opened", late)
+    with scope:
+        await HOST.ended(process)
+    monkeypatch.undo()
+    await HOST.kill(process)
+
+    [descriptor] = descriptors
+    assert descriptor is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 async def test_what_has_ended_is_killed_without_a_word(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import anyio
 from anyio.abc import Process
 
+from metagpu.sim.apiserver import SimApiServer
 from metagpu.sim.kubelet import SimKubelet
 from tests.agent_rig import METAGPU, QUICK
+from tests.mgctl_rig import assert_built
 
 
 @dataclass
@@ -55,12 +57,15 @@ class Daemon:
 
 
 @asynccontextmanager
-async def daemon(folder: Path, config: str = QUICK) -> AsyncIterator[Daemon]:
-    """Run the daemon on two simulated GPUs while the block lasts."""
+async def daemon(folder: Path, config: str = QUICK, *more: str) -> AsyncIterator[Daemon]:
+    """Run the daemon on two simulated GPUs while the block lasts; `more` are further options."""
     await anyio.Path(folder / "metagpu.yaml").write_text(config)
     kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
 
-    async with kubelet.running(), await anyio.open_process(command_line(folder)) as process:
+    async with (
+        kubelet.running(),
+        await anyio.open_process([*command_line(folder), *more]) as process,
+    ):
         try:
             yield Daemon(process, folder, kubelet)
         finally:
@@ -244,3 +249,67 @@ async def test_a_plan_is_asked_of_the_daemon(tmp_path: Path) -> None:
             f"metagpu: {tmp_path}/none.yaml: cannot be read: No such file or directory\n",
         )
         assert it.kubelet.lists[METAGPU] == 1
+
+
+async def test_without_an_api_server_its_library_is_not_loaded(tmp_path: Path) -> None:
+    """The daemon stays small where no API server is configured."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        maps = await anyio.Path(f"/proc/{it.process.pid}/maps").read_text()
+        code, told = await it.command("status", "--json")
+
+    assert "aiohttp" not in maps
+    assert code == 0
+    assert json.loads(told)["cluster"] is None
+
+
+async def test_joins_its_cluster_and_leaves_it(tmp_path: Path) -> None:
+    """The label's profile is offered, the node says so, and takes its labels along if asked to."""
+    server = SimApiServer()
+    server.add_node("gpu-1", {"metagpu.io/config": "five"})
+    five = QUICK.replace("sharesPerGpu: 10", "sharesPerGpu: 5")
+    server.configure("kube-system", "metagpu", {"five": five})
+    server.denied.append(("PATCH", "/status"))
+
+    async with server.running():
+        options = (
+            *("--node-name", "gpu-1"),
+            *("--kubeconfig", str(server.kubeconfig(tmp_path))),
+            *("--config-map", "kube-system/metagpu"),
+            "--remove-labels-on-exit",
+        )
+        async with daemon(tmp_path, QUICK, *options) as it:
+            await it.until(10)
+            await server.until(lambda: server.labels("gpu-1").get("nvidia.com/gpu.count") == "2")
+            await server.until(lambda: any("/status" in each.what for each in server.requests))
+            code, told = await it.command("status")
+            assert code == 0
+            assert "API server, condition: the API server does not allow it" in told
+
+            assert await it.stop() == 0
+        assert dict(server.labels("gpu-1")) == {"metagpu.io/config": "five"}
+
+
+async def test_mgctl_in_containers_outlives_the_daemon(tmp_path: Path) -> None:
+    """After SIGKILL the program stays where containers see it; the next daemon answers it."""
+    assert_built()
+    program, refused = tmp_path / "pod" / "mgctl", "answers containers of pods alone"
+    env = {"METAGPU_SOCKET": str(tmp_path / "pod" / "mgctl.sock")}
+
+    async def said() -> str:
+        done = await anyio.run_process([program, "get", "pods"], env=env, check=False)
+        return done.stderr.decode()
+
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        assert refused in await said()
+        it.process.kill()
+        await it.process.wait()
+        assert "Connection refused" in await said()
+
+        async with await anyio.open_process(command_line(tmp_path)) as again:
+            await it.until(20)
+            assert refused in await said()
+            again.terminate()
+            await again.wait()
+        assert "there is no " in await said()

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu import app
+from metagpu import adoption
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
 from metagpu.plugins import podresources
@@ -86,10 +86,10 @@ async def test_a_bad_file_keeps_the_last_good_one_and_says_so_once(tmp_path: Pat
     """One log line tells what is wrong, `status` too, until the next good file is taken."""
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
-        with heard(app) as lines:
+        with heard(adoption) as lines:
             for _ in range(2):
                 await written(it, QUICK.replace("sharesPerGpu", "sharePerGpu"))
-                await it.agent._reload(again=False)
+                await it.agent.adoption.reload(again=False)
             told = await configuration(it)
             await written(it, QUICK.replace("10}", "5}"))
             await it.until(10, 10)
@@ -105,7 +105,7 @@ async def test_a_file_that_goes_keeps_the_last_good_one(tmp_path: Path) -> None:
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
         await anyio.Path(it.config_file).unlink()
-        await it.agent._reload(again=False)
+        await it.agent.adoption.reload(again=False)
 
         assert (await configuration(it))["error"] == (
             f"{it.config_file}: cannot be read: No such file or directory"
@@ -120,7 +120,7 @@ async def test_what_is_good_and_does_not_fit_is_told(tmp_path: Path) -> None:
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
         await written(it, QUICK.replace("10}", "100000}"))
-        await it.agent._reload(again=False)
+        await it.agent.adoption.reload(again=False)
 
         assert "the kubelet takes less than 4194304" in (await configuration(it))["error"]
         assert it.agent.config.envelope.pools[0].name == "all"
@@ -135,9 +135,9 @@ async def test_notes_on_a_foreign_file_are_logged_once(tmp_path: Path) -> None:
 
     async with agent_at_work(tmp_path, source=Source((folder,))) as it:
         await it.until(8, 8, SHARED)
-        with heard(app) as lines:
+        with heard(adoption) as lines:
             mounted(folder, strange, 2)
-            await it.agent._reload(again=False)
+            await it.agent.adoption.reload(again=False)
             mounted(folder, strange.replace("4", "3"), 3)
             await it.until(6, 6, SHARED)
 
@@ -208,7 +208,7 @@ async def test_a_profile_that_goes_keeps_the_last_good_one(tmp_path: Path) -> No
     async with agent_at_work(tmp_path, source=Source((folder,), Choice("config"))) as it:
         await it.until(8, 8, SHARED)
         (folder / "config.yaml").rename(folder / "other.yaml")
-        await it.agent._reload(again=False)
+        await it.agent.adoption.reload(again=False)
 
         assert (await configuration(it))["error"] == (
             f"{folder}: there is no profile 'config' (--profile); there are: other.yaml"

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import yaml
 from anyio import to_thread
-from rich.console import Console
 
-from metagpu import __version__, mgctl, tables
+from metagpu import __version__, mgctl
 from metagpu.core.census import Findings
+from metagpu.core.doctor import CHECKS
+from metagpu.core.model import Snapshot
 from metagpu.core.usage_report import usage_report
 from metagpu.plugins.control import controlled
+from metagpu.sheets import AFRESH, PLAIN
+from metagpu.usage_text import KINDS, Top, written
 from tests.core.test_usage_report import RULES, node
 
 HINT = "set `hostPID: true`"
@@ -198,6 +201,14 @@ async def test_programs_get_what_they_asked_for(
 # --- again and again ------------------------------------------------------------------------------
 
 
+class TtyText(StringIO):
+    """A terminal that remembers what was written on it."""
+
+    def isatty(self) -> bool:
+        """Say that a person listens."""
+        return True
+
+
 def interrupted_after(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C at so many pauses from now."""
     left = [times]
@@ -239,15 +250,26 @@ async def test_at_a_terminal_it_is_drawn_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     """Watched and `top`, the screen is drawn anew until Ctrl-C."""
-    screen = StringIO()
-    monkeypatch.setattr(
-        tables, "console", lambda: Console(file=screen, force_terminal=True, width=200)
-    )
+    screen = TtyText()
+    monkeypatch.setattr(sys, "stdout", screen)
     interrupted_after(2, monkeypatch)
 
     assert await said(tmp_path, *command) == 0
-    assert screen.getvalue().count("GPU") >= 2
-    assert "\x1b" in screen.getvalue()
+    drawn = screen.getvalue()
+    assert drawn.startswith(mgctl.ENTER)
+    assert drawn.endswith(mgctl.LEAVE)
+    assert drawn.count(AFRESH) == 2
+    assert "\x1b[1mGPU" in drawn or "\x1b[1mIDX" in drawn
+
+
+async def test_colours_can_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`NO_COLOR` is heard, at a terminal too."""
+    screen = TtyText()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    assert await said(tmp_path, "get", "pods") == 0
+    assert "\x1b" not in screen.getvalue()
 
 
 async def test_top_without_a_terminal_is_drawn_once(
@@ -266,10 +288,8 @@ async def test_top_says_how_much_of_a_processor_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the second look on, the processor time since the first one is a percentage."""
-    screen = StringIO()
-    monkeypatch.setattr(
-        tables, "console", lambda: Console(file=screen, force_terminal=True, width=200)
-    )
+    screen = TtyText()
+    monkeypatch.setattr(sys, "stdout", screen)
     interrupted_after(2, monkeypatch)
     looks = iter([(500.0, 12.0), (502.0, 13.0)])
 
@@ -334,20 +354,46 @@ async def test_a_reader_who_goes_ends_it_quietly(
             raise BrokenPipeError
 
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(mgctl, "_show", broken)
+        monkeypatch.setattr(mgctl, "_say", broken)
         assert await said(tmp_path, "get", "pods") == 1
 
 
 def test_an_empty_node_is_drawn() -> None:
     """Without GPUs, pods and processes there are tables with nothing in them."""
-    from metagpu import usage_tables  # noqa: PLC0415 - beside the command that needs it
-    from metagpu.core.model import Snapshot  # noqa: PLC0415 - likewise
+    empty = {"node": "n", "at": 0.0, **usage_report(Snapshot(), Findings(), RULES)}
+    for kind in KINDS:
+        assert len(written(empty, kind, "table", PLAIN).splitlines()) >= 2
+    assert "POD (CONTAINER)" in Top().screen(empty, PLAIN)
 
-    empty = {"node": "n", **usage_report(Snapshot(), Findings(), RULES)}
-    for draw in (
-        usage_tables.devices_table,
-        usage_tables.processes_table,
-        usage_tables.pods_table,
-    ):
-        Console(file=StringIO()).print(draw(empty))
-    Console(file=StringIO()).print(usage_tables.top_screen(empty, {}))
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def examined(folder: Path, *more: str) -> int:
+    """Examine a node that has nothing."""
+    places = ("root", "run-dir", "kubelet-dir", "pod-resources")
+    return mgctl.main(["doctor", *(f"--{place}={folder}" for place in places), *more])
+
+
+def test_the_doctor_names_code_verdict_and_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each check, its mend below it; what is bad is status 1."""
+    assert examined(tmp_path) == 1
+
+    out = capsys.readouterr().out
+    assert "MG201  bad   NVIDIA's kernel module is not loaded\n             install the" in out
+    assert "MG303  good  no other plugin for GPUs\n" in out
+    assert (
+        f"MG401  bad   the daemon does not answer\n             no daemon answers on {tmp_path}"
+        in out
+    )
+
+
+def test_the_doctor_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For programs: the same, as a list."""
+    assert examined(tmp_path, "-o", "json") == 1
+
+    told = json.loads(capsys.readouterr().out)
+    assert [each["code"] for each in told] == list(CHECKS)
+    assert told[0].keys() == {"code", "verdict", "finding", "mend"}

@@ -11,7 +11,7 @@ from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
 from metagpu.core.injection import Injection
 from metagpu.core.layout import lay_out
-from metagpu.core.profiles import Choice
+from metagpu.core.profiles import Choice, Instruction
 from metagpu.sources import Loaded, Source, written
 from tests.build import BACKENDS, gpu, pool
 
@@ -137,12 +137,81 @@ def test_a_profile_of_a_single_file_is_a_mistake(tmp_path: Path) -> None:
     file.write_text(pool(), encoding="utf-8")
 
     assert refusal(Source((file,), Choice("slice-4"))) == (
-        f"{file}: it has no profiles; --profile chooses in a directory or a ConfigMap"
+        f"{file}: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
+        "directory or a ConfigMap"
     )
     assert refusal(Source((), Choice("slice-4"))) == (
-        "<default>: it has no profiles; --profile chooses in a directory or a ConfigMap"
+        "<default>: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
+        "directory or a ConfigMap"
     )
     assert offers(Source((file,), Choice("slice-4", required=False)).load(BACKENDS))
+
+
+HELD = {"a": pool(), "slice-4": pool("sharesPerGpu: 4"), "default": pool("sharesPerGpu: 3")}
+
+
+@pytest.mark.parametrize(
+    ("choice", "label", "held", "profiles_taken"),
+    [
+        (Choice("a"), "slice-4", HELD, ("a",)),
+        (Choice(None, "a"), "slice-4", HELD, ("slice-4",)),
+        (Choice(None, "a"), None, HELD, ("a",)),
+        (Choice(), None, HELD, ("default",)),
+        (Choice(), None, {"only": pool()}, ("only",)),
+        (Choice(), None, {"one": pool(), "two": pool()}, ()),
+        (Choice(), None, {}, ()),
+        (Choice(), None, None, ()),
+    ],
+)
+def test_what_is_said_here_comes_before_the_cluster(
+    tmp_path: Path,
+    choice: Choice,
+    label: str | None,
+    held: dict[str, str] | None,
+    profiles_taken: tuple[str, ...],
+) -> None:
+    """A flag comes before the node's label, that before the default profile, that before files."""
+    file = tmp_path / "metagpu.yaml"
+    file.write_text(pool("sharesPerGpu: 7"), encoding="utf-8")
+    told = Instruction(label, "metagpu.io/config", None, "ConfigMap x/y", held)
+    loaded = Source((file,), choice).told(told).load(BACKENDS)
+
+    assert loaded.profiles == profiles_taken
+    place = f"ConfigMap x/y: {profiles_taken[0]}" if profiles_taken else str(file)
+    assert loaded.config.file == place
+
+
+def test_a_label_that_names_no_profile_says_which_there_are(tmp_path: Path) -> None:
+    """An unknown value is refused with the label's name, the place, and what it has."""
+    told = Instruction("b", "metagpu.io/config", None, "ConfigMap x/y", {"a": pool()})
+    assert refusal(Source().told(told)) == (
+        "ConfigMap x/y: there is no profile 'b' (label metagpu.io/config); there are: a"
+    )
+
+    nowhere = Instruction("b", "metagpu.io/config")
+    assert refusal(Source().told(nowhere)) == (
+        "<default>: it has no profiles, and label metagpu.io/config wants 'b'; a profile is chosen "
+        "in a directory or a ConfigMap"
+    )
+    assert refusal(Source((tmp_path,)).told(nowhere)).startswith(f"{tmp_path}: there is no profile")
+
+
+def test_what_is_wrong_in_a_config_map_is_told_with_its_line() -> None:
+    """A profile of a ConfigMap is read as strictly as a file."""
+    bad = Instruction("a", "metagpu.io/config", None, "ConfigMap x/y", {"a": pool("shares: 3")})
+    assert refusal(Source().told(bad)).startswith(
+        "ConfigMap x/y: a: 5: pools[0].backends[0].shares: unknown key"
+    )
+
+
+def test_the_layout_of_a_label_is_taken_where_none_is_said_here() -> None:
+    """mig-manager's label chooses among `mig-configs`, unless a flag does."""
+    told = Instruction(mig_config="disabled")
+    layouts = SEEDS / "nvidia-mig-config.yaml"
+    here = Circumstances(mig_config="other")
+
+    assert Source((layouts,)).told(told).situation.mig_config == "disabled"
+    assert Source((layouts,), circumstances=here).told(told).situation.mig_config == "other"
 
 
 def test_an_empty_directory_is_told(tmp_path: Path) -> None:

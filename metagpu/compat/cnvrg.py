@@ -23,8 +23,7 @@ _UNHEEDED: Final = {
     "jwtSecret": Unheeded(f"signed tokens and {_TOKENS}"),
     "deviceToken": Unheeded(f"named a token of the operator's and {_TOKENS}"),
     "containerToken": Unheeded(_TOKENS),
-    "mgctlTar": Unheeded("named the program that is copied into containers; metagpu copies none"),
-    "mgctlAutoInject": Unheeded("copied mgctl into every container; metagpu copies none", (False,)),
+    "mgctlTar": Unheeded("named the program that is copied into containers; metagpu has its own"),
     "serverAddr": Unheeded("served MetaGPU's API on TCP; metagpu has a socket on the node"),
     "nodename": Unheeded("told pods of this node from others; here the kubelet tells them"),
     "verbose": Unheeded("logged more; use --log-level", (False,)),
@@ -48,6 +47,7 @@ class _File(msgspec.Struct, rename="camel"):
     device_sharing: tuple[_Sharing, ...]
     accelerator: str = "nvidia"
     memory_enforcer: bool | None = None
+    mgctl_auto_inject: bool | None = None
 
 
 def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
@@ -69,6 +69,9 @@ def convert(documents: Sequence[Document], circumstances: Circumstances) -> Conv
     if not file.device_sharing:
         raise document.error("deviceSharing", "there is no entry; give at least one")
 
+    if file.mgctl_auto_inject is not None:
+        origin = Origin(document, "mgctlAutoInject")
+        draft.set("mgctl", {"inPods": file.mgctl_auto_inject}, origin)
     rules = {}
     if file.memory_enforcer is not None:
         rules = {"memoryEnforcement": {"policy": "kill" if file.memory_enforcer else "off"}}

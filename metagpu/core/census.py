@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import time
 
 import anyio
 
@@ -18,6 +19,7 @@ class Findings:
     """All GPUs at about one moment, with what people want to know.
 
     Attributes:
+        at: when, in seconds since the epoch.
         accounts: in the order of the GPUs; one that could not be asked has an empty one.
         failures: why a GPU could not be asked.
         busy: of each GPU, how busy its processes keep it in percent, by pid; a GPU that does not
@@ -25,6 +27,7 @@ class Findings:
         hints: what keeps us from knowing whose processes are whose.
     """
 
+    at: float = 0.0
     accounts: Mapping[GpuId, Account] = field(default_factory=dict)
     failures: dict[GpuId, str] = field(default_factory=dict)
     busy: dict[GpuId, Mapping[int, int]] = field(default_factory=dict)
@@ -60,7 +63,7 @@ class Census:
     async def take(self) -> Findings:
         """Look at all GPUs at once, and at the particulars of who is there."""
         gpus = tuple(self._registry.snapshot.gpus)
-        findings = Findings(hints=await self._host.hints())
+        findings = Findings(at=time(), hints=await self._host.hints())
         accounts = {gpu: Account(gpu) for gpu in gpus}
 
         async def look(gpu: GpuId) -> None:
@@ -80,6 +83,33 @@ class Census:
         findings.accounts = accounts
         findings.particulars = await self._host.describe(_everybody(accounts.values()))
         return findings
+
+
+class Looks:
+    """Gives any number of callers findings of late, by one look at a time.
+
+    Who asks in between waits for that look, or has the last one: so the node's work does not grow
+    with the number of callers.
+
+    Args:
+        census: looks.
+        age: seconds for which findings are of late.
+    """
+
+    def __init__(self, census: Census, age: float = 0.9) -> None:
+        self._census = census
+        self._age = age
+        self._findings: Findings | None = None
+        self._until = 0.0
+        self._looking = anyio.Lock()
+
+    async def latest(self) -> Findings:
+        """Give findings that are not older than `age`."""
+        async with self._looking:
+            if self._findings is None or anyio.current_time() >= self._until:
+                self._findings = await self._census.take()
+                self._until = anyio.current_time() + self._age
+            return self._findings
 
 
 def _everybody(accounts: Collection[Account]) -> Collection[Identity]:

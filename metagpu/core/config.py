@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from metagpu.core.backend import Backend, Options
+from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
 from metagpu.core.injection import DeviceListStrategy, Injection
@@ -163,14 +164,19 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     )
     pass_device_specs: bool = True
     cdi_kind: str = "nvidia.com/gpu"
+    mgctl: Mgctl = Mgctl()
 
     def injection(self, base: Injection) -> Injection:
         """Give the node's injection: the file's choices on what `base` knows of the host."""
+        mounted = bool(base.pod_dir) and self.mgctl.in_pods
+
         return replace(
             base,
             strategies=frozenset(_listed(self.device_list_strategy)),
             pass_device_specs=self.pass_device_specs,
             cdi_kind=self.cdi_kind,
+            pod_dir=base.pod_dir if mounted else "",
+            command=(self.mgctl.path or "") if mounted else "",
         )
 
 

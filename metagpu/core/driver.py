@@ -137,6 +137,7 @@ class Survey:
     gpus: tuple[Gpu, ...]
     unreadable: tuple[Unreadable, ...] = ()
     driver_version: str = ""
+    cuda_version: tuple[int, int] | None = None
     topology: Topology = field(default_factory=Topology)
 
 

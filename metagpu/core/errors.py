@@ -23,7 +23,8 @@ MetagpuError
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
 ├── HostError            the host's: the kernel refused us
-└── KubeletError         the kubelet's: it refused us, or is not there
+├── KubeletError         the kubelet's: it refused us, or is not there
+└── ClusterError         the API server's: it refused us, or is not there
 """
 
 
@@ -186,3 +187,24 @@ class HostError(MetagpuError):
 
 class KubeletError(MetagpuError):
     """Raised when the kubelet refuses a registration or cannot be reached."""
+
+
+class ClusterError(MetagpuError):
+    """Raised when the API server refuses a request or cannot be reached.
+
+    Attributes:
+        status: of HTTP, 0 when there was no answer.
+        retry_after: seconds for which it asks to be left alone.
+        fields: what of an object it is about, as in `.metadata.labels.nvidia.com/gpu.count`.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        status: int = 0,
+        retry_after: float = 0.0,
+        fields: tuple[str, ...] = (),
+    ) -> None:
+        self.status, self.retry_after, self.fields = status, retry_after, fields
+        super().__init__(problem)

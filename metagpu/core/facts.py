@@ -6,7 +6,17 @@ At the end there is news that changes nothing which is kept: it is only heard.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId, Stock, Topology
+from metagpu.core.model import (
+    Gpu,
+    GpuId,
+    Holder,
+    ResourceName,
+    Share,
+    ShareId,
+    Stock,
+    Topology,
+    Versions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,28 @@ class TopologyRead:
     """NVML told how GPUs are connected. What was known before and is missing now stays known."""
 
     topology: Topology
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRead:
+    """NVML told its versions."""
+
+    versions: Versions
+
+
+@dataclass(frozen=True, slots=True)
+class RivalMet:
+    """Another device plugin serves a resource of ours, so that we do not; `where` names it."""
+
+    resource: ResourceName
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class RivalLeft:
+    """The other device plugin is gone, and the resource is served again."""
+
+    resource: ResourceName
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +223,9 @@ GpuFact = (
 Fact = (
     GpusFound
     | TopologyRead
+    | DriverRead
+    | RivalMet
+    | RivalLeft
     | SharesOffered
     | SharesGranted
     | SharesReleased

@@ -25,9 +25,9 @@ from metagpu.core.driver import (
     Survey,
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
-from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound, TopologyRead
+from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
 from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
-from metagpu.core.model import GpuId
+from metagpu.core.model import GpuId, Versions
 from metagpu.core.registry import Registry
 
 RETRY: Final = 5.0
@@ -134,6 +134,7 @@ class HealthWatch:
         # In one turn of the loop: a GPU that is new and ill is never seen healthy.
         self.registry.apply(GpusFound(survey.gpus, self.clock()))
         self.registry.apply(TopologyRead(survey.topology))
+        self.registry.apply(DriverRead(Versions(survey.driver_version, survey.cuda_version)))
         for unreadable in survey.unreadable:
             if unreadable.gpu is None:  # one that is known is told as out of service below
                 log.warning("a GPU cannot be read", index=unreadable.index, why=unreadable.reason)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from signal import Signals
+from socket import socket
 from typing import Protocol
 
 from metagpu.core.model import Holder
@@ -72,6 +73,13 @@ class Host(Protocol):
 
         Where we do not see the host's pids nobody is identified: one of ours with the same number
         is another process.
+        """
+        ...
+
+    async def peer(self, connection: socket) -> Identity | None:
+        """Identify the process that opened the other end of a unix socket.
+
+        `None` when it has ended since, or we cannot see it, as from another pid namespace.
         """
         ...
 

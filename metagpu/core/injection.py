@@ -30,6 +30,10 @@ CONTROL_NODES: Final = (
 )
 """Device nodes that every CUDA program opens beside the GPU's own."""
 
+POD_FOLDER: Final = "/run/metagpu"
+"""Where containers find `mgctl` and the socket it calls."""
+CLIENT_NAME: Final = "mgctl"
+
 _VOLUME_MOUNTS: Final = "/var/run/nvidia-container-devices"
 """Where NVIDIA's container runtime looks for GPUs that are named by mounts."""
 _NO_DEVICES: Final = "void"
@@ -62,6 +66,8 @@ class Injection:
         present: device nodes that exist; others are never named, a container would not start.
         capabilities: the numbers of the device nodes below /dev/nvidia-caps that open a MIG
             instance, by the driver's names such as `gpu0/gi3/ci0/access`.
+        pod_dir: the folder of the host that containers see as `POD_FOLDER`, empty for none.
+        command: where else they see its `mgctl`, empty for nowhere.
         run_dir: the daemon's run directory, as the container runtime finds it too.
     """
 
@@ -71,6 +77,8 @@ class Injection:
     dev_root: str = ""
     present: frozenset[str] = frozenset()
     capabilities: Mapping[str, int] = field(default_factory=dict)
+    pod_dir: str = ""
+    command: str = ""
     run_dir: str = "/run/metagpu"
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
@@ -125,7 +133,7 @@ class Injection:
 
         return Grant(
             envs=envs,
-            mounts=mounts,
+            mounts=mounts + self._mgctl,
             nodes=() if by_cdi or not self.pass_device_specs else nodes,
             annotations=_annotation(names)
             if DeviceListStrategy.CDI_ANNOTATIONS in self.strategies
@@ -147,6 +155,16 @@ class Injection:
         gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
         memory = ",".join([f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus])
         return self.grant(gpus, {MEMORY: memory, **(variables or {})})
+
+    @property
+    def _mgctl(self) -> tuple[Mount, ...]:
+        if not self.pod_dir:
+            return ()
+        # The folder, not what is in it: a new daemon's socket and program are seen at once.
+        folder = Mount(POD_FOLDER, self.pod_dir)
+        if not self.command:
+            return (folder,)
+        return (folder, Mount(self.command, f"{self.pod_dir}/{CLIENT_NAME}"))
 
     def _nodes(self, gpus: Sequence[Gpu], more: Sequence[str] = ()) -> tuple[DeviceNode, ...]:
         own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]

@@ -54,6 +54,7 @@ class Gpu:
         memory: total memory; `reserved` of it belongs to the driver and firmware.
         pci_device: its kind by PCI ids: the device's in the upper 16 bits, the vendor's below.
         compute_capability: such as `(8, 0)`; `architecture` its family in lower case.
+        ecc: whether error correction is on; it changes at a reset alone.
         mig_profiles: the instances it can be cut into, whether MIG mode is on or not; none where
             there is no MIG.
         listens: whether NVML delivers this GPU's XID events.
@@ -71,6 +72,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None
     mig_enabled: bool | None = None
+    ecc: bool | None = None
     mig_profiles: tuple[MigProfile, ...] = ()
     listens: bool = True
 
@@ -366,12 +368,26 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Versions:
+    """The driver's version as it writes it, and CUDA's; empty and `None` while they are unknown."""
+
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything known at one moment. GPUs are in the order of their index."""
+    """Everything known at one moment. GPUs are in the order of their index.
+
+    Attributes:
+        rivals: the resources that another device plugin serves in our stead, and where.
+    """
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
     offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
     topology: Topology = field(default_factory=Topology)
+    versions: Versions = field(default_factory=Versions)
+    rivals: Mapping[ResourceName, str] = field(default_factory=dict)
 
 
 def gpu_of(share: ShareId) -> GpuId:

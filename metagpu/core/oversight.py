@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from metagpu.core.backend import Guard
-from metagpu.core.census import Census
+from metagpu.core.census import Census, Looks
 from metagpu.core.config import Config
 from metagpu.core.driver import Driver
 from metagpu.core.enforcement import Enforcement, Policy
@@ -15,7 +15,7 @@ from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.usage import Told
-from metagpu.core.usage_report import Rules, tally_report, usage_report
+from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
 
 
 def terms_in(config: Config, layout: Layout, gpu: GpuId) -> Enforcement:
@@ -43,6 +43,7 @@ class Oversight:
         self._rules = Rules(terms, guards)
         self._census = Census(driver, host, registry)
         self._enforcer = Enforcer(self._census, host, registry, terms, guards)
+        self._looks = Looks(self._census)
         self._strangers = StrangerWatch(self._census, host, registry)
 
     @property
@@ -60,6 +61,13 @@ class Oversight:
         snapshot = self._registry.snapshot
 
         return {
+            "at": findings.at,
             **usage_report(snapshot, findings, self._rules),
             "enforcement": tally_report(self._enforcer.tally, snapshot),
         }
+
+    async def report_to(self, pod: Pod) -> dict[str, Any]:
+        """Say to a pod what concerns it, by a look that others of the same second share."""
+        findings = await self._looks.latest()
+        told = pod_report(self._registry.snapshot, findings, self._rules, pod)
+        return {"at": findings.at, **told}

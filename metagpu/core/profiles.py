@@ -1,6 +1,6 @@
 """Profiles: several configurations side by side, of which a node has one."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,12 +18,32 @@ class Choice:
     Attributes:
         wanted: the node's own profile.
         default: what a node without one has.
+        by: who wants it, for messages.
         required: whether it is a mistake to want one where there are none.
     """
 
     wanted: str | None = None
     default: str | None = None
+    by: str = "--profile"
     required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What the cluster says of this node's configuration; nothing, where it says nothing.
+
+    Attributes:
+        profile: what the node's label chooses; `label` is its name, for messages.
+        mig_config: which of mig-parted's layouts the node's label chooses.
+        place: where the profiles are, for messages; empty if the cluster holds none.
+        profiles: texts by name.
+    """
+
+    profile: str | None = None
+    label: str = ""
+    mig_config: str | None = None
+    place: str = ""
+    profiles: Mapping[str, str] | None = None
 
 
 def choose(
@@ -46,7 +66,7 @@ def choose(
     known |= {_bare(name): name for name in known if _bare(name) not in known}
     listed = ", ".join(sorted(set(known.values()))) or "none"
 
-    for name, option in ((choice.wanted, "--profile"), (choice.default, "--default-profile")):
+    for name, option in ((choice.wanted, choice.by), (choice.default, "--default-profile")):
         if name is None or (name not in known and name in elsewhere):
             continue
         if name not in known:
@@ -60,6 +80,13 @@ def choose(
         return next(iter(known.values()))
     problem = f"no profile is chosen; give --profile or --default-profile; there are: {listed}"
     raise ConfigError(problem, file=place)
+
+
+def chooses(names: Iterable[str], choice: Choice) -> bool:
+    """Tell whether a choice among these names leads anywhere, be it to an error."""
+    known = set(names)
+    chosen = choice.wanted is not None or (choice.default is not None and bool(known))
+    return chosen or has(known, DEFAULT) or len(known) == 1
 
 
 def has(names: Iterable[str], name: str) -> bool:

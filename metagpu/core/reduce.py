@@ -10,10 +10,13 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from metagpu.core.facts import (
+    DriverRead,
     Fact,
     GpuFact,
     GpusFound,
     LeasesObserved,
+    RivalLeft,
+    RivalMet,
     SharesGranted,
     SharesOffered,
     SharesReleased,
@@ -51,6 +54,11 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
             return _found(snapshot, fact)
         case TopologyRead():
             return _connected(snapshot, fact)
+        case DriverRead():
+            same = fact.versions == snapshot.versions
+            return (snapshot, ()) if same else (replace(snapshot, versions=fact.versions), (fact,))
+        case RivalMet() | RivalLeft():
+            return _rivalled(snapshot, fact)
         case SharesOffered():
             return _offered(snapshot, fact)
         case SharesGranted():
@@ -81,6 +89,15 @@ def _found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fact, .
     ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
     gpus = MappingProxyType({state.gpu.id: state for state in ordered})
     return replace(snapshot, gpus=gpus), (fact,)
+
+
+def _rivalled(snapshot: Snapshot, fact: RivalMet | RivalLeft) -> tuple[Snapshot, tuple[Fact, ...]]:
+    rivals = {it: where for it, where in snapshot.rivals.items() if it != fact.resource}
+    if isinstance(fact, RivalMet):
+        rivals[fact.resource] = fact.where
+    if rivals == snapshot.rivals:
+        return snapshot, ()
+    return replace(snapshot, rivals=MappingProxyType(rivals)), (fact,)
 
 
 def _connected(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tuple[Fact, ...]]:

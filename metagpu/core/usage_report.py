@@ -3,7 +3,7 @@
 Memory is in MiB, utilisation in percent; `None` where the driver does not say.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -12,8 +12,8 @@ from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
 from metagpu.core.enforcement import Enforcement, Policy, limit_of
 from metagpu.core.enforcer import Tally, guarded
-from metagpu.core.model import MIB, GpuId, GpuState, Holder, Share, Snapshot
-from metagpu.core.usage import Process, Stranger, Usage
+from metagpu.core.model import MIB, GpuId, GpuState, Holder, Share, ShareId, Snapshot
+from metagpu.core.usage import Account, Process, Stranger, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,35 +24,61 @@ class Rules:
     guards: Mapping[str, Guard]
 
 
-def usage_report(
-    snapshot: Snapshot,
-    findings: Findings,
-    rules: Rules,
-    *,
-    pod: tuple[str, str] | None = None,
-) -> dict[str, Any]:
-    """Say who uses what of which GPU, and who belongs to nobody.
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """Who asks, where that is a pod; the uid tells it from an earlier one of its name."""
 
-    To a `pod`, by namespace and name, it tells of itself and of the GPUs it holds a part of.
-    """
-    usages = [
-        usage
-        for account in findings.accounts.values()
-        for usage in account.usages
-        if pod in (None, (usage.holder.namespace, usage.holder.pod))
-    ]
-    mine = {usage.gpu for usage in usages}
+    namespace: str
+    name: str
+    uid: str
+
+    def owns(self, usage: Usage) -> bool:
+        """Say whether a usage is this pod's; where no process tells a uid, the name decides."""
+        holder = usage.holder
+        return (holder.namespace, holder.pod) == (self.namespace, self.name) and (
+            usage.pod_uid in (None, self.uid)
+        )
+
+
+def usage_report(snapshot: Snapshot, findings: Findings, rules: Rules) -> dict[str, Any]:
+    """Say who uses what of which GPU, and who belongs to nobody."""
+    usages = [usage for account in findings.accounts.values() for usage in account.usages]
     strangers = [it for account in findings.accounts.values() for it in account.strangers]
 
     return {
         "gpus": [
-            _gpu(state, findings, rules)
-            for gpu, state in snapshot.gpus.items()
-            if pod is None or gpu in mine
+            _gpu(state, _whole(state, findings), findings, rules)
+            for state in snapshot.gpus.values()
         ],
         "containers": _containers(snapshot, usages, findings, rules),
-        "strangers": [] if pod else [_stranger(it, snapshot, findings) for it in strangers],
+        "strangers": [_stranger(it, snapshot, findings) for it in strangers],
         "hints": list(findings.hints),
+    }
+
+
+def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -> dict[str, Any]:
+    """Say the same to a pod, of itself alone, in the same shape.
+
+    It hears of the GPUs it holds shares of. What is used and held of them is what it uses and
+    holds itself, and pids are those its containers know.
+    """
+    usages = [usage for it in findings.accounts.values() for usage in it.usages if pod.owns(usage)]
+    containers = _containers(snapshot, usages, findings, rules)
+
+    for container in containers:
+        for part in container["gpus"]:
+            for process in part["processes"]:
+                process["pid"] = process["innerPid"]
+    return {
+        "gpus": [
+            # Why an operator has cordoned it may speak of others.
+            {**_gpu(state, _own(state, its, findings), findings, rules), "cordon": None}
+            for gpu, state in snapshot.gpus.items()
+            if (its := [usage for usage in usages if usage.gpu == gpu])
+        ],
+        "containers": containers,
+        "strangers": [],
+        "hints": [],
     }
 
 
@@ -69,12 +95,34 @@ def tally_report(tally: Tally, snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _gpu(state: GpuState, findings: Findings, rules: Rules) -> dict[str, Any]:
-    gpu = state.gpu
-    account = findings.accounts.get(gpu.id)
-    processes = [] if account is None else [p for u in account.usages for p in u.processes]
-    processes += [] if account is None else [it.process for it in account.strangers]
-    busy = findings.busy.get(gpu.id)
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What somebody has of a GPU: shares, memory, and by pid how busy they keep it."""
+
+    held: Container[ShareId]
+    memory: int
+    busy: Mapping[int, int] | None
+
+
+def _whole(state: GpuState, findings: Findings) -> _Use:
+    """Say what all have of a GPU."""
+    account = findings.accounts.get(state.gpu.id, Account(state.gpu.id))
+    strangers = sum(stranger.process.memory or 0 for stranger in account.strangers)
+    memory = sum(usage.memory for usage in account.usages) + strangers
+    return _Use(state.leases, memory, findings.busy.get(state.gpu.id))
+
+
+def _own(state: GpuState, usages: Sequence[Usage], findings: Findings) -> _Use:
+    """Say what one pod has of a GPU."""
+    held = {share.id for usage in usages for share in usage.shares}
+    busy = findings.busy.get(state.gpu.id)
+    pids = [process.pid for usage in usages for process in usage.processes]
+    own = None if busy is None else {pid: busy.get(pid, 0) for pid in pids}
+    return _Use(held, sum(usage.memory for usage in usages), own)
+
+
+def _gpu(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[str, Any]:
+    gpu, busy = state.gpu, use.busy
     failure = findings.failures.get(gpu.id)
 
     return {
@@ -83,9 +131,9 @@ def _gpu(state: GpuState, findings: Findings, rules: Rules) -> dict[str, Any]:
         "product": gpu.name,
         "memoryMiB": _mib(gpu.memory),
         "usableMiB": _mib(gpu.memory - (gpu.reserved or 0)),
-        "usedMiB": None if failure else _mib(sum(p.memory or 0 for p in processes)),
+        "usedMiB": None if failure else _mib(use.memory),
         "utilisation": None if busy is None else min(100, sum(busy.values())),
-        "shares": _offered(state),
+        "shares": _offered(state, use.held),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
         "cordon": state.cordon and state.cordon.reason,
@@ -94,7 +142,7 @@ def _gpu(state: GpuState, findings: Findings, rules: Rules) -> dict[str, Any]:
     }
 
 
-def _offered(state: GpuState) -> list[dict[str, Any]]:
+def _offered(state: GpuState, held: Container[ShareId]) -> list[dict[str, Any]]:
     by_resource: dict[str, list[Share]] = {}
     for share in state.shares:
         by_resource.setdefault(share.resource, []).append(share)
@@ -103,7 +151,7 @@ def _offered(state: GpuState) -> list[dict[str, Any]]:
         {
             "resource": resource,
             "capacity": len(shares),
-            "held": sum(share.id in state.leases for share in shares),
+            "held": sum(share.id in held for share in shares),
             "shareMiB": _mib(shares[0].memory),
         }
         for resource, shares in by_resource.items()

@@ -3,8 +3,10 @@
 - `nodes`: NVIDIA's device nodes
 - `cgroups`: the path of a process -> its container
 - `process`: /proc/PID -> our values
+- `peer`: a connection -> the process that opened it
 - `logs`: a container's id -> the names of its pod and itself
 - `running`: processes that we keep, for `companions`
+- `survey`: all that can be seen of a node, for the doctor
 - `linux`: `core.host.Host` on all of them, in worker threads
 """
 

@@ -4,18 +4,22 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from signal import Signals, pidfd_send_signal
+from socket import socket
 from typing import Final
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from metagpu.core.errors import HostError
 from metagpu.core.host import Container, Identity, Particulars
 from metagpu.core.model import Holder
 from metagpu.host.logs import DEFAULT_FOLDER, read_holders
+from metagpu.host.peer import read_peer
 from metagpu.host.process import read_boot_time, read_identity, read_particulars
 
 _HOST_NAMESPACE: Final = 0xEFFFFFFC
 """The inode of the first pid namespace (`PROC_PID_INIT_INO` in Linux' proc_ns.h)."""
+_CALLERS: Final = 4
+"""Threads that look who calls."""
 _REMEMBERED: Final = 1024
 """Names of containers: more than a node's pods ever are at once, so nothing is looked up twice."""
 
@@ -39,8 +43,10 @@ class LinuxHost:
     ) -> None:
         self._proc = proc
         self._logs = logs
-        self._sees_all: bool | None = True if own_pids else None
+        self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
+        # Whoever calls too often waits for other callers, and nobody else waits for them.
+        self._callers = CapacityLimiter(_CALLERS)
 
     async def hints(self) -> Sequence[str]:
         """Say what keeps us from knowing whose processes are whose, and how to mend it."""
@@ -49,6 +55,12 @@ class LinuxHost:
     async def identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
         """Tell processes apart by their pids on the host; those that we cannot see are left out."""
         return await to_thread.run_sync(self._identify, pids)
+
+    async def peer(self, connection: socket) -> Identity | None:
+        """Identify the process that opened the other end of a unix socket."""
+        if not await to_thread.run_sync(self._sees_host):
+            return None
+        return await to_thread.run_sync(read_peer, self._proc, connection, limiter=self._callers)
 
     async def describe(self, who: Collection[Identity]) -> Mapping[Identity, Particulars]:
         """Read what people want to know of processes; those that are gone are left out."""
@@ -87,12 +99,7 @@ class LinuxHost:
         return hints
 
     def _sees_host(self) -> bool:
-        if self._sees_all is None:
-            try:
-                namespace = (self._proc / "self/ns/pid").stat().st_ino
-            except OSError:
-                return False
-            self._sees_all = namespace == _HOST_NAMESPACE
+        self._sees_all = self._sees_all or sees_host(self._proc)
         return self._sees_all
 
     def _identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
@@ -138,6 +145,14 @@ class LinuxHost:
         finally:
             os.close(process)
         return True
+
+
+def sees_host(proc: Path) -> bool:
+    """Say whether we see the pids that the host does; blocks."""
+    try:
+        return (proc / "self/ns/pid").stat().st_ino == _HOST_NAMESPACE
+    except OSError:
+        return False
 
 
 def _refused(who: Identity, number: Signals, error: OSError) -> HostError:

@@ -33,7 +33,7 @@ from metagpu.core.driver import (
     Unreadable,
 )
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
-from metagpu.core.model import Gpu, GpuId
+from metagpu.core.model import Gpu, GpuId, Versions
 from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
@@ -116,7 +116,7 @@ class Nvml:
             return await self._look_around(session)
 
     async def _look_around(self, session: Session) -> Survey:
-        count, version = await session.library.call(session.count, self._deadline)
+        count, versions = await session.library.call(session.count, self._deadline)
         answers: list[Gpu | DriverError] = [DriverError("not asked")] * count
 
         async def read(index: int) -> None:
@@ -134,7 +134,7 @@ class Nvml:
         for answer in answers:
             if isinstance(answer, DriverUnavailable):
                 raise answer
-        survey = self._survey(answers, version)
+        survey = self._survey(answers, versions)
         lost = [u.gpu for u in survey.unreadable if u.gpu and isinstance(answers[u.index], GpuLost)]
         await self._stop_listening(session, lost)
 
@@ -254,7 +254,7 @@ class Nvml:
         else:
             session.complaints.clear()
 
-    def _survey(self, answers: Sequence[Gpu | DriverError], version: str) -> Survey:
+    def _survey(self, answers: Sequence[Gpu | DriverError], versions: Versions) -> Survey:
         gpus = [answer for answer in answers if isinstance(answer, Gpu)]
         read = {gpu.id for gpu in gpus}
         met = {index: gpu for index, gpu in self._met.items() if gpu not in read}
@@ -265,7 +265,7 @@ class Nvml:
         ]
 
         self._met = {u.index: u.gpu for u in unreadable if u.gpu} | {g.index: g.id for g in gpus}
-        return Survey(tuple(gpus), tuple(unreadable), version)
+        return Survey(tuple(gpus), tuple(unreadable), versions.driver, versions.cuda)
 
     def _opened(self) -> Session:
         if self._session is None:

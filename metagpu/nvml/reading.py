@@ -61,6 +61,7 @@ def describe(
     memory = read_memory(handle)
     pci = if_said(pynvml.nvmlDeviceGetPciInfo, handle)
     mig = if_said(pynvml.nvmlDeviceGetMigMode, handle)
+    ecc = if_said(pynvml.nvmlDeviceGetEccMode, handle)
 
     return Gpu(
         id=gpu_id,
@@ -75,6 +76,7 @@ def describe(
         compute_capability=if_said(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         architecture=_ARCHITECTURES.get(if_said(pynvml.nvmlDeviceGetArchitecture, handle)),
         mig_enabled=None if mig is None else bool(mig[0]),
+        ecc=None if ecc is None else bool(ecc[0]),
         mig_profiles=mig_profiles,
         listens=listens,
     )

@@ -14,7 +14,7 @@ import structlog
 
 from metagpu.core.driver import DriverEvent, EccError, RecoveryActionChanged, Xid
 from metagpu.core.mig import MigProfile
-from metagpu.core.model import Gpu, GpuId
+from metagpu.core.model import Gpu, GpuId, Versions
 from metagpu.nvml.codes import CONCLUSIVE, FAILURES, code_of, error_for, if_said
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.mig import read_profiles
@@ -95,9 +95,14 @@ class Session:
             pynvml.nvmlShutdown()
             raise
 
-    def count(self) -> tuple[int, str]:
-        """Give the number of GPUs and the driver's version."""
-        return pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
+    def count(self) -> tuple[int, Versions]:
+        """Give the number of GPUs and the versions of driver and CUDA."""
+        cuda = if_said(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        versions = Versions(
+            pynvml.nvmlSystemGetDriverVersion(),
+            None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+        )
+        return pynvml.nvmlDeviceGetCount(), versions
 
     def read(self, index: int) -> Gpu:
         """Describe the GPU at an index, and listen to it if that is not so yet."""

@@ -13,6 +13,7 @@ from metagpu.core.errors import KubeletError
 from metagpu.plugins import wire
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.registrar import Line, Registrar
+from metagpu.plugins.rivals import rival_of
 from metagpu.plugins.service import Service
 from metagpu.plugins.serving import Calls, identity_of, serving
 
@@ -35,8 +36,15 @@ class Endpoint:
         registrations: how often the kubelet accepted it.
     """
 
-    def __init__(self, service: Service, directory: KubeletDirectory, registrar: Registrar) -> None:
+    def __init__(
+        self,
+        service: Service,
+        directory: KubeletDirectory,
+        registrar: Registrar,
+        rivalled: Callable[[Path | None], None] = lambda _: None,
+    ) -> None:
         self.registrations = 0
+        self._rivalled = rivalled
         self._pause = 0.0
         self._service = service
         self._directory = directory
@@ -52,11 +60,28 @@ class Endpoint:
         new.
         """
         while True:
+            await self._alone()
             with closing(await self._registrar.line()) as line:
                 kubelet = self._directory.kubelet()
                 began = anyio.current_time()
                 refused = await self._round(line, kubelet)
             await self._rest(kubelet, anyio.current_time() - began, refused=refused)
+
+    async def _alone(self) -> None:
+        """Wait while another plugin serves this resource: two would take it from each other."""
+        met: Path | None = None
+
+        while (rival := await rival_of(self._directory.path, self._service.resource)) is not None:
+            if rival != met:
+                met = rival
+                self._rivalled(rival)
+                mend = "stop it, or give our resource another name"
+                self._log.error("another device plugin serves it", socket=str(rival), mend=mend)
+            await self._directory.changed()
+
+        self._rivalled(None)
+        if met is not None:
+            self._log.info("the other device plugin is gone")
 
     async def _round(self, line: Line, kubelet: tuple[int, int, int] | None) -> bool:
         """Serve and register once, and stay until that is lost; tell whether it was refused."""

@@ -1,11 +1,14 @@
 """Every resource on offer at the kubelet: one endpoint each, started and ended as offers change."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import anyio
 from anyio.abc import TaskGroup
 
 from metagpu.core.backend import Backend
+from metagpu.core.facts import RivalLeft, RivalMet
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.plugins.endpoint import Endpoint
@@ -32,11 +35,18 @@ async def serve_offers(
         async for resources in registry.watch(lambda snapshot: tuple(snapshot.offers)):
             for resource in running.keys() - set(resources):
                 running.pop(resource).cancel()
+                _note_rival(registry, resource, None)
             for resource in resources:
                 if resource not in running:
                     service = Service(resource, registry, backend)
-                    endpoint = Endpoint(service, directory, registrar)
+                    rivalled = partial(_note_rival, registry, resource)
+                    endpoint = Endpoint(service, directory, registrar, rivalled)
                     running[resource] = _start(group, endpoint)
+
+
+def _note_rival(registry: Registry, resource: ResourceName, rival: Path | None) -> None:
+    where = None if rival is None else str(rival)
+    registry.apply(RivalLeft(resource) if where is None else RivalMet(resource, where))
 
 
 def _start(group: TaskGroup, endpoint: Endpoint) -> anyio.CancelScope:

@@ -51,18 +51,20 @@ version: metagpu/v1
 pools:
   - name: mixed
     backends:
-      - {backend: fraction, sharesPerGpu: 100}
       - {backend: timeslice, replicas: 4}
+      - {backend: mps, unitsPerGpu: 100}
       - {backend: whole}
 """
 SHARED: Final = "nvidia.com/gpu.shared"
+MPS: Final = "nvidia.com/gpu.mps"
 WHOLE: Final = "nvidia.com/gpu"
-NAMES: Final = (RESOURCE, SHARED, WHOLE)
+IDLE: Final = {SHARED: 8, MPS: 200, WHOLE: 2}
+"""What the mixed pool offers while nobody has asked."""
 STEPS: Final[tuple[tuple[str, str, int], ...]] = (
     ("lab", SHARED, 1),
     ("train", WHOLE, 1),
     ("lab", "", 0),  # it ends
-    ("serve", RESOURCE, 50),
+    ("serve", MPS, 50),
 )
 
 
@@ -87,6 +89,13 @@ class Scene:
             lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
         )
 
+    async def idle(self) -> None:
+        """Wait until no GPU has an owner any more."""
+        await self.status()
+        async for now in self.agent.registry.watch(lambda snapshot: snapshot):
+            if not any(state.owner for state in now.gpus.values()):
+                return
+
     async def step(self, what: str) -> dict[str, Any]:
         """Say who has which GPU, once the kubelet has heard what is on offer now."""
         status = await self.status()
@@ -100,7 +109,9 @@ def run(*, as_json: bool) -> int:
     """Run the demo and print it; give the exit status."""
     # Sockets stand in it, whose paths may not be long: a TMPDIR's may.
     with tempfile.TemporaryDirectory(prefix="metagpu-demo-", dir="/tmp") as folder:
-        story = {**anyio.run(_play, Path(folder)), "pool": anyio.run(_share, Path(folder))}
+        second = Path(folder) / "2"  # a kubelet remembers the resources of its folder
+        second.mkdir()
+        story = {**anyio.run(_play, Path(folder)), "pool": anyio.run(_share, second)}
 
     if as_json:
         print(json.dumps(story, indent=2))  # noqa: T201 - a command line speaks so
@@ -140,7 +151,7 @@ async def _play(folder: Path) -> dict[str, Any]:
 async def _share(folder: Path) -> dict[str, Any]:
     """Let pods ask a mixed pool for its GPUs, each in its own way."""
     async with _scene(folder, MIXED_BOARDS, MIXED) as scene:
-        await scene.kubelet.wait_for(lambda: len(scene.kubelet.allocatable()) == len(NAMES))
+        await scene.kubelet.wait_for(lambda: scene.kubelet.allocatable() == IDLE, within=30)
         steps = [await scene.step("nobody has asked yet")]
         running: dict[str, Pod] = {}
 
@@ -154,6 +165,9 @@ async def _share(folder: Path) -> dict[str, Any]:
                 what = f"{name} ends"
             steps.append(await scene.step(what))
 
+        for pod in running.values():
+            await scene.kubelet.delete(pod)
+        await scene.idle()  # else MPS's control daemons would outlive the demo, for their clients
         return {"gpus": MIXED_BOARDS, "steps": steps}
 
 

@@ -30,7 +30,6 @@ def test_every_key_without_effect_is_told_once() -> None:
         "deviceToken",
         "containerToken",
         "mgctlTar",
-        "mgctlAutoInject",
         "serverAddr",
         "deviceSharing[0].metaGpus",
     ]
@@ -50,6 +49,15 @@ def test_the_memory_enforcer_ends_processes_or_nobody(said: str, policy: str | N
 
     assert pool.get("memoryEnforcement") == (None if policy is None else {"policy": policy})
     assert offered(converted(said + ONE), gpu(0)) == {"example.com/part": 8}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_mgctl_is_in_containers_where_it_was(wanted: bool) -> None:  # noqa: FBT001 - the key's value
+    """What MetaGPU copied into containers is mounted there, or is not."""
+    read = converted(f"mgctlAutoInject: {str(wanted).lower()}\n" + ONE)
+
+    assert read.data["mgctl"] == {"inPods": wanted}
+    assert offered(read, gpu(0)) == {"example.com/part": 8}
 
 
 def test_gpus_by_uuid_in_the_order_of_entries() -> None:

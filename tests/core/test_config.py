@@ -99,6 +99,37 @@ def test_every_default_is_what_a_short_file_gets() -> None:
     assert read.envelope.injection(Injection()) == Injection()
 
 
+@pytest.mark.parametrize(
+    ("said", "pod_dir", "command"),
+    [
+        ("{}", "/pod", "/usr/local/bin/mgctl"),
+        ("{path: /opt/x/mgctl}", "/pod", "/opt/x/mgctl"),
+        ("{path: null}", "/pod", ""),
+        ("{inPods: false}", "", ""),
+    ],
+)
+def test_mgctl_is_in_containers_as_wanted(said: str, pod_dir: str, command: str) -> None:
+    """By default it is; where else, and whether at all, can be said."""
+    read = config("mgctl: " + said + "\n" + pool())
+    injection = read.envelope.injection(Injection(pod_dir="/pod"))
+
+    assert (injection.pod_dir, injection.command) == (pod_dir, command)
+    assert read.envelope.injection(Injection()) == Injection()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["mgctl", "", "/", "//x", "/a/../b", "/a//b", "/a/", "/a:b", '"/a\\nb"', "/run/metagpu"],
+)
+def test_a_place_where_no_program_can_be_is_refused(path: str) -> None:
+    """Container runtimes take such paths for something else, or the folder's own."""
+    shown = path.strip('"').replace("\\\\", "\\")
+    assert refusal(f"mgctl: {{path: {path or repr(path)}}}\n{pool()}") == (
+        f"f.yaml: 1: mgctl: path '{shown}' is no place for a program; write one like "
+        "/usr/local/bin/mgctl, or null"
+    )
+
+
 def test_everything_that_can_be_said_is_read() -> None:
     """Each key of the file arrives as what it means."""
     read = config("""\
@@ -244,7 +275,7 @@ def selecting(gpus: str) -> str:
             POOL + "helth: {}\n",
             (
                 "6: helth: unknown key; allowed: cdiKind, deviceListStrategy, health, "
-                "passDeviceSpecs, pools, version; did you mean health?"
+                "mgctl, passDeviceSpecs, pools, version; did you mean health?"
             ),
         ),
         (
@@ -272,7 +303,7 @@ def selecting(gpus: str) -> str:
             POOL + '"dotted.key[0]": 3\n',
             (
                 "1: dotted.key[0]: unknown key; allowed: cdiKind, deviceListStrategy, health, "
-                "passDeviceSpecs, pools, version"
+                "mgctl, passDeviceSpecs, pools, version"
             ),
         ),
         (POOL + "3: 4\n", "1: one of its keys: expected a text"),

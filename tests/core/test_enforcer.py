@@ -59,7 +59,7 @@ class Watched:
         self.looks = 0
         self.refused: list[Identity] = []
         self.before: Callable[[Identity], Any] = lambda _: None
-        self.describe, self.holders = host.describe, host.holders
+        self.describe, self.holders, self.peer = host.describe, host.holders, host.peer
         self.advice: tuple[str, ...] = ()
 
     async def hints(self) -> tuple[str, ...]:

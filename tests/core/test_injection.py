@@ -120,6 +120,18 @@ def test_a_node_that_is_not_there_is_not_named(
     assert [node.host_path for node in nodes] == named
 
 
+@pytest.mark.parametrize("strategy", DeviceListStrategy)
+def test_mgctl_is_mounted_by_every_way(strategy: DeviceListStrategy) -> None:
+    """The folder with program and socket, and the program by its own name if that is wanted."""
+    folder = Mount("/run/metagpu", "/pod", read_only=True)
+    program = Mount("/usr/bin/mgctl", "/pod/mgctl", read_only=True)
+    ways = frozenset({strategy})
+
+    assert Injection(ways, pod_dir="/pod").grant([A]).mounts[-1:] == (folder,)
+    both = Injection(ways, pod_dir="/pod", command="/usr/bin/mgctl").grant([A]).mounts
+    assert both[-2:] == (folder, program)
+
+
 def test_the_hosts_dev_may_stand_elsewhere() -> None:
     """With a dev root, the container sees the usual path and the host is asked for its own."""
     node = Injection(dev_root="/run/nvidia/driver", present=frozenset({"/dev/nvidia0"}))

@@ -16,8 +16,10 @@ from metagpu.core.facts import GpuCordoned, GpuFaulted, GpusFound, LeasesObserve
 from metagpu.core.host import Identity, Particulars
 from metagpu.core.model import MIB, Holder, Snapshot
 from metagpu.core.usage import account
-from metagpu.core.usage_report import Rules, tally_report, usage_report
+from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.sheets import PLAIN
 from metagpu.sim.host import container_of
+from metagpu.usage_text import written
 from tests.build import after, gpu, laid_out
 
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
@@ -48,9 +50,14 @@ def node() -> tuple[Snapshot, Findings]:
     )
 
 
-def report(pod: tuple[str, str] | None = None, rules: Rules = RULES) -> dict[str, Any]:
+def report(rules: Rules = RULES) -> dict[str, Any]:
     """Report on that node."""
-    return usage_report(*node(), rules, pod=pod)
+    return usage_report(*node(), rules)
+
+
+def pod(holder: Holder, life: int = 0) -> Pod:
+    """Name a holder's pod; each life has another uid."""
+    return Pod(holder.namespace, holder.pod, container_of(holder, life).pod_uid)
 
 
 def test_a_containers_part_of_a_gpu() -> None:
@@ -141,13 +148,58 @@ def test_strangers_are_told_with_the_reason() -> None:
 
 def test_a_pod_is_told_of_itself_alone() -> None:
     """Neither other pods nor strangers nor GPUs it holds nothing of reach a pod."""
-    told = report(("team", "bob"))
+    told = pod_report(*node(), RULES, pod(BOB))
 
     assert [container["pod"] for container in told["containers"]] == ["bob"]
     assert [gpu["index"] for gpu in told["gpus"]] == [0]
     assert told["strangers"] == []
     assert "alice" not in str(told)
-    assert report(("other", "bob"))["containers"] == []
+    assert told.keys() == report().keys()
+
+
+def test_a_pod_learns_nothing_of_neighbours_from_a_gpus_numbers() -> None:
+    """What is used, busy and held of a GPU is, to a pod, its own part alone."""
+    [gpu_of_bob] = pod_report(*node(), RULES, pod(BOB))["gpus"]
+    of_alice, _ = pod_report(*node(), RULES, pod(ALICE))["gpus"]
+
+    assert (gpu_of_bob["usedMiB"], gpu_of_bob["utilisation"]) == (0, 0)
+    assert (of_alice["usedMiB"], of_alice["utilisation"]) == (13000, 45)
+    assert [gpu_of_bob["shares"][0]["held"], of_alice["shares"][0]["held"]] == [1, 3]
+
+
+def test_a_pod_does_not_hear_why_its_gpu_was_cordoned() -> None:
+    """What an operator says of a GPU may speak of others."""
+    snapshot, findings = node()
+    snapshot = after(GpuCordoned(A.id, "alice breaks it", at=5), since=snapshot)
+
+    assert usage_report(snapshot, findings, RULES)["gpus"][0]["cordon"] == "alice breaks it"
+    assert "alice" not in str(pod_report(snapshot, findings, RULES, pod(BOB)))
+
+
+def test_a_pod_knows_its_own_pids() -> None:
+    """The host's pids mean nothing in a pod: they are told to nobody there."""
+    alice, *_ = pod_report(*node(), RULES, pod(ALICE))["containers"]
+    known, unknown = alice["gpus"][0]["processes"]
+
+    assert (known["pid"], known["innerPid"]) == (7, 7)
+    assert unknown["pid"] is None
+    told = {"node": "n", **pod_report(*node(), RULES, pod(ALICE))}
+    assert "None" not in written(told, "processes", "table", PLAIN)
+
+
+@pytest.mark.parametrize("asker", [Pod("other", "bob", pod(BOB).uid), Pod("team", "bo", "x")])
+def test_a_pod_of_nearly_that_name_is_another(asker: Pod) -> None:
+    """Namespace and name both count."""
+    told = pod_report(*node(), RULES, asker)
+    assert (told["gpus"], told["containers"]) == ([], [])
+
+
+def test_a_pods_successor_hears_nothing_of_its_processes() -> None:
+    """Of two pods of one name, one after the other, each has its own processes."""
+    told = pod_report(*node(), RULES, pod(ALICE, life=1))
+    processes = [p for it in told["containers"] for part in it["gpus"] for p in part["processes"]]
+
+    assert processes == []
 
 
 @pytest.mark.parametrize(

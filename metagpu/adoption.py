@@ -1,0 +1,121 @@
+"""The configuration in force: read, taken if it is good, and replaced by the next good one."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from metagpu.core.config import Config
+from metagpu.core.errors import ConfigError
+from metagpu.core.profiles import Instruction
+from metagpu.plugins.cluster import Outcome
+from metagpu.plugins.config_files import changes
+from metagpu.sources import NOTHING, Backends, Loaded, Source, Text
+
+log = structlog.get_logger()
+
+
+class Adoption:
+    """Reads a source whenever it may say something else; what is wrong leaves all as it is.
+
+    Attributes:
+        loaded: what is in force.
+        error: why what the source says now is not in force, `None` if it is.
+    """
+
+    loaded: Loaded
+
+    def __init__(
+        self,
+        source: Source,
+        backends: Backends,
+        adopt: Callable[[Config], Awaitable[None]],
+        *,
+        patient: bool = False,
+    ) -> None:
+        """Read the source for the first time; `adopt` is not called for that.
+
+        Args:
+            source: where the configuration is.
+            backends: those that are installed.
+            adopt: puts a configuration in force, or raises ConfigError.
+            patient: whether the cluster may still say what the source does not: a profile that
+                only a label can choose is no error then, and nothing is offered until it is chosen.
+
+        Raises:
+            ConfigError: if the configuration is wrong.
+        """
+        self.error: str | None = None
+        self._source = source
+        self._backends = backends
+        self._adopt = adopt
+        self._read: tuple[Text, ...] | None = None
+        self._told: frozenset[str] = frozenset()
+        self._reading = anyio.Lock()
+
+        try:
+            self._read = source.read()
+            self._take(source.understand(self._read, backends))
+        except ConfigError as error:
+            if not patient:
+                raise
+            log.warning("nothing is offered before the cluster says what", error=str(error))
+            self._take(source.understand((Text("<nothing>", NOTHING),), backends))
+            self._read, self.error = None, str(error)
+
+    async def reload(self, *, again: bool = True) -> None:
+        """Read the configuration; `again` also if the files are as they were."""
+        async with self._reading:
+            try:
+                read = await to_thread.run_sync(self._source.read)
+                if read == self._read and not again:
+                    return
+                self._read = read
+                loaded = await to_thread.run_sync(self._source.understand, read, self._backends)
+                await self._adopt(loaded.config)
+            except ConfigError as error:
+                self._read = None
+                if again or str(error) != self.error:
+                    log.error(
+                        "the configuration was not taken; the last good one stays",
+                        error=str(error),
+                    )
+                self.error = str(error)
+            else:
+                self._take(loaded)
+                log.info("configuration read", config=loaded.config.file)
+
+    async def follow(self, told: Instruction) -> Outcome:
+        """Go by what the cluster says of this node's configuration, as far as it can be taken."""
+        source = self._source.told(told)
+        if source.situation != self._source.situation:
+            self._read = None  # the same files say something else now
+        self._source = source
+        await self.reload(again=False)
+        lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
+        return Outcome(self.error, lays_mig)
+
+    async def follow_files(self) -> None:
+        """Take what the files say as soon as they say something else."""
+        async for _ in changes(self._source.paths):
+            await self.reload(again=False)
+
+    def report(self) -> dict[str, Any]:
+        """Say where the configuration comes from, and what of it does not hold."""
+        return {
+            "file": self.loaded.config.file,
+            "formats": list(self.loaded.formats),
+            "profiles": list(self.loaded.profiles),
+            "notes": [str(note) for note in self.loaded.notes],
+            "error": self.error,
+        }
+
+    def _take(self, loaded: Loaded) -> None:
+        """Go by a configuration from now on; tell what of it is not honoured, each thing once."""
+        self.loaded, self.error = loaded, None
+        for note in loaded.notes:
+            if str(note) not in self._told:
+                log.warning("in the configuration", note=str(note))
+        self._told = frozenset(map(str, loaded.notes))

@@ -1,0 +1,289 @@
+"""The API server's side: configuration that the cluster chooses, and what the node tells.
+
+Nothing here is in the way of serving: it runs beside, from what the registry knows, and an API
+server that does not answer costs a line in the log. The library that speaks to it is loaded only
+when this runs.
+"""
+
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from metagpu.core.errors import ClusterError
+from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
+from metagpu.core.model import GpuId
+from metagpu.core.profiles import Instruction
+from metagpu.core.registry import Registry
+from metagpu.plugins.cluster.choice import instruction
+from metagpu.plugins.cluster.chore import Chore
+from metagpu.plugins.cluster.events import News, Recorder, Subject
+from metagpu.plugins.cluster.following import Followed
+from metagpu.plugins.cluster.settings import Feature, Settings
+from metagpu.plugins.cluster.telling import Teller, look
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from metagpu.plugins.cluster.client import Client
+
+NODES: Final = "/api/v1/nodes"
+ANEW: Final = 30.0
+"""Seconds before all of this starts anew after a fault of our own."""
+_FAREWELL: Final = 2.0
+"""Seconds that the end of the daemon waits for the API server."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an instruction.
+
+    Attributes:
+        refusal: why it was not taken, `None` if it was.
+        lays_mig: whether layouts of mig-parted are part of the configuration.
+    """
+
+    refusal: str | None = None
+    lays_mig: bool = False
+
+
+class Cluster:
+    """This node at the API server, while `run` runs.
+
+    Attributes:
+        decided: set once the cluster has said which configuration this node has, and that was done.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        follow: Callable[[Instruction], Awaitable[Outcome]],
+    ) -> None:
+        self.decided = anyio.Event()
+        self._settings = settings
+        self._registry = registry
+        self._follow = follow
+        self._followed: Instruction | None = None
+        self._outcome = Outcome()
+        self._missing = ""
+        self._chores: list[tuple[Feature, Chore]] = []
+        self._node: Followed | None = None
+        self._config_map: Followed | None = None
+        self._recorder: Recorder | None = None
+
+    async def decision(self) -> None:
+        """Wait until the cluster has said which configuration this node has, but not for long."""
+        if Feature.CONFIG not in self._settings.features:
+            return
+        with anyio.move_on_after(self._settings.patience) as waiting:
+            await self.decided.wait()
+        if waiting.cancelled_caught:
+            log.warning(
+                "the API server has not said which profile this node has; going on without",
+                after=f"{self._settings.patience:g}s",
+            )
+
+    async def run(self) -> None:
+        """Do what the settings say until cancelled; what fails here ends nothing else."""
+        while True:
+            try:
+                await self._join()
+            except Exception:
+                log.exception("the API server's side failed; it starts anew", after=f"{ANEW:g}s")
+            await anyio.sleep(ANEW)
+
+    async def _join(self) -> None:
+        library = await to_thread.run_sync(_loaded)
+
+        async with library.connected(self._settings.kubeconfig) as client:
+            teller = self._arranged(client)
+            try:
+                await self._work()
+            finally:
+                if self._settings.remove_labels:
+                    with anyio.move_on_after(_FAREWELL, shield=True):
+                        await _leave(teller)
+
+    def report(self) -> Mapping[str, Any]:
+        """Say how each use of the API server goes: empty when it goes well."""
+        problems = {str(feature): "" for feature in self._settings.features}
+        for feature, chore in self._chores:
+            problems[feature] = problems[feature] or chore.problem
+        if self._config_map is not None:
+            others = self._config_map.problem or self._missing
+            problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
+
+        followed = self._followed or Instruction()
+        return {
+            "node": self._settings.node,
+            "problem": self._node.problem if self._node else "",
+            "uses": dict(sorted(problems.items())),
+            "label": followed.label or None,
+            "profile": followed.profile,
+            "migConfig": followed.mig_config,
+            "refusal": self._outcome.refusal,
+            "eventsDropped": self._recorder.dropped if self._recorder else 0,
+        }
+
+    def _arranged(self, client: "Client") -> Teller:
+        """Make what the settings ask for."""
+        settings, features = self._settings, self._settings.features
+        self._node = Followed(client, NODES, settings.node, self._stir)
+        self._recorder = Recorder(client, socket.gethostname())
+        teller = Teller(client, self._node, self._registry, self._mig_state)
+        work = {
+            Feature.CONFIG: self._configure,
+            Feature.LABELS: teller.label,
+            Feature.TAINT: teller.lift_taint,
+            Feature.CONDITION: teller.judge,
+            Feature.ALLOCATABLE: teller.lower,
+        }
+
+        self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
+        if Feature.ALLOCATABLE in features:
+            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
+        if Feature.EVENTS in features:
+            self._chores.append((Feature.EVENTS, self._recorder.chore))
+        if settings.config_map is not None:
+            namespace, name = settings.config_map
+            path = f"/api/v1/namespaces/{namespace}/configmaps"
+            self._config_map = Followed(client, path, name, self._stir)
+        return teller
+
+    async def _work(self) -> None:
+        assert self._node is not None  # noqa: S101 - made just before
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._node.run)
+            if self._config_map is not None:
+                group.start_soon(self._config_map.run)
+            for _, chore in self._chores:
+                group.start_soon(chore.run)
+            group.start_soon(self._stir_on_news)
+            if Feature.EVENTS in self._settings.features:
+                group.start_soon(self._tell_news)
+
+    def _stir(self) -> None:
+        for feature, chore in self._chores:
+            if feature is not Feature.EVENTS:
+                chore.stir()
+
+    async def _stir_on_news(self) -> None:
+        async for _ in self._registry.watch(look):
+            self._stir()
+
+    async def _configure(self) -> None:
+        """Go by what the node's labels and the ConfigMap say now."""
+        node, held = self._node, self._config_map
+        if node is None or not node.known or (held is not None and not held.known):
+            return
+        if node.object is None:
+            raise ClusterError(f"there is no Node {self._settings.node}; see --node-name")
+
+        place = "ConfigMap {}/{}".format(*self._settings.config_map or ("", "")) if held else ""
+        had = self._followed is not None and bool(self._followed.profiles)
+        if held is not None and held.object is None and had:
+            self._refuse(f"{place} is gone; the last good configuration stays")
+            return
+
+        labels = node.object["metadata"].get("labels") or {}
+        content = held.object or {} if held is not None else None
+        wanted = instruction(labels, content, place)
+        if wanted != self._followed:
+            self._outcome = await self._follow(wanted)
+            self._followed = wanted
+            self._tell_outcome(wanted)
+            self._stir()
+        self._missing = ""
+        self.decided.set()
+
+    def _refuse(self, why: str) -> None:
+        if why != self._missing:
+            self._missing = why
+            log.error("the configuration was not taken", error=why)
+            self._tell("ConfigurationRefused", why, "Configure", warning=True)
+
+    def _tell_outcome(self, wanted: Instruction) -> None:
+        if self._outcome.refusal is not None:
+            note = f"{self._outcome.refusal}; the last good configuration stays"
+            self._tell("ConfigurationRefused", note, "Configure", warning=True)
+        elif wanted.profile is not None:
+            note = f"profile {wanted.profile}, by the label {wanted.label}"
+            self._tell("ConfigurationTaken", note, "Configure")
+
+    def _mig_state(self) -> str | None:
+        """Answer mig-manager's label in its words; `None` where it asks nothing of us."""
+        wanted, outcome = self._followed, self._outcome
+        if wanted is None or wanted.mig_config is None:
+            return None
+        ours = outcome.lays_mig or wanted.profile == wanted.mig_config
+        if outcome.refusal is not None:
+            return "failed" if ours or wanted.mig_config in outcome.refusal else None
+        if not ours:
+            return None
+        waiting = any(state.waits_for for state in self._registry.snapshot.gpus.values())
+        return "pending" if waiting else "success"
+
+    async def _tell_news(self) -> None:
+        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet)
+        with self._registry.news.subscribe(*kinds) as news:
+            async for fact in news:
+                match fact:
+                    case GpuFaulted(gpu, reason):
+                        self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
+                    case GpuRecovered(gpu, reason):
+                        self._tell_gpu("GPUBackInService", gpu, reason)
+                    case GpuCordoned(gpu, reason):
+                        self._tell_gpu("GPUCordoned", gpu, reason)
+                    case RivalMet(resource, where):
+                        note = (
+                            f"{resource} is served by another device plugin on {where}, not by us"
+                        )
+                        self._tell("RivalPlugin", note, "Serve", warning=True)
+                    case GpuUncordoned(gpu):
+                        self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
+
+    def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
+        known = self._registry.snapshot.gpus.get(gpu)
+        name = str(known.gpu) if known else gpu
+        self._tell(reason, f"GPU {name}: {why}", "Judge", warning=warning)
+
+    def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+        """Tell of the node, if Events are wanted."""
+        if self._recorder is None or Feature.EVENTS not in self._settings.features:
+            return
+        told = self._node.object if self._node else None
+        uid = str(told["metadata"].get("uid", "")) if told else ""
+        subject = Subject("Node", self._settings.node, uid)
+        self._recorder.tell(News(subject, reason, note, action, warning=warning))
+
+    def tell_pod(
+        self, namespace: str, pod: str, reason: str, note: str, *, uid: str = "", action: str
+    ) -> None:
+        """Tell of a pod, as a warning: for those who act on pods. Never waits."""
+        if self._recorder is not None and Feature.EVENTS in self._settings.features:
+            subject = Subject("Pod", pod, uid, namespace)
+            self._recorder.tell(News(subject, reason, note, action, warning=True))
+
+
+def _loaded() -> "ModuleType":
+    """Load what speaks to the API server: 45 MB and a third of a second, for who needs it."""
+    from metagpu.plugins.cluster import client  # noqa: PLC0415 - as said
+
+    return client
+
+
+async def _leave(teller: Teller) -> None:
+    try:
+        await teller.leave()
+    except ClusterError as error:
+        log.warning("labels and condition stay on the node", error=str(error))
+
+
+__all__ = ["Cluster", "Feature", "Instruction", "Outcome", "Settings"]

@@ -1,0 +1,186 @@
+"""Kubernetes Events: what happened, told to people, and never so often that it hurts."""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
+
+import structlog
+
+from metagpu.core.errors import ClusterError
+from metagpu.plugins.cluster.chore import Chore
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.client import Client
+
+CONTROLLER: Final = "metagpu.io/agent"
+MEMORY: Final = 600.0
+"""Seconds for which the same news is counted on its Event instead of making another."""
+COUNT_EVERY: Final = 30.0
+"""Seconds between two writings of a count."""
+BURST: Final = 25
+REFILL: Final = 10.0
+"""Events that may follow each other at once, and seconds for each one more."""
+WAITING: Final = 64
+"""News that may wait for an API server that does not answer; the oldest are dropped."""
+NOTE_LIMIT: Final = 1024
+_NAME_LIMIT: Final = 230
+_NOT_FOUND: Final = 404
+_PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an Event is about: a Node, which is in no namespace, or a Pod."""
+
+    kind: str
+    name: str
+    uid: str = ""
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Something to tell.
+
+    Attributes:
+        reason: one word of it in CamelCase, by which people select.
+        note: the sentence.
+        action: what was done.
+        warning: whether somebody should look.
+    """
+
+    subject: Subject
+    reason: str
+    note: str
+    action: str
+    warning: bool = False
+
+
+@dataclass(slots=True)
+class _Told:
+    name: str
+    first: float
+    written: float
+    count: int = 1
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Tells news to the API server: new ones at once, repeated ones as a count.
+
+    Attributes:
+        dropped: news that were not told because there were too many.
+    """
+
+    client: "Client"
+    instance: str
+    clock: Callable[[], float] = time.time
+    dropped: int = 0
+    _waiting: deque[News] = field(default_factory=lambda: deque(maxlen=WAITING))
+    _told: "OrderedDict[News, _Told]" = field(default_factory=OrderedDict)
+    _tokens: float = BURST
+    _refilled: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.chore = Chore("events", self._send)
+        self._refilled = self.clock()
+
+    def tell(self, news: News) -> None:
+        """Have it told soon; never waits."""
+        if len(self._waiting) == WAITING:
+            self.dropped += 1
+        self._waiting.append(news)
+        self.chore.stir()
+
+    async def _send(self) -> None:
+        """Tell what waits; what fails is tried again, unless it can never be told."""
+        while self._waiting:
+            news = self._waiting[0]
+            try:
+                await self._write(news)
+            except ClusterError as error:
+                if error.status not in (400, 404, 422):
+                    raise
+                log.warning("an Event was refused", reason=news.reason, error=str(error))
+            if self._waiting and self._waiting[0] is news:
+                self._waiting.popleft()
+
+    async def _write(self, news: News) -> None:
+        now = self.clock()
+        self._forget(now)
+        told = self._told.get(news)
+
+        if told is None:
+            if self._may(now):
+                await self._create(news, now)
+            else:
+                self.dropped += 1
+            return
+
+        told.count += 1
+        if now - told.written >= COUNT_EVERY:
+            try:
+                await self._count(news, told, now)
+            except ClusterError as error:
+                told.count -= 1
+                if error.status != _NOT_FOUND:
+                    raise
+                await self._create(news, now)  # Events are deleted after an hour
+
+    def _may(self, now: float) -> bool:
+        self._tokens = min(BURST, self._tokens + (now - self._refilled) / REFILL)
+        self._refilled = now
+        return self._tokens >= 1
+
+    def _forget(self, now: float) -> None:
+        while self._told:
+            news, told = next(iter(self._told.items()))
+            if now - told.first < MEMORY:
+                return
+            del self._told[news]
+
+    async def _create(self, news: News, now: float) -> None:
+        subject = news.subject
+        name = f"{subject.name[:_NAME_LIMIT]}.{uuid4().hex[:16]}"
+        namespace = subject.namespace or "default"
+        body: dict[str, Any] = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": _moment(now),
+            "reportingController": CONTROLLER,
+            "reportingInstance": self.instance[:128],
+            "action": news.action,
+            "reason": news.reason,
+            "type": "Warning" if news.warning else "Normal",
+            "note": news.note[:NOTE_LIMIT],
+            "regarding": {
+                "apiVersion": "v1",
+                "kind": subject.kind,
+                "name": subject.name,
+                **({"uid": subject.uid} if subject.uid else {}),
+                **({"namespace": subject.namespace} if subject.namespace else {}),
+            },
+        }
+        await self.client.call("POST", _PATH.format(namespace), body=body)
+        self._tokens -= 1
+        self._told.pop(news, None)
+        self._told[news] = _Told(name, now, now)
+
+    async def _count(self, news: News, told: _Told, now: float) -> None:
+        path = f"{_PATH.format(news.subject.namespace or 'default')}/{told.name}"
+        series = {"count": told.count, "lastObservedTime": _moment(now)}
+        await self.client.call(
+            "PATCH", path, body={"series": series}, content="application/merge-patch+json"
+        )
+        told.written = now
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

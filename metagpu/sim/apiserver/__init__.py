@@ -1,0 +1,267 @@
+"""A small API server on a loopback port: Nodes, ConfigMaps and Events, watched, and nothing else.
+
+What a client may meet can be had at will: no answer, refusals, throttling, watches that end, a
+history that is forgotten, tokens that are renewed.
+"""
+
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import yaml
+from aiohttp import web
+
+from metagpu.sim.apiserver.objects import Key, Object, Refusal, Store
+
+MERGE: Final = "application/merge-patch+json"
+APPLY: Final = "application/apply-patch+yaml"
+_NODE: Final = "/api/v1/nodes"
+_CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
+_EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+_EVENT_FIELDS: Final = (
+    "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
+)  # fmt: skip
+_NOTE_LIMIT: Final = 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that came in: `what` is its path with `?watch` if it is one."""
+
+    method: str
+    what: str
+    body: Any = None
+    content: str = ""
+
+
+class SimApiServer:
+    """An API server; its objects outlive `running`, as those of a real one do.
+
+    Attributes:
+        store: the objects.
+        requests: all that came in.
+        token: what clients must show.
+        denied: (method, part of a path) that nobody may do.
+        failures: answers to the next requests, whatever they are.
+        endless: whether watches end by themselves after their time.
+    """
+
+    def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
+        self.store = Store()
+        self.store.changed = self._wake
+        self.requests: list[Request] = []
+        self.token = token
+        self.denied: list[tuple[str, str]] = []
+        self.failures: deque[Refusal] = deque()
+        self.port = 0
+        self._changed = anyio.Event()
+        self._ending = anyio.Event()
+        self._bookmarks = 0
+
+    # --- what stands in the cluster ---------------------------------------------------------------
+
+    def add_node(
+        self, name: str, labels: Mapping[str, str] | None = None, **spec: object
+    ) -> Object:
+        """Add a Node with these labels, as its kubelet does."""
+        content = {"metadata": {"labels": dict(labels or {})}, "spec": spec, "status": {}}
+        return self.store.put(("nodes", "", name), content)
+
+    def node(self, name: str) -> Object:
+        """Give a Node as it is."""
+        return self.store.objects["nodes", "", name]
+
+    def labels(self, name: str) -> Mapping[str, str]:
+        """Give a Node's labels."""
+        found: Mapping[str, str] = self.node(name)["metadata"].get("labels") or {}
+        return found
+
+    def label(self, name: str, labels: Mapping[str, str | None], by: str = "kubectl") -> None:
+        """Set labels of a Node, or take them away, as a person does."""
+        patch = {"metadata": {"labels": dict(labels)}}
+        self.store.merge(("nodes", "", name), patch, status=False, manager=by)
+
+    def report(
+        self, name: str, capacity: Mapping[str, int], allocatable: Mapping[str, int]
+    ) -> None:
+        """Report a Node's amounts, as its kubelet does."""
+        status = {
+            "capacity": {it: str(n) for it, n in capacity.items()},
+            "allocatable": {it: str(n) for it, n in allocatable.items()},
+        }
+        key = ("nodes", "", name)
+        self.store.merge(key, {"status": status}, status=True, manager="kubelet")
+
+    def configure(self, namespace: str, name: str, data: Mapping[str, str]) -> None:
+        """Write a ConfigMap."""
+        self.store.put(("configmaps", namespace, name), {"data": dict(data)})
+
+    def events(self) -> list[Object]:
+        """Give all Events, the oldest first."""
+        return [it for key, it in self.store.objects.items() if key[0] == "events"]
+
+    async def until(self, seen: Any) -> None:  # noqa: ANN401 - any predicate without arguments
+        """Wait until something is so that only requests and changes make so."""
+        with anyio.fail_after(10):
+            while not seen():
+                changed = self._changed
+                await changed.wait()
+
+    # --- what can go wrong ------------------------------------------------------------------------
+
+    def fail(self, code: int, times: int = 1, *, retry: int = 0, reason: str = "Error") -> None:
+        """Refuse the next requests, whatever they are."""
+        refusal = Refusal(code, reason, "the simulated API server was told to", retry=retry)
+        self.failures.extend([refusal] * times)
+
+    def bookmark(self) -> None:
+        """Send every watch a bookmark."""
+        self._bookmarks += 1
+        self._wake()
+
+    def end_watches(self) -> None:
+        """End all watches, as a server that restarts does."""
+        ending, self._ending = self._ending, anyio.Event()
+        ending.set()
+        self._wake()
+
+    # --- serving ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["SimApiServer"]:
+        """Answer on a port of the loopback interface, the same one each time."""
+        app = web.Application(middlewares=[self._guarded])
+        for path in (_NODE, _CONFIG_MAPS):
+            app.router.add_get(path, self._list)
+        app.router.add_patch(_NODE + "/{name}", self._patch)
+        app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
+        app.router.add_post(_EVENTS, self._create)
+        app.router.add_patch(_EVENTS + "/{name}", self._patch)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        try:
+            yield self
+        finally:
+            self.end_watches()
+            await runner.cleanup()
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """Write a kubeconfig with the present address and token; give its path."""
+        path = folder / "kubeconfig"
+        named = {"name": "sim"}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "sim",
+            "clusters": [{**named, "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
+            "users": [{**named, "user": {"token": self.token}}],
+            "contexts": [{**named, "context": {"cluster": "sim", "user": "sim"}}],
+        }
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401 - aiohttp's
+        watching = "?watch" if request.query.get("watch") else ""
+        body = json.loads(await request.read() or b"null")
+        came = Request(request.method, request.path + watching, body, request.content_type)
+        self.requests.append(came)
+        self._wake()
+
+        try:
+            self._check(request)
+            answer: web.StreamResponse = await handler(request)
+        except Refusal as refusal:
+            headers = {"Retry-After": str(refusal.retry)} if refusal.retry else {}
+            answer = web.json_response(refusal.status, status=refusal.code, headers=headers)
+        self._wake()
+        return answer
+
+    def _check(self, request: web.Request) -> None:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            raise Refusal(401, "Unauthorized", "Unauthorized")
+        if self.failures:
+            raise self.failures.popleft()
+        for method, part in self.denied:
+            if request.method == method and part in request.path:
+                message = f'User "sim" cannot {method.lower()} {request.path}'
+                raise Refusal(403, "Forbidden", message)
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=") or None
+        collection = request.path.rpartition("/")[2]
+        key = (collection, request.match_info.get("namespace", ""), name or "")
+        if request.query.get("watch"):
+            return await self._watch(request, key)
+        return web.json_response(
+            {
+                "kind": "List",
+                "metadata": {"resourceVersion": str(self.store.version)},
+                "items": list(self.store.listed(key[0], key[1], name)),
+            }
+        )
+
+    async def _watch(self, request: web.Request, key: Key) -> web.StreamResponse:
+        """Send what happens to one object from a version on."""
+        seen = int(request.query["resourceVersion"])
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        ending, bookmarks = self._ending, self._bookmarks
+
+        async def send(kind: str, it: Object) -> None:
+            await response.write(json.dumps({"type": kind, "object": it}).encode() + b"\n")
+
+        with anyio.move_on_after(float(request.query["timeoutSeconds"])):
+            while not ending.is_set():
+                changed = self._changed
+                if seen < self.store.oldest:
+                    await send("ERROR", Refusal(410, "Expired", "too old resource version").status)
+                    break
+                for version, kind, about, it in list(self.store.history):
+                    if version > seen and about == key:
+                        await send(kind, it)
+                seen = self.store.version
+                if bookmarks != self._bookmarks:
+                    bookmarks = self._bookmarks
+                    await send("BOOKMARK", {"metadata": {"resourceVersion": str(seen)}})
+                await changed.wait()
+        return response
+
+    async def _patch(self, request: web.Request) -> web.StreamResponse:
+        info, body = request.match_info, json.loads(await request.read())
+        collection = "events" if "events.k8s.io" in request.path else "nodes"
+        key = (collection, info.get("namespace", ""), info["name"])
+        status, manager = "part" in info, request.query.get("fieldManager", "metagpu")
+
+        if request.content_type == APPLY:
+            force = request.query.get("force") == "true"
+            it = self.store.apply(key, body, status=status, manager=manager, force=force)
+        elif request.content_type == MERGE:
+            it = self.store.merge(key, body, status=status, manager=manager)
+        else:
+            raise Refusal(415, "UnsupportedMediaType", f"{request.content_type} is not known here")
+        return web.json_response(it)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        body, namespace = json.loads(await request.read()), request.match_info["namespace"]
+        regarding = body.get("regarding", {})
+        missing = [name for name in _EVENT_FIELDS if not body.get(name)]
+        if missing or len(body["note"]) > _NOTE_LIMIT:
+            raise Refusal(422, "Invalid", f"Event is invalid: {missing or 'note: too long'}")
+        if regarding.get("namespace", "default") != namespace:
+            raise Refusal(422, "Invalid", "regarding.namespace: does not match event.namespace")
+        return web.json_response(
+            self.store.put(("events", namespace, body["metadata"]["name"]), body), status=201
+        )

@@ -1,0 +1,239 @@
+"""The objects of a simulated API server: stored, versioned, patched in three ways. No HTTP.
+
+As Kubernetes 1.34 does for what metagpu sends: a merge patch (RFC 7386), and server-side apply of
+labels and conditions with managers, conflicts, and removal of what a manager no longer applies.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import uuid4
+
+Object = dict[str, Any]
+Key = tuple[str, str, str]
+"""Collection (`nodes`, `configmaps`, `events`), namespace (empty for none), name."""
+
+_LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+
+
+class Refusal(Exception):
+    """An answer that says no, as a `Status` object of Kubernetes."""
+
+    def __init__(
+        self, code: int, reason: str, message: str, fields: tuple[str, ...] = (), retry: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.code, self.retry = code, retry
+        self.status: Object = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": message,
+            "reason": reason,
+            "code": code,
+            "details": {
+                "causes": [{"reason": "FieldManagerConflict", "field": it} for it in fields]
+            },
+        }
+
+
+@dataclass
+class Store:
+    """All objects, and what happened to them.
+
+    Attributes:
+        version: of the last change; every change has the next number.
+        history: changes in order as (version, type, key, object); `oldest` is what is left of it.
+        changed: called after every change.
+    """
+
+    version: int = 100
+    oldest: int = 0
+    objects: dict[Key, Object] = field(default_factory=dict)
+    history: list[tuple[int, str, Key, Object]] = field(default_factory=list)
+    changed: Callable[[], None] = lambda: None
+
+    def put(self, key: Key, content: Mapping[str, Any]) -> Object:
+        """Create an object, or put another in its place."""
+        known = key in self.objects
+        it: Object = copy.deepcopy(dict(content))
+        metadata = it.setdefault("metadata", {})
+        metadata["name"] = key[2]
+        if key[1]:
+            metadata["namespace"] = key[1]
+        metadata.setdefault("uid", self.objects[key]["metadata"]["uid"] if known else str(uuid4()))
+        self._note("MODIFIED" if known else "ADDED", key, it)
+        self.objects[key] = it
+        return it
+
+    def delete(self, key: Key) -> None:
+        """Delete an object."""
+        self._note("DELETED", key, self.objects.pop(key))
+
+    def compact(self) -> None:
+        """Forget the history: who watches from an older version has to list again."""
+        self.oldest = self.version
+        self.history.clear()
+
+    def named(self, key: Key) -> Object:
+        """Give an object.
+
+        Raises:
+            Refusal: if there is none.
+        """
+        if key not in self.objects:
+            raise Refusal(404, "NotFound", f'{key[0]} "{key[2]}" not found')
+        return self.objects[key]
+
+    def listed(self, collection: str, namespace: str, name: str | None) -> Iterator[Object]:
+        """Give the objects of a collection, of one name if given."""
+        for key, it in self.objects.items():
+            if key[:2] == (collection, namespace) and name in (None, key[2]):
+                yield it
+
+    def merge(self, key: Key, patch: Mapping[str, Any], *, status: bool, manager: str) -> Object:
+        """Merge a patch into an object; of its status only, or of all but that.
+
+        Raises:
+            Refusal: if it was made for another version, or what comes out is not legal.
+        """
+        before = self.named(key)
+        wanted = patch.get("metadata", {}).get("resourceVersion")
+        if wanted not in (None, before["metadata"]["resourceVersion"]):
+            raise Refusal(
+                409, "Conflict", "the object has been modified; please apply your changes"
+            )
+
+        merged = _merged(before, patch)
+        after = {**before, **_side(merged, status=status)}
+        for name, value in (patch.get("metadata", {}).get("labels") or {}).items():
+            _note_manager(after, name, manager if value is not None else None)
+        return self._replace(key, before, after)
+
+    def apply(
+        self, key: Key, said: Mapping[str, Any], *, status: bool, manager: str, force: bool
+    ) -> Object:
+        """Apply labels or conditions in a manager's name.
+
+        Raises:
+            Refusal: if another manages one of them with another value, unless forced.
+        """
+        before = self.named(key)
+        uid = said.get("metadata", {}).get("uid")
+        if uid not in (None, before["metadata"]["uid"]):
+            raise Refusal(409, "Conflict", "Precondition failed: UID in precondition")
+
+        after = copy.deepcopy(before)
+        if status:
+            _apply_conditions(after, said, manager)
+        else:
+            _apply_labels(after, said, manager, force=force)
+        return self._replace(key, before, after)
+
+    def _replace(self, key: Key, before: Object, after: Object) -> Object:
+        for name, value in (after["metadata"].get("labels") or {}).items():
+            if not _LABEL.fullmatch(value):
+                raise Refusal(422, "Invalid", f"metadata.labels: Invalid value: {name}={value!r}")
+        if after == before:
+            return before
+        return self.put(key, after)
+
+    def _note(self, kind: str, key: Key, it: Object) -> None:
+        self.version += 1
+        it["metadata"]["resourceVersion"] = str(self.version)
+        self.history.append((self.version, kind, key, copy.deepcopy(it)))
+        self.changed()
+
+
+def _merged(before: Any, patch: Any) -> Any:  # noqa: ANN401 - any JSON
+    if not isinstance(patch, Mapping):
+        return copy.deepcopy(patch)
+    base = dict(before) if isinstance(before, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            base.pop(name, None)
+        else:
+            base[name] = _merged(base.get(name), value)
+    return base
+
+
+def _side(it: Object, *, status: bool) -> Object:
+    return {name: value for name, value in it.items() if (name == "status") == status}
+
+
+def _entry(it: Object, manager: str, subresource: str) -> Object:
+    entries = it["metadata"].setdefault("managedFields", [])
+    for entry in entries:
+        same = entry["manager"] == manager and entry["operation"] == "Apply"
+        if same and entry.get("subresource", "") == subresource:
+            return dict(entry)
+    return {"manager": manager, "operation": "Apply", "subresource": subresource, "fieldsV1": {}}
+
+
+def _keep_entry(it: Object, entry: Object) -> None:
+    entries = it["metadata"]["managedFields"]
+    rest = [
+        each
+        for each in entries
+        if (each["manager"], each["operation"], each.get("subresource", ""))
+        != (entry["manager"], entry["operation"], entry["subresource"])
+    ]
+    it["metadata"]["managedFields"] = [*rest, entry] if entry["fieldsV1"] else rest
+
+
+def _labels_of(entry: Object) -> set[str]:
+    fields = entry["fieldsV1"].get("f:metadata", {}).get("f:labels", {})
+    return {name.removeprefix("f:") for name in fields}
+
+
+def _apply_labels(it: Object, said: Mapping[str, Any], manager: str, *, force: bool) -> None:
+    wanted = said.get("metadata", {}).get("labels") or {}
+    labels = it["metadata"].setdefault("labels", {})
+    own = _entry(it, manager, "")
+    others = {
+        name: entry["manager"]
+        for entry in it["metadata"]["managedFields"]
+        if entry["manager"] != manager
+        for name in _labels_of(entry)
+    }
+
+    clashes = [n for n, value in wanted.items() if n in others and labels.get(n) != value]
+    if clashes and not force:
+        message = f"Apply failed with {len(clashes)} conflict(s)"
+        raise Refusal(409, "Conflict", message, tuple(f".metadata.labels.{n}" for n in clashes))
+    for name in _labels_of(own) - wanted.keys():
+        if name not in others:
+            labels.pop(name, None)
+    labels.update(wanted)
+    fields: Object = {f"f:{name}": {} for name in wanted}
+    own["fieldsV1"] = {"f:metadata": {"f:labels": fields}} if fields else {}
+    _keep_entry(it, own)
+
+
+def _apply_conditions(it: Object, said: Mapping[str, Any], manager: str) -> None:
+    wanted = {each["type"]: each for each in said.get("status", {}).get("conditions") or ()}
+    own = _entry(it, manager, "status")
+    mine = set(own["fieldsV1"].get("types", ())) | wanted.keys()
+    status = it.setdefault("status", {})
+    rest = [each for each in status.get("conditions") or () if each["type"] not in mine]
+    status["conditions"] = [*rest, *wanted.values()]
+    own["fieldsV1"] = {"types": sorted(wanted)} if wanted else {}
+    _keep_entry(it, own)
+
+
+def _note_manager(it: Object, label: str, manager: str | None) -> None:
+    """Note who has written a label without applying it; nobody manages one that is gone."""
+    entries = it["metadata"].setdefault("managedFields", [])
+    for entry in entries:
+        entry["fieldsV1"].get("f:metadata", {}).get("f:labels", {}).pop(f"f:{label}", None)
+    if manager is None:
+        return
+    own = next((e for e in entries if e["manager"] == manager and e["operation"] == "Update"), None)
+    if own is None:
+        own = {"manager": manager, "operation": "Update", "fieldsV1": {}}
+        entries.append(own)
+    fields = own["fieldsV1"].setdefault("f:metadata", {}).setdefault("f:labels", {})
+    fields[f"f:{label}"] = {}

@@ -1,0 +1,97 @@
+"""What a pod learns of its GPUs by `mgctl`, on a real kubelet and runtime."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import Cluster, idle_pod
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.waiting import wait_for
+
+MIB = {"alice": 1000, "bob": 777}
+SOON_S = 30.0
+HARDENED = {
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "runAsUser": 65534,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def seen(cluster: Cluster, name: str) -> list[tuple[str, int, int]]:
+    """What `mgctl get processes` says in a pod: pod, pid and memory of each process."""
+    told = json.loads(cluster.execute(name, "mgctl", "get", "processes", "-o", "json"))
+    return [
+        (container["pod"], process["pid"], process["memoryMiB"])
+        for container in told["containers"]
+        for part in container["gpus"]
+        for process in part["processes"]
+    ]
+
+
+@pytest.fixture
+def neighbours(cluster: Cluster) -> Iterator[Cluster]:
+    """Two pods on one GPU, with a process each; one may do next to nothing."""
+    strict = idle_pod("alice", 25)
+    strict["spec"]["containers"][0]["securityContext"] = HARDENED
+    cluster.start(strict, idle_pod("bob", 25))
+    (gpu,) = cluster.look_inside("bob").gpu_indices
+    pids = {name: cluster.first_process(name) for name in MIB}
+
+    for name, pid in pids.items():
+        cluster.daemon.use(gpu, pid, MIB[name])
+    yield cluster
+    for pid in pids.values():
+        cluster.daemon.free(gpu, pid)
+
+
+def test_a_pod_sees_itself_and_nothing_of_its_neighbour(neighbours: Cluster) -> None:
+    """Without root, a writable file system or capabilities: one's own process, by its own pid."""
+    wait_for(
+        "mgctl to name each pod's own process there, and no other",
+        lambda: all(seen(neighbours, name) == [(name, 1, mib)] for name, mib in MIB.items()),
+        within_s=SOON_S,
+    )
+    for kind in ("devices", "processes", "pods"):
+        for form in ("table", "wide", "json", "yaml"):
+            told = neighbours.execute("alice", "mgctl", "get", kind, "-o", form)
+            assert "bob" not in told
+            assert not re.search(rf"\b{MIB['bob']}\b", told)
+    assert "alice (main)" in neighbours.execute("alice", "mgctl", "top")
+
+
+def test_who_asks_for_a_neighbour_is_refused(neighbours: Cluster) -> None:
+    """There are no words for other pods, and the node's own socket is not to be found."""
+    for words in (("get", "pods", "bob"), ("get", "processes", "--pod=bob"), ("kill", "1")):
+        with pytest.raises(RigError, match="exit code 2"):
+            neighbours.execute("alice", "mgctl", *words)
+    assert neighbours.execute("alice", "ls", "/run/metagpu").split() == ["mgctl", "mgctl.sock"]
+    with pytest.raises(RigError, match=r"Read-only file system|Permission denied"):
+        neighbours.execute("bob", "touch", "/run/metagpu/x")
+
+
+def test_a_crowd_in_a_pod_keeps_nobody_waiting(neighbours: Cluster) -> None:
+    """While a pod asks as often as it can, its neighbour is answered and a new pod starts."""
+    crowd = "for i in 1 2 3 4; do (while :; do mgctl version; done >/dev/null 2>&1 &) ; done"
+    neighbours.execute("alice", "sh", "-c", crowd)
+
+    assert seen(neighbours, "bob") == [("bob", 1, MIB["bob"])]
+    assert neighbours.run("late", 10).share_ids
+
+
+def test_mgctl_outlives_the_daemon(cluster: Cluster) -> None:
+    """A daemon that was killed is told as such; the next one answers containers from before."""
+    cluster.run("alice", 25)
+    cluster.daemon.kill()
+    with pytest.raises(RigError, match=r"nobody answers on /run/metagpu/mgctl\.sock"):
+        cluster.execute("alice", "mgctl", "version")
+
+    cluster.daemon.start()
+    wait_for(
+        "mgctl to be answered again",
+        lambda: cluster.execute("alice", "mgctl", "version").startswith("metagpu "),
+        within_s=SOON_S,
+    )

@@ -1,0 +1,111 @@
+"""What is read off a Node object, and what is wanted of it."""
+
+from typing import Any
+
+import pytest
+
+from metagpu.core.facts import GpuFaulted, RivalLeft, RivalMet
+from metagpu.core.model import ResourceName
+from metagpu.plugins.cluster.node import (
+    amount,
+    capacity_of,
+    condition_of,
+    discovered_elsewhere,
+    healthy_of,
+    owned_labels,
+    stale_amounts,
+    taints_left,
+)
+from tests.build import METAGPU, after, gpu, offered
+
+R = ResourceName("nvidia.com/gpu.shared")
+
+
+def node(**status: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
+    """Make a Node with a status."""
+    return {"metadata": {}, "status": status}
+
+
+def managed(manager: str, *labels: str, operation: str = "Apply") -> dict[str, Any]:
+    """Make an entry of who manages which labels, as the API server writes it."""
+    fields: dict[str, object] = {".": {}, **{f"f:{label}": {} for label in labels}}
+    return {
+        "manager": manager,
+        "operation": operation,
+        "fieldsV1": {"f:metadata": {"f:labels": fields}},
+    }
+
+
+def test_own_labels_are_those_applied_in_our_name() -> None:
+    """What others manage, or was only updated, is not ours to take away."""
+    entries = [managed("metagpu", "a", "b"), managed("nfd", "c"), {"manager": "kubelet"}]
+    assert owned_labels({"metadata": {"managedFields": entries}}) == {"a", "b"}
+    assert owned_labels({"metadata": {}}) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("labels", "entries", "elsewhere"),
+    [
+        ({}, [], False),
+        ({"nvidia.com/gfd.timestamp": "1"}, [], True),
+        ({"nvidia.com/gpu.product": "x"}, [managed("metagpu", "nvidia.com/gpu.product")], False),
+        ({"nvidia.com/gpu.product": "x"}, [managed("nfd", "nvidia.com/gpu.product")], True),
+    ],
+)
+def test_gpu_feature_discovery_is_noticed(
+    labels: dict[str, str], entries: list[dict[str, Any]], *, elsewhere: bool
+) -> None:
+    """It is by its time stamp, or, set to write none, by who manages the product's label."""
+    metadata = {"labels": labels, "managedFields": entries}
+    assert discovered_elsewhere({"metadata": metadata}) is elsewhere
+
+
+def test_amounts_of_the_node_are_compared_with_ours() -> None:
+    """Numbers fall to ours, rise only if wanted, and never pass what the kubelet knows."""
+    shown = node(capacity={R: "8", METAGPU: "2k"}, allocatable={R: "6", METAGPU: "2k"})
+
+    assert stale_amounts(shown, {R: 4, METAGPU: 2000}, rising=False) == {R: 4}
+    assert stale_amounts(shown, {R: 8}, rising=False) == {}
+    assert stale_amounts(shown, {R: 9}, rising=True) == {R: 8}
+    assert stale_amounts(shown, {ResourceName("new.io/gpu"): 3}, rising=True) == {}
+    assert stale_amounts({"metadata": {}}, {R: 4}, rising=True) == {}
+
+
+@pytest.mark.parametrize(("text", "number"), [("7", 7), ("2k", 2000), (None, None), ("1.5", None)])
+def test_quantities_are_read(text: str | None, number: int | None) -> None:
+    """Devices are counted in whole numbers, in thousands if that is shorter."""
+    assert amount(text) == number
+
+
+def test_taint_waits_for_every_resource() -> None:
+    """It goes when all resources have all their shares, and not while nothing is on offer."""
+    ours = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
+    tainted = {"metadata": {}, "spec": {"taints": [ours]}, "status": {"capacity": {R: "4"}}}
+
+    assert taints_left(tainted, {R: 4}) == []
+    assert taints_left(tainted, {R: 5}) is None
+    assert taints_left(tainted, {R: 4, METAGPU: 1}) is None
+    assert taints_left(tainted, {}) is None
+    assert taints_left({"metadata": {}, "status": {"capacity": {R: "4"}}}, {R: 4}) is None
+
+
+def test_resource_of_a_rival_is_not_counted() -> None:
+    """What another plugin serves is neither waited for nor lowered."""
+    _, snapshot = offered(gpu(0))
+    rivalled = after(RivalMet(METAGPU, "its.sock"), since=snapshot)
+
+    assert (capacity_of(snapshot), healthy_of(snapshot)) == ({METAGPU: 10}, {METAGPU: 10})
+    assert (capacity_of(rivalled), healthy_of(rivalled)) == ({}, {})
+    assert capacity_of(after(RivalLeft(METAGPU), since=rivalled)) == {METAGPU: 10}
+
+
+def test_condition_tells_since_when() -> None:
+    """Its times are those of the verdict, so that it changes only with it."""
+    _, snapshot = offered(gpu(0), gpu(1))
+    broken = after(GpuFaulted(gpu(1).id, "XID 79", at=60), since=snapshot)
+    said = condition_of(broken)
+
+    assert said is not None
+    assert said["reason"] == "GPUOutOfService"
+    assert said["lastTransitionTime"] == "1970-01-01T00:01:00Z"
+    assert condition_of(after()) is None

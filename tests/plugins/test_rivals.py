@@ -1,0 +1,80 @@
+"""Another device plugin with a resource of ours: it is named, left alone, and succeeded."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.plugins.rivals import rival_of
+from tests.build import gpu
+from tests.plugins.rig import METAGPU, Node, node
+
+SHARED = "nvidia.com/gpu.shared"
+BOTH = f"""
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {{backend: fraction, sharesPerGpu: 10}}
+      - {{backend: timeslice, resource: {SHARED}, replicas: 4}}
+"""
+
+
+@asynccontextmanager
+async def listening(path: Path) -> AsyncIterator[None]:
+    """Let another plugin listen on a socket while the block lasts."""
+    async with (
+        await anyio.create_unix_listener(path) as listener,
+        anyio.create_task_group() as all_,
+    ):
+        all_.start_soon(listener.serve, _hang_up)
+        yield
+        all_.cancel_scope.cancel()
+    await anyio.Path(path).unlink(missing_ok=True)
+
+
+async def _hang_up(stream: anyio.abc.SocketStream) -> None:
+    await stream.aclose()
+
+
+@pytest.mark.parametrize("resource", ["nvidia.com/gpu", "nvidia.com/mig-1g.5gb"])
+async def test_rival_is_known_by_its_socket(tmp_path: Path, resource: str) -> None:
+    """Who listens where NVIDIA's plugin does is a rival for that resource alone."""
+    path = tmp_path / f"nvidia-{resource.partition('/')[2]}.sock"
+    async with listening(path):
+        assert await rival_of(tmp_path, resource) == path
+        assert await rival_of(tmp_path, SHARED) is None
+        assert await rival_of(tmp_path, METAGPU) is None
+
+
+async def test_socket_that_was_left_behind_is_no_rival(tmp_path: Path) -> None:
+    """A file on which nobody listens keeps no resource from being served."""
+    path = tmp_path / "nvidia-gpu.sock"
+    async with listening(path):
+        await anyio.Path(path).rename(tmp_path / "kept")
+    await anyio.Path(tmp_path / "kept").rename(path)
+
+    assert path.is_socket()
+    assert await rival_of(tmp_path, "nvidia.com/gpu") is None
+
+
+async def test_resource_of_a_rival_is_served_when_it_has_gone(tmp_path: Path) -> None:
+    """Only the resource that both have waits, with the reason known, until the other ends."""
+    async with node(tmp_path, gpu(0)) as it, it.kubelet.running():
+        await it.until(10, 10)
+        async with listening(it.directory / "nvidia-gpu.shared.sock"):
+            it.offer(BOTH)
+            await _knows(it, {SHARED: str(it.directory / "nvidia-gpu.shared.sock")})
+            assert SHARED not in it.kubelet.capacity()
+
+        await it.until(4, 4, SHARED)
+        assert it.registry.snapshot.rivals == {}
+
+
+async def _knows(it: Node, rivals: dict[str, str]) -> None:
+    with anyio.fail_after(10):
+        async for known in it.registry.watch(lambda now: now.rivals):
+            if known == rivals:
+                return
