@@ -207,6 +207,21 @@ async def test_a_layout_that_does_not_fit_changes_nothing(tmp_path: Path) -> Non
         assert places(it.node) == ["2g.10gb@0"]
 
 
+async def test_a_layout_that_does_not_fit_keeps_the_gpu_from_nobody(tmp_path: Path) -> None:
+    """After the last pod of an earlier layout the GPU is idle; nothing is made or removed."""
+    async with mig_at_work(tmp_path, layout="{3g.20gb: 2}") as it:
+        await it.until(2, 2, THREE)
+        last = pod("last", "3g.20gb")
+        await it.kubelet.admit(last)
+        await it.told()
+        await change(it, cut("layout: {3g.20gb: 3}"))
+        await until(lambda: "does not fit" in why(it))
+
+        await it.kubelet.delete(last)
+        await until(lambda: it.state(0).owner is None)
+        assert places(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+
+
 async def test_replicas_of_an_instance(tmp_path: Path) -> None:
     """Several pods have one instance at once, and it is given again when the last has gone."""
     shared = f"{ONE}.shared"

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
-import anyio
-
 from metagpu.backends.mig_board import board_of, profile_of, replica_of, share_ids
 from metagpu.backends.mig_fixed import fairest, planned, title
 from metagpu.backends.mig_keeping import Keeping
@@ -173,8 +171,7 @@ class MigBackend(Backend):
         """Make what is held, and remove what is not; or have a layout there, come what may."""
         options, spots = self._options, self._spots(served.gpu)
         if isinstance(spots, Misfit):
-            served.suspend(self._refusal(spots))  # what there is stays as it is
-            await anyio.sleep_forever()
+            await _stay_away(served, self._refusal(spots))
             return
 
         fixed = None if options.layout is None else frozenset(map(str, spots))
@@ -191,6 +188,15 @@ class MigBackend(Backend):
 
     def _refusal(self, misfit: Misfit) -> str:
         return f"the layout {title(self._options.layout or {})} does not fit: {misfit.reason}"
+
+
+async def _stay_away(served: ServedGpu, why: str) -> None:
+    """Leave a GPU as it is, and do not keep others from it; until cancelled."""
+    served.suspend(why)
+    while True:
+        await served.until(lambda _: served.since_last_lease is not None)
+        if (since := served.since_last_lease) is not None:
+            served.returned(since)
 
 
 def _seat(state: GpuState, those: Sequence[Share], required: Sequence[Share]) -> Seat:
