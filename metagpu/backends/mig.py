@@ -14,6 +14,7 @@ from metagpu.backends.mig_options import MigOptions
 from metagpu.backends.mig_placement import Seat, choose
 from metagpu.backends.mig_planner import Misfit
 from metagpu.backends.mig_profiles import Spot
+from metagpu.backends.mig_remarks import remarks
 from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.errors import Overlap, TooManyReplicas
 from metagpu.core.injection import CDI_STRATEGIES, Injection
@@ -85,6 +86,13 @@ class MigBackend(Backend):
             return self._refusal(spots)
         has = ", ".join(profile.name for profile in gpu.mig_profiles)
         return f"it has none of the MIG profiles {', '.join(self._options.names)}; it has {has}"
+
+    def remarks(self, states: Sequence[GpuState]) -> Sequence[str]:
+        """Say what is left of GPUs whose instances are made on demand, and what would help."""
+        if self._options.layout is not None:
+            return ()
+        those = [state for state in states if state.gpu.mig_profiles]
+        return list(remarks(those, frozenset(self._options.names), self.name))
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Offer every placement of every profile that is allowed, or each instance of the layout.
