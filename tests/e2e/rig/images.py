@@ -57,7 +57,10 @@ def _config(layer: bytes, command: list[str]) -> bytes:
     document = {
         "architecture": ARCHITECTURES.get(machine, machine),
         "os": "linux",
-        "config": {"Cmd": command, "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "config": {
+            "Cmd": command,
+            "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
+        },
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
     }
     return json.dumps(document).encode()
