@@ -38,6 +38,7 @@ def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) ->
             resources_table(explained["resources"]),
             gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY"),
             *mixed(explained["gpus"]),
+            *map(Text, explained["remarks"]),
             *(topology_tables(explained) if topology else ()),
         )
     )
@@ -54,6 +55,7 @@ def show_status(status: Mapping[str, Any]) -> None:
             resources_table(status["resources"]),
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL"),
             leases_table(status["leases"]),
+            *map(Text, status.get("remarks", ())),
         )
     )
 

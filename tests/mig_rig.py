@@ -17,13 +17,18 @@ PROFILES = "1g.5gb, 1g.5gb+me, 2g.10gb, 3g.20gb, 7g.40gb"
 
 
 def configured(options: str = "keepWarm: 100ms", profiles: str = PROFILES) -> str:
+    """Write a configuration of one pool of MIG instances that are made on demand."""
+    return cut(f"profiles: [{profiles}], {options}")
+
+
+def cut(options: str) -> str:
     """Write a configuration of one pool of MIG instances."""
     return (
         "version: metagpu/v1\n"
         "health: {quietPeriod: 100ms, rescanPeriod: 100ms}\n"
         "pools:\n"
         "  - name: mig\n"
-        f"    backends: [{{backend: mig, profiles: [{profiles}], {options}}}]\n"
+        f"    backends: [{{backend: mig, {options}}}]\n"
     )
 
 
@@ -35,10 +40,14 @@ async def mig_at_work(
     profiles: str = PROFILES,
     gpus: str = "{board: a100-40gb, mig: true}",
     kubelet: SimKubelet | None = None,
+    layout: str | None = None,
 ) -> AsyncIterator[Scene]:
-    """Run an agent on a node whose GPUs are as `gpus` says, in the words of a node file."""
+    """Run an agent on a node whose GPUs are as `gpus` says, in the words of a node file.
+
+    With a `layout`, instances are fixed.
+    """
     node = await a_node(tmp_path, gpus)
-    config = configured(options, profiles)
+    config = configured(options, profiles) if layout is None else cut(f"layout: {layout}")
     async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as scene:
         await scene.settles(lambda now: bool(now.gpus))
         yield scene

@@ -100,6 +100,14 @@ def test_status_begins_with_a_configuration_that_was_not_taken(
     assert out.count("configuration") == 1
 
 
+def test_a_status_ends_with_what_backends_remark(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each sentence of a backend stands below the tables, on its own line."""
+    remarks = ["GPU 0: it is full", "if a/b (c) moved, there would be room"]
+    show_status({"resources": {}, "gpus": [told()], "leases": [], "remarks": remarks})
+
+    assert capsys.readouterr().out.splitlines()[-2:] == remarks
+
+
 def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan is drawn with arrows where something differs, pods that are waited for, settings."""
     holding = {"holder": "team/old (main)", "resource": "a.b/c", "shares": 3}

@@ -1,17 +1,22 @@
-"""MIG instances made when a pod asks: a resource for each profile, a share for each placement."""
+"""MIG instances: made when a pod asks, a share for each placement, or as a fixed layout."""
 
-import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
-from metagpu.backends.mig_board import board_of, profile_of, resource_of, share_id
+from metagpu.backends.mig_board import board_of, profile_of, replica_of, share_ids
+from metagpu.backends.mig_fixed import fairest, planned, title
 from metagpu.backends.mig_keeping import Keeping
 from metagpu.backends.mig_ledger import Terms
 from metagpu.backends.mig_mode import MigMode
+from metagpu.backends.mig_options import MigOptions
 from metagpu.backends.mig_placement import Seat, choose
+from metagpu.backends.mig_planner import Misfit
+from metagpu.backends.mig_profiles import Spot
+from metagpu.backends.mig_remarks import remarks
 from metagpu.core.backend import Backend, Guard, Options
-from metagpu.core.errors import Overlap
+from metagpu.core.errors import Overlap, TooManyReplicas
 from metagpu.core.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model import (
     Gpu,
@@ -25,47 +30,16 @@ from metagpu.core.model import (
     conflicts,
 )
 from metagpu.core.served import ServedGpu
-from metagpu.core.units import Duration
 
-_PROFILE: Final = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")
-_LONGEST: Final = 15.0
-"""Seconds: the kubelet's account is awaited for 20 s from the beginning of a lease on."""
 _GUARD: Final = 3.0
 """Seconds that Allocate waits longer than an instance may take: it tells why it was not made."""
 
 
-class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """What a pool may say to MIG.
-
-    Attributes:
-        profiles: the kinds of instances that pods may ask for, by NVIDIA's names.
-        enable_mig: whether to turn MIG mode on, on GPUs that nobody uses.
-        keep_warm: how long an instance that nobody holds any more is kept for the next.
-        deadline: how long making an instance may take.
-    """
-
-    profiles: tuple[str, ...]
-    enable_mig: bool = False
-    keep_warm: Duration = Duration(30)
-    deadline: Duration = Duration(10)
-
-    def __post_init__(self) -> None:
-        if not self.profiles:
-            raise ValueError("profiles is empty; give at least one, such as 1g.5gb")
-        for name in self.profiles:
-            if not _PROFILE.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} is no MIG profile such as 1g.5gb or 1g.5gb+me; "
-                    "`nvidia-smi mig -lgip` lists a GPU's"
-                )
-        if len(set(self.profiles)) != len(self.profiles):
-            raise ValueError("profiles names one twice")
-        if not 1 <= self.deadline <= _LONGEST:
-            raise ValueError(f"deadline is {self.deadline:g}s; allowed: 1s to {_LONGEST:g}s")
-
-
 class MigBackend(Backend):
-    """Cuts a GPU in MIG mode as pods ask. Ids are `GPU-<uuid>::2g.10gb@4`: profile and slice."""
+    """Cuts a GPU in MIG mode. Ids are `GPU-<uuid>::2g.10gb@4`: profile and slice.
+
+    Those of an instance that several containers may have end in the replica: `...@4-t1`.
+    """
 
     name: ClassVar[str] = "mig"
     options_type: ClassVar[type[Options]] = MigOptions
@@ -89,15 +63,15 @@ class MigBackend(Backend):
             raise TypeError(f"mig cannot read {type(options).__name__}")
         if injection.strategies & CDI_STRATEGIES:
             raise ValueError(
-                "instances made on demand cannot be named by CDI yet; "
+                "MIG instances that are made here cannot be named by CDI yet; "
                 "use deviceListStrategy envvar or volume-mounts"
             )
         return cls(options, injection)
 
     @property
     def resources(self) -> tuple[ResourceName, ...]:
-        """A resource for each profile."""
-        return tuple(map(resource_of, self._options.profiles))
+        """A resource for each profile, or the one that the pool names."""
+        return tuple(dict.fromkeys(map(self._options.resource_of, self._options.names)))
 
     @property
     def patience(self) -> float:
@@ -108,27 +82,49 @@ class MigBackend(Backend):
         """Say why a GPU has no instances."""
         if not gpu.mig_profiles:
             return "it has no MIG, or NVML does not tell its profiles"
+        if isinstance(spots := self._spots(gpu), Misfit):
+            return self._refusal(spots)
         has = ", ".join(profile.name for profile in gpu.mig_profiles)
-        return f"it has none of the MIG profiles {', '.join(self._options.profiles)}; it has {has}"
+        return f"it has none of the MIG profiles {', '.join(self._options.names)}; it has {has}"
+
+    def remarks(self, states: Sequence[GpuState]) -> Sequence[str]:
+        """Say what is left of GPUs whose instances are made on demand, and what would help."""
+        if self._options.layout is not None:
+            return ()
+        those = [state for state in states if state.gpu.mig_profiles]
+        return list(remarks(those, frozenset(self._options.names), self.name))
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
-        """Offer every placement of every profile that is allowed, whether MIG mode is on or not."""
-        board = board_of(gpu.mig_profiles, frozenset(self._options.profiles))
-        memory = {profile.name: profile.memory for profile in gpu.mig_profiles}
+        """Offer every placement of every profile that is allowed, or each instance of the layout.
 
-        return [
-            Share(
-                id=share_id(gpu.id, str(spot)),
-                gpu=gpu.id,
-                resource=resource_of(profile.name),
-                backend=self.name,
-                number=number,
-                footprint=spot.footprint,
-                memory=memory[profile.name],
-            )
-            for profile in board.profiles
-            for number, spot in enumerate(profile.spots)
-        ]
+        Whether MIG mode is on or not. A layout that does not fit has no shares.
+        """
+        if isinstance(spots := self._spots(gpu), Misfit):
+            return ()
+
+        options = self._options
+        memory = {profile.name: profile.memory for profile in gpu.mig_profiles}
+        counted = Counter[ResourceName]()
+        shares = []
+        for spot in spots:
+            profile = spot.profile.name
+            resource, replicas = options.resource_of(profile), options.replicas_of(profile)
+            for at, each in enumerate(share_ids(gpu.id, str(spot), replicas)):
+                shares.append(
+                    Share(
+                        id=each,
+                        gpu=gpu.id,
+                        resource=resource,
+                        backend=self.name,
+                        number=counted[resource],
+                        footprint=spot.footprint
+                        if replicas == 1
+                        else replica_of(spot.footprint, at),
+                        memory=memory[profile] // replicas,
+                    )
+                )
+                counted[resource] += 1
+        return shares
 
     def prefer(
         self,
@@ -139,8 +135,12 @@ class MigBackend(Backend):
     ) -> Sequence[Share]:
         """Choose the placements that leave the most valuable future; GPUs that are shut come last.
 
-        Which shares are free is asked of the snapshot: the kubelet may not have heard yet.
+        Of a layout, instances that the fewest containers have. Which shares are free is asked of
+        the snapshot: the kubelet may not have heard yet.
         """
+        if self._options.layout is not None:
+            return fairest(size, available, required, snapshot)
+
         must = by_gpu(required)
         seats = [
             _seat(snapshot.gpus[gpu], those, must.get(gpu, ()))
@@ -156,9 +156,16 @@ class MigBackend(Backend):
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse instances that cannot be together, as two that want one media engine.
 
+        And several replicas for one container, where the pool says so.
+
         Raises:
             Overlap: naming them.
+            TooManyReplicas: in the words of NVIDIA's device plugin.
         """
+        if self._options.fail_requests_greater_than_one and len(shares) > 1:
+            for share in shares:
+                if self._options.replicas_of(profile_of(share.id)) > 1:
+                    raise TooManyReplicas(share.resource, len(shares))
         for one, other in combinations(shares, 2):
             if one is not other and conflicts(one, other):
                 names = f"{one.id.partition('::')[2]}, {other.id.partition('::')[2]}"
@@ -169,10 +176,35 @@ class MigBackend(Backend):
         return self._injection.grant_made(shares, snapshot)
 
     async def serve(self, served: ServedGpu) -> None:
-        """Make what is held, and remove what is not."""
-        options = self._options
-        terms = Terms(frozenset(options.profiles), options.keep_warm, options.deadline)
+        """Make what is held, and remove what is not; or have a layout there, come what may."""
+        options, spots = self._options, self._spots(served.gpu)
+        if isinstance(spots, Misfit):
+            await _stay_away(served, self._refusal(spots))
+            return
+
+        fixed = None if options.layout is None else frozenset(map(str, spots))
+        replicas = {name: options.replicas_of(name) for name in options.names}
+        terms = Terms(frozenset(options.names), options.warm, options.deadline, fixed, replicas)
         await Keeping(served, terms, MigMode(served, enable=options.enable_mig)).run()
+
+    def _spots(self, gpu: Gpu) -> tuple[Spot, ...] | Misfit:
+        """Give the instances that may be, or those that the layout has."""
+        options = self._options
+        if options.layout is None:
+            return board_of(gpu.mig_profiles, frozenset(options.names)).spots
+        return planned(gpu, options.layout)
+
+    def _refusal(self, misfit: Misfit) -> str:
+        return f"the layout {title(self._options.layout or {})} does not fit: {misfit.reason}"
+
+
+async def _stay_away(served: ServedGpu, why: str) -> None:
+    """Leave a GPU as it is, and do not keep others from it; until cancelled."""
+    served.suspend(why)
+    while True:
+        await served.until(lambda _: served.since_last_lease is not None)
+        if (since := served.since_last_lease) is not None:
+            served.returned(since)
 
 
 def _seat(state: GpuState, those: Sequence[Share], required: Sequence[Share]) -> Seat:

@@ -14,12 +14,13 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from metagpu.backends.mig_board import profile_of, slot_of
+from metagpu.backends.mig_board import slot_of
 from metagpu.backends.mig_ledger import LOOK, POLL, Ledger, Terms, identity
 from metagpu.backends.mig_mode import MigMode
+from metagpu.backends.mig_standing import Standing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
 from metagpu.core.mig import MigInstance, Placement
-from metagpu.core.model import GpuState, Lease, Share, ShareId
+from metagpu.core.model import GpuState, Lease
 from metagpu.core.served import ServedGpu
 
 FIRST_PAUSE: Final = 0.1
@@ -52,10 +53,11 @@ class Keeping:
     known: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        self.known = Ledger(self.terms, self.served.backend, self.served.state)
+        kind = Ledger if self.terms.fixed is None else Standing
+        self.known = kind(self.terms, self.served.backend, self.served.state)
 
     async def run(self) -> None:
-        """Keep the GPU until cancelled; then remove what nobody holds."""
+        """Keep the GPU until cancelled; then remove what nobody holds, unless it is a layout's."""
         try:
             async with anyio.create_task_group() as group:
                 while True:
@@ -65,7 +67,7 @@ class Keeping:
                     await self._wait(seen, pause)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVING):
-                for slot in list(self._ledger.idle):
+                for slot in [] if self.terms.fixed is not None else list(self._ledger.idle):
                     await self._remove(slot)
 
     @property
@@ -106,11 +108,19 @@ class Keeping:
 
         self.complaint = ""
         for lease in list(self._ledger.waiting()):
-            self._begin(slot_of(lease.share.id))
-            group.start_soon(self._make, lease)
+            slot = slot_of(lease.share.id)
+            if slot not in self.over:  # which of its replicas is waited for is all the same
+                self._begin(slot)
+                group.start_soon(self._make, slot, lease)
+        for slot in self._ledger.absent(anyio.current_time()):
+            self._begin(slot)
+            group.start_soon(self._make, slot)
         for slot in self._ledger.unwanted(anyio.current_time()):
             group.start_soon(self._remove, slot)
-        self.served.resume()
+        if why := self._ledger.why_none():
+            self.served.suspend(why)
+        else:
+            self.served.resume()
         if dirty_since is not None and not self.over and not self._ledger.users:
             self.served.returned(dirty_since)
         return self._ledger.pause(anyio.current_time())
@@ -129,9 +139,10 @@ class Keeping:
 
     async def _look(self) -> None:
         """Read what there is, and who is on what nobody holds; tell all of it."""
-        gpu, before, lost = self.served.gpu.id, set(self.known.ours), self.known.lost
+        gpu = self.served.gpu.id
 
         async with self.turn:
+            before, lost = set(self.known.ours), self.known.lost
             listed = await self.served.mig.instances(gpu)
             self._ledger.take_in(listed, anyio.current_time())
         pids = await self._processes() if self._ledger.loose else {}
@@ -149,14 +160,16 @@ class Keeping:
             found[process.gpu_instance].append(process.pid)
         return found
 
-    async def _make(self, lease: Lease) -> None:
-        """Make what a lease is about, or note why that cannot be."""
-        slot, begun = slot_of(lease.share.id), anyio.current_time()
+    async def _make(self, slot: str, lease: Lease | None = None) -> None:
+        """Make an instance for a lease, or one of the layout, or note why that cannot be."""
+        begun = anyio.current_time()
 
         try:
-            made = await self._attempt(lease.share, begun + self.terms.deadline)
+            made = await self._attempt(slot, begun + self.terms.deadline)
         except DriverError as error:
-            self.known.note_failed(lease, str(error))
+            if lease is not None:
+                self.known.note_failed(lease, str(error))
+            self.known.note_unmade(slot, str(error), anyio.current_time())
             log.warning("no instance was made", gpu=self._name, instance=slot, error=str(error))
         else:
             took = f"{anyio.current_time() - begun:.3f}s"
@@ -165,45 +178,41 @@ class Keeping:
         finally:
             self._end(slot)
 
-    async def _attempt(self, share: Share, until: float) -> MigInstance:
+    async def _attempt(self, slot: str, until: float) -> MigInstance:
         """Make an instance, however often the driver has to be asked.
 
         Raises:
             DriverError: if it cannot be made, or not by then; says what is in the way.
         """
-        number, place = self._wanted(share.id)
+        number, place = self._wanted(slot)
         pause = FIRST_PAUSE
 
         while True:
             try:
-                await self._make_room(share)
-                return await self._create(share, number, place, until)
+                await self._make_room(slot)
+                return await self._create(slot, number, place, until)
             except InUse:
                 if anyio.current_time() + pause > until:
                     raise
             except NoRoom as error:
                 await self._look()  # somebody else has been here
-                there = ", ".join(self._ledger.in_the_way(share)) or "no instance"
+                there = ", ".join(self._ledger.in_the_way(slot)) or "no instance"
                 raise NoRoom(f"{error}; on its slices: {there}") from None
             await anyio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _wanted(self, share: ShareId) -> tuple[int, Placement]:
+    def _wanted(self, slot: str) -> tuple[int, Placement]:
         """Say what NVML is to make, in its own numbers."""
-        start = int(slot_of(share).rpartition("@")[2])
+        name, _, start = slot.rpartition("@")
         return next(
             (profile.number, place)
             for profile in self.served.state.gpu.mig_profiles
-            if profile.name == profile_of(share)
+            if profile.name == name
             for place in profile.placements
-            if place.start == start
+            if place.start == int(start)
         )
 
-    async def _create(
-        self, share: Share, number: int, place: Placement, until: float
-    ) -> MigInstance:
-        slot = slot_of(share.id)
-
+    async def _create(self, slot: str, number: int, place: Placement, until: float) -> MigInstance:
         async with self.turn:
             left = max(until - anyio.current_time(), FIRST_PAUSE)
             try:
@@ -215,14 +224,14 @@ class Keeping:
             self.known.ours.add(identity(made))
             return made
 
-    async def _make_room(self, share: Share) -> None:
-        """Remove what is idle on the slots of a share.
+    async def _make_room(self, wanted: str) -> None:
+        """Remove what is idle on the slots of an instance.
 
         Raises:
             DriverError: if something stays.
         """
-        for slot in self._ledger.in_the_way(share):
-            if slot in self.over and slot != slot_of(share.id):
+        for slot in self._ledger.in_the_way(wanted):
+            if slot in self.over and slot != wanted:
                 await self.over[slot].wait()
             if slot not in self._ledger.present:
                 continue

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from metagpu.backends.mig_board import board_of, share_id, slot_in, slot_of
+from metagpu.backends.mig_board import board_of, share_ids, slot_in, slot_of
 from metagpu.backends.mig_profiles import Profile, Spot
 from metagpu.core.mig import MigInstance
-from metagpu.core.model import Failure, GpuState, Lease, Made, Share, ShareId, Stock
+from metagpu.core.model import Failure, GpuState, Lease, Made, ShareId, Stock
 
 LOOK: Final = 30.0
 """Seconds between two looks at a GPU where nothing happens."""
@@ -27,15 +27,23 @@ the kubelet takes to tell of a pod that was admitted while nobody was here."""
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the configuration says; times in seconds."""
+    """What the configuration says; times in seconds.
+
+    Attributes:
+        allowed: the profiles of which instances may be made.
+        fixed: the instances that shall be there all the time, `None` if they are made on demand.
+        replicas: how many containers may have an instance at once, by profile; one if not said.
+    """
 
     allowed: frozenset[str]
     keep_warm: float
     deadline: float
+    fixed: frozenset[str] | None = None
+    replicas: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stuck(NamedTuple):
-    """An instance that could not be removed: why, when to try again, and how long that pause is."""
+    """What could not be removed, or made: why, when to try again, and how long that pause is."""
 
     why: str
     again: float
@@ -78,12 +86,16 @@ class Ledger:
         """Take in what NVML lists, and whose it is; nothing is out that NVML was asked to do."""
         leases = self.state.leases
         told = {slot_of(share) for share, lease in leases.items() if lease.holder is not None}
+        before = set[str]()
+        if not self.looked:  # what was told in this daemon, under another configuration
+            stock = self.state.stocks.get(self.backend, Stock())
+            before = {made.device for made in stock.made.values()}
         self.present = {slot_in(self.state.gpu.mig_profiles, it): it for it in listed}
 
         for slot, instance in self.present.items():
-            if slot in told or slot in self.late:
+            if slot in told or slot in self.late or identity(instance) in before:
                 self.ours.add(identity(instance))
-            elif not self.looked and self._could_be_ours(slot, instance):
+            elif self._could_be_ours(slot, instance):
                 self.found[slot] = now
 
         self.ours &= {identity(instance) for instance in listed}
@@ -137,11 +149,17 @@ class Ledger:
 
     def is_loose(self, slot: str) -> bool:
         """Tell whether there is an instance of ours that nobody holds."""
-        return self.is_ours(slot) and self.share(slot) not in self.state.leases
+        return self.is_ours(slot) and slot not in self.held
 
-    def share(self, slot: str) -> ShareId:
-        """Give the id of the share that an instance stands for."""
-        return share_id(self.state.gpu.id, slot)
+    @property
+    def held(self) -> set[str]:
+        """The instances that leases are about."""
+        return set(map(slot_of, self.state.leases))
+
+    def shares(self, slot: str) -> list[ShareId]:
+        """Give the ids of the shares that an instance stands for."""
+        count = self.terms.replicas.get(slot.rpartition("@")[0], 1)
+        return share_ids(self.state.gpu.id, slot, count)
 
     def waiting(self) -> Iterator[Lease]:
         """Find the leases of containers that wait for an instance: no pod is told of them yet."""
@@ -166,39 +184,53 @@ class Ledger:
         times += [self._removal(slot) for slot in self.idle if slot not in self.busy]
         return max(0.0, min(times) - now)
 
+    def absent(self, now: float) -> list[str]:  # noqa: ARG002 - a layout's are tried again later
+        """Find the instances of a layout that are to be made now; none without a layout."""
+        return []
+
+    def why_none(self) -> str:
+        """Say why nothing at all can be given, empty if something can or may soon be."""
+        return ""
+
+    def note_unmade(self, slot: str, why: str, now: float) -> None:
+        """Note that an instance of a layout could not be made."""
+
     def note_stuck(self, slot: str, why: str, now: float) -> bool:
         """Note that an instance could not be removed; tell whether that is news."""
         before = self.stuck.get(slot)
-        pause = min(2 * before.pause, LOOK) if before else POLL
-        self.stuck[slot] = Stuck(why, now + pause, pause)
+        self.stuck[slot] = later(before, why, now)
         return before is None
 
     def note_failed(self, lease: Lease, why: str) -> None:
         """Note that a lease's share could not be made."""
         self.failed[lease.share.id] = Failure(why, lease.since)
 
-    def in_the_way(self, share: Share) -> dict[str, MigInstance]:
-        """Find the instances on the slots of a share."""
+    def in_the_way(self, wanted: str) -> dict[str, MigInstance]:
+        """Find the instances that take what another one, or the same, would."""
+        footprint = self.footprint(wanted)
         return {
             slot: instance
             for slot, instance in self.present.items()
-            if not self._footprint(slot, instance).isdisjoint(share.footprint)
+            if not self.footprint(slot).isdisjoint(footprint)
         }
 
     def stock(self, *, alone: bool) -> Stock:
         """Say all of it."""
         made: dict[ShareId, Made] = {}
         blocked: dict[str, str] = {}
+        held = self.held
 
         for slot, instance in self.present.items():
             if slot in self.busy:
                 continue
             if self.is_ours(slot) and instance.computes:
                 first = instance.computes[0]
-                idle = slot in self.idle and self.is_loose(slot)
-                made[self.share(slot)] = Made(first.uuid, instance.number, first.number, idle=idle)
+                for share in self.shares(slot):
+                    # Who gets another replica of a held instance shares it anyway.
+                    idle = share not in self.state.leases and (slot in held or slot in self.idle)
+                    made[share] = Made(first.uuid, instance.number, first.number, idle=idle)
             if why := self._why_blocked(slot):
-                blocked |= dict.fromkeys(self._footprint(slot, instance), why)
+                blocked |= dict.fromkeys(self.taken(slot), why)
 
         leases = self.state.leases
         self.failed = {
@@ -227,19 +259,31 @@ class Ledger:
         return self.idle[slot] + kept
 
     def _could_be_ours(self, slot: str, instance: MigInstance) -> bool:
-        """Tell whether this is what we make: a profile that is allowed, in one piece or unfinished.
+        """Tell whether this may be what an earlier daemon made, which the first look shows.
 
-        What another plugin's pod holds is not.
+        That has a profile that is allowed, in one piece or unfinished. What another plugin's pod
+        holds is not.
         """
         allowed = slot.rpartition("@")[0] in self.terms.allowed
-        return allowed and len(instance.computes) <= 1
+        return not self.looked and allowed and len(instance.computes) <= 1
 
-    def _footprint(self, slot: str, instance: MigInstance) -> frozenset[str]:
+    def taken(self, slot: str) -> frozenset[str]:
+        """Give the slots that shares have which an instance is in the way of."""
+        return self.footprint(slot)
+
+    def footprint(self, slot: str) -> frozenset[str]:
+        """Give the slots of an instance that is there, or that there could be."""
         for spot in board_of(self.state.gpu.mig_profiles).spots:
             if str(spot) == slot:
                 return spot.footprint
-        place = instance.placement
+        place = self.present[slot].placement
         return Spot(Profile(slot, 0, (place,), 2), place).footprint
+
+
+def later(before: Stuck | None, why: str, now: float) -> Stuck:
+    """Say when to try again what went wrong, once more or for the first time."""
+    pause = min(2 * before.pause, LOOK) if before else POLL
+    return Stuck(why, now + pause, pause)
 
 
 def identity(instance: MigInstance) -> str:

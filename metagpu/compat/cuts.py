@@ -1,6 +1,7 @@
 """How a pool names its backends: the one place where conversions know our options."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Literal
 
 from metagpu.compat.contract import Data
@@ -40,10 +41,31 @@ def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
     return {"backend": "mps", "resource": resource, "replicas": replicas, **placed}
 
 
-def mig_layout(layout: Mapping[str, int], resource: str | None = None) -> Data:
-    """Offer fixed MIG instances, so many of each profile; by one name if `resource` is given."""
-    named = {} if resource is None else {"resource": resource}
+def mig_layout(
+    layout: Mapping[str, int],
+    resource: str | None = None,
+    *,
+    shared: Mapping[str, tuple[str, int]] = MappingProxyType({}),
+    refuse_several: bool = False,
+) -> Data:
+    """Offer fixed MIG instances, so many of each profile; by one name if `resource` is given.
+
+    `shared` says of profiles under which name, and how many times over, each instance is offered.
+    """
+    named: Data = {} if resource is None else {"resource": resource}
+    if shared:
+        names = {profile: name for profile, (name, _) in shared.items()}
+        named = {
+            "resource": names if resource is None else next(iter(names.values())),
+            "replicas": {profile: replicas for profile, (_, replicas) in shared.items()},
+            **({"failRequestsGreaterThanOne": True} if refuse_several else {}),
+        }
     return {"backend": "mig", **named, "layout": dict(layout), "enableMig": True}
+
+
+def mig_resource(profile: str) -> str:
+    """Name the instances of a profile as NVIDIA's device plugin does."""
+    return f"nvidia.com/mig-{profile.replace('+', '.')}"
 
 
 def mig_on_demand(profiles: Sequence[str]) -> Data:

@@ -12,7 +12,8 @@ from metagpu.compat import cuts, mig_parted, nvidia_file, selection
 from metagpu.compat.contract import Circumstances, Converted, Data, Draft, Origin
 from metagpu.compat.keys import noted
 from metagpu.compat.mig_parted import Wanted
-from metagpu.compat.nvidia_file import Named, Replicated, Replication, Settings
+from metagpu.compat.nvidia_file import Named, Replication, Settings
+from metagpu.compat.nvidia_instances import Entry, Instances
 from metagpu.core.document import Document
 
 _PREFIX: Final = "nvidia.com/"
@@ -53,15 +54,6 @@ def _read(
 
 
 @dataclass
-class _Entry:
-    """One resource that is shared, and the name under which it is then offered."""
-
-    replicated: Replicated
-    resource: str
-    origin: Origin
-
-
-@dataclass
 class _Conversion:
     """One conversion: what was read, and the draft that it becomes."""
 
@@ -71,8 +63,12 @@ class _Conversion:
     file: nvidia_file.File
     settings: Settings
     environment: Mapping[str, str]
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     by_mps: bool = False
+    instances: Instances = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.instances = Instances(self.wanted, self._one_name())
 
     def run(self) -> None:
         """Fill the draft."""
@@ -81,7 +77,7 @@ class _Conversion:
         strategy = self.settings.strategy or ("mixed" if self.wanted else "none")
         cut_up = any(entry.instances for entry in self.wanted)
 
-        if strategy == "single" and cut_up:
+        if self.instances.one_name is not None:
             self._single()
             return
         if strategy != "none" and not self.wanted:
@@ -100,7 +96,7 @@ class _Conversion:
         covered = False
         for entry in self.wanted:
             if entry.instances:
-                cut = cuts.mig_layout(entry.instances)
+                cut = self.instances.cut(entry.instances)
                 self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
             else:
                 self._gpus(entry.gpus)
@@ -145,22 +141,26 @@ class _Conversion:
                     "has no effect here; under MPS a container may hold several parts of one GPU",
                 )
 
+        if not self.by_mps:
+            self.instances.share(self.entries, self.draft, refuse_several=self._refuses_several())
         known = {name for _, name, _ in self._classes()}
+        cut = self.instances.names
         for entry in self.entries:
-            if (name := _full(entry.replicated.name)) in known:
+            if entry.name in (known - cut if self.by_mps else known | cut):
                 continue
-            if name.startswith(_MIG) or name in {_full(m.name) for m in self._mig_names()}:
+            mig = {_full(named.name) for named in self._mig_names()} | cut
+            if entry.name.startswith(_MIG) or entry.name in mig:
                 text = "has no effect here; it would have given each MIG instance to several"
             else:
                 text = f"has no effect: no GPU goes by that name; there are: {', '.join(known)}"
             self.draft.note(entry.origin, text)
 
-        single = self.settings.strategy == "single" and any(e.instances for e in self.wanted)
-        for number, _ in list(enumerate(self._mig_names()))[single:]:
+        named = self.instances.one_name is not None
+        for number, _ in list(enumerate(self._mig_names()))[named:]:
             origin = self._at(f"resources.mig[{number}]")
             self.draft.note(origin, "has no effect here; it would have renamed MIG instances")
 
-    def _entries(self, origin: Origin, way: Replication) -> Iterator[_Entry]:
+    def _entries(self, origin: Origin, way: Replication) -> Iterator[Entry]:
         if not way.resources:
             path = f"{origin.path}.resources"
             raise origin.document.error(path, "there is no resource; give at least one")
@@ -169,7 +169,7 @@ class _Conversion:
             here = Origin(origin.document, f"{origin.path}.resources[{number}]")
             name = _full(each.name)
             resource = f"{name}.shared" if way.rename_by_default else name
-            yield _Entry(each, _full(each.rename) if each.rename else resource, here)
+            yield Entry(each, name, _full(each.rename) if each.rename else resource, here)
 
     # --- GPUs -------------------------------------------------------------------------------------
 
@@ -192,13 +192,13 @@ class _Conversion:
         for gpus, name, origin in self._classes():
             selected = selection.both(within, gpus)
             rest = True
-            for entry in (each for each in self.entries if _full(each.replicated.name) == name):
+            for entry in (each for each in self.entries if each.name == name):
                 rest = self._shared(entry, selected, open_to=rest)
             if rest and selected != {}:
                 cut = self._unshared(name)
                 self.draft.pool(_last(name), selected, [cut], origin)
 
-    def _shared(self, entry: _Entry, within: Data | None, *, open_to: bool) -> bool:
+    def _shared(self, entry: Entry, within: Data | None, *, open_to: bool) -> bool:
         """Offer what one entry shares; tell whether it leaves GPUs of its name to others."""
         origin = Origin(entry.origin.document, f"{entry.origin.path}.devices")
 
@@ -218,15 +218,15 @@ class _Conversion:
         return left
 
     def _cut(self, resource: str, replicas: int) -> Data:
-        way = self.file.sharing and (
-            self.file.sharing.mps if self.by_mps else self.file.sharing.time_slicing
-        )
-        refuse = bool(way and way.fail_requests_greater_than_one)
         if self.by_mps:
             return cuts.mps(resource, replicas, policy=self.settings.policy)
         return cuts.timeslice(
-            resource, replicas, refuse_several=refuse, policy=self.settings.policy
+            resource, replicas, refuse_several=self._refuses_several(), policy=self.settings.policy
         )
+
+    def _refuses_several(self) -> bool:
+        slicing = self.file.sharing and self.file.sharing.time_slicing
+        return bool(slicing and slicing.fail_requests_greater_than_one)
 
     def _unshared(self, name: str) -> Data:
         """Offer GPUs as they are; where sharing has taken the name, as GPUs of one replica."""
@@ -238,8 +238,6 @@ class _Conversion:
 
     def _single(self) -> None:
         """Offer all instances by one name: all GPUs have to be laid out, and all alike."""
-        names = self._mig_names()
-        resource = _full(names[0].name) if names else _GPU
         profiles = {profile for entry in self.wanted for profile in entry.instances}
 
         for entry in self.wanted:
@@ -252,12 +250,19 @@ class _Conversion:
                     f"layout {many}; choose mixed, or another layout"
                 )
                 raise entry.origin.document.error(entry.origin.path, problem)
-            cut = cuts.mig_layout(entry.instances, resource)
+            cut = self.instances.cut(entry.instances)
             self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
 
         if not any(entry.gpus is None for entry in self.wanted):
             text = "GPUs that this layout does not name are offered to nobody under single"
             self.draft.note(self.wanted[-1].origin, text)
+
+    def _one_name(self) -> str | None:
+        """Give the name of all instances under the strategy single, if there are any."""
+        if self.settings.strategy != "single" or not any(each.instances for each in self.wanted):
+            return None
+        names = self._mig_names()
+        return _full(names[0].name) if names else _GPU
 
     def _mig_names(self) -> tuple[Named, ...]:
         return self.file.resources.mig if self.file.resources else ()

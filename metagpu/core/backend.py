@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, Self, TypeVar, cast
 import msgspec
 
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
+from metagpu.core.model import Gpu, GpuState, Grant, ResourceName, Share, Snapshot
 from metagpu.core.served import ServedGpu
 
 GROUP = "metagpu.backends"
@@ -83,6 +83,13 @@ class Backend(ABC):
     def why_none(self, gpu: Gpu) -> str:
         """Say why a GPU has none of its shares."""
         return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+
+    def remarks(
+        self,
+        states: Sequence[GpuState],  # noqa: ARG002 - for backends that have something to say
+    ) -> Sequence[str]:
+        """Say, in sentences, what an operator cannot read from the shares of its GPUs."""
+        return ()
 
     @abstractmethod
     def shares(self, gpu: Gpu) -> Sequence[Share]:

@@ -1,6 +1,7 @@
 """How a container gets to see a real GPU: the part of a grant that every backend shares."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,7 +86,7 @@ class Injection:
         return self._grant([gpu.id for gpu in gpus], self._nodes(gpus), variables)
 
     def grant_made(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give what was made for some shares, and say how much memory each has.
+        """Give what was made for some shares, once, and say how much memory they have of each.
 
         The GPUs come in the order of their index, and of one GPU the shares in theirs.
         """
@@ -102,11 +103,12 @@ class Injection:
             for part in ("", f"/ci{it.compute_instance}")
         ]
         opened = [f"/dev/nvidia-caps/nvidia-cap{n}" for n in map(self.capabilities.get, caps) if n]
-        memory = ",".join(
-            f"{it.device}={share.memory // MIB}" for share, it in zip(ordered, made, strict=True)
-        )
-        nodes = self._nodes(list(gpus), opened)
-        return self._grant([it.device for it in made], nodes, {MEMORY: memory})
+        amounts = Counter[str]()
+        for share, it in zip(ordered, made, strict=True):
+            amounts[it.device] += share.memory
+        memory = ",".join(f"{device}={amount // MIB}" for device, amount in amounts.items())
+        nodes = self._nodes(list(gpus), list(dict.fromkeys(opened)))
+        return self._grant(list(amounts), nodes, {MEMORY: memory})
 
     def _grant(
         self,

@@ -9,7 +9,7 @@ from metagpu.core.config import Config, Pool
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, GpuId, ResourceName, Share
+from metagpu.core.model import Gpu, GpuId, GpuState, ResourceName, Share, Snapshot
 
 ID_LIMIT = 63
 """Characters of a device id, by the comment in the kubelet's API."""
@@ -46,6 +46,14 @@ class Layout:
     def offered(self) -> SharesOffered:
         """The fact that tells the registry."""
         return SharesOffered(tuple(self.backends), self.shares)
+
+    def remarks(self, snapshot: Snapshot) -> list[str]:
+        """Collect what backends have to say, each of its GPUs that are known."""
+        states: dict[Backend, list[GpuState]] = {}
+        for cut in self.cuts:
+            if (state := snapshot.gpus.get(cut.gpu.id)) is not None:
+                states.setdefault(cut.backend, []).append(state)
+        return [line for backend, its in states.items() for line in backend.remarks(its)]
 
 
 def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout:

@@ -50,6 +50,7 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
             for gpu, state in snapshot.gpus.items()
         ],
         "topology": _topology(snapshot),
+        "remarks": layout.remarks(snapshot),
         "rivals": dict(snapshot.rivals),
     }
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from metagpu.backends.mig import MigBackend, MigOptions
+from metagpu.backends.mig import MigBackend
+from metagpu.backends.mig_options import MigOptions
 from metagpu.core.config import parse
 from metagpu.core.errors import ConfigError, Overlap
 from metagpu.core.facts import GpuFaulted, GpusFound, LeasesObserved, SharesGranted, StockTold
@@ -124,7 +125,17 @@ def test_a_gpu_without_its_profiles_says_why() -> None:
         ("profiles: [1g.5gb.me]", "'1g.5gb.me' is no MIG profile"),
         ("profiles: [1g.5gb, 1g.5gb]", "profiles names one twice"),
         ("profiles: [1g.5gb], deadline: 1m", "deadline is 60s; allowed: 1s to 15s"),
-        ("enableMig: true", "missing key `profiles`"),
+        ("enableMig: true", r"give either profiles, such as \[1g.5gb\], of which instances are"),
+        ("profiles: [1g.5gb], layout: {1g.5gb: 7}", "give either profiles, .* or a layout"),
+        ("profiles: [1g.5gb], resource: a.b/c", "resource is for a layout; instances made when"),
+        ("layout: {}", "layout is empty; give at least one instance, as in 1g.5gb: 7"),
+        ("layout: {1g.5gb: 0}", "layout has 0 of 1g.5gb; give at least 1, or leave it out"),
+        ("layout: {1g: 7}", "'1g' is no MIG profile such as 1g.5gb"),
+        ("layout: {1g.5gb: 7}, keepWarm: 1s", "keepWarm is for profiles; the instances of a"),
+        (
+            "layout: {1g.5gb: 3, 2g.10gb: 2}, resource: a.b/c",
+            "resource a.b/c is one name for instances of one size, and layout has 1g.5gb, 2g.10gb;",
+        ),
     ],
 )
 def test_options_that_make_no_sense(options: str, message: str) -> None:

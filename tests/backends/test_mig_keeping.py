@@ -13,7 +13,7 @@ from metagpu.core.facts import LeasesObserved
 from metagpu.core.model import Share
 from metagpu.sim.instances import Making
 from metagpu.sim.node import SimProcess
-from tests.mig_rig import configured
+from tests.mig_rig import configured, cut
 from tests.served import Care, in_care
 
 PID: Final = 4242
@@ -99,17 +99,26 @@ ACTS: Final = (
 )
 
 
+_acts = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 30)), max_size=14)
+
+
 @settings(max_examples=25)
-@given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 30)), max_size=14))
+@given(_acts)
 def test_no_sequence_leaks(acts: Sequence[tuple[str, int]]) -> None:
     """When all pods and programs have ended no instance is left, and everything is on offer."""
-    anyio.run(_all_of, acts)
+    anyio.run(_all_of, acts, configured("keepWarm: 0s, deadline: 1s"), set())
 
 
-async def _all_of(acts: Sequence[tuple[str, int]]) -> None:
-    async with in_care(
-        configured("keepWarm: 0s, deadline: 1s"), boards="a100-40gb:1", enabled=True
-    ) as care:
+@settings(max_examples=15)
+@given(_acts)
+def test_a_layout_is_there_whatever_happened(acts: Sequence[tuple[str, int]]) -> None:
+    """When all pods and programs have ended exactly the layout is there, all of it on offer."""
+    layout = {"3g.20gb@4", "2g.10gb@2", "1g.5gb@0", "1g.5gb@1"}
+    anyio.run(_all_of, acts, cut("layout: {3g.20gb: 1, 2g.10gb: 1, 1g.5gb: 2}"), layout)
+
+
+async def _all_of(acts: Sequence[tuple[str, int]], text: str, at_last: set[str]) -> None:
+    async with in_care(text, boards="a100-40gb:1", enabled=True) as care:
         node = Node(care)
         care.registry.apply(LeasesObserved({}, at=0))
         await _until(lambda: "mig" not in care.state().suspended)
@@ -122,7 +131,7 @@ async def _all_of(acts: Sequence[tuple[str, int]]) -> None:
             care.release(share)
         node.end(0)
         node.gpu.mig.making = Making()
-        await _until(lambda: not node.present() and not care.state().withheld)
+        await _until(lambda: node.present() == at_last and not care.state().withheld)
 
 
 async def _until(is_so: object) -> None:

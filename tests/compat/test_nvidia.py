@@ -7,10 +7,12 @@ import pytest
 from metagpu.compat import manifest
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
+from tests.backends.mig_gpus import mig_gpu
 from tests.build import gpu
 from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
 
 FOUR: Final = [gpu(n) for n in range(4)]
+MIG_FOUR: Final = [mig_gpu(n) for n in range(4)]
 SLICES: Final = """\
 version: v1
 sharing:
@@ -423,6 +425,8 @@ def test_the_layout_of_cerns_notes() -> None:
         "backends": [{"backend": "mig", "layout": {"1g.5gb": 3, "2g.10gb": 2}, "enableMig": True}],
     }
     assert pools(LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == [pool]
+    cut = converted(LAYOUT, mixed("mixed"), mig_config="2x2g.10gb-3x1g.5gb")
+    assert offered(cut, *MIG_FOUR) == {"nvidia.com/mig-1g.5gb": 12, "nvidia.com/mig-2g.10gb": 8}
 
 
 def test_single_names_all_instances_nvidia_com_gpu() -> None:
@@ -438,6 +442,8 @@ def test_single_names_all_instances_nvidia_com_gpu() -> None:
         {"backend": "mig", "layout": {"1g.5gb": 7}, "enableMig": True}
     ]
     assert by_variable == single
+    assert offered(converted(SEVEN, mixed("single")), *MIG_FOUR) == {"nvidia.com/gpu": 28}
+    assert offered(converted(SEVEN, mixed("mixed")), *MIG_FOUR) == {"nvidia.com/mig-1g.5gb": 28}
 
 
 def test_a_disabled_layout_leaves_gpus_to_the_plugin() -> None:
@@ -645,6 +651,69 @@ def test_without_any_instance_single_is_as_none() -> None:
 
         assert offered(conversion, *FOUR) == {"nvidia.com/gpu": 4}
         assert len(conversion.notes) == 1
+
+
+def test_instances_are_shared_as_gpus_are() -> None:
+    """Replicas of nvidia.com/mig-1g.5gb are honoured, with the plugin's names and refusal."""
+    plugin = slices(head="    failRequestsGreaterThanOne: true\n").replace(
+        "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"
+    )
+    [pool] = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+
+    assert pool["backends"] == [
+        {
+            "backend": "mig",
+            "resource": {"1g.5gb": "nvidia.com/mig-1g.5gb"},
+            "replicas": {"1g.5gb": 4},
+            "failRequestsGreaterThanOne": True,
+            "layout": {"1g.5gb": 3, "2g.10gb": 2},
+            "enableMig": True,
+        }
+    ]
+    for more, name in (("", ""), ("    renameByDefault: true\n", ".shared")):
+        text = plugin.replace("    failRequestsGreaterThanOne: true\n", more)
+        conversion = converted(text, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+
+        assert offered(conversion, *MIG_FOUR) == {
+            f"nvidia.com/mig-1g.5gb{name}": 48,
+            "nvidia.com/mig-2g.10gb": 8,
+        }
+        assert not conversion.notes
+
+
+def test_instances_under_one_name_are_shared() -> None:
+    """Under single, replicas of nvidia.com/gpu are replicas of the instances."""
+    plugin = slices(head="    renameByDefault: true\n") + "flags: {migStrategy: single}\n"
+
+    assert offered(converted(plugin, SEVEN), *MIG_FOUR) == {"nvidia.com/gpu.shared": 112}
+    assert notes(plugin, SEVEN) == []
+
+
+def test_what_cannot_be_shared_of_instances_is_told() -> None:
+    """Instances under MPS, some of them, and a second entry for the same are notes."""
+    name = "nvidia.com/mig-1g.5gb"
+    plugin = slices("      devices: [0]\n").replace("nvidia.com/gpu", name)
+    twice = plugin.replace("      devices: [0]\n", f"    - {{name: {name}, replicas: 2}}\n")
+
+    assert notes(plugin, SEVEN) == [
+        (
+            "f.yaml: 7: sharing.timeSlicing.resources[0].devices: has no effect on MIG instances: "
+            "all of them are shared"
+        )
+    ]
+    assert notes(twice, SEVEN) == [
+        (
+            "f.yaml: 7: sharing.timeSlicing.resources[1]: has no effect: the entry before it takes "
+            "all of them"
+        )
+    ]
+    single = slices(way="mps") + "flags: {migStrategy: single}\n"
+    assert notes(single, SEVEN) == [
+        (
+            "f.yaml: 5: sharing.mps.resources[0]: has no effect here; it would have given each MIG "
+            "instance to several"
+        )
+    ]
 
 
 def test_gpus_that_single_leaves_out_are_told() -> None:

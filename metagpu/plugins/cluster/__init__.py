@@ -16,7 +16,7 @@ from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
-from metagpu.core.model import GpuId
+from metagpu.core.model import GpuId, GpuState
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.plugins.cluster.choice import instruction
@@ -227,7 +227,7 @@ class Cluster:
             return "failed" if ours or wanted.mig_config in outcome.refusal else None
         if not ours:
             return None
-        waiting = any(state.waits_for for state in self._registry.snapshot.gpus.values())
+        waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
         return "pending" if waiting else "success"
 
     async def _tell_news(self) -> None:
@@ -277,6 +277,12 @@ def _loaded() -> "ModuleType":
     from metagpu.plugins.cluster import client  # noqa: PLC0415 - as said
 
     return client
+
+
+def _waits(state: GpuState) -> bool:
+    """Tell whether a GPU is not yet as the configuration wants it."""
+    blocked = any(stock.blocked for stock in state.stocks.values())
+    return bool(state.waits_for or state.suspended or blocked)
 
 
 async def _leave(teller: Teller) -> None:

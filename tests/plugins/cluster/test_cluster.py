@@ -7,14 +7,18 @@ import anyio
 import pytest
 
 from metagpu.core.facts import (
+    BackendResumed,
+    BackendSuspended,
+    Fact,
     GpuFaulted,
     GpuRecovered,
     GpusFound,
     SharesGranted,
     SharesOffered,
     SharesReleased,
+    StockTold,
 )
-from metagpu.core.model import ResourceName, Snapshot
+from metagpu.core.model import ResourceName, Snapshot, Stock
 from metagpu.plugins import cluster
 from metagpu.plugins.cluster import chore, telling
 from metagpu.plugins.cluster.settings import Feature
@@ -324,6 +328,34 @@ async def test_mig_managers_label_is_answered(
 
         server.label(NODE, {"nvidia.com/mig.config": None})
         await it.has_labels(nvidia_com__mig_config_state=None)
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_there"),
+    [
+        (
+            BackendSuspended(gpu(0).id, "whole", "the layout waits", at=1),
+            BackendResumed(gpu(0).id, "whole", at=2),
+        ),
+        (
+            StockTold(gpu(0).id, "whole", Stock(blocked={"whole": "not there"}), at=1),
+            StockTold(gpu(0).id, "whole", Stock(), at=2),
+        ),
+    ],
+)
+async def test_mig_managers_label_waits_for_the_instances(
+    tmp_path: Path, waits: Fact, is_there: Fact
+) -> None:
+    """While a GPU's layout is not there, or not all of it, the answer is pending."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as it:
+        it.offer("version: metagpu/v1\npools: [{name: a, backends: [{backend: whole}]}]")
+        it.registry.apply(waits)
+        await it.has_labels(nvidia_com__mig_config_state="pending")
+        it.registry.apply(is_there)
+        await it.has_labels(nvidia_com__mig_config_state="success")
 
 
 # --- an API server in trouble -----------------------------------------------------------------
