@@ -397,3 +397,15 @@ def test_the_doctor_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     told = json.loads(capsys.readouterr().out)
     assert [each["code"] for each in told] == list(CHECKS)
     assert told[0].keys() == {"code", "verdict", "finding", "mend"}
+
+
+@pytest.mark.parametrize(
+    "command", [*(f"get {kind}" for kind in KINDS), "get", "top", "doctor", "version"]
+)
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command's help ends with an example that begins with the command."""
+    with pytest.raises(SystemExit) as end:
+        mgctl.main([*command.split(), "--help"])
+
+    assert end.value.code == 0
+    assert f"example:\n  mgctl {command}" in capsys.readouterr().out
