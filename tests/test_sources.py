@@ -138,11 +138,11 @@ def test_a_profile_of_a_single_file_is_a_mistake(tmp_path: Path) -> None:
 
     assert refusal(Source((file,), Choice("slice-4"))) == (
         f"{file}: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
-        "directory or a ConfigMap"
+        "folder or a ConfigMap"
     )
     assert refusal(Source((), Choice("slice-4"))) == (
         "<default>: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
-        "directory or a ConfigMap"
+        "folder or a ConfigMap"
     )
     assert offers(Source((file,), Choice("slice-4", required=False)).load(BACKENDS))
 
