@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Final
 
 from metagpu import __version__
@@ -218,7 +219,7 @@ def _command(
     made: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary.partition(". ")[0],
-        description=summary[:1].upper() + summary[1:] + ".",
+        description=fill(summary[:1].upper() + summary[1:] + ".", 78),
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import sleep
-from typing import Final
+from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.core import doctor
@@ -57,44 +57,80 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    get = commands.add_parser("get", aliases=["g"], help="show devices, processes or pods")
+    get = _command(
+        commands, "get", "show devices, processes or pods", "mgctl get processes", aliases=["g"]
+    )
     kinds = get.add_subparsers(title="what to show", required=True, metavar="WHAT")
     for name, summary in (
         ("devices", "the GPUs, and how large a share of each is"),
         ("processes", "the processes on GPUs, and whose they are"),
         ("pods", "the containers that hold shares, and what they use"),
     ):
-        kind = kinds.add_parser(name, aliases=KINDS[name], help=summary, description=summary)
+        kind = _command(kinds, name, summary, f"mgctl get {name} -o wide", aliases=KINDS[name])
         kind.set_defaults(do=_get, kind=name)
         _add_output(kind)
         kind.add_argument("-w", "--watch", action="store_true", help="again every second")
         _add_run_dir(kind)
 
-    top = commands.add_parser("top", help="how busy and how full the GPUs are, live")
+    top = _command(commands, "top", "how busy and how full the GPUs are, live", "mgctl top")
     top.set_defaults(do=_top)
     _add_run_dir(top)
 
-    examine = commands.add_parser(
-        "doctor", help="what of this node keeps metagpu from working, and how to mend it"
+    examine = _command(
+        commands,
+        "doctor",
+        "what of this node keeps metagpu from working, and how to mend it",
+        "mgctl doctor -o json",
     )
     examine.set_defaults(do=_doctor)
     examine.add_argument("-o", "--output", choices=("table", "json"), default="table")
     _add_run_dir(examine)
-    examine.add_argument("--pod-dir", type=Path, help="as given to `metagpu run`")
     examine.add_argument(
-        "--kubelet-dir", type=Path, default=kubelet_directory.DEFAULT_DIRECTORY, help="likewise"
+        "--pod-dir", metavar="DIR", type=Path, help="the pods' folder, as given to `metagpu run`"
     )
     examine.add_argument(
-        "--pod-resources", type=Path, default=podresources.DEFAULT_SOCKET, help="likewise"
+        "--kubelet-dir",
+        metavar="DIR",
+        type=Path,
+        default=kubelet_directory.DEFAULT_DIRECTORY,
+        help="as given to `metagpu run` (default: %(default)s)",
+    )
+    examine.add_argument(
+        "--pod-resources",
+        metavar="PATH",
+        type=Path,
+        default=podresources.DEFAULT_SOCKET,
+        help="as given to `metagpu run` (default: %(default)s)",
     )
     examine.add_argument(
         "--root", type=Path, default=Path("/"), help="where the host's root stands, as seen here"
     )
 
-    version = commands.add_parser("version", help="the versions of mgctl and of the daemon")
+    version = _command(
+        commands, "version", "the versions of mgctl and of the daemon", "mgctl version"
+    )
     version.set_defaults(do=_version)
     _add_run_dir(version)
     return parser
+
+
+def _command(
+    commands: Any,  # noqa: ANN401 - argparse's type for it is private
+    name: str,
+    summary: str,
+    example: str,
+    *,
+    aliases: Sequence[str] = (),
+) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        aliases=aliases,
+        help=summary,
+        description=summary[:1].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return made
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

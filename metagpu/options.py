@@ -14,7 +14,7 @@ from metagpu.plugins.cluster.settings import Settings, settings_of
 from metagpu.sources import Source
 
 CONFIG_HELP: Final = (
-    "a file, or a directory of profiles; also one of MetaGPU, NVIDIA's device plugin, mig-parted "
+    "a file, or a folder of profiles; also one of MetaGPU, NVIDIA's device plugin, mig-parted "
     "or HAMi; may be given again where files belong together (default: 100 shares of every GPU)"
 )
 
@@ -81,7 +81,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose among profiles, MIG layouts and nodes."""
     for option, variables, help_text in (
-        ("--profile", ("METAGPU_PROFILE",), "this node's profile, in a directory or a ConfigMap"),
+        ("--profile", ("METAGPU_PROFILE",), "this node's profile, in a folder or a ConfigMap"),
         (
             "--default-profile",
             ("METAGPU_DEFAULT_PROFILE", "DEFAULT_CONFIG"),

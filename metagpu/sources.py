@@ -122,7 +122,7 @@ class Source:
         if choice.wanted is not None and choice.required and not several:
             problem = (
                 f"it has no profiles, and {choice.by} wants {choice.wanted!r}; a profile is chosen "
-                "in a directory or a ConfigMap"
+                "in a folder or a ConfigMap"
             )
             raise ConfigError(problem, file=places[0].path if places else "<default>")
 

@@ -20,6 +20,8 @@ _LEGEND: Final = {
     "?": "NVML does not say",
 }
 _ALWAYS: Final = ("GPU", "PRODUCT", "MEMORY", "HEALTH")
+_WIDE: Final = 100
+"""Columns of a terminal from which on `status` has room for MEMORY beside OWNER."""
 _UNBROKEN: Final = {
     *("GPU", "PRODUCT", "MEMORY", "OFFERS", "HELD", "OWNER"),
     *("SHARES", "POD", "RESOURCE", "GPUS", "PCI", "CHANGE"),
@@ -53,7 +55,8 @@ def show_status(status: Mapping[str, Any]) -> None:
             *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
             *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
             resources_table(status["resources"]),
-            gpus_table(status["gpus"], "HELD", "OWNER", "POOL"),
+            gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
+            *reasons(status["gpus"]),
             leases_table(status["leases"]),
             *map(Text, status.get("remarks", ())),
         )
@@ -125,7 +128,11 @@ def resources_table(resources: Mapping[str, Mapping[str, int]]) -> RenderableTyp
     return rows
 
 
-def gpus_table(gpus: Sequence[Mapping[str, Any]], *more: str) -> RenderableType:
+def gpus_table(
+    gpus: Sequence[Mapping[str, Any]],
+    *more: str,
+    health: Callable[[Mapping[str, Any]], Text] | None = None,
+) -> RenderableType:
     """Draw the GPUs and their health, with `more` of OFFERS, HELD, OWNER, POOL and WHY."""
     columns: dict[str, Callable[[Mapping[str, Any]], RenderableType]] = {
         "GPU": lambda gpu: str(gpu["index"]),
@@ -134,11 +141,13 @@ def gpus_table(gpus: Sequence[Mapping[str, Any]], *more: str) -> RenderableType:
         "OFFERS": lambda gpu: _offers(gpu["shares"]),
         "HELD": lambda gpu: fullness(gpu["shares"]),
         "OWNER": lambda gpu: gpu["owner"] or "idle",
-        "HEALTH": health,
+        "HEALTH": health or full_health,
         "POOL": lambda gpu: gpu["pool"] or "-",
         "WHY": lambda gpu: gpu["why"],
     }
     wanted = [name for name in columns if name in {*_ALWAYS, *more}]
+    if "OWNER" in wanted and console().width < _WIDE:
+        wanted.remove("MEMORY")
     rows = table(*wanted)
 
     for gpu in gpus:
@@ -188,7 +197,32 @@ def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:
     return rows
 
 
-def health(gpu: Mapping[str, Any]) -> Text:
+def brief_health(gpu: Mapping[str, Any]) -> Text:
+    """Say in a word for each what `full_health` gives the reasons of."""
+    words = [Text("out of service", style="bold red")] if not gpu["healthy"] else []
+    for word, there in (
+        ("cordoned", gpu["cordon"]),
+        ("suspended", gpu["suspended"]),
+        ("cleaning", gpu["cleaning"]),
+        ("withheld", gpu["blocked"]),
+        ("waiting", gpu["waitsFor"]),
+    ):
+        if there:
+            words.append(Text(word, style="yellow"))
+    return Text("\n").join(words) if words else Text("healthy", style="green")
+
+
+def reasons(gpus: Sequence[Mapping[str, Any]]) -> Sequence[Text]:
+    """Say below a table what `brief_health` has no room for: a line for each reason."""
+    return [
+        Text(f"GPU {gpu['index']}: ") + line
+        for gpu in gpus
+        for line in full_health(gpu).split("\n")
+        if line.plain != "healthy"
+    ]
+
+
+def full_health(gpu: Mapping[str, Any]) -> Text:
     """Say whether a GPU is healthy, and all that keeps it or one of its backends from serving."""
     lines = []
     if not gpu["healthy"]:

@@ -206,7 +206,7 @@ def _process_more(container: Answer, part: Answer | None, process: Answer | None
 
 def _notes(answer: Answer, *, wide: bool) -> Sequence[Cell]:
     notes = [
-        f"GPU {gpu['index']} could not be asked: {gpu['failure']}"
+        f"GPU {gpu['index']} could not be asked: {_bare(gpu)}"
         for gpu in answer["gpus"]
         if gpu["failure"]
     ]
@@ -228,6 +228,11 @@ def _health(gpu: Answer) -> Cell:
     if gpu["cordon"]:
         return Cell(f"cordoned: {gpu['cordon']}", "yellow")
     return Cell("healthy", "green")
+
+
+def _bare(gpu: Answer) -> str:
+    """Give a GPU's failure without the name that it may begin with: that is said before it."""
+    return str(gpu["failure"]).removeprefix(f"GPU {gpu['index']} ({gpu['uuid']}): ")
 
 
 def _guard(part: Answer) -> str:

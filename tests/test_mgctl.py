@@ -148,12 +148,14 @@ async def test_a_program_cannot_write_on_the_terminal(
     assert "[kworker]" in out
 
 
+@pytest.mark.parametrize("named", [False, True])
 async def test_a_gpu_that_could_not_be_asked_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    *, named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A table that lacks a GPU's processes says so."""
+    """A table that lacks a GPU's processes says so, and names the GPU once."""
     gpus = answer()["gpus"]
-    gpus[1] |= {"failure": "it is lost", "usedMiB": None}
+    name = f"GPU 1 ({gpus[1]['uuid']}): " if named else ""
+    gpus[1] |= {"failure": f"{name}it is lost", "usedMiB": None}
     assert await said(tmp_path, "get", "processes", gpus=gpus) == 0
 
     assert "GPU 1 could not be asked: it is lost" in capsys.readouterr().out
@@ -397,3 +399,15 @@ def test_the_doctor_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     told = json.loads(capsys.readouterr().out)
     assert [each["code"] for each in told] == list(CHECKS)
     assert told[0].keys() == {"code", "verdict", "finding", "mend"}
+
+
+@pytest.mark.parametrize(
+    "command", [*(f"get {kind}" for kind in KINDS), "get", "top", "doctor", "version"]
+)
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command's help ends with an example that begins with the command."""
+    with pytest.raises(SystemExit) as end:
+        mgctl.main([*command.split(), "--help"])
+
+    assert end.value.code == 0
+    assert f"example:\n  mgctl {command}" in capsys.readouterr().out

@@ -138,11 +138,11 @@ def test_a_profile_of_a_single_file_is_a_mistake(tmp_path: Path) -> None:
 
     assert refusal(Source((file,), Choice("slice-4"))) == (
         f"{file}: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
-        "directory or a ConfigMap"
+        "folder or a ConfigMap"
     )
     assert refusal(Source((), Choice("slice-4"))) == (
         "<default>: it has no profiles, and --profile wants 'slice-4'; a profile is chosen in a "
-        "directory or a ConfigMap"
+        "folder or a ConfigMap"
     )
     assert offers(Source((file,), Choice("slice-4", required=False)).load(BACKENDS))
 
@@ -191,7 +191,7 @@ def test_a_label_that_names_no_profile_says_which_there_are(tmp_path: Path) -> N
     nowhere = Instruction("b", "metagpu.io/config")
     assert refusal(Source().told(nowhere)) == (
         "<default>: it has no profiles, and label metagpu.io/config wants 'b'; a profile is chosen "
-        "in a directory or a ConfigMap"
+        "in a folder or a ConfigMap"
     )
     assert refusal(Source((tmp_path,)).told(nowhere)).startswith(f"{tmp_path}: there is no profile")
 

@@ -16,7 +16,7 @@ from metagpu.core.facts import (
 )
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import fullness, health, show_plan, show_status
+from metagpu.tables import full_health, fullness, show_plan, show_status
 from tests.build import after, gpu, offer, share
 
 A = gpu(0)
@@ -59,12 +59,13 @@ def test_all_that_keeps_a_gpu_from_serving_is_told(
     facts: tuple[Fact, ...], lines: list[str]
 ) -> None:
     """Each reason has its line, with since when."""
-    assert health(told(*facts)).plain.splitlines() == lines
+    assert full_health(told(*facts)).plain.splitlines() == lines
 
 
 def test_a_gpu_that_waits_says_for_whom() -> None:
     """A GPU cut anew is healthy and tells whose end it waits for."""
-    assert "is held by a pod that is being admitted" in health(told(HELD, offer(*FRACTIONS))).plain
+    waiting = full_health(told(HELD, offer(*FRACTIONS)))
+    assert "is held by a pod that is being admitted" in waiting.plain
 
 
 def test_bars_tell_held_from_free_from_shut() -> None:
@@ -85,6 +86,26 @@ def test_a_status_names_owners(capsys: pytest.CaptureFixture[str]) -> None:
     assert "OWNER" in rows
     assert " mps " in rows
     assert " idle " in rows
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_a_status_tells_reasons_below_its_table(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word stands in the table, the whole reason in a line below it; memory where it has room."""
+    monkeypatch.setenv("COLUMNS", columns)
+    ill = told(GpuFaulted(A.id, "XID 79: GPU has fallen off the bus", at=0), CORDON)
+    show_status({"resources": {}, "gpus": [ill, {**told(), "index": 1}], "leases": []})
+
+    out = capsys.readouterr().out
+    below = [line.rstrip() for line in out.splitlines() if line.startswith("GPU ")]
+    assert below == [
+        "GPU 0: XID 79: GPU has fallen off the bus, since 1970-01-01 00:00:00 UTC",
+        "GPU 0: cordoned: riser, since 1970-01-01 00:01:00 UTC",
+    ]
+    assert out.count("XID 79") == 1
+    assert ("MEMORY" in out) == (columns == "200")
+    assert all(len(line) <= int(columns) for line in out.splitlines())
 
 
 def test_status_begins_with_a_configuration_that_was_not_taken(
