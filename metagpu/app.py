@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
-from metagpu.core.server import serve
+from metagpu.core.server import enduring, serve
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
 from metagpu.inside import Inside
@@ -142,7 +143,7 @@ class Agent:
             self._leases,
             *self.oversight.tasks,
             self.adoption.follow_files,
-            self.inside.run,
+            partial(enduring, self.inside.run, "mgctl in containers"),
             *((self.cluster.run,) if self.cluster else ()),
         )
 

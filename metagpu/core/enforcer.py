@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from signal import Signals
 from time import time
 from typing import Final
@@ -17,6 +18,7 @@ from metagpu.core.facts import MemoryExceeded, ProcessSignalled
 from metagpu.core.host import Host
 from metagpu.core.model import MIB, GpuId, GpuState, Holder
 from metagpu.core.registry import Registry
+from metagpu.core.server import enduring
 from metagpu.core.usage import Process, Usage
 
 log = structlog.get_logger()
@@ -86,7 +88,8 @@ class Enforcer:
         async with anyio.create_task_group() as group:
             async for gpus in self._registry.watch(lambda snapshot: frozenset(snapshot.gpus)):
                 for gpu in gpus - watched:
-                    group.start_soon(self._watch, gpu)
+                    name = f"memory enforcement of {gpu}"
+                    group.start_soon(enduring, partial(self._watch, gpu), name)
                 watched |= gpus
 
     async def _watch(self, gpu: GpuId) -> None:

@@ -1,6 +1,7 @@
 """Who uses what, put together: the asking, the enforcing, the telling."""
 
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from metagpu.core.backend import Guard
@@ -13,6 +14,7 @@ from metagpu.core.host import Host
 from metagpu.core.layout import Layout
 from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
+from metagpu.core.server import enduring
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.usage import Told
 from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
@@ -49,7 +51,7 @@ class Oversight:
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run: memory enforced, strangers told of."""
-        return (self._enforcer.run, self._strangers.run)
+        return (self._enforcer.run, partial(enduring, self._strangers.run, "watch for strangers"))
 
     def remember(self, told: Told) -> None:
         """Take in what containers that are older than this daemon were told of their memory."""
