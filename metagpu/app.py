@@ -22,6 +22,7 @@ from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
+from metagpu.core.endurance import enduring
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
@@ -33,7 +34,7 @@ from metagpu.core.model import GpuId, GpuState, ResourceName
 from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
-from metagpu.core.server import enduring, serve
+from metagpu.core.server import serve
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
 from metagpu.inside import Inside

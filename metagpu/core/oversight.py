@@ -8,13 +8,13 @@ from metagpu.core.backend import Guard
 from metagpu.core.census import Census, Looks
 from metagpu.core.config import Config
 from metagpu.core.driver import Driver
+from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer, Terms
 from metagpu.core.host import Host
 from metagpu.core.layout import Layout
 from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
-from metagpu.core.server import enduring
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.usage import Told
 from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report

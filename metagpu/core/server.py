@@ -2,13 +2,10 @@
 
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any
 
 import anyio
 import structlog
-
-ANEW: Final = 30.0
-"""Seconds before something begins anew that the node can do without, after a fault in it."""
 
 log = structlog.get_logger()
 
@@ -33,15 +30,3 @@ async def serve(
                     log.info("stopping", signal=received.name)
                     group.cancel_scope.cancel()
                     return
-
-
-async def enduring(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-    """Run something that the node can do without: a fault in it is told, and ends nothing else."""
-    while True:
-        try:
-            await work()
-        except Exception:
-            log.exception("a part of metagpu failed; it begins anew", part=name, after=f"{ANEW:g}s")
-        else:
-            return
-        await anyio.sleep(ANEW)

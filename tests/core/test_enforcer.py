@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.abc import Process
 
-from metagpu.core import enforcer, server
+from metagpu.core import endurance, enforcer
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census
 from metagpu.core.enforcement import Enforcement, Policy
@@ -250,7 +250,7 @@ async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
 
 async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
     """What nobody thought of costs one GPU its watch for a while, and nobody else anything."""
-    with heard(server) as entries:
+    with heard(endurance) as entries:
         async with ground(tmp_path) as it, running() as process:
             account = it.enforcer._census.account
 

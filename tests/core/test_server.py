@@ -5,9 +5,7 @@ import signal
 import anyio
 import pytest
 
-from metagpu.core import server
-from metagpu.core.server import enduring, serve
-from tests.heard import heard
+from metagpu.core.server import serve
 
 
 class Task:
@@ -80,25 +78,3 @@ async def test_a_failing_task_ends_the_others_and_raises() -> None:
         await serve(task.run, fail, reload=no_reload)
     assert [str(error) for error in caught.value.exceptions] == ["broken"]
     assert task.ended
-
-
-async def test_a_fault_in_what_can_be_done_without_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is told by name, and what failed begins anew; what ends by itself has ended."""
-    monkeypatch.setattr(server, "ANEW", 0.01)
-    tries = 0
-
-    async def work() -> None:
-        nonlocal tries
-        tries += 1
-        if tries < 3:
-            raise KeyError("a fault of ours")
-
-    with heard(server) as entries, anyio.fail_after(5):
-        await enduring(work, "the weather")
-
-    assert tries == 3
-    assert [(it["event"], it["part"]) for it in entries] == [
-        ("a part of metagpu failed; it begins anew", "the weather")
-    ] * 2
