@@ -61,13 +61,17 @@ class _Settling:
 
 
 async def follow_leases(
-    registry: Registry, socket: Path = DEFAULT_SOCKET, clock: Callable[[], float] = time.time
+    registry: Registry,
+    socket: Path = DEFAULT_SOCKET,
+    clock: Callable[[], float] = time.time,
+    looked: anyio.Event | None = None,
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
     Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds, more
     often while shares are withheld. A kubelet that cannot be asked changes nothing: what was known
     stays. So it does for a while under a new kubelet that lists no holder (see `UNSETTLED`).
+    `looked` is set after the first look, whatever came of it.
     """
     told = ""
     pause = 0.0
@@ -96,6 +100,9 @@ async def follow_leases(
                         log.warning(
                             "the kubelet does not say who holds what", socket=str(socket), why=told
                         )
+
+                if looked is not None:
+                    looked.set()
 
                 # A grant whose pod is not told yet is being admitted: look again soon, then later.
                 longest = SOUGHT_PERIOD if _sought(registry) else PERIOD
