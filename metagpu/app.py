@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from metagpu.core.backend import Backend, installed_backends
 from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
+from metagpu.core.endurance import enduring
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.health import HealthWatch
@@ -44,6 +46,9 @@ from metagpu.tools import DRIVER_ROOT, HostTools
 
 NODES_PERIOD: Final = 10.0
 """Seconds between two looks at the host's device nodes."""
+
+FIRST_LOOK: Final = 1.0
+"""Seconds that the offer of GPUs that are cut in several ways waits to hear who holds what."""
 
 log = structlog.get_logger()
 
@@ -114,6 +119,7 @@ class Agent:
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes = DeviceNodes()
         self._laying = anyio.Lock()
+        self._looked = anyio.Event()
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -142,7 +148,7 @@ class Agent:
             self._leases,
             *self.oversight.tasks,
             self.adoption.follow_files,
-            self.inside.run,
+            partial(enduring, self.inside.run, "mgctl in containers"),
             *((self.cluster.run,) if self.cluster else ()),
         )
 
@@ -242,6 +248,12 @@ class Agent:
         # What is here now stays for the life of the process; no collection need look at it again.
         gc.freeze()
 
+        if any(state.contended for state in self.registry.snapshot.gpus.values()):
+            # A pod of before may hold what another would be given: a kubelet that is up says so
+            # at once, and where none is up there is nobody to give it to.
+            with anyio.move_on_after(FIRST_LOOK):
+                await self._looked.wait()
+
         async with anyio.create_task_group() as group:
             directory = kubelet_directory.KubeletDirectory(self.places.kubelet)
             group.start_soon(serve_offers, self.registry, directory, self.backend)
@@ -268,7 +280,8 @@ class Agent:
         await self.health.surveyed.wait()
         told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
         self.oversight.remember(told)
-        await podresources.follow_leases(self.registry, self.places.pod_resources)
+        socket = self.places.pod_resources
+        await podresources.follow_leases(self.registry, socket, looked=self._looked)
 
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {

@@ -1,6 +1,7 @@
 """The agent as a whole, from NVML to the kubelet: what breaks, what comes back, what stays."""
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -430,6 +431,35 @@ async def test_restarted_daemon_knows_who_holds_what(tmp_path: Path) -> None:
             await it.settles(lambda now: any(gpu.leases for gpu in now.gpus.values()))
 
             assert sorted(len(it.state(n).leases) for n in range(2)) == [5, 10]
+
+
+async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted daemon gives no whole GPU away whose shares a pod of before holds."""
+    mixed = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    observed, early = podresources.observed, []
+
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet) as it:
+            await it.until(20, 20)
+            await kubelet.admit(Pod.single("train", {METAGPU: 5}))
+        before = sum(kubelet.registrations.values())
+
+        async def slow(*arguments: Any) -> Any:  # noqa: ANN401 - as the function's own
+            with anyio.move_on_after(0.3):
+                await kubelet.wait_for(lambda: sum(kubelet.registrations.values()) > before)
+                early.append("registered")
+            return await observed(*arguments)
+
+        monkeypatch.setattr(app, "FIRST_LOOK", 1e9)
+        monkeypatch.setattr(podresources, "observed", slow)
+        async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet) as it:
+            await it.until(20, 20)
+
+            assert not early
+            assert any(state.withheld for state in it.agent.registry.snapshot.gpus.values())
 
 
 async def test_recovery_is_news(tmp_path: Path) -> None:

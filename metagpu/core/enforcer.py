@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from signal import Signals
 from time import time
 from typing import Final
@@ -11,6 +12,7 @@ import structlog
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census
+from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Excess, Policy, limit_of, rule
 from metagpu.core.errors import DriverError, HostError
 from metagpu.core.facts import MemoryExceeded, ProcessSignalled
@@ -86,7 +88,8 @@ class Enforcer:
         async with anyio.create_task_group() as group:
             async for gpus in self._registry.watch(lambda snapshot: frozenset(snapshot.gpus)):
                 for gpu in gpus - watched:
-                    group.start_soon(self._watch, gpu)
+                    name = f"memory enforcement of {gpu}"
+                    group.start_soon(enduring, partial(self._watch, gpu), name)
                 watched |= gpus
 
     async def _watch(self, gpu: GpuId) -> None:

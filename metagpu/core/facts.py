@@ -113,12 +113,14 @@ class LeasesObserved:
 
     Attributes:
         resources: the name each is held under; left out, it is the one that offers it.
+        settled: whether the kubelet knows its pods; if it may not yet, nothing ends.
     """
 
     holders: Mapping[ShareId, Holder]
     at: float
     patience: float = 20.0
     resources: Mapping[ShareId, ResourceName] = field(default_factory=dict)
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[
         share_id
         for state in snapshot.gpus.values()
         for share_id, lease in state.leases.items()
-        if share_id not in fact.holders
+        if fact.settled
+        and share_id not in fact.holders
         and lease.since < fact.at
         and (lease.holder is not None or fact.at - lease.since >= fact.patience)
     ]
@@ -48,7 +49,7 @@ def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[
 
     elsewhere = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
     new = [it for it in snapshot.gpus.values() if it.elsewhere != elsewhere]
-    if new:
+    if new and fact.settled:
         snapshot = with_states(snapshot, [replace(it, elsewhere=elsewhere) for it in new])
     return with_leases(snapshot, fact.at, started=started, ended=ended)
 

@@ -1,12 +1,14 @@
 """Who uses what, put together: the asking, the enforcing, the telling."""
 
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census, Looks
 from metagpu.core.config import Config
 from metagpu.core.driver import Driver
+from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer, Terms
 from metagpu.core.host import Host
@@ -49,7 +51,7 @@ class Oversight:
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What has to run: memory enforced, strangers told of."""
-        return (self._enforcer.run, self._strangers.run)
+        return (self._enforcer.run, partial(enduring, self._strangers.run, "watch for strangers"))
 
     def remember(self, told: Told) -> None:
         """Take in what containers that are older than this daemon were told of their memory."""

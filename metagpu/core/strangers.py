@@ -99,8 +99,11 @@ class StrangerWatch:
                 seen.update(in_pods(account.strangers))
 
         async with anyio.create_task_group() as group:
-            for gpu in self._registry.snapshot.gpus:
-                group.start_soon(ask, gpu)
+            for gpu, state in self._registry.snapshot.gpus.items():
+                if state.elsewhere is None:
+                    unasked.add(gpu)  # the kubelet has told of nobody yet: all would be strangers
+                else:
+                    group.start_soon(ask, gpu)
         return seen, unasked
 
     def _tell(self, stranger: Stranger, container: Container) -> None:

@@ -5,18 +5,21 @@ The kubelet never says that a share was given back; it only stops listing it.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import anyio
 import structlog
+from anyio import to_thread
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
-from metagpu.core.model import Holder, ResourceName, ShareId
+from metagpu.core.model import Holder, ResourceName, ShareId, Snapshot, gpu_of
 from metagpu.core.registry import Registry
 from metagpu.plugins.pb import v1
+from metagpu.plugins.serving import identity_of
 
 DEFAULT_SOCKET: Final = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 PERIOD: Final = 10.0
@@ -27,21 +30,52 @@ SETTLE: Final = 0.5
 """Seconds from a grant to the look that finds its pod: the kubelet lists it once it is admitted.
 It also keeps a burst of pods far below the kubelet's limit of 100 questions a second."""
 DEADLINE: Final = 5.0
+UNSETTLED: Final = 60.0
+"""Seconds for which a restarted kubelet is not believed that nobody holds anything: it answers
+before the API server has told it of its pods, and lists none until then."""
 
 log = structlog.get_logger()
 
 
+@dataclass(slots=True)
+class _Settling:
+    """Tells whether the kubelet that answers knows its pods, by when it came in another's place.
+
+    Attributes:
+        doubted_until: by the event loop's clock; in the past once it has named somebody.
+    """
+
+    socket: Path
+    identity: tuple[int, int, int] | None = field(init=False, default=None)
+    doubted_until: float = 0.0
+
+    async def judged(self, fact: LeasesObserved, snapshot: Snapshot) -> LeasesObserved:
+        identity = await to_thread.run_sync(identity_of, self.socket)
+        if None not in (identity, self.identity) and identity != self.identity:
+            self.doubted_until = anyio.current_time() + UNSETTLED
+        self.identity = identity or self.identity
+
+        if any(gpu_of(share) in snapshot.gpus for share in fact.holders):
+            self.doubted_until = 0.0
+        return replace(fact, settled=anyio.current_time() >= self.doubted_until)
+
+
 async def follow_leases(
-    registry: Registry, socket: Path = DEFAULT_SOCKET, clock: Callable[[], float] = time.time
+    registry: Registry,
+    socket: Path = DEFAULT_SOCKET,
+    clock: Callable[[], float] = time.time,
+    looked: anyio.Event | None = None,
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
     Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds, more
     often while shares are withheld. A kubelet that cannot be asked changes nothing: what was known
-    stays.
+    stays. So it does for a while under a new kubelet that lists no holder (see `UNSETTLED`).
+    `looked` is set after the first look, whatever came of it.
     """
     told = ""
     pause = 0.0
+    settling = _Settling(socket)
 
     with registry.news.subscribe(SharesGranted, SharesOffered) as news:
         stirred = anyio.Event()
@@ -56,7 +90,8 @@ async def follow_leases(
             while True:
                 stirred = anyio.Event()
                 try:
-                    registry.apply(await observed(socket, clock))
+                    seen = await observed(socket, clock)
+                    registry.apply(await settling.judged(seen, registry.snapshot))
                     told = ""
                 except (OSError, GRPCError, StreamTerminatedError, AssertionError) as error:
                     # betterproto2 asserts that an answer has a message; a hang has no text.
@@ -65,6 +100,9 @@ async def follow_leases(
                         log.warning(
                             "the kubelet does not say who holds what", socket=str(socket), why=told
                         )
+
+                if looked is not None:
+                    looked.set()
 
                 # A grant whose pod is not told yet is being admitted: look again soon, then later.
                 longest = SOUGHT_PERIOD if _sought(registry) else PERIOD

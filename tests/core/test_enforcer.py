@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.abc import Process
 
-from metagpu.core import enforcer
+from metagpu.core import endurance, enforcer
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census
 from metagpu.core.enforcement import Enforcement, Policy
@@ -246,6 +246,27 @@ async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
 
         assert await greedy.wait() == -signal.SIGTERM
         it.node.recover(it.node.gpu(0))
+
+
+async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
+    """What nobody thought of costs one GPU its watch for a while, and nobody else anything."""
+    with heard(endurance) as entries:
+        async with ground(tmp_path) as it, running() as process:
+            account = it.enforcer._census.account
+
+            async def faulty(gpu: Any) -> Any:  # noqa: ANN401 - as the census' own
+                if gpu == it.gpus[0].id:
+                    raise KeyError("a fault of ours")
+                return await account(gpu)
+
+            it.enforcer._census.account = faulty  # type: ignore[method-assign]
+            it.hold(BOB, 1, gpu=0)
+            it.hold(ALICE, 1, gpu=1)
+            it.put(process, 50, gpu=1)
+            with anyio.fail_after(10):
+                await process.wait()
+
+    assert [entry["part"] for entry in entries] == [f"memory enforcement of {it.gpus[0].id}"]
 
 
 # --- who is left alone ----------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class Ground:
 
     def __init__(self, node: SimNode, registry: Registry, machine: SimHost) -> None:
         self.node, self.registry, self.machine = node, registry, machine
-        self.looks = 0
+        self.looks = self.rounds = 0
+        self.leases = LeasesObserved({}, at=0)
 
     def put(self, process: Process, holder: Holder | None) -> None:
         """Let a process use the GPU, in a container or on the host."""
@@ -43,7 +44,7 @@ class Ground:
 
 @asynccontextmanager
 async def watched(
-    tmp_path: Path, patience: float = 0.02, us: Holder | None = None
+    tmp_path: Path, patience: float = 0.02, us: Holder | None = None, *, told: bool = True
 ) -> AsyncIterator[Ground]:
     """Run a watch that looks all the time; `us` is the container that it runs in itself."""
     async with opened("a100-40gb:1") as (node, nvml, survey), anyio.create_task_group() as group:
@@ -54,7 +55,9 @@ async def watched(
         layout = laid_out(*survey.gpus)
         registry.apply(GpusFound(survey.gpus, at=0))
         registry.apply(layout.offered)
-        registry.apply(LeasesObserved({layout.shares[0].id: ALICE}, at=1))
+        it.leases = LeasesObserved({layout.shares[0].id: ALICE}, at=1)
+        if told:
+            registry.apply(it.leases)
 
         class Counted(Census):
             """A census that counts how often it is asked."""
@@ -66,7 +69,15 @@ async def watched(
 
         quick = {"period": 0.01, "patience": patience}
         census = Counted(nvml, machine.host, registry)
-        group.start_soon(StrangerWatch(census, machine.host, registry, **quick).run)
+
+        class Watch(StrangerWatch):
+            """A watch that counts its rounds."""
+
+            async def _look(self) -> Any:  # noqa: ANN401 - as the class's own
+                it.rounds += 1
+                return await super()._look()
+
+        group.start_soon(Watch(census, machine.host, registry, **quick).run)
         yield it
         group.cancel_scope.cancel()
 
@@ -76,6 +87,14 @@ async def looked(it: Ground, times: int = 5) -> None:
     wanted = it.looks + times
     with anyio.fail_after(10):
         while it.looks < wanted:  # noqa: ASYNC110 - a look has no event of its own
+            await anyio.sleep(0.005)
+
+
+async def went_round(it: Ground, times: int = 5) -> None:
+    """Wait until the watch went round so often from now on, be there anybody to look at or not."""
+    wanted = it.rounds + times
+    with anyio.fail_after(10):
+        while it.rounds < wanted:  # noqa: ASYNC110 - as above
             await anyio.sleep(0.005)
 
 
@@ -97,6 +116,25 @@ async def test_a_bypass_is_told_once(tmp_path: Path) -> None:
     assert entry["event"] == "a pod uses a GPU of which it holds no share"
     assert entry["why"] == "team/mallory (main) holds no share of this GPU"
     assert entry["container"] == container.id[:12]
+
+
+async def test_nobody_is_a_stranger_before_the_kubelet_has_told(tmp_path: Path) -> None:
+    """A daemon that comes before the kubelet does not know who holds what, and says nothing."""
+    with heard(strangers) as entries:
+        async with watched(tmp_path, told=False) as it, running() as alice, running() as mallory:
+            it.put(alice, ALICE)
+            it.put(mallory, MALLORY)
+            await went_round(it, 20)
+            assert it.looks == 0
+            assert not entries
+
+            it.registry.apply(it.leases)
+            with anyio.fail_after(10):
+                while not entries:  # noqa: ASYNC110 - as above
+                    await anyio.sleep(0.005)
+            await looked(it)
+
+    assert [entry["container"] for entry in entries] == [container_of(MALLORY).id[:12]]
 
 
 async def test_who_comes_again_is_news_again(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError
+from grpclib.server import Server
 
 from metagpu.core.facts import Fact, LeasesObserved
 from metagpu.core.model import Holder
@@ -180,3 +182,37 @@ async def test_absent_kubelet_changes_nothing(
 
         assert not any(isinstance(fact, LeasesObserved) for fact in looks)
         assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+
+
+@pytest.mark.parametrize("doubt", [1e9, 0.0])
+async def test_a_new_kubelet_that_knows_no_pods_yet_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubt: float
+) -> None:
+    """A restarted kubelet answers before it has its pods; only later is it believed."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.01)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    monkeypatch.setattr(podresources, "UNSETTLED", doubt)
+    answers = 0
+
+    class Unknowing(v1.PodResourcesListerBase):
+        async def list(self, message: v1.ListPodResourcesRequest) -> v1.ListPodResourcesResponse:  # noqa: ARG002  it is empty
+            nonlocal answers
+            answers += 1
+            return v1.ListPodResourcesResponse()
+
+    async with node(tmp_path) as it, following(it, tmp_path):
+        async with it.kubelet.running():
+            await it.until(20, 20)
+            await it.kubelet.admit(pod("train", 3))
+            await held(it, 3)
+
+        server = Server([Unknowing()])
+        await server.start(path=str(tmp_path / "pod-resources.sock"))
+        try:
+            with anyio.fail_after(10):
+                while answers < 3:
+                    await anyio.lowlevel.checkpoint()
+            await held(it, 3 if doubt else 0)
+        finally:
+            server.close()
+            await server.wait_closed()
