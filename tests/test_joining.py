@@ -215,8 +215,11 @@ async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> Non
         assert labels["nvidia.com/cuda.runtime-version.major"]
         assert labels["metagpu.io/gpu.ecc"] in ("true", "false")
         assert labels["nvidia.com/gpu.family"] == "ampere"
-        reasons = [each["reason"] for each in server.events()]
-        assert reasons[:2] == ["GPUOutOfService", "GPUBackInService"]
+
+        def reasons() -> list[str]:
+            return [each["reason"] for each in server.events()]
+
+        await server.until(lambda: reasons()[:2] == ["GPUOutOfService", "GPUBackInService"])
 
 
 async def test_without_the_use_a_wrong_file_still_ends_the_start(tmp_path: Path) -> None:
