@@ -147,7 +147,7 @@ class Agent:
             self.keeper.run,
             self._leases,
             *self.oversight.tasks,
-            self.adoption.follow_files,
+            partial(enduring, self.adoption.follow_files, "following of files"),
             partial(enduring, self.inside.run, "mgctl in containers"),
             *((self.cluster.run,) if self.cluster else ()),
         )

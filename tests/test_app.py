@@ -9,7 +9,7 @@ import pytest
 from metagpu import app
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
-from metagpu.core import health
+from metagpu.core import endurance, health
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuRecovered, SharesReleased
@@ -22,6 +22,7 @@ from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
 from metagpu.sources import Source
 from tests.agent_rig import METAGPU, QUICK, agent_at_work
+from tests.heard import heard
 
 
 async def test_fatal_xid_reaches_the_kubelet_and_heals(tmp_path: Path) -> None:
@@ -460,6 +461,27 @@ async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
 
             assert not early
             assert any(state.withheld for state in it.agent.registry.snapshot.gpus.values())
+
+
+async def test_a_fault_over_a_changed_file_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody thought of in a new configuration leaves the node as it is, and is told."""
+
+    async def faulty(_: object) -> None:
+        raise KeyError("a fault of ours")
+
+    with heard(endurance) as entries:
+        async with agent_at_work(tmp_path) as it:
+            await it.until(20, 20)
+            monkeypatch.setattr(it.agent.adoption, "_adopt", faulty)
+            await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+            with anyio.fail_after(10):
+                while not entries:  # noqa: ASYNC110 - a line of the log has no event of its own
+                    await anyio.sleep(0.005)
+            await it.kubelet.admit(Pod.single("train", {METAGPU: 5}))
+
+    assert [entry["part"] for entry in entries] == ["following of files"]
 
 
 async def test_recovery_is_news(tmp_path: Path) -> None:
