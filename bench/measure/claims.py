@@ -59,6 +59,7 @@ def claims(plan: Plan) -> list[Figure]:
                 plan.say(f"claims: {number}")
             idle = {name: _all_free(stream) for name, stream in lists.items()}
             took = _claim_all(clients, lists, idle, told, turn=number)
+            told.await_question()  # a lease whose holder was never told lasts longer
             told.hold({})
             if number >= 0:
                 samples.seconds += took

@@ -21,15 +21,16 @@ def restarts(plan: Plan) -> list[Figure]:
     """Measure how soon a new kubelet has all four resources back, with both kubelets."""
     figures = []
 
-    for kind, name in (
-        (TimedSimKubelet, "simulated kubelet"),
-        (MinimalKubelet, "minimal kubelet"),
+    # The simulated kubelet's own work, in Python, is most of its time: it has no target.
+    for kind, name, targets in (
+        (TimedSimKubelet, "simulated kubelet", (None, None)),
+        (MinimalKubelet, "minimal kubelet", (10, 25)),
     ):
         samples = anyio.run(_restarts, plan, kind, name)
         told = f"kubelet.sock to 4 registered, {name}"
         figures += [
-            samples.figure(told, target=10),
-            samples.tail(f"{told}, p99", target=25),
+            samples.figure(told, target=targets[0]),
+            samples.tail(f"{told}, p99", target=targets[1]),
             samples.worst(f"{told}, worst"),
         ]
     return figures

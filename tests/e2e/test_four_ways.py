@@ -15,6 +15,8 @@ from tests.e2e.rig.waiting import wait_for
 SHARED, MPS, WHOLE = "nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu"
 EACH = {SHARED: 4, MPS: 100, WHOLE: 1}
 """Shares of one GPU of the second pool, by resource."""
+NAMES = {SHARED: "timeslice", MPS: "mps", WHOLE: "whole"}
+"""The backend of each."""
 
 # The node's other GPUs are in no pool: it is a node of four.
 FOUR_WAYS = """\
@@ -74,10 +76,24 @@ def offer(cluster: Cluster, *, anybodys: int) -> None:
 def await_offer(cluster: Cluster, owners: dict[str | None, int]) -> None:
     """Wait until the node has what GPUs with these owners, owner -> how many, leave of each."""
     all_of_it = sum(owners.values())
-    names = {SHARED: "timeslice", MPS: "mps", WHOLE: "whole"}
     for resource, each in EACH.items():
-        open_to_it = owners.get(None, 0) + owners.get(names[resource], 0)
+        open_to_it = owners.get(None, 0) + owners.get(NAMES[resource], 0)
         cluster.await_amounts(each * all_of_it, each * open_to_it, resource)
+
+
+def await_what_owners_leave(cluster: Cluster) -> None:
+    """Wait until the node has of each resource what the daemon says that GPUs' owners leave."""
+
+    def probe() -> bool:
+        gpus = [gpu for gpu in cluster.daemon.status()["gpus"] if gpu["pool"] == "anybodys"]
+        for resource, each in EACH.items():
+            free = sum(gpu["owner"] in (None, NAMES[resource]) for gpu in gpus)
+            seen = cluster.node.resource(resource)
+            if seen != (each * len(gpus), each * free):
+                raise RigError(f"{resource} is {seen}, owners are {[g['owner'] for g in gpus]}")
+        return True
+
+    wait_for("the node's amounts to follow the owners", probe, within_s=SETTLED_S)
 
 
 def test_four_ways_at_once(node_of_four: Cluster) -> None:
@@ -133,7 +149,7 @@ def test_an_idle_gpu_goes_from_hand_to_hand(node_of_four: Cluster) -> None:
 def test_two_hundred_pods_come_and_go(
     node_of_four: Cluster, record_property: Callable[[str, object], None]
 ) -> None:
-    """No GPU ever has two owners, and who fails at admission has lost a race and is told so."""
+    """No GPU ever has two owners, the node's amounts follow them, and who fails has lost a race."""
     chance = random.Random(3)  # noqa: S311 - the same pods every time
     arrived, lost = 0, Counter[str]()
 
@@ -149,6 +165,7 @@ def test_two_hundred_pods_come_and_go(
             assert LOST_RACE.search(why), why
             lost[re.sub(r"[^a-z ]+", " ", why)[:80]] += 1
         assert_one_owner_each(node_of_four.daemon.status())
+        await_what_owners_leave(node_of_four)
 
         keep = chance.sample(sorted(set(pods) - set(gone)), k=min(2, len(pods) - len(gone)))
         node_of_four.delete(*sorted(set(pods) - set(keep)))
