@@ -32,10 +32,12 @@ class HostCompanions:
     Attributes:
         mounts: whether they get the mounts they ask for, which takes the right to mount; a
             stand-in does without.
+        proc: where it is read in whose container a process runs.
     """
 
     tools: HostTools
     mounts: bool = True
+    proc: Path = Path("/proc")
 
     async def start(self, companion: Companion) -> Process:
         """Start a program that stays when we go.
@@ -66,7 +68,9 @@ class HostCompanions:
         return found.process
 
     async def find(self, companion: Companion, pid: int) -> Process | None:
-        """Look whether a process was started as this companion."""
+        """Look whether a process was started as this companion, by no pod to look like it."""
+        if await to_thread.run_sync(running.is_elsewhere, pid, self.proc):
+            return None
         found = await to_thread.run_sync(running.read, pid)
         if found is None or not {f"{k}={v}" for k, v in companion.env.items()} <= found.env:
             return None

@@ -13,7 +13,9 @@ from anyio import from_thread, to_thread
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError, ToolMissing
+from metagpu.core.model import Holder
 from metagpu.host import running
+from metagpu.sim.host import SimHost
 from metagpu.tools import HostTools
 from tests.companions_rig import COMPANIONS, serving, stand_in
 from tests.test_tools import program
@@ -75,6 +77,27 @@ async def test_a_companion_outlives_who_started_it(tmp_path: Path) -> None:
     await HOST.kill(found)
     await HOST.ended(found)
     assert await HOST.find(sleeper(tmp_path), pid) is None
+
+
+async def test_what_a_pod_makes_look_like_it_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A container may write the number of a look-alike of its own where ours is looked up."""
+    place = tmp_path / "host"
+    place.mkdir()
+    seen = SimHost(place)
+    host = HostCompanions(HostTools(roots=()), proc=seen.proc)
+    process = await host.start(sleeper(tmp_path))
+    try:
+        seen.show(HERE, "0::/system.slice/metagpu.service\n")
+        seen.house(process.pid, Holder("team", "mallory", "main"))
+        assert await host.find(sleeper(tmp_path), process.pid) is None
+
+        seen.house(HERE, Holder("team", "mallory", "main"))
+        assert await host.find(sleeper(tmp_path), process.pid) == process
+
+        seen.show(process.pid, "0::/system.slice/metagpu.service\n")
+        assert await host.find(sleeper(tmp_path), process.pid) == process
+    finally:
+        await host.kill(process)
 
 
 async def test_another_process_is_never_taken_for_it(tmp_path: Path) -> None:

@@ -250,6 +250,8 @@ class Keeping:
         self._tell()  # before the driver is asked: nobody shall be given what is going
         try:
             async with self.turn:
+                if self.known.present.get(slot) != instance:
+                    return None  # it went while we waited, and its number may be another's by now
                 await self.served.mig.destroy(self.served.gpu.id, instance.number)
                 del self.known.present[slot]
         except DriverError as error:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from metagpu.core.companions import Process
+from metagpu.host.process import read_identity
 
+_PROC: Final = Path("/proc")
 _STATE, _STARTED = 0, 19
 """Fields of /proc/PID/stat behind the name: see proc_pid_stat(5), fields 3 and 22."""
 _GONE: Final = ("Z", "X", "x")
@@ -27,7 +29,7 @@ class Running:
 
 def read(pid: int) -> Running | None:
     """Read what the process of a number is; `None` if none runs or it may not be read."""
-    folder = Path("/proc") / str(pid)
+    folder = _PROC / str(pid)
 
     try:
         started = _started(pid)
@@ -38,6 +40,15 @@ def read(pid: int) -> Running | None:
     except OSError:
         return None
     return Running(Process(pid, started), arguments, env)
+
+
+def is_elsewhere(pid: int, proc: Path = _PROC) -> bool:
+    """Tell whether a process runs in a pod's container that is not our own, or is gone.
+
+    Name, arguments and environment of a process are its own to choose; where it runs is not.
+    """
+    who, we = read_identity(proc, pid), read_identity(proc, os.getpid())
+    return who is None or who.container not in (None, we and we.container)
 
 
 def opened(process: Process) -> int | None:
@@ -80,7 +91,7 @@ def buried(process: Process) -> None:
 def _started(pid: int) -> int | None:
     """Read when the process of a number began; `None` if it has ended."""
     try:
-        stat = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     # The name stands in brackets and may have brackets and spaces in it.

@@ -263,14 +263,6 @@ class Cluster:
         subject = Subject("Node", self._settings.node, uid)
         self._recorder.tell(News(subject, reason, note, action, warning=warning))
 
-    def tell_pod(
-        self, namespace: str, pod: str, reason: str, note: str, *, uid: str = "", action: str
-    ) -> None:
-        """Tell of a pod, as a warning: for those who act on pods. Never waits."""
-        if self._recorder is not None and Feature.EVENTS in self._settings.features:
-            subject = Subject("Pod", pod, uid, namespace)
-            self._recorder.tell(News(subject, reason, note, action, warning=True))
-
 
 def _loaded() -> "ModuleType":
     """Load what speaks to the API server: 45 MB and a third of a second, for who needs it."""
