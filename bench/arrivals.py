@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 from uuid import UUID
 
-from metagpu.backends.mig_placement import Seat, choose
-from metagpu.backends.mig_profiles import Board
-from metagpu.core.model import Gpu, GpuId, ResourceName, Share, ShareId
+from metagpu.backends.mig.placement import Seat, choose
+from metagpu.backends.mig.profiles import Board
+from metagpu.core.gpu import Gpu, GpuId
+from metagpu.core.model import ResourceName, Share, ShareId
 
 _GIB: Final = 2**30
 

@@ -13,9 +13,10 @@ from typing import Final
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.config import parse
 from metagpu.core.facts import GpusFound, LeasesObserved
+from metagpu.core.gpu import Gpu
 from metagpu.core.injection import Injection
 from metagpu.core.layout import lay_out
-from metagpu.core.model import Gpu, Holder, ShareId
+from metagpu.core.model import Holder, ShareId
 from metagpu.core.registry import Registry
 from metagpu.nvml import Nvml
 from metagpu.sim.host import SimHost

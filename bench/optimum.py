@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from bench import arrivals
 from bench.arrivals import Rule
-from metagpu.backends.mig_profiles import Board, Spot
+from metagpu.backends.mig.profiles import Board, Spot
 
 _SWEEPS: Final = 10_000
 _EXACT: Final = 1e-7

@@ -25,16 +25,18 @@ from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
+from metagpu.core.gpu import GpuId
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import GpuId, GpuState, ResourceName
+from metagpu.core.model import ResourceName
 from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
+from metagpu.core.snapshot import GpuState
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
 from metagpu.inside import Inside

@@ -10,7 +10,7 @@ import anyio
 from metagpu.app import Agent, Places
 from metagpu.core.facts import Event
 from metagpu.core.host import Host
-from metagpu.core.model import GpuState, Snapshot
+from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
 from metagpu.plugins.cluster.settings import Settings

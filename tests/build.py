@@ -13,20 +13,12 @@ from metagpu.backends.whole import WholeBackend
 from metagpu.core.backend import Backend
 from metagpu.core.config import Config, parse
 from metagpu.core.facts import Fact, GpusFound, SharesOffered
+from metagpu.core.gpu import MIB, Connection, Gpu, GpuId, Topology
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import (
-    MIB,
-    Connection,
-    Gpu,
-    GpuId,
-    ResourceName,
-    Share,
-    ShareId,
-    Snapshot,
-    Topology,
-)
+from metagpu.core.model import ResourceName, Share, ShareId
 from metagpu.core.reduce import reduce
+from metagpu.core.snapshot import Snapshot
 
 METAGPU: Final = ResourceName("cnvrg.io/metagpu")
 BACKENDS: Final[Mapping[str, type[Backend]]] = {

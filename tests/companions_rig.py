@@ -9,10 +9,10 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from metagpu.backends.mps_control import Control, Folders, control_daemon
+from metagpu.backends.mps.control import Control, Folders, control_daemon
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError
-from metagpu.core.model import GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.host import running
 from metagpu.sim.tools import simulated_companions
 from tests.waiting import until

@@ -8,11 +8,13 @@ import anyio
 
 from metagpu.core.companions import Companions
 from metagpu.core.facts import GpusFound, SharesGranted, SharesReleased
+from metagpu.core.gpu import Gpu
 from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout
-from metagpu.core.model import Gpu, GpuState, Share
+from metagpu.core.model import Share
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import GpuState
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library

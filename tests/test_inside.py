@@ -20,7 +20,8 @@ import yaml
 from anyio.abc import Process
 
 from metagpu import __version__
-from metagpu.core.model import MIB, Holder
+from metagpu.core.gpu import MIB
+from metagpu.core.model import Holder
 from metagpu.sheets import AFRESH
 from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod

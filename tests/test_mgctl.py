@@ -15,7 +15,7 @@ from anyio import to_thread
 from metagpu import __version__, mgctl
 from metagpu.core.census import Findings
 from metagpu.core.doctor import CHECKS
-from metagpu.core.model import Snapshot
+from metagpu.core.snapshot import Snapshot
 from metagpu.core.usage_report import usage_report
 from metagpu.plugins.control import controlled
 from metagpu.sheets import AFRESH, PLAIN

@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.backends import mig_keeping, mig_ledger
+from metagpu.backends.mig import keeping, ledger
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
@@ -38,10 +38,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
     monkeypatch.setattr(podresources, "PERIOD", 0.02)
     monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    for module in (mig_ledger, mig_keeping):
+    for module in (ledger, keeping):
         monkeypatch.setattr(module, "POLL", 0.05)
         monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(mig_ledger, "GRACE", 0.2)
+    monkeypatch.setattr(ledger, "GRACE", 0.2)
 
 
 async def change(it: Scene, text: str) -> None:

@@ -10,10 +10,10 @@ import anyio
 import pytest
 
 from metagpu.app import Agent
-from metagpu.backends.mps_control import Folders
+from metagpu.backends.mps.control import Folders
 from metagpu.core import report
 from metagpu.core.driver import ComputeMode
-from metagpu.core.model import GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
 from metagpu.sim.kubelet import AdmissionError, Pod

@@ -23,7 +23,8 @@ from metagpu.core.backend import Guard
 from metagpu.core.census import Census
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
-from metagpu.core.model import MIB, Holder
+from metagpu.core.gpu import MIB
+from metagpu.core.model import Holder
 
 GPUS: Final = 8
 PODS: Final = 25

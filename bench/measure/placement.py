@@ -9,9 +9,9 @@ from bench.arrivals import Node, Rule
 from bench.figures import Figure, Samples
 from bench.optimum import Process
 from bench.plan import Plan
-from metagpu.backends.mig_placement import choose
+from metagpu.backends.mig.placement import choose
 from metagpu.core.model import Share
-from tests.backends.mig_tables import A100_40, only
+from tests.backends.mig.tables import A100_40, only
 
 GPUS: Final = 4
 LOADS: Final = (0.5, 0.7, 0.9, 1.2)

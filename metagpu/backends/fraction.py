@@ -7,8 +7,11 @@ from typing import ClassVar, Final
 from metagpu.backends.placement import Placement, Seat, gather, place, splits
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import FractionSplit
+from metagpu.core.gpu import MIB, Gpu, GpuId
+from metagpu.core.grant import Grant
 from metagpu.core.injection import memory_mib
-from metagpu.core.model import MIB, Gpu, GpuId, Grant, Share, ShareId, Snapshot, by_gpu
+from metagpu.core.model import Share, ShareId, by_gpu
+from metagpu.core.snapshot import Snapshot
 from metagpu.core.units import Bytes
 
 DEFAULT_SHARES: Final = 100

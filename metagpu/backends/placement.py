@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 
-from metagpu.core.model import Gpu, Share
+from metagpu.core.gpu import Gpu
+from metagpu.core.model import Share
 
 
 class Placement(StrEnum):

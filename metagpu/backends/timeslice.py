@@ -15,9 +15,11 @@ import structlog
 from metagpu.backends.timeslice_placement import AllocationPolicy, Seat, place
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import ToolError, ToolMissing, TooManyReplicas
+from metagpu.core.gpu import Gpu
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, GpuState, Share, ShareId, Snapshot, Verdict, by_gpu
+from metagpu.core.model import Share, ShareId, Verdict, by_gpu
 from metagpu.core.served import ServedGpu
+from metagpu.core.snapshot import GpuState, Snapshot
 
 _MOST_REPLICAS: Final = 100_000
 """Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from metagpu.core.model import Gpu, Share
+from metagpu.core.gpu import Gpu
+from metagpu.core.model import Share
 
 
 class AllocationPolicy(StrEnum):

@@ -5,7 +5,9 @@ from typing import ClassVar
 
 from metagpu.backends.whole_placement import best_connected
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
-from metagpu.core.model import Gpu, Share, ShareId, Snapshot
+from metagpu.core.gpu import Gpu
+from metagpu.core.model import Share, ShareId
+from metagpu.core.snapshot import Snapshot
 
 _SLOT = "whole"
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import Final, TypeAlias
 
-from metagpu.core.model import Connection, Gpu, GpuId, PciPath, Topology
+from metagpu.core.gpu import Connection, Gpu, GpuId, PciPath, Topology
 
 _PATHS: Final = {
     PciPath.BOARD: 60,

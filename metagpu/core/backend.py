@@ -12,9 +12,12 @@ from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 
+from metagpu.core.gpu import Gpu
+from metagpu.core.grant import Grant
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, GpuState, Grant, ResourceName, Share, Snapshot
+from metagpu.core.model import ResourceName, Share
 from metagpu.core.served import ServedGpu
+from metagpu.core.snapshot import GpuState, Snapshot
 
 GROUP = "metagpu.backends"
 

@@ -8,8 +8,8 @@ import anyio
 
 from metagpu.core.driver import Driver
 from metagpu.core.errors import DriverError
+from metagpu.core.gpu import GpuId
 from metagpu.core.host import Host, Identity, Particulars
-from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
 from metagpu.core.usage import NOTHING_TOLD, Account, Told, account
 

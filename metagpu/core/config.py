@@ -15,8 +15,9 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
+from metagpu.core.gpu import Gpu, bus_id
 from metagpu.core.injection import DeviceListStrategy, Injection
-from metagpu.core.model import Gpu, ResourceName, bus_id
+from metagpu.core.model import ResourceName
 from metagpu.core.names import name_refusal
 from metagpu.core.units import Bytes, Duration, PciDevice
 from metagpu.core.xid import Severity

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.mig import MigInstance, MigMode, Placement
-from metagpu.core.model import Gpu, GpuId, Topology
 
 
 class RecoveryAction(IntEnum):

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
+from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.host import Identity
-from metagpu.core.model import MIB, Gpu
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.usage import Process, Usage
 

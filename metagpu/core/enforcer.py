@@ -16,9 +16,11 @@ from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Excess, Policy, limit_of, rule
 from metagpu.core.errors import DriverError, HostError
 from metagpu.core.facts import MemoryExceeded, ProcessSignalled
+from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.host import Host
-from metagpu.core.model import MIB, GpuId, GpuState, Holder
+from metagpu.core.model import Holder
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import GpuState
 from metagpu.core.usage import Process, Usage
 
 log = structlog.get_logger()

@@ -6,17 +6,9 @@ At the end there is news that changes nothing which is kept: it is only heard.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from metagpu.core.model import (
-    Gpu,
-    GpuId,
-    Holder,
-    ResourceName,
-    Share,
-    ShareId,
-    Stock,
-    Topology,
-    Versions,
-)
+from metagpu.core.gpu import Gpu, GpuId, Topology
+from metagpu.core.model import Holder, ResourceName, Share, ShareId, Stock
+from metagpu.core.snapshot import Versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ from metagpu.core.driver import (
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
 from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
+from metagpu.core.gpu import GpuId
 from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
-from metagpu.core.model import GpuId, Versions
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Versions
 
 RETRY: Final = 5.0
 """Seconds between tries to reach an NVML that is not there."""

@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from metagpu.core.model import (
-    MIB,
-    DeviceNode,
-    Gpu,
-    Grant,
-    Mount,
-    Share,
-    Snapshot,
-    by_gpu,
-)
+from metagpu.core.gpu import MIB, Gpu
+from metagpu.core.grant import DeviceNode, Grant, Mount
+from metagpu.core.model import Share, by_gpu
+from metagpu.core.snapshot import Snapshot
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
 MEMORY: Final = "METAGPU_MEMORY_MIB"

@@ -12,7 +12,7 @@ from metagpu.core.driver import (
     RecoveryActionChanged,
     Xid,
 )
-from metagpu.core.model import GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.core.xid import Severity, XidRule, rule_for
 
 

@@ -21,9 +21,11 @@ from metagpu.core.facts import (
     GpuReturned,
     StockTold,
 )
+from metagpu.core.gpu import Gpu
 from metagpu.core.layout import Cut, Layout
-from metagpu.core.model import Gpu, GpuState, Snapshot, Stock
+from metagpu.core.model import Stock
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.tools import Tools
 
 FIRST_PAUSE: Final = 1.0

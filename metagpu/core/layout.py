@@ -8,8 +8,10 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
+from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.injection import Injection
-from metagpu.core.model import Gpu, GpuId, GpuState, ResourceName, Share, Snapshot
+from metagpu.core.model import ResourceName, Share
+from metagpu.core.snapshot import GpuState, Snapshot
 
 ID_LIMIT = 63
 """Characters of a device id, by the comment in the kubelet's API."""

@@ -7,18 +7,10 @@ from types import MappingProxyType
 from typing import Final
 
 from metagpu.core.facts import Fact, LeasesObserved, SharesGranted, SharesReleased
-from metagpu.core.model import (
-    FOREIGN,
-    GpuId,
-    GpuState,
-    Lease,
-    ResourceName,
-    Share,
-    ShareId,
-    Snapshot,
-    gpu_of,
-    withheld,
-)
+from metagpu.core.gpu import GpuId
+from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, gpu_of
+from metagpu.core.sharing import withheld
+from metagpu.core.snapshot import GpuState, Snapshot
 
 _MIG: Final = "MIG-"
 """Begins the ids by which NVIDIA's device plugin offers MIG devices."""
@@ -78,8 +70,8 @@ def with_leases(
     ended: Iterable[ShareId] = (),
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Begin and end leases; the news are the releases, then the grants."""
-    starting: defaultdict[GpuId, dict[ShareId, Lease]] = defaultdict(dict)
-    ending: defaultdict[GpuId, list[ShareId]] = defaultdict(list)
+    starting = defaultdict[GpuId, dict[ShareId, Lease]](dict)
+    ending = defaultdict[GpuId, list[ShareId]](list)
     for lease in started:
         starting[lease.share.gpu][lease.share.id] = lease
     for share_id in ended:

@@ -11,9 +11,9 @@ from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer, Terms
+from metagpu.core.gpu import GpuId
 from metagpu.core.host import Host
 from metagpu.core.layout import Layout
-from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.usage import Told

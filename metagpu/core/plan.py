@@ -7,8 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 from metagpu.core.config import Config
+from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.layout import Layout
-from metagpu.core.model import Gpu, GpuId, Lease, ResourceName, Share, Snapshot, strays
+from metagpu.core.model import Lease, ResourceName, Share
+from metagpu.core.sharing import strays
+from metagpu.core.snapshot import Snapshot
 
 
 class Change(StrEnum):

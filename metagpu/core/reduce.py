@@ -22,22 +22,11 @@ from metagpu.core.facts import (
     SharesReleased,
     TopologyRead,
 )
+from metagpu.core.gpu import GpuId, Topology
 from metagpu.core.leasing import observed, with_leases, with_states
-from metagpu.core.model import (
-    FOREIGN,
-    GpuId,
-    GpuState,
-    Lease,
-    Offer,
-    ResourceName,
-    Share,
-    ShareId,
-    Snapshot,
-    Topology,
-    Verdict,
-    contended,
-    withheld,
-)
+from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
+from metagpu.core.sharing import contended, withheld
+from metagpu.core.snapshot import GpuState, Offer, Snapshot
 from metagpu.core.standing import stand
 
 

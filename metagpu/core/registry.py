@@ -7,8 +7,8 @@ import anyio
 
 from metagpu.core.bus import Bus
 from metagpu.core.facts import Event, Fact
-from metagpu.core.model import Snapshot
 from metagpu.core.reduce import reduce
+from metagpu.core.snapshot import Snapshot
 
 ViewT = TypeVar("ViewT")
 

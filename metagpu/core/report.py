@@ -7,19 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from metagpu.core.errors import MetagpuError
+from metagpu.core.gpu import MIB, GpuId, bus_id
 from metagpu.core.layout import Layout
-from metagpu.core.model import (
-    MIB,
-    GpuId,
-    GpuState,
-    Made,
-    Pause,
-    ResourceName,
-    Share,
-    ShareId,
-    Snapshot,
-    bus_id,
-)
+from metagpu.core.model import Made, Pause, ResourceName, Share, ShareId
+from metagpu.core.snapshot import GpuState, Snapshot
 
 
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from typing import Protocol
 
 from metagpu.core.companions import Companions
 from metagpu.core.driver import ComputeMode, GpuProcess, MigDriver
-from metagpu.core.model import Gpu, GpuState, Stock
+from metagpu.core.gpu import Gpu
+from metagpu.core.model import Stock
+from metagpu.core.snapshot import GpuState
 from metagpu.core.tools import Tools
 
 

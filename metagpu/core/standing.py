@@ -18,7 +18,9 @@ from metagpu.core.facts import (
     GpuUncordoned,
     StockTold,
 )
-from metagpu.core.model import GpuState, Pause, Stock, Verdict, withheld
+from metagpu.core.model import Pause, Stock, Verdict
+from metagpu.core.sharing import withheld
+from metagpu.core.snapshot import GpuState
 
 NOT_READY: Final = "it is being made ready"
 """Why a backend gives no shares of a GPU before it has said that it is ready."""

@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import Final
 
 from metagpu.core.driver import GpuProcess
+from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.host import Container, Identity
 from metagpu.core.injection import memory_mib
-from metagpu.core.model import FOREIGN, MIB, GpuId, GpuState, Holder, Share
+from metagpu.core.model import FOREIGN, Holder, Share
+from metagpu.core.snapshot import GpuState
 
 Told = Mapping[tuple[str, str, GpuId], int]
 """Bytes of each GPU that containers were told, by their pod's uid and their name, where it is known

@@ -12,7 +12,9 @@ from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
 from metagpu.core.enforcement import Enforcement, Policy, limit_of
 from metagpu.core.enforcer import Tally, guarded
-from metagpu.core.model import MIB, GpuId, GpuState, Holder, Share, ShareId, Snapshot
+from metagpu.core.gpu import MIB, GpuId
+from metagpu.core.model import Holder, Share, ShareId
+from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.usage import Account, Process, Stranger, Usage
 
 

@@ -33,7 +33,8 @@ from metagpu.core.driver import (
     Unreadable,
 )
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
-from metagpu.core.model import Gpu, GpuId, Versions
+from metagpu.core.gpu import Gpu, GpuId
+from metagpu.core.snapshot import Versions
 from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane

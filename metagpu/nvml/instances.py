@@ -5,8 +5,8 @@ from functools import partial
 from typing import Final
 
 from metagpu.core.driver import MigUsage
+from metagpu.core.gpu import GpuId
 from metagpu.core.mig import MigInstance, MigMode, Placement
-from metagpu.core.model import GpuId
 from metagpu.nvml import mig
 from metagpu.nvml.session import Known
 

@@ -13,6 +13,7 @@ import pynvml
 
 from metagpu.core.driver import MigUsage
 from metagpu.core.errors import DriverError, Unsupported
+from metagpu.core.gpu import MIB
 from metagpu.core.mig import (
     ComputeInstance,
     MigInstance,
@@ -21,7 +22,6 @@ from metagpu.core.mig import (
     Placement,
     profile_name,
 )
-from metagpu.core.model import MIB
 from metagpu.nvml.codes import CONCLUSIVE, FAILURES, UNSAID, code_of, if_said
 from metagpu.nvml.reading import Handle, read_memory, read_processes
 

@@ -10,8 +10,8 @@ import pynvml
 
 from metagpu.core.driver import ComputeMode, Condition, GpuProcess, RecoveryAction, RemappedRows
 from metagpu.core.errors import DriverError
+from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.mig import MigProfile
-from metagpu.core.model import Gpu, GpuId
 from metagpu.nvml.codes import UNSAID, if_said
 
 Handle: TypeAlias = Any  # a pointer of ctypes; pynvml ships no types

@@ -13,8 +13,9 @@ import pynvml
 import structlog
 
 from metagpu.core.driver import DriverEvent, EccError, RecoveryActionChanged, Xid
+from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.mig import MigProfile
-from metagpu.core.model import Gpu, GpuId, Versions
+from metagpu.core.snapshot import Versions
 from metagpu.nvml.codes import CONCLUSIVE, FAILURES, code_of, error_for, if_said
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.mig import read_profiles

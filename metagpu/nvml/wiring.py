@@ -17,7 +17,7 @@ import anyio
 import pynvml
 
 from metagpu.core.errors import DriverError
-from metagpu.core.model import Connection, Gpu, GpuId, PciPath, Topology
+from metagpu.core.gpu import Connection, Gpu, GpuId, PciPath, Topology
 from metagpu.nvml.codes import CONCLUSIVE, FAILURES, UNSAID, code_of, if_said
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.reading import Handle, bus_id

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 import structlog
 
+from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.injection import MEMORY
-from metagpu.core.model import MIB, GpuId
 from metagpu.core.usage import NOTHING_TOLD, Told
 from metagpu.plugins.pb import v1beta1
 

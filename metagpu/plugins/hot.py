@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from metagpu.core.model import Grant
+from metagpu.core.grant import Grant
 
 _SHORT: Final = 0x80
 """Lengths below this are one byte; every id of ours is."""

@@ -16,8 +16,9 @@ from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
-from metagpu.core.model import Holder, ResourceName, ShareId, Snapshot, gpu_of
+from metagpu.core.model import Holder, ResourceName, ShareId, gpu_of
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.pb import v1
 from metagpu.plugins.serving import identity_of
 

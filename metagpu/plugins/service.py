@@ -23,8 +23,10 @@ from metagpu.core.errors import (
     UnknownShare,
 )
 from metagpu.core.facts import SharesGranted, SharesReleased
-from metagpu.core.model import Failure, Grant, ResourceName, Share, Snapshot, Stock
+from metagpu.core.grant import Grant
+from metagpu.core.model import Failure, ResourceName, Share, Stock
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import hot, wire
 from metagpu.plugins.serving import Calls
 

@@ -10,8 +10,10 @@ from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
 
 from metagpu.core.errors import ConfigError, MetagpuError, RequestError, UnknownShare
+from metagpu.core.gpu import GpuId
 from metagpu.core.layout import Layout
-from metagpu.core.model import GpuId, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.model import ResourceName, Share, ShareId
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import hot
 from metagpu.plugins.pb import v1beta1
 
@@ -79,7 +81,7 @@ class DeviceList:
 
     def __init__(self, resource: ResourceName) -> None:
         self._resource = resource
-        self._blocks: dict[GpuId, tuple[Part, bytes]] = {}
+        self._blocks = dict[GpuId, tuple[Part, bytes]]()
 
     def view(self, snapshot: Snapshot) -> View:
         """Pick what the list depends on; equal views make equal lists."""

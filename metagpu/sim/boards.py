@@ -13,8 +13,8 @@ from typing import Final
 
 import pynvml
 
+from metagpu.core.gpu import MIB
 from metagpu.core.mig import profile_name
-from metagpu.core.model import MIB
 from metagpu.sim.mig_boards import PROFILES, SimProfile
 
 _NVIDIA: Final = 0x10DE

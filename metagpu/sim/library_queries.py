@@ -10,7 +10,7 @@ from typing import Final
 import pynvml
 
 from metagpu.core.driver import ComputeMode
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.library_base import (
     Argument,

@@ -17,7 +17,7 @@ import pynvml
 
 from metagpu.core.driver import ComputeMode, RecoveryAction
 from metagpu.core.errors import MetagpuError
-from metagpu.core.model import MIB, GpuId
+from metagpu.core.gpu import MIB, GpuId
 from metagpu.sim.boards import CUBE_MESH, Board, Fabric
 from metagpu.sim.instances import Instances
 

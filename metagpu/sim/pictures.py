@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from metagpu import tables
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim.view import NodeView
 
 

@@ -35,7 +35,7 @@ import pynvml
 from metagpu.core.document import Document
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
-from metagpu.core.model import GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board

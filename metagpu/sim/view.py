@@ -5,7 +5,7 @@ import time
 import msgspec
 import pynvml
 
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim.foreign import place_of
 from metagpu.sim.node import SimGpu, SimNode
 

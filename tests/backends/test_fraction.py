@@ -13,8 +13,10 @@ from metagpu.backends.fraction import FractionBackend, FractionOptions
 from metagpu.core.backend import Options
 from metagpu.core.errors import FractionSplit
 from metagpu.core.facts import BackendSuspended, Fact, GpuCordoned, GpuFaulted, SharesGranted
+from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.injection import Injection
-from metagpu.core.model import MIB, Gpu, Share, Snapshot
+from metagpu.core.model import Share
+from metagpu.core.snapshot import Snapshot
 from metagpu.core.units import Bytes
 from tests.build import METAGPU, after, gpu, laid_out, offered, pool, share
 

@@ -14,8 +14,10 @@ from metagpu.backends.timeslice import TimesliceBackend
 from metagpu.core.backend import Options, installed_backends
 from metagpu.core.errors import ConfigError, ToolError, ToolMissing, TooManyReplicas
 from metagpu.core.facts import GpuFaulted, GpuRecovered, SharesGranted
+from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.injection import Injection
-from metagpu.core.model import MIB, Gpu, ResourceName, Share, Snapshot
+from metagpu.core.model import ResourceName, Share
+from metagpu.core.snapshot import Snapshot
 from tests.build import after, config, gpu, laid_out, offered
 from tests.heard import heard
 from tests.recorded_tools import RecordedTools

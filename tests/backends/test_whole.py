@@ -7,18 +7,10 @@ import pytest
 from metagpu.backends.whole import WholeBackend, WholeOptions
 from metagpu.core.backend import Options, installed_backends
 from metagpu.core.facts import GpuFaulted, SharesGranted, TopologyRead
+from metagpu.core.gpu import MIB, Connection, Gpu, PciPath
 from metagpu.core.injection import CONTROL_NODES, DeviceListStrategy, Injection
-from metagpu.core.model import (
-    MIB,
-    Connection,
-    Gpu,
-    PciPath,
-    ResourceName,
-    Share,
-    ShareId,
-    Snapshot,
-    gpu_of,
-)
+from metagpu.core.model import ResourceName, Share, ShareId, gpu_of
+from metagpu.core.snapshot import Snapshot
 from tests.build import after, gpu, offered, share, topology
 
 GPU = ResourceName("nvidia.com/gpu")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.backends.whole_placement import best_connected, worth
-from metagpu.core.model import Connection, Gpu, GpuId, PciPath, Topology
+from metagpu.core.gpu import Connection, Gpu, GpuId, PciPath, Topology
 from metagpu.sim.boards import CUBE_MESH
 from tests.build import gpu, topology
 

@@ -11,9 +11,9 @@ from metagpu.compat.contract import Circumstances, Converted
 from metagpu.core.config import Config
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
+from metagpu.core.gpu import Gpu
 from metagpu.core.injection import Injection
 from metagpu.core.layout import lay_out
-from metagpu.core.model import Gpu
 from metagpu.sources import written
 from tests.build import BACKENDS
 

@@ -7,7 +7,7 @@ import pytest
 from metagpu.compat import manifest
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
-from tests.backends.mig_gpus import mig_gpu
+from tests.backends.mig.gpus import mig_gpu
 from tests.build import gpu
 from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
 

@@ -9,8 +9,8 @@ import pytest
 
 from metagpu.core.driver import Driver
 from metagpu.core.errors import InUse, NoRoom, Unsupported
+from metagpu.core.gpu import Gpu
 from metagpu.core.mig import MigProfile, Placement
-from metagpu.core.model import Gpu
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode, SimProcess

@@ -13,11 +13,11 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.backends.mps_control import PROGRAM, Control, Folders, control_daemon
+from metagpu.backends.mps.control import PROGRAM, Control, Folders, control_daemon
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError, ToolMissing
-from metagpu.core.model import GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.nvml import Nvml
 from metagpu.sim.tools import simulated_companions
 from metagpu.tools import HostTools

@@ -4,7 +4,7 @@ import pytest
 
 from metagpu.core.driver import Driver
 from metagpu.core.errors import DriverError, DriverUnavailable
-from metagpu.core.model import GpuId
+from metagpu.core.gpu import GpuId
 
 NOBODY = GpuId("GPU-00000000-0000-0000-0000-000000000000")
 

@@ -3,7 +3,7 @@
 import re
 
 from metagpu.core.driver import Driver
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 
 UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

@@ -8,7 +8,7 @@ import pytest
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core import backend as contract
 from metagpu.core.backend import Backend, installed_backends
-from metagpu.core.model import Snapshot
+from metagpu.core.snapshot import Snapshot
 from tests.build import METAGPU, gpu, laid_out
 
 LAYOUT = laid_out(gpu(0))

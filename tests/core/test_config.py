@@ -15,8 +15,11 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
 from metagpu.core.enforcement import Enforcement, Policy, Victims
 from metagpu.core.errors import ConfigError
+from metagpu.core.gpu import Gpu
+from metagpu.core.grant import Grant
 from metagpu.core.injection import DeviceListStrategy, Injection
-from metagpu.core.model import Gpu, Grant, ResourceName, Share, Snapshot
+from metagpu.core.model import ResourceName, Share
+from metagpu.core.snapshot import Snapshot
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.xid import Severity
 from tests.build import BACKENDS, config, gpu, pool

@@ -18,8 +18,9 @@ from metagpu.core.enforcement import (
     limit_of,
     rule,
 )
+from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity
-from metagpu.core.model import FOREIGN, MIB, Holder
+from metagpu.core.model import FOREIGN, Holder
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.usage import Process, Usage
 from metagpu.sim.host import container_of

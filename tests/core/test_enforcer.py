@@ -18,8 +18,9 @@ from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import HostError
 from metagpu.core.facts import GpusFound, LeasesObserved, MemoryExceeded, ProcessSignalled
+from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.host import Identity
-from metagpu.core.model import MIB, Gpu, Holder, ShareId
+from metagpu.core.model import Holder, ShareId
 from metagpu.core.registry import Registry
 from metagpu.core.units import Duration
 from metagpu.host import LinuxHost

@@ -17,21 +17,11 @@ from metagpu.core.facts import (
     SharesReleased,
     TopologyRead,
 )
-from metagpu.core.model import (
-    Connection,
-    Gpu,
-    Holder,
-    Lease,
-    PciPath,
-    ResourceName,
-    Share,
-    ShareId,
-    Snapshot,
-    Topology,
-    Verdict,
-    conflicts,
-)
+from metagpu.core.gpu import Connection, Gpu, PciPath, Topology
+from metagpu.core.model import Holder, Lease, ResourceName, Share, ShareId, Verdict
 from metagpu.core.reduce import reduce
+from metagpu.core.sharing import conflicts
+from metagpu.core.snapshot import Snapshot
 from tests.build import METAGPU, after, gpu, offer, share
 
 A, B = gpu(0), gpu(1)

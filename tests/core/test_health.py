@@ -20,8 +20,8 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverTimeout, MetagpuError
+from metagpu.core.gpu import GpuId
 from metagpu.core.health import HealthWatch
-from metagpu.core.model import GpuId
 from metagpu.core.registry import Registry
 from tests.build import gpu
 from tests.heard import heard

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from metagpu.core.gpu import Gpu
+from metagpu.core.grant import DeviceNode, Mount
 from metagpu.core.injection import CONTROL_NODES, DeviceListStrategy, Injection
-from metagpu.core.model import DeviceNode, Gpu, Mount
 from tests.build import gpu
 
 A, B = gpu(0), gpu(3)

@@ -11,9 +11,9 @@ from metagpu.backends.fraction import FractionBackend
 from metagpu.core import keeper as keeper_module
 from metagpu.core.backend import Backend
 from metagpu.core.facts import GpusFound
+from metagpu.core.gpu import Gpu
 from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Cut, Layout
-from metagpu.core.model import Gpu
 from metagpu.core.registry import Registry
 from metagpu.core.served import ServedGpu
 from metagpu.nvml import Nvml

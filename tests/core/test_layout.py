@@ -7,9 +7,9 @@ import pytest
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.config import parse
 from metagpu.core.errors import ConfigError
+from metagpu.core.gpu import GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Assignment, lay_out, rehearse
-from metagpu.core.model import GpuId
 from tests.build import BACKENDS, METAGPU, config, gpu, laid_out, pool
 
 T4 = "Tesla T4"

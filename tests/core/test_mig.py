@@ -2,8 +2,8 @@
 
 import pytest
 
+from metagpu.core.gpu import MIB
 from metagpu.core.mig import Placement, profile_name
-from metagpu.core.model import MIB
 
 
 @pytest.mark.parametrize(

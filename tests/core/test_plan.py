@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from metagpu.core.facts import GpusFound, SharesGranted
 from metagpu.core.layout import Layout
-from metagpu.core.model import ResourceName, Snapshot
+from metagpu.core.model import ResourceName
 from metagpu.core.plan import Change, Plan, State, compare
+from metagpu.core.snapshot import Snapshot
 from tests.build import METAGPU, after, config, gpu, laid_out
 
 FOUR = [gpu(n) for n in range(4)]

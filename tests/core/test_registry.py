@@ -20,8 +20,9 @@ from metagpu.core.facts import (
     SharesGranted,
     SharesReleased,
 )
-from metagpu.core.model import Holder, Snapshot
+from metagpu.core.model import Holder
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Snapshot
 from tests.build import gpu, offer, share
 
 A, B = gpu(0), gpu(1)

@@ -4,9 +4,11 @@ import pytest
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.facts import GpuFaulted, LeasesObserved, SharesGranted, TopologyRead
+from metagpu.core.gpu import Connection, PciPath, Topology
 from metagpu.core.layout import Layout
-from metagpu.core.model import Connection, Holder, PciPath, Snapshot, Topology
+from metagpu.core.model import Holder
 from metagpu.core.report import explanation, gpu_named, hindrance, status
+from metagpu.core.snapshot import Snapshot
 from tests.build import METAGPU, after, gpu, offer, offered, share
 
 A, B = gpu(0, numa_node=1), gpu(1)

@@ -11,7 +11,8 @@ from metagpu.backends.fraction import FractionBackend
 from metagpu.core import keeper as keeper_module
 from metagpu.core.driver import ComputeMode
 from metagpu.core.errors import DriverError
-from metagpu.core.model import MIB, ResourceName
+from metagpu.core.gpu import MIB
+from metagpu.core.model import ResourceName
 from metagpu.core.served import ServedGpu
 from metagpu.sim.node import SimProcess
 from tests.build import METAGPU, pool

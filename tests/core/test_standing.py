@@ -19,18 +19,9 @@ from metagpu.core.facts import (
     SharesReleased,
     StockTold,
 )
-from metagpu.core.model import (
-    FOREIGN,
-    GpuState,
-    Holder,
-    Made,
-    Pause,
-    ResourceName,
-    ShareId,
-    Snapshot,
-    Stock,
-)
+from metagpu.core.model import FOREIGN, Holder, Made, Pause, ResourceName, ShareId, Stock
 from metagpu.core.reduce import reduce
+from metagpu.core.snapshot import GpuState, Snapshot
 from tests.build import METAGPU, after, gpu, offer, share
 
 A, B = gpu(0), gpu(1)

@@ -12,7 +12,8 @@ from anyio.abc import Process
 from metagpu.core import strangers
 from metagpu.core.census import Census
 from metagpu.core.facts import GpusFound, LeasesObserved, StrangerFound
-from metagpu.core.model import MIB, Holder
+from metagpu.core.gpu import MIB
+from metagpu.core.model import Holder
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
 from metagpu.sim.host import SimHost, container_of

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from metagpu.core.driver import GpuProcess
 from metagpu.core.facts import GpusFound, LeasesObserved, SharesGranted
+from metagpu.core.gpu import MIB
 from metagpu.core.host import Container, Identity
-from metagpu.core.model import MIB, GpuState, Holder, ShareId
+from metagpu.core.model import Holder, ShareId
+from metagpu.core.snapshot import GpuState
 from metagpu.core.usage import Account, account
 from metagpu.sim.host import container_of
 from tests.build import after, gpu, laid_out

@@ -13,8 +13,10 @@ from metagpu.core.driver import GpuProcess
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Tally
 from metagpu.core.facts import GpuCordoned, GpuFaulted, GpusFound, LeasesObserved
+from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity, Particulars
-from metagpu.core.model import MIB, Holder, Snapshot
+from metagpu.core.model import Holder
+from metagpu.core.snapshot import Snapshot
 from metagpu.core.usage import account
 from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
 from metagpu.sheets import PLAIN

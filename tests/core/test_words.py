@@ -20,16 +20,9 @@ from metagpu.core.errors import (
     TooManyReplicas,
     UnknownShare,
 )
-from metagpu.core.model import (
-    Connection,
-    GpuState,
-    Holder,
-    PciPath,
-    ShareId,
-    Topology,
-    Verdict,
-    gpu_of,
-)
+from metagpu.core.gpu import Connection, PciPath, Topology
+from metagpu.core.model import Holder, ShareId, Verdict, gpu_of
+from metagpu.core.snapshot import GpuState
 from tests.build import gpu, share
 
 A = gpu(0)

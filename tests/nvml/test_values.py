@@ -7,7 +7,7 @@ import pytest
 
 from metagpu.core.driver import ComputeMode, Xid
 from metagpu.core.errors import DriverError
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.nvml import Nvml
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.library import Library

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from metagpu.core.driver import Survey
-from metagpu.core.model import Connection, PciPath
+from metagpu.core.gpu import Connection, PciPath
 from metagpu.nvml import Nvml
 from metagpu.sim.boards import CUBE_MESH
 from metagpu.sim.library import Library

@@ -17,9 +17,9 @@ from grpclib.client import Channel
 from metagpu.core.backend import installed_backends
 from metagpu.core.config import parse
 from metagpu.core.facts import GpuFaulted, GpuRecovered, GpusFound
+from metagpu.core.gpu import MIB, Gpu, GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import MIB, Gpu, GpuId
 from metagpu.core.registry import Registry
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.plugins.kubelet_directory import KubeletDirectory

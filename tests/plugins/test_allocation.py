@@ -12,7 +12,9 @@ from grpclib.const import Status
 
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.errors import RequestError
-from metagpu.core.model import Grant, Share, Snapshot
+from metagpu.core.grant import Grant
+from metagpu.core.model import Share
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import service
 from metagpu.plugins.pb import v1, v1alpha1, v1beta1
 from metagpu.sim.kubelet import AdmissionError, Container, ContainerStartError, Pod

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from anyio import to_thread
 
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.plugins import checkpoint
 from metagpu.plugins.checkpoint import FILE, read_told
 from metagpu.sim.kubelet import Container, Pod

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.core.model import DeviceNode, Grant, Mount
+from metagpu.core.grant import DeviceNode, Grant, Mount
 from metagpu.plugins import hot
 from metagpu.plugins.pb import v1beta1
 

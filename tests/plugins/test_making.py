@@ -10,7 +10,7 @@ from metagpu.backends.mig import MigBackend
 from metagpu.core.facts import StockTold
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
 from metagpu.sim.kubelet import AdmissionError
-from tests.backends.mig_gpus import mig_gpu
+from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.rig import Node, node, pod
 
 GPU = mig_gpu()

@@ -38,10 +38,12 @@ from metagpu.core.facts import (
     GpuUncordoned,
     LeasesObserved,
 )
+from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import Gpu, GpuId, Holder, ResourceName, Share, ShareId, conflicts
+from metagpu.core.model import Holder, ResourceName, Share, ShareId
 from metagpu.core.registry import Registry
+from metagpu.core.sharing import conflicts
 from metagpu.plugins import wire
 from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.service import Service

@@ -20,7 +20,9 @@ from metagpu.core.errors import (
     UnknownShare,
 )
 from metagpu.core.facts import GpuFaulted, GpuRecovered, SharesGranted, SharesOffered
-from metagpu.core.model import Gpu, ResourceName, Share, ShareId, Snapshot
+from metagpu.core.gpu import Gpu
+from metagpu.core.model import ResourceName, Share, ShareId
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import hot, wire
 from metagpu.plugins.pb import v1beta1
 from tests.build import METAGPU, after, gpu, laid_out, offer, offered, pool, share

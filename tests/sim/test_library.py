@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from metagpu.core.driver import RecoveryAction
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode, SimProcess
 from metagpu.sim.spec import simulated

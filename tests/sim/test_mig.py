@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim import cutting, foreign
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.node import SimError, SimGpu, SimNode, SimProcess

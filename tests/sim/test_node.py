@@ -4,7 +4,7 @@ import pynvml
 import pytest
 
 from metagpu.core.driver import RecoveryAction
-from metagpu.core.model import MIB, GpuId
+from metagpu.core.gpu import MIB, GpuId
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.node import EventSet, SimError, SimNode, SimProcess
 

@@ -6,7 +6,7 @@ import pytest
 
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim.spec import simulated
 
 FILE = """

@@ -7,7 +7,7 @@ import pytest
 
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
-from metagpu.core.model import MIB
+from metagpu.core.gpu import MIB
 from metagpu.sim import steer
 from metagpu.sim.node import SimError, SimNode
 from metagpu.sim.spec import simulated

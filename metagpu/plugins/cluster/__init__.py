@@ -16,9 +16,10 @@ from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
-from metagpu.core.model import GpuId, GpuState
+from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import GpuState
 from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from metagpu.core.model import MIB, Gpu, ResourceName, Snapshot, Versions
+from metagpu.core.gpu import MIB, Gpu
+from metagpu.core.model import ResourceName
+from metagpu.core.snapshot import Snapshot, Versions
 
 NVIDIA: Final = "nvidia.com/"
 OURS: Final = "metagpu.io/"

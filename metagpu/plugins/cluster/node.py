@@ -5,7 +5,8 @@ from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from metagpu.core.model import ResourceName, Snapshot
+from metagpu.core.model import ResourceName
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster.labels import NVIDIA
 
 MANAGER: Final = "metagpu"

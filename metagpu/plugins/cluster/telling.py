@@ -8,8 +8,9 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.model import ResourceName, Snapshot
+from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster.choice import MIG_STATE
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.labels import labels

@@ -18,7 +18,8 @@ from metagpu.core.facts import (
     SharesReleased,
     StockTold,
 )
-from metagpu.core.model import ResourceName, Snapshot, Stock
+from metagpu.core.model import ResourceName, Stock
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import cluster
 from metagpu.plugins.cluster import chore, telling
 from metagpu.plugins.cluster.settings import Feature

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.core.facts import DriverRead, GpusFound, TopologyRead
-from metagpu.core.model import Connection, Gpu, Topology, Versions
+from metagpu.core.gpu import Connection, Gpu, Topology
+from metagpu.core.snapshot import Versions
 from metagpu.plugins.cluster.labels import family, labels, sanitised
 from tests.build import after, gpu, laid_out
 

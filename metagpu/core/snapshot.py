@@ -1,0 +1,126 @@
+"""Everything known at one moment, for whoever reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from metagpu.core.gpu import Gpu, GpuId, Topology
+from metagpu.core.model import Lease, Pause, ResourceName, Share, ShareId, Stock, Verdict
+from metagpu.core.sharing import strays
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """One GPU with everything that changes about it.
+
+    Attributes:
+        shares: all shares on offer from it, of every resource.
+        leases: those that are held, and held ones that are no longer on offer.
+        withheld: shares that conflict with a lease or a cleaning, so nobody may have them now.
+        contended: whether any two of its shares could conflict at all.
+        suspended: the backends that give no shares of it for now, and why.
+        cordon: why nobody gives shares of it, on an operator's word.
+        cleans: the backends that clean it when their last lease of it has ended.
+        cleaning: those that do so now, and since when.
+        stocks: what backends have made of it, where they have to make something.
+        elsewhere: the MIG devices that containers hold through another plugin; the same for every
+            GPU, `None` until the kubelet has told.
+    """
+
+    gpu: Gpu
+    verdict: Verdict
+    shares: tuple[Share, ...] = ()
+    leases: Mapping[ShareId, Lease] = field(default_factory=dict)
+    withheld: frozenset[ShareId] = frozenset()
+    contended: bool = False
+    suspended: Mapping[str, Pause] = field(default_factory=dict)
+    cordon: Pause | None = None
+    cleans: frozenset[str] = frozenset()
+    cleaning: Mapping[str, float] = field(default_factory=dict)
+    stocks: Mapping[str, Stock] = field(default_factory=dict)
+    elsewhere: frozenset[str] | None = None
+
+    @property
+    def owner(self) -> str | None:
+        """The backend that has this GPU, `None` when it is idle and clean."""
+        holders = (lease.share.backend for lease in self.leases.values())
+        return next(holders, next(iter(self.cleaning), None))
+
+    def used_by(self, backend: str) -> bool:
+        """Tell whether a backend has leases of this GPU, or cleans it after them."""
+        return backend in self.cleaning or any(
+            lease.share.backend == backend for lease in self.leases.values()
+        )
+
+    @property
+    def waits_for(self) -> tuple[Lease, ...]:
+        """The leases that must end before the present configuration takes hold of this GPU."""
+        return strays(self.shares, self.leases)
+
+    @property
+    def shut(self) -> frozenset[ShareId]:
+        """The shares that are listed Unhealthy, be the GPU as healthy as it may.
+
+        A cordon says nothing against those who hold a share: it stays listed as it was, because a
+        kubelet that restarts fails pods whose devices are not healthy.
+        """
+        if not self.suspended and self.cordon is None:
+            return self.withheld
+
+        return self.withheld | {
+            share.id
+            for share in self.shares
+            if share.backend in self.suspended
+            or (self.cordon is not None and share.id not in self.leases)
+        }
+
+    def open_to(self, backend: str) -> bool:
+        """Tell whether a backend may give any share of this GPU now."""
+        return (
+            self.verdict.healthy
+            and self.cordon is None
+            and backend not in self.suspended
+            and self.owner in (None, backend)
+        )
+
+    def free(self, resource: ResourceName) -> int:
+        """Count the shares of a resource that could be granted now."""
+        if not self.verdict.healthy:
+            return 0
+
+        shut = self.shut
+        return sum(
+            share.resource == resource and share.id not in self.leases and share.id not in shut
+            for share in self.shares
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One resource: its shares in order, grouped by GPU."""
+
+    resource: ResourceName
+    by_gpu: Mapping[GpuId, tuple[Share, ...]]
+    shares: Mapping[ShareId, Share]
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The driver's version as it writes it, and CUDA's; empty and `None` while they are unknown."""
+
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything known at one moment. GPUs are in the order of their index.
+
+    Attributes:
+        rivals: the resources that another device plugin serves in our stead, and where.
+    """
+
+    gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
+    offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
+    topology: Topology = field(default_factory=Topology)
+    versions: Versions = field(default_factory=Versions)
+    rivals: Mapping[ResourceName, str] = field(default_factory=dict)

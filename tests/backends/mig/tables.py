@@ -1,0 +1,104 @@
+"""What boards can be cut into, for tests of MIG's planner.
+
+Placements and counts: NVIDIA's MIG user guide, "Supported MIG Profiles" and the outputs of
+`nvidia-smi mig -lgip` and `-lgipp` there. Names follow from the boards' memory.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from metagpu.backends.mig.profiles import Board, Profile
+from metagpu.core.mig import Placement
+
+_ME: Final = frozenset(("me",))
+
+
+def profile(
+    name: str,
+    starts: Sequence[int],
+    size: int,
+    most: int,
+    *,
+    engines: frozenset[str] = frozenset(),
+    slice_engines: frozenset[str] = frozenset(),
+) -> Profile:
+    """Make a profile; its compute slices stand in its name."""
+    placements = tuple(Placement(start, size) for start in starts)
+    return Profile(name, int(name[0]), placements, most, engines, slice_engines)
+
+
+def _eight(*sizes: str) -> Board:
+    """Make a board of eight memory slices and seven compute slices.
+
+    `sizes` are the memory of 1g, of the 1g with twice the memory, of 2g, 3g, 4g and 7g.
+    """
+    one, double, two, three, four, seven = sizes
+    return Board(
+        (
+            profile(f"1g.{one}", range(7), 1, 7),
+            profile(f"1g.{one}+me", range(7), 1, 1, engines=_ME),
+            profile(f"1g.{double}", (0, 2, 4, 6), 2, 4),
+            profile(f"2g.{two}", (0, 2, 4), 2, 3),
+            profile(f"3g.{three}", (0, 4), 4, 2),
+            profile(f"4g.{four}", (0,), 4, 1),
+            profile(f"7g.{seven}", (0,), 8, 1),
+        ),
+        compute_slices=7,
+    )
+
+
+def _rtx() -> Board:
+    """Make a board of four slices whose profiles say which media engines they take.
+
+    Who excludes whom follows from the profiles' names; no such board was at hand.
+    """
+    every = frozenset(f"media{number}" for number in range(4))
+    own = frozenset(("media",))
+    one, two = range(4), (0, 2)
+
+    return Board(
+        (
+            profile("1g.24gb", one, 1, 4, slice_engines=own),
+            profile("1g.24gb+me", one, 1, 1, engines=_ME, slice_engines=own),
+            profile("1g.24gb+gfx", one, 1, 4, slice_engines=own),
+            profile("1g.24gb+me.all", one, 1, 1, engines=_ME | every),
+            profile("1g.24gb-me", one, 1, 4),
+            profile("2g.48gb", two, 2, 2, slice_engines=own),
+            profile("2g.48gb+gfx", two, 2, 2, slice_engines=own),
+            profile("2g.48gb+me.all", two, 2, 1, engines=_ME | every),
+            profile("2g.48gb-me", two, 2, 2),
+            profile("4g.96gb", (0,), 4, 1, slice_engines=own),
+            profile("4g.96gb+gfx", (0,), 4, 1, slice_engines=own),
+        ),
+        compute_slices=4,
+    )
+
+
+A100_40: Final = _eight("5gb", "10gb", "10gb", "20gb", "20gb", "40gb")
+BOARDS: Final = {
+    "A100-40": A100_40,
+    "A100-80": _eight("10gb", "20gb", "20gb", "40gb", "40gb", "80gb"),
+    "H100-80": _eight("10gb", "20gb", "20gb", "40gb", "40gb", "80gb"),
+    "H100-NVL": _eight("12gb", "24gb", "24gb", "47gb", "47gb", "94gb"),
+    "GH200-96": _eight("12gb", "24gb", "24gb", "48gb", "48gb", "96gb"),
+    "H200": _eight("18gb", "35gb", "35gb", "71gb", "71gb", "141gb"),
+    "B200": _eight("23gb", "45gb", "45gb", "90gb", "90gb", "180gb"),
+    "GB200": _eight("23gb", "47gb", "47gb", "93gb", "93gb", "186gb"),
+    "A30": Board(
+        (
+            profile("1g.6gb", range(4), 1, 4),
+            profile("1g.6gb+me", range(4), 1, 1, engines=_ME),
+            profile("2g.12gb", (0, 2), 2, 2),
+            profile("2g.12gb+me", (0, 2), 2, 1, engines=_ME),
+            profile("4g.24gb", (0,), 4, 1),
+        ),
+        compute_slices=4,
+    ),
+    "RTX PRO 6000": _rtx(),
+}
+"""By the name of the board."""
+
+
+def only(board: Board, *names: str) -> Board:
+    """Leave a board those profiles alone, as a configuration may."""
+    return Board(tuple(p for p in board.profiles if p.name in names), board.compute_slices)
