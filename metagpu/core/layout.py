@@ -11,6 +11,7 @@ from metagpu.core.facts import SharesOffered
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.model import ResourceName, Share
+from metagpu.core.room import Room
 from metagpu.core.snapshot import GpuState, Snapshot
 
 ID_LIMIT = 63
@@ -49,13 +50,13 @@ class Layout:
         """The fact that tells the registry."""
         return SharesOffered(tuple(self.backends), self.shares)
 
-    def remarks(self, snapshot: Snapshot) -> list[str]:
-        """Collect what backends have to say, each of its GPUs that are known."""
+    def rooms(self, snapshot: Snapshot) -> list[Room]:
+        """Collect what is left of GPUs that are cut as pods ask, each backend's together. Pure."""
         states: dict[Backend, list[GpuState]] = {}
         for cut in self.cuts:
             if (state := snapshot.gpus.get(cut.gpu.id)) is not None:
                 states.setdefault(cut.backend, []).append(state)
-        return [line for backend, its in states.items() for line in backend.remarks(its)]
+        return [room for backend, its in states.items() for room in backend.rooms(its)]
 
 
 def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout:

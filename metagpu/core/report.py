@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from metagpu.core import room
 from metagpu.core.errors import MetagpuError
 from metagpu.core.gpu import MIB, GpuId, bus_id
 from metagpu.core.layout import Layout
@@ -16,6 +17,8 @@ from metagpu.core.snapshot import GpuState, Snapshot
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Say what the kubelet is, or would be, offered, and why each GPU is in its pool."""
     why = {assignment.gpu.id: assignment for assignment in layout.assignments}
+    rooms = layout.rooms(snapshot)
+    left = {each.gpu.id: room.told(each) for each in rooms}
 
     return {
         "resources": {
@@ -37,11 +40,12 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "pool": why[gpu].pool if gpu in why else None,
                 "why": why[gpu].why if gpu in why else "not laid out yet",
                 "shares": _shares(snapshot, gpu),
+                "room": left.get(gpu),
             }
             for gpu, state in snapshot.gpus.items()
         ],
         "topology": _topology(snapshot),
-        "remarks": layout.remarks(snapshot),
+        "remarks": list(room.sentences(rooms)),
         "rivals": dict(snapshot.rivals),
     }
 

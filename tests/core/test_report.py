@@ -46,6 +46,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
+            "room": None,
         },
         {
             "index": 1,
@@ -69,6 +70,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+            "room": None,
         },
     ]
 
