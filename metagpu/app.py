@@ -310,6 +310,12 @@ class Agent:
         return plan.told(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
+        name = str(request.get("gpu", ""))
+        for state in self.registry.snapshot.gpus.values():
+            if name in state.faults:
+                await self.health.acknowledge(state.gpu.id, name)
+                return f"MIG device {name} of GPU {state.gpu} is back in service"
+
         gpu = self._named(request)
         await self.health.acknowledge(gpu)
         return f"GPU {self._state(gpu).gpu} is back in service"

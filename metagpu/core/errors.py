@@ -69,6 +69,16 @@ class GpuUnhealthy(RequestError):
         super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
 
 
+class InstanceUnhealthy(RequestError):
+    """Raised when a share is asked for whose MIG device is out of service."""
+
+    def __init__(self, resource: str, share: str, gpu: str, reason: str) -> None:
+        super().__init__(
+            f"{resource}: MIG instance {share} of GPU {gpu} is unhealthy: {reason}; it is made "
+            "anew once nobody holds or uses it"
+        )
+
+
 class GpuPaused(RequestError):
     """Raised when no new shares of a GPU are given for now; `why` says what to wait for."""
 

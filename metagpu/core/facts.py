@@ -67,6 +67,29 @@ class GpuRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceFaulted:
+    """A MIG device went out of service, and nothing else of its GPU.
+
+    While it is out, the first reason and time stand.
+    """
+
+    gpu: GpuId
+    device: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRecovered:
+    """A MIG device is fit to serve again, or is no more; `reason` says which."""
+
+    gpu: GpuId
+    device: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class SharesOffered:
     """The configuration was laid over the GPUs: this is on offer from now on.
 
@@ -203,6 +226,8 @@ class StockTold:
 GpuFact = (
     GpuFaulted
     | GpuRecovered
+    | InstanceFaulted
+    | InstanceRecovered
     | GpuCordoned
     | GpuUncordoned
     | GpuKept

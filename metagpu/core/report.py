@@ -146,6 +146,7 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "cleaning": {backend: _moment(since) for backend, since in state.cleaning.items()},
         "suspended": {backend: _pause(pause) for backend, pause in state.suspended.items()},
         "cordon": _pause(state.cordon) if state.cordon else None,
+        "faults": [_fault(state, device) for device in state.faults],
         "made": [
             _made(share, it) for stock in state.stocks.values() for share, it in stock.made.items()
         ],
@@ -163,6 +164,22 @@ def _made(share: ShareId, it: Made) -> Mapping[str, Any]:
         "gpuInstance": it.gpu_instance,
         "computeInstance": it.compute_instance,
         "idle": it.idle,
+    }
+
+
+def _fault(state: GpuState, device: str) -> Mapping[str, Any]:
+    """Say what is wrong with a MIG device, and which shares it stands for: none if not ours."""
+    verdict = state.faults[device]
+    return {
+        "device": device,
+        "shares": sorted(
+            share
+            for stock in state.stocks.values()
+            for share, made in stock.made.items()
+            if made.device == device
+        ),
+        "reason": verdict.reason,
+        "since": _moment(verdict.since),
     }
 
 

@@ -83,6 +83,10 @@ class ServedGpu(Protocol):
         """Say what this backend has made of the GPU, all of it."""
         ...
 
+    def removed(self, device: str) -> None:
+        """Say that a MIG device is no more: what was wrong with it is over."""
+        ...
+
     async def processes(self) -> Sequence[GpuProcess]:
         """List the processes on it (see `Driver.processes`).
 

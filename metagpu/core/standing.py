@@ -16,10 +16,12 @@ from metagpu.core.facts import (
     GpuRecovered,
     GpuReturned,
     GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
     StockTold,
 )
 from metagpu.core.model import Pause, Stock, Verdict
-from metagpu.core.sharing import withheld
+from metagpu.core.sharing import broken, withheld
 from metagpu.core.snapshot import GpuState
 
 NOT_READY: Final = "it is being made ready"
@@ -37,6 +39,8 @@ def stand(  # noqa: C901, PLR0911 - one return for each kind of fact
             return _judged(state, Verdict(healthy=False, since=fact.at, reason=fact.reason))
         case GpuRecovered():
             return _judged(state, Verdict(healthy=True, since=fact.at))
+        case InstanceFaulted() | InstanceRecovered():
+            return _judged_inside(state, fact)
         case GpuCordoned():
             cordon = _paused(state.cordon, fact.reason, fact.at)
             return state if cordon == state.cordon else replace(state, cordon=cordon)
@@ -63,6 +67,18 @@ def _judged(state: GpuState, verdict: Verdict) -> GpuState:
     """Change the verdict; while a GPU is out, the first reason and time stand."""
     same = state.verdict.healthy == verdict.healthy
     return state if same else replace(state, verdict=verdict)
+
+
+def _judged_inside(state: GpuState, fact: InstanceFaulted | InstanceRecovered) -> GpuState:
+    """Change the verdict of a MIG device; the same holds as for a GPU."""
+    ill = isinstance(fact, InstanceFaulted)
+    if ill == (fact.device in state.faults):
+        return state
+
+    faults = dict(_without(state.faults, fact.device))
+    if ill:
+        faults[fact.device] = Verdict(healthy=False, since=fact.at, reason=fact.reason)
+    return replace(state, faults=MappingProxyType(faults), broken=broken(state.stocks, faults))
 
 
 def _paused(pause: Pause | None, reason: str, at: float) -> Pause:
@@ -115,7 +131,7 @@ def _stocked(state: GpuState, backend: str, stock: Stock) -> GpuState:
     rest = _without(state.stocks, backend)
     stocks = rest if stock == Stock() else MappingProxyType({**rest, backend: stock})
     lost = withheld(state.shares, state.leases, state.cleaning, stocks)
-    return replace(state, stocks=stocks, withheld=lost)
+    return replace(state, stocks=stocks, withheld=lost, broken=broken(stocks, state.faults))
 
 
 def _without(values: Mapping[str, ValueT], key: str) -> Mapping[str, ValueT]:

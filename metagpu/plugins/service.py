@@ -17,6 +17,7 @@ from metagpu.core.backend import Backend
 from metagpu.core.errors import (
     GpuPaused,
     GpuUnhealthy,
+    InstanceUnhealthy,
     NotMade,
     RequestError,
     ShareTaken,
@@ -232,6 +233,10 @@ class Service:
                 raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
             if why := report.pause(state, shares[0].backend):
                 raise GpuPaused(self.resource, str(state.gpu), why)
+            for share in shares if state.broken else ():
+                if (fault := state.fault_of(share.id)) is not None:
+                    slot = share.id.partition("::")[2]
+                    raise InstanceUnhealthy(self.resource, slot, str(state.gpu), fault.reason)
             if state.withheld:
                 for share in shares:
                     if share.id in state.withheld:

@@ -261,6 +261,7 @@ class Keeping:
             for known in (self.known.idle, self.known.users, self.known.stuck):
                 known.pop(slot, None)
             device = identity(instance)
+            self.served.removed(device)
             log.info("instance removed", gpu=self._name, instance=slot, device=device)
             return None
         finally:
@@ -299,4 +300,4 @@ class Keeping:
 def _rests_on(state: GpuState) -> object:
     """Give what a round rests on: if it changes, there may be something to do."""
     leases = frozenset((i, it.since, it.holder is None) for i, it in state.leases.items())
-    return leases, state.elsewhere, state.gpu, state.verdict.healthy
+    return leases, state.elsewhere, state.gpu, state.verdict.healthy, state.faults

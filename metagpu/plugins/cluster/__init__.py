@@ -15,7 +15,15 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
+from metagpu.core.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
+    RivalMet,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
@@ -232,7 +240,10 @@ class Cluster:
         return "pending" if waiting else "success"
 
     async def _tell_news(self) -> None:
-        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet)
+        kinds = (
+            *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
+            *(GpuCordoned, GpuUncordoned, RivalMet),
+        )
         with self._registry.news.subscribe(*kinds) as news:
             async for fact in news:
                 match fact:
@@ -240,6 +251,11 @@ class Cluster:
                         self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
                     case GpuRecovered(gpu, reason):
                         self._tell_gpu("GPUBackInService", gpu, reason)
+                    case InstanceFaulted(gpu, device, reason):
+                        why = f"MIG device {device} alone: {reason}"
+                        self._tell_gpu("MIGDeviceOutOfService", gpu, why, warning=True)
+                    case InstanceRecovered(gpu, device, reason):
+                        self._tell_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}")
                     case GpuCordoned(gpu, reason):
                         self._tell_gpu("GPUCordoned", gpu, reason)
                     case RivalMet(resource, where):

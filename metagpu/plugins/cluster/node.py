@@ -147,8 +147,16 @@ def condition_of(snapshot: Snapshot) -> Mapping[str, str] | None:
     if out:
         said = "; ".join(f"GPU {state.gpu}: {state.verdict.reason}" for state in out)
         return _condition("True", "GPUOutOfService", said, since)
-    count = len(snapshot.gpus)
-    return _condition("False", "GPUsInService", f"all {count} GPUs are in service", since)
+    said = f"all {len(snapshot.gpus)} GPUs are in service"
+    faults = [
+        (verdict.since, f"MIG device {device} of GPU {state.gpu}: {verdict.reason}")
+        for state in snapshot.gpus.values()
+        for device, verdict in state.faults.items()
+    ]
+    if faults:  # no problem of the node: who drained it for that would end everybody else's pods
+        said = "; ".join([said, *(fault for _, fault in faults)])
+        return _condition("False", "MIGDevicesOutOfService", said, max(faults)[0])
+    return _condition("False", "GPUsInService", said, since)
 
 
 def _condition(status: str, reason: str, message: str, since: float) -> Mapping[str, str]:

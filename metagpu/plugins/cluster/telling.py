@@ -173,6 +173,7 @@ def look(snapshot: Snapshot) -> object:
     gpus = tuple(
         (
             *(state.gpu, state.verdict, state.withheld, state.suspended),
+            *(state.faults, state.broken),
             (state.cordon, state.leases) if state.cordon else None,  # what is free is shut then
         )
         for state in snapshot.gpus.values()
