@@ -24,7 +24,7 @@ from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
 from metagpu.core.errors import ConfigError, MetagpuError
-from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
+from metagpu.core.facts import BackendSuspended, GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.gpu import GpuId
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
@@ -175,7 +175,12 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        self.registry.apply((await self._laid_out(self.config)).offered)
+        layout = await self._laid_out(self.config)
+        self.registry.apply(layout.offered)
+        for cut in layout.cuts:
+            if why := cut.backend.foreseen(cut.gpu):
+                fact = BackendSuspended(cut.gpu.id, cut.backend.name, why, time.time())
+                self.registry.apply(fact)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""

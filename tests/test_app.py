@@ -14,7 +14,7 @@ from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuRecovered, SharesReleased
 from metagpu.core.model import ResourceName
-from metagpu.core.report import hindrance
+from metagpu.core.report import explanation, hindrance
 from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
 from metagpu.sim.kubelet import Pod, SimKubelet
@@ -153,6 +153,36 @@ async def test_looking_makes_nothing_ready(monkeypatch: pytest.MonkeyPatch) -> N
     [state] = agent.registry.snapshot.gpus.values()
     assert state.suspended == {}
     assert state.free(ResourceName(METAGPU)) == 100
+
+
+@pytest.mark.parametrize(
+    ("board", "options", "free", "reason"),
+    [
+        ("a100-40gb:1", "", 0, "MIG mode is off; turn it on (`nvidia-smi -i 0 -mig 1`)"),
+        ("a100-40gb:1", ", enableMig: true", 0, "it waits for a reset then"),
+        ("h100-80gb:1", "", 0, "MIG mode is off; turn it on"),
+        ("h100-80gb:1", ", enableMig: true", 7, ""),
+    ],
+)
+async def test_looking_foresees_what_mig_mode_hinders(
+    tmp_path: Path, board: str, options: str, free: int, reason: str
+) -> None:
+    """Nothing is told as free that the daemon would not give before MIG is on."""
+    file = tmp_path / "mig.yaml"
+    profile = "1g.5gb" if "a100" in board else "1g.10gb"
+    cut = f"{{backend: mig, profiles: [{profile}]{options}}}"
+    await anyio.Path(file).write_text(
+        f"version: metagpu/v1\npools: [{{name: a, backends: [{cut}]}}]\n"
+    )
+    agent = Agent(Source((file,)), Nvml(Library(simulated(board))))
+    await agent.look()
+
+    [state] = agent.registry.snapshot.gpus.values()
+    assert state.free(ResourceName(f"nvidia.com/mig-{profile}")) == free
+    pause = state.suspended.get("mig")
+    assert (reason in pause.reason) if pause else not reason
+    told = explanation(agent.registry.snapshot, agent.layout)
+    assert [it["allocatable"] for it in told["resources"].values()] == [free]
 
 
 async def test_old_driver_waits_for_the_operator(

@@ -88,6 +88,16 @@ class Backend(ABC):
         """Say why a GPU has none of its shares."""
         return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
 
+    def foreseen(
+        self,
+        gpu: Gpu,  # noqa: ARG002 - for backends whose GPUs have to be in a mode
+    ) -> str:
+        """Say why nothing of a GPU will be given as it is now, empty if nothing is known of that.
+
+        For those who look at a node that nobody serves: there `serve` says it.
+        """
+        return ""
+
     def rooms(
         self,
         states: Sequence[GpuState],  # noqa: ARG002 - for backends whose shares may overlap

@@ -182,12 +182,17 @@ class GpuLeft:
 
 @dataclass(frozen=True, slots=True)
 class BackendSuspended:
-    """A backend can give no shares of a GPU for now. The latest reason and the first time stand."""
+    """A backend can give no shares of a GPU for now. The latest reason and the first time stand.
+
+    Attributes:
+        reset: whether that lasts until somebody resets the GPU.
+    """
 
     gpu: GpuId
     backend: str
     reason: str
     at: float
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,9 +90,9 @@ class _Served:
     async def until(self, is_so: Callable[[GpuState], bool]) -> GpuState:
         return await _until(self._registry, self.gpu, is_so)
 
-    def suspend(self, reason: str) -> None:
+    def suspend(self, reason: str, *, reset: bool = False) -> None:
         if not self._kept.dismissed:
-            fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock())
+            fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock(), reset)
             if self._registry.apply(fact):
                 log.warning("GPU suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
 

@@ -183,8 +183,8 @@ def _fault(state: GpuState, device: str) -> Mapping[str, Any]:
     }
 
 
-def _pause(it: Pause) -> Mapping[str, str]:
-    return {"reason": it.reason, "since": _moment(it.since)}
+def _pause(it: Pause) -> Mapping[str, str | bool]:
+    return {"reason": it.reason, "since": _moment(it.since), "reset": it.reset}
 
 
 def _moment(at: float) -> str:

@@ -52,7 +52,7 @@ def stand(  # noqa: C901, PLR0911 - one return for each kind of fact
             left = _resumed(_not_cleaning(state, fact.backend), fact.backend)
             return _stocked(_cleaned(left, fact), fact.backend, Stock())
         case BackendSuspended():
-            return _suspended(state, fact.backend, fact.reason, fact.at)
+            return _suspended(state, fact)
         case BackendResumed():
             return _resumed(state, fact.backend)
         case GpuReturned():
@@ -90,16 +90,16 @@ def _kept(state: GpuState, fact: GpuKept) -> GpuState:
     if fact.cleans and fact.backend not in state.cleans:
         state = replace(state, cleans=state.cleans | {fact.backend})
     if fact.readies:
-        state = _suspended(state, fact.backend, NOT_READY, fact.at)
+        state = _suspended(state, BackendSuspended(fact.gpu, fact.backend, NOT_READY, fact.at))
     return state
 
 
-def _suspended(state: GpuState, backend: str, reason: str, at: float) -> GpuState:
-    known = state.suspended.get(backend)
-    pause = _paused(known, reason, at)
+def _suspended(state: GpuState, fact: BackendSuspended) -> GpuState:
+    known = state.suspended.get(fact.backend)
+    pause = replace(_paused(known, fact.reason, fact.at), reset=fact.reset)
     if pause == known:
         return state
-    return replace(state, suspended=MappingProxyType({**state.suspended, backend: pause}))
+    return replace(state, suspended=MappingProxyType({**state.suspended, fact.backend: pause}))
 
 
 def _resumed(state: GpuState, backend: str) -> GpuState:

@@ -9,7 +9,7 @@ from metagpu.backends.mig.board import board_of, profile_of, replica_of, share_i
 from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
 from metagpu.backends.mig.ledger import Terms
-from metagpu.backends.mig.mode import MigMode
+from metagpu.backends.mig.mode import MigMode, foreseen
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.placement import Seat, choose
 from metagpu.backends.mig.planner import Misfit
@@ -81,6 +81,10 @@ class MigBackend(Backend):
             return self._refusal(spots)
         has = ", ".join(profile.name for profile in gpu.mig_profiles)
         return f"it has none of the MIG profiles {', '.join(self._options.names)}; it has {has}"
+
+    def foreseen(self, gpu: Gpu) -> str:
+        """Say that MIG mode is off, where that will last."""
+        return foreseen(gpu, enable=self._options.enable_mig)
 
     def rooms(self, states: Sequence[GpuState]) -> Sequence[Room]:
         """Say what is left of GPUs whose instances are made on demand, and what would help."""

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
-from metagpu.backends.mig.mode import MigMode
+from metagpu.backends.mig.mode import Hindrance, MigMode
 from metagpu.backends.mig.standing import Standing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
 from metagpu.core.mig import MigInstance, Placement
@@ -98,10 +98,10 @@ class Keeping:
         dirty_since = self.served.since_last_lease  # what ends later is not seen by this look
         try:
             hindrance = self._nothing() or await self.mode.hindrance()
-            self.alone = not hindrance
+            self.alone = hindrance is None
             await self._look()
-            if hindrance:
-                self.served.suspend(hindrance)
+            if hindrance is not None:
+                self.served.suspend(hindrance.why, reset=hindrance.reset)
                 return LOOK
         except DriverError as error:
             self._complain(error)
@@ -126,10 +126,12 @@ class Keeping:
             self.served.returned(dirty_since)
         return self._ledger.pause(anyio.current_time())
 
-    def _nothing(self) -> str:
+    def _nothing(self) -> Hindrance | None:
         """Say if the GPU has nothing to offer here: then its mode is nobody's business."""
         names = {profile.name for profile in self.served.state.gpu.mig_profiles}
-        return "" if names & self.terms.allowed else "it has none of the MIG profiles of its pool"
+        if names & self.terms.allowed:
+            return None
+        return Hindrance("it has none of the MIG profiles of its pool")
 
     def _complain(self, error: DriverError) -> None:
         if str(error) != self.complaint:

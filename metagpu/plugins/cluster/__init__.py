@@ -16,6 +16,7 @@ from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.facts import (
+    BackendSuspended,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
@@ -242,9 +243,10 @@ class Cluster:
     async def _tell_news(self) -> None:
         kinds = (
             *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
-            *(GpuCordoned, GpuUncordoned, RivalMet),
+            *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended),
         )
         with self._registry.news.subscribe(*kinds) as news:
+            self._tell_resets()
             async for fact in news:
                 match fact:
                     case GpuFaulted(gpu, reason):
@@ -258,6 +260,8 @@ class Cluster:
                         self._tell_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}")
                     case GpuCordoned(gpu, reason):
                         self._tell_gpu("GPUCordoned", gpu, reason)
+                    case BackendSuspended(gpu, reason=reason, reset=True):
+                        self._tell_gpu("GPUResetNeeded", gpu, reason, warning=True)
                     case RivalMet(resource, where):
                         note = (
                             f"{resource} is served by another device plugin on {where}, not by us"
@@ -265,6 +269,13 @@ class Cluster:
                         self._tell("RivalPlugin", note, "Serve", warning=True)
                     case GpuUncordoned(gpu):
                         self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
+
+    def _tell_resets(self) -> None:
+        """Tell of GPUs that wait for a reset already: MIG mode is turned on as a daemon starts."""
+        for gpu, state in self._registry.snapshot.gpus.items():
+            for pause in state.suspended.values():
+                if pause.reset:
+                    self._tell_gpu("GPUResetNeeded", gpu, pause.reason, warning=True)
 
     def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
         known = self._registry.snapshot.gpus.get(gpu)

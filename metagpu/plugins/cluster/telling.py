@@ -18,8 +18,8 @@ from metagpu.plugins.cluster.node import (
     MANAGER,
     Object,
     capacity_of,
-    condition_differs,
-    condition_of,
+    conditions_differ,
+    conditions_of,
     healthy_of,
     labels_differ,
     ours_to_write,
@@ -101,11 +101,12 @@ class Teller:
         log.info("the startup taint is lifted")
 
     async def judge(self) -> None:
-        """Say in a condition how the GPUs are."""
-        node, wanted = self.node.object, condition_of(self.registry.snapshot)
-        if node is None or wanted is None or not condition_differs(node, wanted):
+        """Say in conditions how the GPUs are."""
+        node, wanted = self.node.object, conditions_of(self.registry.snapshot)
+        if node is None or not wanted or not conditions_differ(node, wanted):
             return
-        await self._apply("/status", {"status": {"conditions": [dict(wanted)]}}, force=True)
+        conditions = [dict(each) for each in wanted]
+        await self._apply("/status", {"status": {"conditions": conditions}}, force=True)
 
     async def lower(self) -> None:
         """Take from the node's allocatable amounts what cannot be had any more, at once."""
