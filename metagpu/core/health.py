@@ -183,7 +183,8 @@ class HealthWatch:
                 told.clear()
 
                 # Beside the next wait, not before it: a GPU that hangs delays no news of others.
-                for gpu in dict.fromkeys(gpu for event in events for gpu in self._hear(event)):
+                news = dict.fromkeys(events)  # what NVML says twice at once is told once
+                for gpu in dict.fromkeys(gpu for event in news for gpu in self._hear(event)):
                     checks.start_soon(self._check, gpu)
 
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:

@@ -8,6 +8,7 @@ from metagpu.core.driver import (
     Condition,
     DriverEvent,
     EccError,
+    GpuUnavailable,
     RecoveryAction,
     RecoveryActionChanged,
     Xid,
@@ -54,6 +55,8 @@ def judge_event(event: DriverEvent, health: Health) -> Heard:
             return Heard(gpu, f"{kind} memory error", double_bit)
         case RecoveryActionChanged(gpu):
             return Heard(gpu, "the recovery action changed", fatal=False)
+        case GpuUnavailable(gpu):
+            return Heard(gpu, "it does not answer", fatal=False)
         case _:
             assert_never(event)
 

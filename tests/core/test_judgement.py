@@ -7,6 +7,7 @@ from metagpu.core.driver import (
     Condition,
     DriverEvent,
     EccError,
+    GpuUnavailable,
     RecoveryAction,
     RecoveryActionChanged,
     RemappedRows,
@@ -47,6 +48,7 @@ NEEDY = Condition(memory_used=0, recovery_action=RecoveryAction.GPU_RESET)
             EccError(ID, double_bit=False),
             Heard(ID, "corrected (single-bit) memory error", fatal=False),
         ),
+        (GpuUnavailable(ID), Heard(ID, "it does not answer", fatal=False)),
         (RecoveryActionChanged(ID), Heard(ID, "the recovery action changed", fatal=False)),
     ],
 )
