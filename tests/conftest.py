@@ -14,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 # To look for more: pytest --hypothesis-profile search
 settings.register_profile("search", deadline=None, max_examples=2000)
+# One piece of `make fuzz`: about a minute on one core, other inputs for each seed.
+settings.register_profile("piece", deadline=None, max_examples=1200, database=None)
 settings.load_profile("same")
 
 _STAT = ("os.stat",)
