@@ -282,13 +282,21 @@ class Agent:
             await self._lay_out()
         except ConfigError as error:
             log.error("new GPUs are not offered", error=str(error))
+        except Exception:
+            log.exception("new GPUs are not offered, by a fault of metagpu's own")
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
         told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
         self.oversight.remember(told)
         socket = self.places.pod_resources
-        await podresources.follow_leases(self.registry, socket, looked=self._looked)
+        await podresources.follow_leases(
+            self.registry,
+            socket,
+            looked=self._looked,
+            directory=self.places.kubelet,
+            node=self._node,
+        )
 
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {

@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu import app
+from metagpu import adoption, app
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core import endurance, health
@@ -17,6 +17,7 @@ from metagpu.core.model import ResourceName
 from metagpu.core.report import explanation, hindrance
 from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
+from metagpu.sim.boards import BOARDS
 from metagpu.sim.kubelet import Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
@@ -273,6 +274,53 @@ async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
 
         assert it.kubelet.lists[METAGPU] == 1
         assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_a_fault_of_our_own_in_a_reload_keeps_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails is told with where it came from, and the next reload is tried as ever."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody thought of that")
+
+        with heard(adoption) as lines, monkeypatch.context() as patched:
+            patched.setattr(FractionBackend, "shares", fail)
+            await it.agent.reload()
+        [line] = [each for each in lines if each["log_level"] == "error"]
+        assert "by a fault of metagpu's own; the last good one stays" in line["event"]
+        assert line["exc_info"]
+        assert it.agent.adoption.report()["error"] == (
+            "metagpu failed (RuntimeError: nobody thought of that); see its log"
+        )
+        await it.until(20, 20)
+
+        await it.agent.reload()
+        await it.until(10, 10)
+        assert it.agent.adoption.report()["error"] is None
+
+
+async def test_a_fault_of_our_own_with_a_new_gpu_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on offer stays so, and the daemon goes on."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody thought of that")
+
+        with heard(app) as lines, monkeypatch.context() as patched:
+            patched.setattr(FractionBackend, "shares", fail)
+            it.node.add_gpu(BOARDS["t4"])
+            with anyio.fail_after(30):
+                while not lines:  # noqa: ASYNC110 - a log line has no event
+                    await anyio.sleep(0.01)
+        assert lines[0]["event"] == "new GPUs are not offered, by a fault of metagpu's own"
+        await it.until(20, 20)
 
 
 async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:
