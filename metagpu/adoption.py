@@ -105,7 +105,9 @@ class Adoption:
         self._source = source
         await self.reload(again=False)
         lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
-        return Outcome(self.error, lays_mig)
+        pools = self.loaded.config.envelope.pools
+        kept = "; ".join(dict.fromkeys(filter(None, (pool.reason for pool in pools))))
+        return Outcome(self.error, lays_mig, kept if lays_mig else "")
 
     async def follow_files(self) -> None:
         """Take what the files say as soon as they say something else."""

@@ -57,10 +57,12 @@ class Outcome:
     Attributes:
         refusal: why it was not taken, `None` if it was.
         lays_mig: whether layouts of mig-parted are part of the configuration.
+        misfit: why GPUs of such a layout are offered to nobody, empty if none are kept.
     """
 
     refusal: str | None = None
     lays_mig: bool = False
+    misfit: str = ""
 
 
 class Cluster:
@@ -223,6 +225,8 @@ class Cluster:
         if self._outcome.refusal is not None:
             note = f"{self._outcome.refusal}; the last good configuration stays"
             self._tell("ConfigurationRefused", note, "Configure", warning=True)
+        elif self._outcome.misfit:
+            self._tell("MIGLayoutRefused", self._outcome.misfit, "Configure", warning=True)
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, by the label {wanted.label}"
             self._tell("ConfigurationTaken", note, "Configure")
@@ -237,6 +241,8 @@ class Cluster:
             return "failed" if ours or wanted.mig_config in outcome.refusal else None
         if not ours:
             return None
+        if outcome.misfit:
+            return "failed"
         waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
         return "pending" if waiting else "success"
 

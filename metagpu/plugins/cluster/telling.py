@@ -23,6 +23,7 @@ from metagpu.plugins.cluster.node import (
     healthy_of,
     labels_differ,
     ours_to_write,
+    owned_labels,
     stale_amounts,
     taints_left,
 )
@@ -61,14 +62,18 @@ class Teller:
         node = self.node.object
         if node is None:
             return
-        wanted = dict(labels(self.registry.snapshot))
-        if not wanted and not self._labelled:
-            return  # what an earlier daemon said stays until we know better
-        if (state := self.mig_state()) is not None:
+        wanted, state = dict(labels(self.registry.snapshot)), self.mig_state()
+        self._labelled |= bool(wanted)
+        if not self._labelled:
+            if state is None:
+                return
+            # What an earlier daemon said stays until we know better.
+            given = node["metadata"].get("labels") or {}
+            wanted = {name: given[name] for name in owned_labels(node) & given.keys()}
+        if state is not None:
             wanted[MIG_STATE] = state
 
         mine = ours_to_write(node, wanted, self._refused)
-        self._labelled = True
         if not labels_differ(node, mine):
             return
         try:
