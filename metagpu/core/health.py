@@ -9,7 +9,7 @@ operator, or a restart of the daemon, brings the GPU back.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,7 +28,13 @@ from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
 from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
 from metagpu.core.gpu import GpuId
 from metagpu.core.instance_health import InstanceHealth
-from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
+from metagpu.core.judgement import (
+    Heard,
+    Patient,
+    judge_condition,
+    judge_event,
+    without_echoes,
+)
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
 
@@ -108,11 +114,12 @@ class HealthWatch:
         if state.verdict.healthy and not state.faults:
             raise MetagpuError(f"GPU {gpu} is in service; there is nothing to acknowledge")
 
-        patient = self._patients.get(gpu)
+        patient, before = self._patients.get(gpu), self.instances.heard[gpu]
         refusal = judge_condition(await self.driver.condition(gpu))
         if refusal is not None:
             raise MetagpuError(f"GPU {gpu} cannot come back: {refusal}")
-        if self._patients.get(gpu, patient) is not patient:
+        new = self._patients.get(gpu, patient) is not patient
+        if new or self.instances.heard[gpu] != before:
             raise MetagpuError(
                 f"GPU {gpu} had a new fault during its check; read the daemon's log, and "
                 "acknowledge it again when that is mended"
@@ -183,8 +190,8 @@ class HealthWatch:
                 told.clear()
 
                 # Beside the next wait, not before it: a GPU that hangs delays no news of others.
-                news = dict.fromkeys(events)  # what NVML says twice at once is told once
-                for gpu in dict.fromkeys(gpu for event in news for gpu in self._hear(event)):
+                heard = (gpu for event in without_echoes(events) for gpu in self._hear(event))
+                for gpu in dict.fromkeys(heard):
                     checks.start_soon(self._check, gpu)
 
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
@@ -198,23 +205,13 @@ class HealthWatch:
         if event == EccError(heard.gpu, double_bit=False):
             self._tell_corrected(heard)
         else:
-            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, **_where(heard))
+            where = {"instance": heard.inside.gpu_instance} if heard.inside else {}
+            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, **where)
 
         if heard.gpu is None:
             # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
             return tuple(self.registry.snapshot.gpus)
         return (heard.gpu,)
-
-    async def _place(self, gpu: GpuId, heard: Heard) -> None:
-        """Find the MIG device that nobody has told of; if NVML cannot, all of the GPU is out."""
-        try:
-            found = await self.instances.seek(gpu, heard)
-        except DriverUnavailable:
-            raise
-        except DriverError:
-            found = False
-        if not found:
-            self._fault(gpu, heard.reason, proof=True)
 
     def _tell_corrected(self, heard: Heard) -> None:
         """Tell a GPU's first corrected error, and of those that follow how many there were.
@@ -259,7 +256,8 @@ class HealthWatch:
 
     async def _check(self, gpu: GpuId) -> None:
         for heard in self._unplaced.pop(gpu, ()):
-            await self._place(gpu, heard)
+            if not await self.instances.seek(gpu, heard):
+                self._fault(gpu, heard.reason, proof=True)
         refusal = await self._refusal(gpu)
         if refusal is not None:
             self._fault(gpu, refusal, proof=False)
@@ -302,10 +300,6 @@ class HealthWatch:
         self._patients.pop(gpu, None)
         if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
             log.info("GPU back in service", gpu=gpu, reason=reason)
-
-
-def _where(heard: Heard) -> Mapping[str, int]:
-    return {"instance": heard.inside.gpu_instance} if heard.inside else {}
 
 
 def _first(group: BaseExceptionGroup[DriverUnavailable]) -> BaseException:

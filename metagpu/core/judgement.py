@@ -1,5 +1,6 @@
 """What an event or a condition means for a GPU's verdict: pure rules, no clock and no waiting."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -59,6 +60,16 @@ def judge_event(event: DriverEvent, health: Health) -> Heard:
             return Heard(gpu, "it does not answer", fatal=False)
         case _:
             assert_never(event)
+
+
+def without_echoes(events: Sequence[DriverEvent]) -> Iterator[DriverEvent]:
+    """Leave out what NVML says a second time at once and that only asks for a look. Pure."""
+    said = set[DriverEvent]()
+    for event in events:
+        if event not in said:
+            yield event
+        if isinstance(event, RecoveryActionChanged | GpuUnavailable):
+            said.add(event)
 
 
 def judge_condition(condition: Condition) -> str | None:

@@ -85,7 +85,7 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
             options = config.options[assignment.pool]
             cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
             if not cut:
-                why = _uncut(gpu, cutters) or reason or "the pool has no backends"
+                why = _uncut(gpu, cutters, reason)
                 assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
         shares += cut
@@ -121,7 +121,9 @@ def _assign(
     return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), [], ""
 
 
-def _uncut(gpu: Gpu, cutters: list[Backend]) -> str:
+def _uncut(gpu: Gpu, cutters: list[Backend], reason: str) -> str:
+    if not cutters:
+        return reason or "the pool has no backends"
     return "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
 
 

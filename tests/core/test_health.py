@@ -3,11 +3,13 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import anyio
 import pytest
 
 from metagpu.core import health
+from metagpu.core.config import Health
 from metagpu.core.driver import (
     ComputeMode,
     Condition,
@@ -21,9 +23,12 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverTimeout, MetagpuError
+from metagpu.core.facts import StockTold
 from metagpu.core.gpu import GpuId
 from metagpu.core.health import HealthWatch
+from metagpu.core.model import Made, ShareId, Stock
 from metagpu.core.registry import Registry
+from metagpu.core.xid import Severity
 from tests.build import gpu
 from tests.heard import heard
 
@@ -82,6 +87,14 @@ class Told:
         if isinstance(answer, DriverTimeout):
             raise answer
         return answer
+
+
+class Mute:
+    """An NVML that says nothing of MIG."""
+
+    async def mode(self, gpu: GpuId) -> None:
+        """Hang."""
+        raise DriverTimeout(f"GPU {gpu} hangs")
 
 
 async def news(*answers: Answer) -> list[dict[str, object]]:
@@ -147,6 +160,46 @@ async def test_what_is_said_twice_at_once_is_told_once() -> None:
         "XID 154: GPU recovery action changed",
         "the recovery action changed",
     ]
+
+
+async def test_a_device_that_nvml_cannot_find_is_the_gpu() -> None:
+    """A contained fault of nobody knows which instance takes all of the GPU out."""
+    driver = Told([[Xid(gpu(0).id, 94, 3, 0)]])
+    driver.mig = cast("MigDriver", Mute())
+    watch = HealthWatch(driver, Registry(), Health(xids={94: Severity.FATAL}))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        with anyio.fail_after(30):
+            async for state in watch.registry.watch(lambda now: now.gpus.get(gpu(0).id)):
+                if state is not None and not state.verdict.healthy:
+                    break
+        group.cancel_scope.cancel()
+    assert state is not None
+    assert state.verdict.reason == "XID 94: contained memory error"
+    assert not state.faults
+
+
+async def test_a_new_fault_of_a_device_during_its_acknowledgement_is_kept() -> None:
+    """An operator's word about a MIG device is about the faults before it too."""
+    driver = Told()
+    watch = HealthWatch(driver, Registry(), Health(xids={94: Severity.FATAL}))
+    await watch.survey()
+    made = Stock({ShareId(f"{gpu(0).id}::2g.10gb@0"): Made("MIG-x", 3, 0)})
+    watch.registry.apply(StockTold(gpu(0).id, "mig", made, at=0))
+    watch._hear(Xid(gpu(0).id, 94, 3, 0))
+
+    async def fault() -> None:
+        watch._hear(Xid(gpu(0).id, 94, 3, 0))
+
+    driver.during_check = fault
+    with pytest.raises(MetagpuError, match="had a new fault during its check"):
+        await watch.acknowledge(gpu(0).id, "MIG-x")
+    assert watch.registry.snapshot.gpus[gpu(0).id].faults
+
+    driver.during_check = None
+    await watch.acknowledge(gpu(0).id, "MIG-x")
+    assert not watch.registry.snapshot.gpus[gpu(0).id].faults
 
 
 async def test_a_fault_during_an_acknowledgement_is_kept() -> None:
