@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from metagpu.backends.mps.control import Control, Folders, control_daemon
+from metagpu.backends.mps_daemon.control import Control, Folders, control_daemon
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError
 from metagpu.core.gpu import GpuId
@@ -51,6 +51,14 @@ class StandIn:
         """Be a client while the block lasts, as a CUDA process is."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self.folders.pipes / "control"))
+            yield
+
+    @contextmanager
+    def command(self, words: str) -> Iterator[None]:
+        """Say something on the socket of commands, as root of a container can; wait for nothing."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.folders.pipes / "control_privileged"))
+            connection.sendall(words.encode())
             yield
 
     async def answers(self) -> None:

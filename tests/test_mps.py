@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from metagpu.app import Agent
-from metagpu.backends.mps.control import Folders
+from metagpu.backends.mps_daemon.control import Folders
 from metagpu.core import report
 from metagpu.core.driver import ComputeMode
 from metagpu.core.gpu import GpuId

@@ -11,9 +11,9 @@ from typing import ClassVar, Final
 
 import structlog
 
-from metagpu.backends.mps.control import PIPES, SHM, Folders
 from metagpu.backends.mps.keeping import keep
-from metagpu.backends.mps.supervisor import Timing
+from metagpu.backends.mps_daemon.control import PIPES, SHM, Folders
+from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.backends.placement import Placement, Seat, gather, place
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneGpuOnly, TooManyClients

@@ -11,7 +11,6 @@ from typing import Final
 
 from metagpu.core.companions import Companion, Companions
 from metagpu.core.errors import ToolError
-from metagpu.core.gpu import GpuId
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
 PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -21,7 +20,7 @@ SHM: Final = Path("/dev/shm")  # noqa: S108 - where MPS has its shared memory
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """What one GPU's control daemon has to itself, below the run directory."""
+    """What the control daemon of a GPU or MIG instance has to itself, below the run directory."""
 
     home: Path
 
@@ -87,10 +86,13 @@ class Folders:
         return self.home / "compute-mode"
 
 
-def control_daemon(gpu: GpuId, folders: Folders) -> Companion:
-    """Describe the control daemon of one GPU: in the foreground, blind for all other GPUs."""
+def control_daemon(device: str, folders: Folders) -> Companion:
+    """Describe the control daemon of a GPU or MIG device: in the foreground, blind for all others.
+
+    One for each MIG device, named like this, is NVIDIA's own way (NVIDIA/k8s-device-plugin#572).
+    """
     env: Mapping[str, str] = {
-        "CUDA_VISIBLE_DEVICES": gpu,
+        "CUDA_VISIBLE_DEVICES": device,
         PIPES: str(folders.pipes),
         _LOGS: str(folders.logs),
     }
