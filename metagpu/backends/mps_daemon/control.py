@@ -3,11 +3,12 @@
 The commands are those of `nvidia-cuda-mps-control(1)`.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from metagpu.core.companions import Companion, Companions
 from metagpu.core.errors import ToolError
@@ -23,6 +24,11 @@ class Folders:
     """What the control daemon of a GPU or MIG instance has to itself, below the run directory."""
 
     home: Path
+
+    @classmethod
+    def of(cls, run_dir: str, device: str) -> Self:
+        """Give those of a device, which have its name."""
+        return cls(Path(run_dir) / "mps" / device)
 
     @property
     def pipes(self) -> Path:
@@ -65,6 +71,14 @@ class Folders:
         except (OSError, ValueError):
             return None
 
+    def note_gpu(self, gpu: str) -> None:
+        """Note which GPU the device is an instance of: its own name does not tell."""
+        self._gpu.write_text(gpu, encoding="ascii")
+
+    def forget(self) -> None:
+        """Remove them with all that is in them: the device is gone."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
     def note_mode(self, mode: str) -> None:
         """Note the compute mode to put back, unless one is noted already."""
         with suppress(FileExistsError), self._mode.open("x", encoding="ascii") as file:
@@ -82,8 +96,22 @@ class Folders:
         self._mode.unlink(missing_ok=True)
 
     @property
+    def _gpu(self) -> Path:
+        return self.home / "gpu"
+
+    @property
     def _mode(self) -> Path:
         return self.home / "compute-mode"
+
+
+def devices_left_by(run_dir: str, gpu: str) -> list[str]:
+    """Find the instances of a GPU that have folders, be they there still or not."""
+    found = []
+    for note in Path(run_dir).glob("mps/*/gpu"):
+        with suppress(OSError):  # it is going
+            if note.read_text(encoding="ascii") == gpu:
+                found.append(note.parent.name)
+    return found
 
 
 def control_daemon(device: str, folders: Folders) -> Companion:

@@ -90,9 +90,9 @@ class Supervision:
     async def run(self) -> None:
         """Have a control daemon that answers, for ever."""
         watch = Watch()
-        if await self.find():
+        if (found := await self.find()) is not None:
             self.adopted = True
-            self._log.info("MPS control daemon adopted", pid=self._process and self._process.pid)
+            self._log.info("MPS control daemon adopted", pid=found.pid)
 
         while True:
             decision = decide(watch, await self._look(), self._timing)
@@ -103,13 +103,13 @@ class Supervision:
             self.looked.set()
             await self._wait(decision.wait)
 
-    async def find(self) -> bool:
+    async def find(self) -> Process | None:
         """Find the control daemon of an earlier daemon of ours, by what it wrote down itself."""
         pid = await to_thread.run_sync(self._folders.pid)
         with suppress(ToolMissing):  # it could not be spoken to
             if pid is not None:
                 self._process = await self._companions.find(self._daemon, pid)
-        return self._process is not None
+        return self._process
 
     async def unused(self) -> bool:
         """Tell whether nobody can be its client: no container holds a share, and it has none.
@@ -139,14 +139,15 @@ class Supervision:
         Raises:
             ToolError: if it stays.
         """
-        if self._process is None:
+        process = self._process or await self.find()
+        if process is None:
             return
 
         self._asked_to_end = True
         with suppress(ToolError, TimeoutError), anyio.fail_after(self._timing.deadline):
             await self._control.quit()
-            await self._companions.ended(self._process)
-        await self._companions.kill(self._process)
+            await self._companions.ended(process)
+        await self._companions.kill(process)
 
     async def left(self) -> str:
         """Let servers end that have no clients; say who of MPS is still there, empty if nobody.

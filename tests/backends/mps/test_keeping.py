@@ -209,10 +209,11 @@ async def test_one_that_a_container_told_to_quit_is_there_again_at_once(tmp_path
             await it.ready()
 
     assert [line["event"] for line in lines].count("MPS control daemon started") == 2
-    assert [line["reason"] for line in told if line["event"] == "GPU suspended"] == [
+    [suspended] = [line for line in told if line["event"] == "GPU suspended"]
+    assert suspended["reason"] == (
         "the MPS control daemon ended (it was told to quit, and not by metagpu: a container's root "
         "can do so; it printed nothing); it is started again at once"
-    ]
+    )
 
 
 async def test_one_that_hangs_is_told_and_heals(tmp_path: Path) -> None:
