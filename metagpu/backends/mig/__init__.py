@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
+import structlog
+
 from metagpu.backends.mig import clients
 from metagpu.backends.mig.board import board_of, profile_of, share_id
 from metagpu.backends.mig.division import MpsTerms, through_mps, with_ending
@@ -27,6 +29,8 @@ from metagpu.core.model import ResourceName, Share, Stock, by_gpu
 from metagpu.core.served import ServedGpu
 from metagpu.core.sharing import conflicts
 from metagpu.core.snapshot import GpuState, Snapshot
+
+log = structlog.get_logger()
 
 _GUARD: Final = 3.0
 """Seconds that Allocate waits longer than an instance may take: it tells why it was not made."""
@@ -191,6 +195,7 @@ class MigBackend(Backend):
             await _stay_away(served, self._refusal(spots))
             return
 
+        self._say_what_is_less(served.gpu)
         fixed = None if options.layout is None else frozenset(map(str, spots))
         endings = {name: it.endings for name, it in options.divisions(served.gpu).items()}
         shared = frozenset(filter(options.shares_by_mps, options.names))
@@ -198,6 +203,19 @@ class MigBackend(Backend):
         terms = Terms(names, options.warm, options.deadline, fixed, endings, shared)
         mode = MigMode(served, enable=options.enable_mig)
         await Keeping(served, terms, mode, self._injection.run_dir, self.timing).run()
+
+    def _say_what_is_less(self, gpu: Gpu) -> None:
+        """Tell of replicas under MPS that an instance cannot serve."""
+        for profile in gpu.mig_profiles:
+            shared = self._options.shares_by_mps(profile.name)
+            if shared and self._mps.too_many(profile, gpu):
+                log.warning(
+                    "an instance serves fewer clients than the pool has replicas; so many are "
+                    "offered",
+                    gpu=str(gpu),
+                    profile=profile.name,
+                    offered=self._mps.clients(profile, gpu),
+                )
 
     @property
     def _mps(self) -> MpsTerms:

@@ -89,7 +89,7 @@ class _Kept:
     Attributes:
         gone: its instance is, or is about to be: it ends with all it has.
         unwanted: it is to end when it has no clients.
-        tidied: its servers are being looked at.
+        asked: it is being asked who its clients are.
     """
 
     device: Device
@@ -99,7 +99,7 @@ class _Kept:
     over: anyio.Event = field(default_factory=anyio.Event)
     gone: bool = False
     unwanted: bool = False
-    tidied: bool = False
+    asked: bool = False
 
 
 @dataclass(slots=True)
@@ -138,7 +138,8 @@ class Daemons:
         if self.served.state.elsewhere is None:
             return  # who holds what is not known yet
         for it in self.kept.values():
-            if it.unwanted:
+            if it.unwanted and not it.gone and not it.asked:
+                it.asked = True
                 self.group.start_soon(self._end_unused, it)
         if not self.swept:
             self.swept = True
@@ -147,8 +148,8 @@ class Daemons:
     def tidy(self, slots: Collection[str]) -> None:
         """Let MPS servers end that have no clients; they are processes on their instances."""
         for it in self.kept.values():
-            if it.device.slot in slots and not it.tidied:
-                it.tidied = True
+            if it.device.slot in slots and not it.asked:
+                it.asked = True
                 self.group.start_soon(self._tidy, it)
 
     async def end(self, slot: str) -> None:
@@ -199,6 +200,8 @@ class Daemons:
                 it.scope.cancel()
         except ToolError as error:
             log.debug("an MPS control daemon stays", device=it.device.uuid, error=str(error))
+        finally:
+            it.asked = False
 
     async def _tidy(self, it: _Kept) -> None:
         try:
@@ -206,7 +209,7 @@ class Daemons:
         except ToolError as error:
             log.debug("an MPS server may stay", device=it.device.uuid, error=str(error))
         finally:
-            it.tidied = False
+            it.asked = False
 
     async def _sweep(self, there: dict[str, Device]) -> None:
         """Take on what a daemon that was killed left: of devices that are gone, or not wanted."""
