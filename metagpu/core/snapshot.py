@@ -60,13 +60,18 @@ class GpuState:
         return strays(self.shares, self.leases)
 
     @property
+    def paused(self) -> Mapping[ShareId, str]:
+        """The shares of which a backend gives nothing new for now, and why; others it may give."""
+        return {i: why for stock in self.stocks.values() for i, why in stock.paused.items()}
+
+    @property
     def shut(self) -> frozenset[ShareId]:
         """The shares that are listed Unhealthy, be the GPU as healthy as it may.
 
         A cordon says nothing against those who hold a share: it stays listed as it was, because a
         kubelet that restarts fails pods whose devices are not healthy.
         """
-        lost = self.withheld | self.broken if self.broken else self.withheld
+        lost = self.withheld | self.broken | self.paused.keys()
         if not self.suspended and self.cordon is None:
             return lost
 

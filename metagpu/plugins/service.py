@@ -241,6 +241,10 @@ class Service:
                 for share in shares:
                     if share.id in state.withheld:
                         raise ShareTaken(share.id, report.hindrance(state, share))
+            paused = state.paused
+            for share in shares:
+                if share.id in paused:
+                    raise GpuPaused(self.resource, str(state.gpu), paused[share.id])
 
 
 def _settled(shares: Sequence[Share], now: Snapshot) -> Snapshot | None:

@@ -307,7 +307,7 @@ def _loaded() -> "ModuleType":
 
 def _waits(state: GpuState) -> bool:
     """Tell whether a GPU is not yet as the configuration wants it."""
-    blocked = any(stock.blocked for stock in state.stocks.values())
+    blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
     return bool(state.waits_for or state.suspended or blocked)
 
 
