@@ -110,6 +110,19 @@ def tally_report(tally: Tally, snapshot: Snapshot, limited: int = 0) -> dict[str
     }
 
 
+def tally_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
+    """Write what `tally_report` says for people; nothing where nothing was done."""
+    if told is None:
+        return ()
+    sent = [f"{count} {name}" for name, count in told["signals"].items() if count]
+    parts = [f"{told['warnings']} warnings"] if told["warnings"] else []
+    parts += [f"{' and '.join(sent)} sent"] if sent else []
+    lines = [f"memory, since the daemon's start: {', '.join(parts)}"] if parts else []
+    if told["driverLimits"]:
+        lines.append(f"limits of memory that the driver itself keeps: {told['driverLimits']}")
+    return lines
+
+
 @dataclass(frozen=True, slots=True)
 class _Use:
     """What somebody has of a GPU: shares, memory, and by pid how busy they keep it."""

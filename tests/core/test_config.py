@@ -392,8 +392,10 @@ def selecting(gpus: str) -> str:
                 ),
                 (
                     "{allowAnnotations: [limits]}",
-                    ".allowAnnotations[0]: 'limits' is not known here; allowed: limit, policy; "
-                    "did you mean limit?",
+                    (
+                        ".allowAnnotations[0]: 'limits' is not known here; allowed: limit, policy; "
+                        "did you mean limit?"
+                    ),
                 ),
                 ("{policy: on}", ": policy is no switch; allowed: off, report, warn, kill"),
                 ("{victims: some}", ".victims: 'some' is not known here; allowed: all, largest"),

@@ -19,7 +19,14 @@ from metagpu.core.model import Holder
 from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.usage import account
-from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.core.usage_report import (
+    Pod,
+    Rules,
+    pod_report,
+    tally_lines,
+    tally_report,
+    usage_report,
+)
 from metagpu.sheets import PLAIN
 from metagpu.sim.host import container_of
 from metagpu.usage_text import written
@@ -221,6 +228,19 @@ def test_each_container_says_what_guards_it(
 
     assert (part["guard"], part["policy"], part["limitMiB"]) == expected
     assert not part["over"]
+
+
+def test_the_tally_is_written_for_people() -> None:
+    """What was done is a line, and nothing is none."""
+    snapshot, _ = node()
+    tally = Tally(warnings=3)
+    assert tally_lines(tally_report(Tally(), snapshot)) == []
+    tally.signals[Signals.SIGTERM] = 2
+
+    assert tally_lines(tally_report(tally, snapshot, 4)) == [
+        "memory, since the daemon's start: 3 warnings, 2 SIGTERM sent",
+        "limits of memory that the driver itself keeps: 4",
+    ]
 
 
 def test_a_container_that_the_driver_limits_says_so() -> None:
