@@ -49,6 +49,9 @@ class LinuxHost:
         self._cgroups = cgroups
         self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
+        # Several at once would wait for each other, at four times the processor time. What people
+        # want to know has a place of its own: a command line may hang while its process does.
+        self._identifying, self._describing = CapacityLimiter(1), CapacityLimiter(1)
         # Whoever calls too often waits for other callers, and nobody else waits for them.
         self._callers = CapacityLimiter(_CALLERS)
 
@@ -58,7 +61,7 @@ class LinuxHost:
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
         """Tell processes apart by their pids on the host; those that we cannot see are left out."""
-        return await to_thread.run_sync(self._identify, pids)
+        return await to_thread.run_sync(self._identify, pids, limiter=self._identifying)
 
     async def peer(self, connection: socket) -> Identity | None:
         """Identify the process that opened the other end of a unix socket."""
@@ -68,7 +71,7 @@ class LinuxHost:
 
     async def describe(self, who: Collection[Identity]) -> Mapping[Identity, Particulars]:
         """Read what people want to know of processes; those that are gone are left out."""
-        return await to_thread.run_sync(self._describe, who)
+        return await to_thread.run_sync(self._describe, who, limiter=self._describing)
 
     async def holders(self, containers: Collection[Container]) -> Mapping[Container, Holder]:
         """Name containers as the kubelet does; those nobody knows by name are left out."""
