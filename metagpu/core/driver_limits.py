@@ -27,6 +27,9 @@ from metagpu.core.wishes import settle
 
 RESTARTS: Final = 2.0
 """Seconds between two looks for containers that were started anew in their pods."""
+EAGER: Final = 30.0
+"""Seconds after a change of leases in which a container may start at any moment: until then each
+look looks for those that have not."""
 AGAIN: Final = 10.0
 """Seconds until a limit is tried again that could not be set."""
 
@@ -39,7 +42,8 @@ class _Kept:
 
     Attributes:
         limits: in bytes, of the containers that the driver limits, and what they are called.
-        homes: of the containers that hold shares, as they were found at `at` with these `leases`.
+        homes: of the containers that hold shares, as they were found at `at`.
+        leases: as they were then, and have been `since`.
         without: the driver's version that knows no limits on this GPU.
         later: when to try a container again.
     """
@@ -48,6 +52,7 @@ class _Kept:
     homes: Sequence[Home] = ()
     leases: Mapping[ShareId, Lease] | None = None
     at: float = 0.0
+    since: float = 0.0
     without: Versions | None = None
     later: dict[Container, float] = field(default_factory=dict)
 
@@ -138,12 +143,14 @@ class DriverLimits:
     async def _find(self, gpu: GpuId, kept: _Kept, shares: Mapping[Holder, list[Share]]) -> None:
         """Find the cgroups of containers, if there may be others than those known."""
         leases, now = self._registry.snapshot.gpus[gpu].leases, anyio.current_time()
-        unknown = shares.keys() - {home.holder for home in kept.homes}
-        if leases is kept.leases and not unknown and now - kept.at < RESTARTS:
-            return
+        if leases is not kept.leases:
+            kept.leases, kept.since = leases, now
+        elif now - kept.at < RESTARTS:
+            unknown = shares.keys() - {home.holder for home in kept.homes}
+            if not unknown or now - kept.since > EAGER:
+                return
 
-        kept.homes = await self._host.homes(shares.keys())
-        kept.leases, kept.at = leases, now
+        kept.homes, kept.at = await self._host.homes(shares.keys()), now
         here = {home.container for home in kept.homes}
         kept.limits = {it: limit for it, limit in kept.limits.items() if it in here}
         kept.later = {it: at for it, at in kept.later.items() if it in here}

@@ -23,10 +23,15 @@ _LEADS: Final = re.compile(
 )
 
 
+def counts_devices(root: Path) -> bool:
+    """Tell whether cgroups are of version 2: GPU memory is counted in no other; blocks."""
+    return (root / "cgroup.controllers").exists()
+
+
 def find_homes(root: Path, containers: Collection[Container]) -> Mapping[Container, Path]:
     """Find the cgroups of containers that have one; blocks."""
-    if not containers or not (root / "cgroup.controllers").exists():
-        return {}  # of version 1: GPU memory is counted in version 2 alone
+    if not containers:
+        return {}
     wanted = set(containers)
     uids = {container.pod_uid for container in containers}
     found: dict[Container, Path] = {}

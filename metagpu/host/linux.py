@@ -12,7 +12,7 @@ from anyio import CapacityLimiter, to_thread
 from metagpu.core.errors import HostError
 from metagpu.core.host import Container, Home, Identity, Particulars
 from metagpu.core.model import Holder
-from metagpu.host.homes import DEFAULT_ROOT, find_homes
+from metagpu.host.homes import DEFAULT_ROOT, counts_devices, find_homes
 from metagpu.host.logs import DEFAULT_FOLDER, read_containers, read_holders
 from metagpu.host.peer import read_peer
 from metagpu.host.process import read_boot_time, read_identity, read_particulars
@@ -131,6 +131,8 @@ class LinuxHost:
             return {}  # `hints` says so
 
     def _find_homes(self, holders: Collection[Holder]) -> Sequence[Home]:
+        if not counts_devices(self._cgroups):
+            return ()
         try:
             containers = read_containers(self._logs, holders)
         except OSError:

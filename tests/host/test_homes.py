@@ -20,8 +20,7 @@ ALICE = Holder("team", "alice", "main")
 
 
 def root_with(tmp_path: Path, *folders: str) -> Path:
-    """Make a tree of cgroups of version 2."""
-    (tmp_path / "cgroup.controllers").touch()
+    """Make a tree of cgroups."""
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
@@ -52,10 +51,13 @@ def test_other_containers_are_not_found(tmp_path: Path) -> None:
     assert find_homes(root, [IT]) == {}
 
 
-def test_version_1_has_no_homes(tmp_path: Path) -> None:
+async def test_version_1_has_no_homes(tmp_path: Path) -> None:
     """Where the kernel mounts controllers one by one, GPU memory is not counted."""
-    (tmp_path / f"kubepods/pod{UID}/{ID}").mkdir(parents=True)
-    assert find_homes(tmp_path, [IT]) == {}
+    machine = SimHost(tmp_path)
+    machine.start(ALICE)
+    assert len(await machine.host.homes({ALICE})) == 1
+    (machine.cgroups / "cgroup.controllers").unlink()
+    assert await machine.host.homes({ALICE}) == ()
 
 
 async def test_homes_are_found_by_the_kubelets_names(tmp_path: Path) -> None:
