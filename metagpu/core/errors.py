@@ -19,6 +19,7 @@ MetagpuError
 │   ├── DriverTimeout    this call did not come back in time
 │   ├── InUse            not while programs use it; may be tried again
 │   ├── NoRoom           what is there already leaves no room for it
+│   ├── NotThere         what it is about does not exist, or not any more
 │   └── Unsupported      this GPU, or its driver, cannot do it
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
@@ -189,6 +190,10 @@ class InUse(DriverError):
 
 class NoRoom(DriverError):
     """Raised when what is on a GPU already leaves no room for what was asked."""
+
+
+class NotThere(DriverError):
+    """Raised when NVML does not find what a call is about."""
 
 
 class Unsupported(DriverError):

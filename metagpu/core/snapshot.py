@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Lease, Pause, ResourceName, Share, ShareId, Stock, Verdict
+from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import strays
 
 
@@ -135,6 +136,7 @@ class Snapshot:
 
     Attributes:
         rivals: the resources that another device plugin serves in our stead, and where.
+        pods: those of this node, where the API server tells them.
     """
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
@@ -142,3 +144,4 @@ class Snapshot:
     topology: Topology = field(default_factory=Topology)
     versions: Versions = field(default_factory=Versions)
     rivals: Mapping[ResourceName, str] = field(default_factory=dict)
+    pods: KnownPods = field(default_factory=KnownPods)
