@@ -90,8 +90,16 @@ class Pki:
         )
 
     def _kubeconfig(self, name: str) -> None:
-        cluster = {"server": self._api_url, "certificate-authority": self.certificate("ca")}
         user = {"client-certificate": self.certificate(name), "client-key": self.key(name)}
+        self._write_kubeconfig(name, user)
+
+    def token_kubeconfig(self, name: str, token: str) -> str:
+        """Write a kubeconfig for who shows a token, as a ServiceAccount does; give its path."""
+        self._write_kubeconfig(name, {"token": token})
+        return self.kubeconfig(name)
+
+    def _write_kubeconfig(self, name: str, user: dict[str, str]) -> None:
+        cluster = {"server": self._api_url, "certificate-authority": self.certificate("ca")}
         document = {
             "apiVersion": "v1",
             "kind": "Config",
