@@ -32,7 +32,7 @@ def credentials(node: Node) -> tuple[str, ...]:
     kubeconfig = node.credentials(PLACE, ACCOUNT)
     return (
         *("--simulate", BOARDS, "--node-name", node.name, "--kubeconfig", kubeconfig),
-        *("--config-map", f"{PLACE}/{CONFIG_MAP}", "--remove-labels-on-exit"),
+        *("--config-map", f"{PLACE}/{CONFIG_MAP}"),
     )
 
 

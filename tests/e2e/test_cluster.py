@@ -40,16 +40,15 @@ def fractions(shares: int, resource: str = RESOURCE) -> str:
 
 
 def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) -> None:
-    """Nothing is scheduled before the node tells all there is; labels go with the daemon."""
+    """Nothing is scheduled before the node tells all there is to schedule."""
     cluster = member.cluster
     wait_for(
         "the daemon's labels", lambda: "nvidia.com/gpu.product" in member.labels, within_s=SOON_S
     )
     assert member.labels["nvidia.com/gpu.count"] == "8"
     assert member.labels["metagpu.io/gpu.numa-nodes"] == "2"
-    member.daemon.stop()
-    assert not [name for name in member.labels if name.startswith(("metagpu.io/", "nvidia.com/"))]
 
+    member.daemon.stop()
     member.profiles(default=fractions(10, NEW))
     member.kubectl("taint", "node", member.node.name, f"{STARTING}:NoSchedule")
     cluster.kubectl.apply(idle_pod("early", 3, NEW))
@@ -105,7 +104,7 @@ def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
 
     member.label("tens")
     cluster.await_amounts(80, 80)
-    assert member.report["refusal"] is None
+    wait_for("no refusal", lambda: member.report["refusal"] is None, within_s=SOON_S)
     member.profiles(tens=fractions(20), slices=SLICES)
     cluster.await_amounts(160, 160)
     member.label(None)
@@ -119,6 +118,7 @@ def test_one_pool_goes_from_time_slices_to_mig_and_the_other_goes_on(member: Joi
     member.profiles(slices=SLICES, mig=MIG)
     member.label("slices")
     cluster.await_amounts(16, 16, SHARED)
+    cluster.await_amounts(400, 400)
     cluster.start(idle_pod("on-the-other", 30), idle_pod("slice", 1, SHARED))
     (device,) = cluster.look_inside("slice").gpu_devices
     held = int(device.removeprefix("nvidia"))
@@ -129,7 +129,12 @@ def test_one_pool_goes_from_time_slices_to_mig_and_the_other_goes_on(member: Joi
         cluster.await_amounts(16, 12, SMALL)
         cluster.await_amounts(4, 3, LARGE)
         cluster.await_amounts(0, 0, SHARED)
-        assert f"is held by {NAMESPACE}/slice (main) under {SHARED}" in member.gpu(held)["waitsFor"]
+        held_by = f"is held by {NAMESPACE}/slice (main) under {SHARED}, which is not on offer"
+        wait_for(
+            "status to name the pod that is waited for",
+            lambda: held_by in (member.gpu(held)["waitsFor"] or ""),
+            within_s=SOON_S,
+        )
         cluster.start(idle_pod("instance", 1, LARGE))
         assert cluster.look_inside("instance").environment["NVIDIA_VISIBLE_DEVICES"][:4] == "MIG-"
         cluster.delete("slice")

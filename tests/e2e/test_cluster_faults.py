@@ -13,6 +13,8 @@ from tests.e2e.test_cluster import SHARED, SLICES
 
 FELL_OFF_THE_BUS = 79
 OUTAGE_S = 10.0
+RECOVERED_S = 150.0
+"""Kubernetes' own clients wait up to a minute between two tries."""
 
 
 def test_a_fault_is_told_of_and_a_missing_right_costs_its_own_use(member: Joined) -> None:
@@ -77,7 +79,12 @@ def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
         wait_for("the API server to be heard", lambda: not problem(member), within_s=SOON_S)
         member.label("slices")
         cluster.await_amounts(400, 400)
-        cluster.await_amounts(16, 16, SHARED)
+        cluster.kubectl.apply(idle_pod("after", 1, SHARED))
+        wait_for(
+            "scheduler and kubelet to hear of pods again",
+            lambda: "after" in cluster.incarnations(),
+            within_s=RECOVERED_S,
+        )
         assert cluster.incarnations()["before"] == before["before"]
 
 
