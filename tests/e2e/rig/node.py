@@ -70,7 +70,8 @@ class Node:
     ) -> Program:
         logs, pids = self.places.logs, self.places.pids
         return Program(
-            *(name, list(command)),
+            name,
+            list(command),
             logs=logs,
             pids=pids,
             environment=environment,
