@@ -216,8 +216,8 @@ class Node:
         return self._pki.token_kubeconfig(account, token.strip())
 
     def stop_api(self) -> None:
-        """Stop the API server alone, as its upgrade does."""
-        self.apiserver.stop()
+        """End the API server alone, as a crash of its machine does."""
+        self.apiserver.kill()
 
     def start_api(self) -> None:
         """Start the API server again, and wait until it is ready."""
