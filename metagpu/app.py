@@ -301,6 +301,7 @@ class Agent:
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {
             **report.status(self.registry.snapshot, self.layout),
+            "enforcement": self.oversight.tally,
             "configuration": self.adoption.report(),
             "cluster": self.cluster.report() if self.cluster else None,
         }

@@ -8,6 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from metagpu.core.usage_report import tally_lines
+
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {
     "NV": "NVLinks, so many, between the two or from each to NVSwitches",
@@ -58,6 +60,7 @@ def show_status(status: Mapping[str, Any]) -> None:
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
             *reasons(status["gpus"]),
             leases_table(status["leases"]),
+            *map(Text, tally_lines(status.get("enforcement"))),
             *map(Text, status.get("remarks", ())),
         )
     )

@@ -141,12 +141,12 @@ class _Conversion:
                     "has no effect here; under MPS a container may hold several parts of one GPU",
                 )
 
-        if not self.by_mps:
-            self.instances.share(self.entries, self.draft, refuse_several=self._refuses_several())
+        self.instances.by_mps, self.instances.policy = self.by_mps, self.settings.policy
+        self.instances.share(self.entries, self.draft, refuse_several=self._refuses_several())
         known = {name for _, name, _ in self._classes()}
         cut = self.instances.names
         for entry in self.entries:
-            if entry.name in (known - cut if self.by_mps else known | cut):
+            if entry.name in known | cut:
                 continue
             mig = {_full(named.name) for named in self._mig_names()} | cut
             if entry.name.startswith(_MIG) or entry.name in mig:
@@ -225,6 +225,9 @@ class _Conversion:
         )
 
     def _refuses_several(self) -> bool:
+        """Tell whether a container may have one replica; under MPS it may hold several parts."""
+        if self.by_mps:
+            return False
         slicing = self.file.sharing and self.file.sharing.time_slicing
         return bool(slicing and slicing.fail_requests_greater_than_one)
 

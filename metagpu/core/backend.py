@@ -27,10 +27,12 @@ class Guard(StrEnum):
     """What keeps a container of a backend within its share of a GPU's memory.
 
     The enforcer looks after `ENFORCER` alone: what the hardware or MPS refuses needs no second
-    judge, and who has a GPU alone can take nobody's memory.
+    judge, and who has a GPU alone can take nobody's memory. Where the driver holds such a container
+    to the same limit, its guard is `DRIVER`; no backend says so.
     """
 
     ENFORCER = "enforcer"
+    DRIVER = "driver"
     MPS = "mps"
     MIG = "mig"
     ALONE = "alone"

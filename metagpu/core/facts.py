@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Holder, ResourceName, Share, ShareId, Stock
+from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Versions
 
 
@@ -139,6 +140,13 @@ class LeasesObserved:
 
 
 @dataclass(frozen=True, slots=True)
+class PodsTold:
+    """The API server's account of this node's pods, complete."""
+
+    pods: tuple[KnownPod, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GpuCordoned:
     """An operator wants no new shares of a GPU to be given. The latest reason stands."""
 
@@ -254,6 +262,7 @@ Fact = (
     | SharesGranted
     | SharesReleased
     | LeasesObserved
+    | PodsTold
     | GpuFact
 )
 
@@ -317,5 +326,21 @@ class StrangerFound:
     at: float
 
 
-Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound
+@dataclass(frozen=True, slots=True)
+class PodEnded:
+    """A pod has gone, or its containers have ended: what it holds will soon be free."""
+
+    pod: KnownPod
+
+
+@dataclass(frozen=True, slots=True)
+class WishRefused:
+    """A pod wishes something about its GPU memory that it does not get: once for each reason."""
+
+    pod: KnownPod
+    why: str
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound | PodEnded | WishRefused
 """What is heard on the bus: facts that changed something, and news that change nothing we keep."""

@@ -151,7 +151,10 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
             _made(share, it) for stock in state.stocks.values() for share, it in stock.made.items()
         ],
         "blocked": sorted(
-            {why for stock in state.stocks.values() for why in stock.blocked.values()}
+            {
+                *(why for stock in state.stocks.values() for why in stock.blocked.values()),
+                *state.paused.values(),
+            }
         ),
         "waitsFor": hindrance(state) if state.waits_for else None,
     }

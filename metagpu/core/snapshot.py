@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Lease, Pause, ResourceName, Share, ShareId, Stock, Verdict
+from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import strays
 
 
@@ -60,13 +61,18 @@ class GpuState:
         return strays(self.shares, self.leases)
 
     @property
+    def paused(self) -> Mapping[ShareId, str]:
+        """The shares of which a backend gives nothing new for now, and why; others it may give."""
+        return {i: why for stock in self.stocks.values() for i, why in stock.paused.items()}
+
+    @property
     def shut(self) -> frozenset[ShareId]:
         """The shares that are listed Unhealthy, be the GPU as healthy as it may.
 
         A cordon says nothing against those who hold a share: it stays listed as it was, because a
         kubelet that restarts fails pods whose devices are not healthy.
         """
-        lost = self.withheld | self.broken if self.broken else self.withheld
+        lost = self.withheld | self.broken | self.paused.keys()
         if not self.suspended and self.cordon is None:
             return lost
 
@@ -130,6 +136,7 @@ class Snapshot:
 
     Attributes:
         rivals: the resources that another device plugin serves in our stead, and where.
+        pods: those of this node, where the API server tells them.
     """
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
@@ -137,3 +144,4 @@ class Snapshot:
     topology: Topology = field(default_factory=Topology)
     versions: Versions = field(default_factory=Versions)
     rivals: Mapping[ResourceName, str] = field(default_factory=dict)
+    pods: KnownPods = field(default_factory=KnownPods)

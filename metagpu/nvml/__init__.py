@@ -10,6 +10,7 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
     session   the GPUs met so far, and the one event set
     wiring    how the GPUs are connected, read once for each set of them
     activity  how busy processes keep a GPU
+    limits    how much of its memory the driver lets a cgroup have
 """
 
 import ctypes
@@ -38,6 +39,7 @@ from metagpu.core.snapshot import Versions
 from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
+from metagpu.nvml.limits import limit_memory
 from metagpu.nvml.reading import (
     read_compute_mode,
     read_condition,
@@ -170,6 +172,11 @@ class Nvml:
         """Tell how busy processes kept one GPU's processors of late, in percent, by their pids."""
         known = self._known(gpu)
         return await known.lane.call(partial(read_utilisation, known.handle), self._deadline)
+
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Have the driver refuse all processes of a cgroup together more than so many bytes."""
+        known = self._known(gpu)
+        await known.lane.call(partial(limit_memory, known.handle, cgroup, limit), self._deadline)
 
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
         """Read who may use a GPU for computing; `None` when the driver does not say."""

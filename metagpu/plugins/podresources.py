@@ -14,7 +14,7 @@ import structlog
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
+from metagpu.core.facts import Event, LeasesObserved, PodEnded, SharesGranted, SharesOffered
 from metagpu.core.model import Holder, ResourceName, ShareId
 from metagpu.core.registry import Registry
 from metagpu.plugins.pb import v1
@@ -44,8 +44,9 @@ async def follow_leases(
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
-    Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds, more
-    often while shares are withheld. A kubelet that cannot be asked changes nothing: what was known
+    Looks at once, after every grant, change of what is on offer or end of a pod that holds shares
+    (where the API server tells it), and every `PERIOD` seconds, more often while shares are
+    withheld. A kubelet that cannot be asked changes nothing: what was known
     stays. So it does under a kubelet that does not know its pods yet (`plugins/settling`), and when
     an answer is not understood.
 
@@ -61,12 +62,13 @@ async def follow_leases(
     pause = 0.0
     settling = Settling(socket, directory, (node or gethostname()).lower(), clock)
 
-    with registry.news.subscribe(SharesGranted, SharesOffered) as news:
+    with registry.news.subscribe(SharesGranted, SharesOffered, PodEnded) as news:
         stirred = anyio.Event()
 
         async def listen() -> None:
-            async for _ in news:
-                stirred.set()
+            async for event in news:
+                if _concerns_us(event, registry):
+                    stirred.set()
 
         async with anyio.create_task_group() as group:
             group.start_soon(listen)
@@ -95,6 +97,19 @@ async def follow_leases(
                 if not waiting.cancelled_caught:
                     await anyio.sleep(SETTLE)
                     pause = 0.0
+
+
+def _concerns_us(event: Event, registry: Registry) -> bool:
+    """Tell whether news may change who holds what: most pods that end held nothing of ours."""
+    if not isinstance(event, PodEnded):
+        return True
+    pod = event.pod
+    return any(
+        lease.holder is not None
+        and (lease.holder.namespace, lease.holder.pod) == (pod.namespace, pod.name)
+        for state in registry.snapshot.gpus.values()
+        for lease in state.leases.values()
+    )
 
 
 def _untold(registry: Registry) -> bool:

@@ -722,8 +722,40 @@ def test_instances_under_one_name_are_shared() -> None:
     assert notes(plugin, SEVEN) == []
 
 
+def test_instances_are_shared_through_mps() -> None:
+    """What NVIDIA's plugin refuses of MIG devices works here, under the names that it would use."""
+    plugin = slices(way="mps").replace("nvidia.com/gpu", "nvidia.com/mig-1g.5gb")
+    plugin += "flags: {plugin: {sharedDevicesAllocationPolicy: distributed}}\n"
+    [pool] = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+
+    assert pool["backends"] == [
+        {
+            "backend": "mig",
+            "resource": {"1g.5gb": "nvidia.com/mig-1g.5gb"},
+            "mps": {"replicas": {"1g.5gb": 4}, "placement": "spread"},
+            "layout": {"1g.5gb": 3, "2g.10gb": 2},
+            "enableMig": True,
+        }
+    ]
+    conversion = converted(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+    assert offered(conversion, *MIG_FOUR) == {
+        "nvidia.com/mig-1g.5gb": 48,
+        "nvidia.com/mig-2g.10gb": 8,
+    }
+    assert not conversion.notes
+
+
+def test_instances_under_one_name_are_shared_through_mps() -> None:
+    """Under single, parts of nvidia.com/gpu are parts of the instances."""
+    plugin = slices(way="mps", head="    renameByDefault: true\n")
+    plugin += "flags: {migStrategy: single}\n"
+
+    assert offered(converted(plugin, SEVEN), *MIG_FOUR) == {"nvidia.com/gpu.shared": 112}
+    assert notes(plugin, SEVEN) == []
+
+
 def test_what_cannot_be_shared_of_instances_is_told() -> None:
-    """Instances under MPS, some of them, and a second entry for the same are notes."""
+    """Some of the instances, and a second entry for the same, are notes."""
     name = "nvidia.com/mig-1g.5gb"
     plugin = slices("      devices: [0]\n").replace("nvidia.com/gpu", name)
     twice = plugin.replace("      devices: [0]\n", f"    - {{name: {name}, replicas: 2}}\n")
@@ -740,8 +772,8 @@ def test_what_cannot_be_shared_of_instances_is_told() -> None:
             "all of them"
         )
     ]
-    single = slices(way="mps") + "flags: {migStrategy: single}\n"
-    assert notes(single, SEVEN) == [
+    several = slices(way="mps").replace("nvidia.com/gpu", name)
+    assert notes(several) == [
         (
             "f.yaml: 5: sharing.mps.resources[0]: has no effect here; it would have given each MIG "
             "instance to several"

@@ -71,6 +71,9 @@ class Told:
         """Say nothing."""
         return None
 
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Limit nothing."""
+
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
         """Say that anyone may."""
         return ComputeMode.DEFAULT

@@ -285,6 +285,19 @@ def test_stock_that_is_idle_or_held_is_in_nobodys_way() -> None:
     assert state(held).withheld == {fraction.id for fraction in FRACTIONS}
 
 
+def test_shares_that_are_paused_are_shut_held_or_not() -> None:
+    """What a backend gives nothing new of is listed Unhealthy, and is in the way of nobody."""
+    paused = Stock(paused={UNITS[0].id: "it hangs"})
+    idle = state(after(StockTold(A.id, "mps", paused, at=7), since=NODE))
+    held = state(after(StockTold(A.id, "mps", paused, at=7), since=HELD))
+
+    assert idle.shut == {UNITS[0].id}
+    assert not idle.withheld
+    assert idle.paused == {UNITS[0].id: "it hangs"}
+    assert UNITS[0].id in held.leases
+    assert held.shut == held.withheld | {UNITS[0].id}
+
+
 def test_what_is_held_elsewhere_is_known_once_the_kubelet_has_told() -> None:
     """MIG devices that another plugin gave are remembered; other devices are nobody's business."""
     held = {ShareId("MIG-x"): HOLDER, ShareId("rdma0"): HOLDER}

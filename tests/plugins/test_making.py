@@ -84,6 +84,24 @@ async def test_a_share_that_is_not_made_is_given_back(
         assert not it.registry.snapshot.gpus[GPU.id].leases
 
 
+async def test_a_share_that_is_paused_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """It is Unhealthy while its backend says so; a kubelet that has not heard reads why."""
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        made = {SHARE: Made("MIG-x", 0, 0, idle=True)}
+        tell(it, Stock(made, paused={SHARE: "instance 7g.40gb@0: MPS hangs"}))
+        await it.until(1, 0, WHOLE)
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError) as refused:
+                await allocate(stub, [SHARE])
+        assert refused.value.message == (
+            f"{WHOLE}: GPU {GPU} gives no new shares: instance 7g.40gb@0: MPS hangs"
+        )
+
+        tell(it, Stock(made))
+        await it.until(1, 1, WHOLE)
+
+
 async def test_an_older_failure_is_not_this_ones(tmp_path: Path) -> None:
     """Who asks after somebody whose share failed waits for its own."""
     async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():

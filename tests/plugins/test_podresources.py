@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Server
 
-from metagpu.core.facts import Fact, LeasesObserved
+from metagpu.core.facts import Fact, LeasesObserved, PodsTold
 from metagpu.core.model import Holder
+from metagpu.core.pods import KnownPod
 from metagpu.plugins import podresources, settling
 from metagpu.plugins.checkpoint import FILE
 from metagpu.plugins.pb import v1
@@ -125,6 +126,38 @@ async def test_released_soon_where_others_want_the_gpu(
         await held(it, 3)
         await anyio.wait_all_tasks_blocked()
         await it.kubelet.delete(train)
+        await held(it, 0)
+
+
+async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pod held is free soon after the API server tells its end; other pods wake nobody."""
+    monkeypatch.setattr(podresources, "PERIOD", 1e9)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    looks: list[Fact] = []
+
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        known = KnownPod("t", "default", "train", "Running")
+        others = KnownPod("o", "default", "other", "Running")
+        it.registry.apply(PodsTold((known, others)))
+        apply = it.registry.apply
+
+        def look(fact: Fact) -> bool:
+            looks.append(fact)
+            return apply(fact)
+
+        await anyio.wait_all_tasks_blocked()
+        monkeypatch.setattr(it.registry, "apply", look)
+        apply(PodsTold((known,)))
+        await anyio.sleep(0.05)
+        await anyio.wait_all_tasks_blocked()
+        assert looks == []
+
+        await it.kubelet.delete(train)
+        apply(PodsTold((replace(known, phase="Succeeded"),)))
         await held(it, 0)
 
 

@@ -29,10 +29,12 @@ from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
+from metagpu.plugins.cluster import pod_news
 from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
+from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.plugins.cluster.telling import Teller, look
 
@@ -89,6 +91,8 @@ class Cluster:
         self._node: Followed | None = None
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
+        self._pod_recorder: Recorder | None = None
+        self._pods: FollowedPods | None = None
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -131,6 +135,8 @@ class Cluster:
         if self._config_map is not None:
             others = self._config_map.problem or self._missing
             problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
+        if self._pods is not None:
+            problems[Feature.PODS] = self._pods.problem
 
         followed = self._followed or Instruction()
         return {
@@ -142,6 +148,7 @@ class Cluster:
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
             "eventsDropped": self._recorder.dropped if self._recorder else 0,
+            "podEventsDropped": self._pod_recorder.dropped if self._pod_recorder else 0,
         }
 
     def _arranged(self, client: "Client") -> Teller:
@@ -163,6 +170,12 @@ class Cluster:
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
+        if Feature.POD_EVENTS in features:
+            # Pods that misbehave must not use up what is meant for news of the node.
+            self._pod_recorder = Recorder(client, socket.gethostname(), name=Feature.POD_EVENTS)
+            self._chores.append((Feature.POD_EVENTS, self._pod_recorder.chore))
+        if Feature.PODS in features:
+            self._pods = FollowedPods(client, settings.node, self._registry)
         if settings.config_map is not None:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
@@ -175,15 +188,19 @@ class Cluster:
             group.start_soon(self._node.run)
             if self._config_map is not None:
                 group.start_soon(self._config_map.run)
+            if self._pods is not None:
+                group.start_soon(self._pods.run)
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
             if Feature.EVENTS in self._settings.features:
                 group.start_soon(self._tell_news)
+            if self._pod_recorder is not None:
+                group.start_soon(self._tell_pods, self._pod_recorder)
 
     def _stir(self) -> None:
         for feature, chore in self._chores:
-            if feature is not Feature.EVENTS:
+            if feature not in {Feature.EVENTS, Feature.POD_EVENTS}:
                 chore.stir()
 
     async def _stir_on_news(self) -> None:
@@ -283,6 +300,12 @@ class Cluster:
                 if pause.reset:
                     self._tell_gpu("GPUResetNeeded", gpu, pause.reason, warning=True)
 
+    async def _tell_pods(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*pod_news.KINDS) as news:
+            async for event in news:
+                if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
+                    recorder.tell(told)
+
     def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
         known = self._registry.snapshot.gpus.get(gpu)
         name = str(known.gpu) if known else gpu
@@ -307,7 +330,7 @@ def _loaded() -> "ModuleType":
 
 def _waits(state: GpuState) -> bool:
     """Tell whether a GPU is not yet as the configuration wants it."""
-    blocked = any(stock.blocked for stock in state.stocks.values())
+    blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
     return bool(state.waits_for or state.suspended or blocked)
 
 

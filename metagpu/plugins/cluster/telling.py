@@ -178,7 +178,7 @@ def look(snapshot: Snapshot) -> object:
     """Give what has to change for a look at the node to be worth it; cheap, it is taken often."""
     gpus = tuple(
         (
-            *(state.gpu, state.verdict, state.withheld, state.suspended),
+            *(state.gpu, state.verdict, state.withheld, state.suspended, state.paused),
             *(state.faults, state.broken),
             (state.cordon, state.leases) if state.cordon else None,  # what is free is shut then
         )
