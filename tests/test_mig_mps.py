@@ -126,6 +126,30 @@ async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:
         assert it.node.gpus[0].compute_mode == ComputeMode.DEFAULT  # no other there is under MIG
 
 
+async def test_a_fault_inside_an_instance_is_of_its_units_alone(tmp_path: Path) -> None:
+    """All of them, until it is made anew with another control daemon; then they are given again."""
+    fatal = cut(QUARTERS).replace("health: {", "health: {xids: {94: fatal}, ")
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true}")
+    async with agent_at_work(tmp_path, node, fatal) as it:
+        await it.until(12, 12, SHARED)
+        one = pod("one")
+        device = (await it.kubelet.admit(one))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await it.told()
+        [(gi, ci)] = {
+            (m.gpu_instance, m.compute_instance) for m in made(it).values() if m.device == device
+        }
+        node.raise_xid(node.gpus[0], 94, gi, ci)
+        await it.until(12, 8, SHARED)
+        await it.until(2, 2, TWO)
+        assert list(it.state(0).faults) == [device]
+
+        await it.kubelet.delete(one)
+        await it.until(12, 12, SHARED)
+        assert not it.state(0).faults
+        assert device not in {m.device for m in made(it).values()}
+        assert device not in await devices(tmp_path)
+
+
 async def test_one_that_fails_costs_the_shares_of_its_instance(tmp_path: Path) -> None:
     """They are Unhealthy, held ones too, and refused with the reason; no other is."""
     async with shared(tmp_path) as it:
