@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "POLL", 0.05)
         monkeypatch.setattr(module, "LOOK", 0.2)
     monkeypatch.setattr(ledger, "GRACE", 0.2)
-    timing = Timing(period=0.1, retry=0.05, deadline=2.0, first_pause=0.05, longest_pause=0.2)
+    timing = Timing(period=0.1, retry=0.05, deadline=20.0, first_pause=0.05, longest_pause=0.2)
     monkeypatch.setattr(MigBackend, "timing", timing)
 
 
@@ -98,7 +98,10 @@ def pod(name: str, count: int = 1) -> Pod:
     return Pod.single(name, {SHARED: count})
 
 
-pytestmark = pytest.mark.usefixtures("left")
+pytestmark = [
+    pytest.mark.usefixtures("left"),
+    pytest.mark.timeout(120),  # each starts some processes, on a machine that may be busy
+]
 
 
 async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:

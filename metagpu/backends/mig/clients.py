@@ -6,7 +6,7 @@ from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.division import MpsTerms
 from metagpu.backends.mps_daemon import parts
 from metagpu.backends.mps_daemon.control import Folders
-from metagpu.backends.placement import Seat, on_one
+from metagpu.backends.placement import Seat, placed_or_gathered
 from metagpu.core.errors import OneDeviceOnly, TooManyClients
 from metagpu.core.gpu import GpuId
 from metagpu.core.grant import Grant
@@ -39,7 +39,7 @@ def choose(
         seats.append(seat)
         if seat.required or _takes_more(instance, free, state, terms):
             sound.append(seat)
-    return on_one(size, sound, seats, terms.placement)
+    return placed_or_gathered(size, sound, seats, terms.placement, largest=size)
 
 
 def check(shares: Sequence[Share], snapshot: Snapshot, terms: MpsTerms) -> None:
