@@ -19,6 +19,7 @@ MetagpuError
 │   ├── DriverTimeout    this call did not come back in time
 │   ├── InUse            not while programs use it; may be tried again
 │   ├── NoRoom           what is there already leaves no room for it
+│   ├── NotThere         what it is about does not exist, or not any more
 │   └── Unsupported      this GPU, or its driver, cannot do it
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
@@ -67,6 +68,16 @@ class GpuUnhealthy(RequestError):
 
     def __init__(self, resource: str, gpu: str, reason: str) -> None:
         super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
+
+
+class InstanceUnhealthy(RequestError):
+    """Raised when a share is asked for whose MIG device is out of service."""
+
+    def __init__(self, resource: str, share: str, gpu: str, reason: str) -> None:
+        super().__init__(
+            f"{resource}: MIG instance {share} of GPU {gpu} is unhealthy: {reason}; it is made "
+            "anew once nobody holds or uses it"
+        )
 
 
 class GpuPaused(RequestError):
@@ -179,6 +190,10 @@ class InUse(DriverError):
 
 class NoRoom(DriverError):
     """Raised when what is on a GPU already leaves no room for what was asked."""
+
+
+class NotThere(DriverError):
+    """Raised when NVML does not find what a call is about."""
 
 
 class Unsupported(DriverError):

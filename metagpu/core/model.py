@@ -95,10 +95,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Why nothing new is given, and since when; what is held stays held."""
+    """Why nothing new is given, and since when; what is held stays held.
+
+    Attributes:
+        reset: whether it lasts until somebody resets the GPU.
+    """
 
     reason: str
     since: float
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import grpclib
 import pytest
 
 from metagpu.backends.mig import MigBackend
-from metagpu.core.facts import StockTold
+from metagpu.core.facts import InstanceFaulted, StockTold
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
 from metagpu.sim.kubelet import AdmissionError
 from tests.backends.mig.gpus import mig_gpu
@@ -114,3 +114,20 @@ async def test_an_older_failure_is_not_this_ones(tmp_path: Path) -> None:
             tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
 
         assert it.registry.snapshot.gpus[GPU.id].leases
+
+
+async def test_a_broken_instance_is_refused_in_words(tmp_path: Path) -> None:
+    """Whoever asks for it nevertheless reads which instance it is, why, and until when."""
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        tell(it, Stock({SHARE: Made("MIG-x", 0, 0, idle=True)}))
+        it.registry.apply(InstanceFaulted(GPU.id, "MIG-x", "XID 94", at=2))
+        await it.until(1, 0, WHOLE)
+
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError) as refused:
+                await allocate(stub, [SHARE])
+        assert refused.value.message == (
+            f"{WHOLE}: MIG instance 7g.40gb@0 of GPU {GPU} is unhealthy: XID 94; it is made anew "
+            "once nobody holds or uses it"
+        )
+        assert not it.registry.snapshot.gpus[GPU.id].leases

@@ -13,12 +13,12 @@ from metagpu.backends.mig.division import MpsTerms, through_mps, with_ending
 from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
 from metagpu.backends.mig.ledger import Terms
-from metagpu.backends.mig.mode import MigMode
+from metagpu.backends.mig.mode import MigMode, foreseen
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.placement import Seat, choose
 from metagpu.backends.mig.planner import Misfit
 from metagpu.backends.mig.profiles import Spot
-from metagpu.backends.mig.remarks import remarks
+from metagpu.backends.mig.rooms import rooms
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.errors import Overlap, TooManyReplicas
@@ -26,6 +26,7 @@ from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model import ResourceName, Share, Stock, by_gpu
+from metagpu.core.room import Room
 from metagpu.core.served import ServedGpu
 from metagpu.core.sharing import conflicts
 from metagpu.core.snapshot import GpuState, Snapshot
@@ -91,12 +92,16 @@ class MigBackend(Backend):
         has = ", ".join(profile.name for profile in gpu.mig_profiles)
         return f"it has none of the MIG profiles {', '.join(self._options.names)}; it has {has}"
 
-    def remarks(self, states: Sequence[GpuState]) -> Sequence[str]:
+    def foreseen(self, gpu: Gpu) -> str:
+        """Say that MIG mode is off, where that will last."""
+        return foreseen(gpu, enable=self._options.enable_mig)
+
+    def rooms(self, states: Sequence[GpuState]) -> Sequence[Room]:
         """Say what is left of GPUs whose instances are made on demand, and what would help."""
         if self._options.layout is not None:
             return ()
         those = [state for state in states if state.gpu.mig_profiles]
-        return list(remarks(those, frozenset(self._options.names), self.name))
+        return rooms(those, frozenset(self._options.names), self.name)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Offer every placement of every profile that is allowed, or each instance of the layout.

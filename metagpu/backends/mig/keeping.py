@@ -18,7 +18,7 @@ from metagpu.backends.mig import daemons
 from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.daemons import Daemons, Device
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
-from metagpu.backends.mig.mode import MigMode
+from metagpu.backends.mig.mode import Hindrance, MigMode
 from metagpu.backends.mig.standing import Standing
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
@@ -109,10 +109,10 @@ class Keeping:
         dirty_since = self.served.since_last_lease  # what ends later is not seen by this look
         try:
             hindrance = self._nothing() or await self.mode.hindrance()
-            self.alone = not hindrance
+            self.alone = hindrance is None
             await self._look()
-            if hindrance:
-                self.served.suspend(hindrance)
+            if hindrance is not None:
+                self.served.suspend(hindrance.why, reset=hindrance.reset)
                 return LOOK
         except DriverError as error:
             self._complain(error)
@@ -137,10 +137,12 @@ class Keeping:
             self.served.returned(dirty_since)
         return self._ledger.pause(anyio.current_time())
 
-    def _nothing(self) -> str:
+    def _nothing(self) -> Hindrance | None:
         """Say if the GPU has nothing to offer here: then its mode is nobody's business."""
         names = {profile.name for profile in self.served.state.gpu.mig_profiles}
-        return "" if names & self.terms.allowed else "it has none of the MIG profiles of its pool"
+        if names & self.terms.allowed:
+            return None
+        return Hindrance("it has none of the MIG profiles of its pool")
 
     def _complain(self, error: DriverError) -> None:
         if str(error) != self.complaint:
@@ -275,6 +277,7 @@ class Keeping:
             for known in (self.known.idle, self.known.users, self.known.stuck):
                 known.pop(slot, None)
             device = identity(instance)
+            self.served.removed(device)
             log.info("instance removed", gpu=self._name, instance=slot, device=device)
             return None
         finally:
@@ -324,4 +327,4 @@ class Keeping:
 def _rests_on(state: GpuState) -> object:
     """Give what a round rests on: if it changes, there may be something to do."""
     leases = frozenset((i, it.since, it.holder is None) for i, it in state.leases.items())
-    return leases, state.elsewhere, state.gpu, state.verdict.healthy
+    return leases, state.elsewhere, state.gpu, state.verdict.healthy, state.faults

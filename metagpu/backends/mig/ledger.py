@@ -161,6 +161,11 @@ class Ledger:
         """Tell whether there is an instance of ours that nobody holds."""
         return self.is_ours(slot) and slot not in self.held
 
+    def is_broken(self, slot: str) -> bool:
+        """Tell whether there is an instance that is out of service."""
+        instance = self.present.get(slot)
+        return instance is not None and identity(instance) in self.state.faults
+
     @property
     def held(self) -> set[str]:
         """The instances that leases are about."""
@@ -242,7 +247,8 @@ class Ledger:
                 first = instance.computes[0]
                 for share in self.shares(slot):
                     # Who gets another replica of a held instance shares it anyway.
-                    idle = share not in self.state.leases and (slot in held or slot in self.idle)
+                    free = share not in self.state.leases and (slot in held or slot in self.idle)
+                    idle = free and not self.is_broken(slot)
                     made[share] = Made(first.uuid, instance.number, first.number, idle=idle)
                 if self.through_mps(slot) and (why := self.control.get(first.uuid, _NOT_YET)):
                     paused |= dict.fromkeys(self.shares(slot), f"instance {slot}: {why}")
@@ -262,6 +268,11 @@ class Ledger:
             return f"instance {slot} was found here; it is taken over if nobody uses it for a while"
         if not self.is_ours(slot):
             return f"instance {slot} is there, which metagpu did not make"
+        if self.is_loose(slot) and self.is_broken(slot):
+            whose = f"; {self.users[slot]} still runs on it" if slot in self.users else ""
+            stays = f"; it cannot be removed: {self.stuck[slot].why}" if slot in self.stuck else ""
+            fault = self.state.faults[identity(self.present[slot])].reason
+            return f"instance {slot} is out of service ({fault}) and is made anew{whose}{stays}"
         if self.is_loose(slot) and slot in self.users:
             return f"instance {slot} was given back, and {self.users[slot]} still runs on it"
         if self.is_loose(slot) and slot in self.stuck:
@@ -272,8 +283,8 @@ class Ledger:
         """Say when an idle instance is to be removed."""
         if slot in self.stuck:
             return self.stuck[slot].again
-        kept = self.terms.keep_warm if self.present[slot].computes else 0.0
-        return self.idle[slot] + kept
+        useful = self.present[slot].computes and not self.is_broken(slot)
+        return self.idle[slot] + (self.terms.keep_warm if useful else 0.0)
 
     def _could_be_ours(self, slot: str, instance: MigInstance) -> bool:
         """Tell whether this may be what an earlier daemon made, which the first look shows.

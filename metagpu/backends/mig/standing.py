@@ -130,7 +130,8 @@ class Standing(Ledger):
 
     def _removal(self, slot: str) -> float:
         """Say when an idle instance is to be removed: at once, if the layout can then be had."""
-        if self.hindrances() or (slot in self.fixed and self.present[slot].computes):
+        wanted = slot in self.fixed and self.present[slot].computes and not self.is_broken(slot)
+        if wanted or self.hindrances():
             return inf
         return self.stuck[slot].again if slot in self.stuck else self.idle[slot]
 
