@@ -53,7 +53,8 @@ class Scene:
                     self.kubelet.allocatable().get(resource, 0),
                 )
                 == (capacity, allocatable)
-            )
+            ),
+            within=30,
         )
 
     async def settles(self, predicate: Callable[[Snapshot], bool]) -> None:

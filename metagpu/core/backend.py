@@ -5,7 +5,7 @@ name is its `name` and what a pool's `backend:` says. Built-in ones come through
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import ClassVar, Generic, Self, TypeVar, cast
@@ -15,7 +15,7 @@ import msgspec
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import Injection
-from metagpu.core.model import ResourceName, Share
+from metagpu.core.model import ResourceName, Share, ShareId
 from metagpu.core.room import Room
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
@@ -214,6 +214,21 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
     def resources(self) -> tuple[ResourceName, ...]:
         """The one resource name of this pool's shares."""
         return (self.resource,)
+
+    def equal(self, gpu: Gpu, slots: Iterable[str], memory: int) -> list[Share]:
+        """Cut a GPU into equal shares, one for each slot, of so many bytes; ids are their slots."""
+        return [
+            Share(
+                id=ShareId(f"{gpu.id}::{slot}"),
+                gpu=gpu.id,
+                resource=self.resource,
+                backend=self.name,
+                number=number,
+                footprint=frozenset((slot,)),
+                memory=memory,
+            )
+            for number, slot in enumerate(slots)
+        ]
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give each GPU once, and say how much of its memory the shares stand for."""

@@ -13,7 +13,7 @@ from metagpu.backends.mps.keeping import keep
 from metagpu.backends.mps_daemon import parts
 from metagpu.backends.mps_daemon.control import Folders
 from metagpu.backends.mps_daemon.supervisor import Timing
-from metagpu.backends.placement import Placement, Seat, on_one
+from metagpu.backends.placement import Placement, Seat, placed_or_gathered
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneDeviceOnly, TooManyClients
 from metagpu.core.gpu import MIB, Gpu, GpuId
@@ -78,18 +78,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
         if gpu.mig_enabled or memory < MIB:
             return ()
 
-        return [
-            Share(
-                id=ShareId(f"{gpu.id}::p{number:02d}"),
-                gpu=gpu.id,
-                resource=self.resource,
-                backend=self.name,
-                number=number,
-                footprint=frozenset((f"p{number:02d}",)),
-                memory=memory,
-            )
-            for number in range(count)
-        ]
+        return self.equal(gpu, (f"p{number:02d}" for number in range(count)), memory)
 
     def clients(self, gpu: Gpu) -> int:
         """Say how many containers a GPU serves at once; one process of each, that is."""
@@ -114,7 +103,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             for gpu, free in by_gpu([*available, *required]).items()
         ]
         sound = [it for it in seats if it.required or self._takes_more(snapshot.gpus[it.gpu.id])]
-        return on_one(size, sound, seats, self.options.placement)
+        return placed_or_gathered(size, sound, seats, self.options.placement, largest=size)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse units of several GPUs, and one container more than a GPU serves.
