@@ -69,7 +69,7 @@ def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
 
 def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
     """Draw the containers that hold shares: of which GPU, how much, and how much they use."""
-    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "OWNER", "PHASE") if wide else ()
+    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "POD OWNER", "PHASE") if wide else ()
     columns = ("POD", "NS", "CONTAINER", "DEVICE", "REQ", "MEMORY", "GPU", "PROCESSES", "GUARD")
     rows = Sheet((*columns, *more))
 
@@ -90,8 +90,8 @@ def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
                     _mib(part["limitMiB"]),
                     answer["node"],
                     container["podUid"] or _NOTHING,
-                    container["owner"] or _NOTHING,
-                    container["phase"] or _NOTHING,
+                    container["podOwner"] or _NOTHING,
+                    container["podPhase"] or _NOTHING,
                 )
                 if wide
                 else ()

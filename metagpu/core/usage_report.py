@@ -213,7 +213,7 @@ def _containers(
 
 def _known(pod: KnownPod | None) -> dict[str, Any]:
     """Say what the API server tells of a pod, nothing where it is not asked."""
-    return {"owner": pod and (pod.owner or None), "phase": pod and (pod.phase or None)}
+    return {"podOwner": pod and (pod.owner or None), "podPhase": pod and (pod.phase or None)}
 
 
 def _part(snapshot: Snapshot, usage: Usage, findings: Findings, rules: Rules) -> dict[str, Any]:

@@ -263,8 +263,12 @@ def test_what_the_api_server_knows_of_a_pod_is_told() -> None:
     told = usage_report(after(PodsTold(pods), since=snapshot), findings, RULES)
     alice, bob = told["containers"]
 
-    assert (bob["podUid"], bob["owner"], bob["phase"]) == ("u-bob", "ReplicaSet/bob-1", "Running")
-    assert (alice["owner"], alice["phase"]) == (None, None)
+    assert (bob["podUid"], bob["podOwner"], bob["podPhase"]) == (
+        "u-bob",
+        "ReplicaSet/bob-1",
+        "Running",
+    )
+    assert (alice["podOwner"], alice["podPhase"]) == (None, None)
 
 
 def test_a_pods_wish_is_in_its_limit_and_policy() -> None:
