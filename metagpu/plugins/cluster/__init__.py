@@ -15,7 +15,14 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
+from metagpu.core.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpuUncordoned,
+    RivalMet,
+    StrangerFound,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
@@ -249,7 +256,7 @@ class Cluster:
         return "pending" if waiting else "success"
 
     async def _tell_news(self) -> None:
-        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet)
+        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet, StrangerFound)
         with self._registry.news.subscribe(*kinds) as news:
             async for fact in news:
                 match fact:
@@ -264,8 +271,17 @@ class Cluster:
                             f"{resource} is served by another device plugin on {where}, not by us"
                         )
                         self._tell("RivalPlugin", note, "Serve", warning=True)
+                    case StrangerFound():
+                        self._tell_bypass(fact)
                     case GpuUncordoned(gpu):
                         self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
+
+    def _tell_bypass(self, found: StrangerFound) -> None:
+        """Tell of the node who uses a GPU without a share, if that cannot be told to its pod."""
+        snapshot = self._registry.snapshot
+        if pod_news.news_of(found, snapshot) is None:
+            note = f"{pod_news.note_of(found, snapshot)}; its pod has the uid {found.pod_uid}"
+            self._tell(pod_news.BYPASS, note, "Look", warning=True)
 
     async def _tell_pods(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*pod_news.KINDS) as news:
