@@ -204,6 +204,7 @@ def brief_health(gpu: Mapping[str, Any]) -> Text:
     """Say in a word for each what `full_health` gives the reasons of."""
     words = [Text("out of service", style="bold red")] if not gpu["healthy"] else []
     for word, there in (
+        ("instance out", gpu["faults"]),
         ("cordoned", gpu["cordon"]),
         ("suspended", gpu["suspended"]),
         ("cleaning", gpu["cleaning"]),
@@ -230,6 +231,10 @@ def full_health(gpu: Mapping[str, Any]) -> Text:
     lines = []
     if not gpu["healthy"]:
         lines.append(Text(f"{gpu['reason']}, since {_moment(gpu['since'])}", style="bold red"))
+    for fault in gpu["faults"]:
+        slots = ", ".join(share.partition("::")[2] for share in fault["shares"]) or "not of ours"
+        told = f"MIG device {fault['device']} ({slots}): {fault['reason']}"
+        lines.append(Text(f"{told}, since {_moment(fault['since'])}", style="bold red"))
     if cordon := gpu["cordon"]:
         told = f"cordoned: {cordon['reason']}, since {_moment(cordon['since'])}"
         lines.append(Text(told, style="yellow"))

@@ -25,12 +25,16 @@ def devices_table(answer: Answer, *, wide: bool = False) -> Drawing:
 
     for gpu in answer["gpus"]:
         for offer in gpu["shares"] or [None]:
-            rows.add(*_device(gpu, offer), *(_device_more(gpu, offer) if wide else ()))
+            rows.add(
+                *_device(gpu, offer),
+                *(_device_more(gpu, offer) if wide else ()),
+                style="" if gpu["healthy"] else "red",
+            )
 
     memory = sum(gpu["memoryMiB"] for gpu in answer["gpus"])
     shares = sum(offer["capacity"] for gpu in answer["gpus"] for offer in gpu["shares"])
     rows.sum_up(str(len(answer["gpus"])), "", f"{memory} MiB", str(shares))
-    return (rows,)
+    return (rows, *_ills(answer, wide=wide))
 
 
 def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
@@ -217,6 +221,17 @@ def _notes(answer: Answer, *, wide: bool) -> Sequence[Cell]:
         what = "1 process belongs" if count == 1 else f"{count} processes belong"
         notes.append(f"{what} to nobody who holds a share of the GPU; -o wide says why")
     return [Cell(note, "yellow") for note in notes]
+
+
+def _ills(answer: Answer, *, wide: bool) -> Iterator[Cell]:
+    """Say below the GPUs what the table has no column for."""
+    for gpu in answer["gpus"]:
+        if not gpu["healthy"] and not wide:
+            yield Cell(f"GPU {gpu['index']} is out of service: {gpu['reason']}", "bold red")
+        if gpu["cordon"] and not wide:
+            yield Cell(f"GPU {gpu['index']} is cordoned: {gpu['cordon']}", "yellow")
+        for device, reason in gpu["faults"].items():
+            yield Cell(f"{device} of GPU {gpu['index']} is out of service: {reason}", "bold red")
 
 
 def _relative(process: Answer, part: Answer) -> float | None:

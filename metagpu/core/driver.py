@@ -112,7 +112,14 @@ class RecoveryActionChanged:
     gpu: GpuId | None
 
 
-DriverEvent = Xid | EccError | RecoveryActionChanged
+@dataclass(frozen=True, slots=True)
+class GpuUnavailable:
+    """NVML reported that a GPU does not answer; read its `Condition`."""
+
+    gpu: GpuId | None
+
+
+DriverEvent = Xid | EccError | RecoveryActionChanged | GpuUnavailable
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,29 @@ class GpuRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceFaulted:
+    """A MIG device went out of service, and nothing else of its GPU.
+
+    While it is out, the first reason and time stand.
+    """
+
+    gpu: GpuId
+    device: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRecovered:
+    """A MIG device is fit to serve again, or is no more; `reason` says which."""
+
+    gpu: GpuId
+    device: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class SharesOffered:
     """The configuration was laid over the GPUs: this is on offer from now on.
 
@@ -167,12 +190,17 @@ class GpuLeft:
 
 @dataclass(frozen=True, slots=True)
 class BackendSuspended:
-    """A backend can give no shares of a GPU for now. The latest reason and the first time stand."""
+    """A backend can give no shares of a GPU for now. The latest reason and the first time stand.
+
+    Attributes:
+        reset: whether that lasts until somebody resets the GPU.
+    """
 
     gpu: GpuId
     backend: str
     reason: str
     at: float
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +239,8 @@ class StockTold:
 GpuFact = (
     GpuFaulted
     | GpuRecovered
+    | InstanceFaulted
+    | InstanceRecovered
     | GpuCordoned
     | GpuUncordoned
     | GpuKept

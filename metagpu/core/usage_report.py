@@ -82,8 +82,7 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
                 process["pid"] = process["innerPid"]
     return {
         "gpus": [
-            # Why an operator has cordoned it may speak of others.
-            {**_gpu(state, _own(state, its, findings), findings, rules), "cordon": None}
+            _gpu_for(state, _own(state, its, findings), findings, rules)
             for gpu, state in snapshot.gpus.items()
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],
@@ -164,10 +163,20 @@ def _gpu(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[s
         "shares": _offered(state, use.held),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
+        "faults": {device: verdict.reason for device, verdict in state.faults.items()},
         "cordon": state.cordon and state.cordon.reason,
         "policy": str(rules.terms(gpu.id).policy),
         "failure": failure,
     }
+
+
+def _gpu_for(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[str, Any]:
+    """Say it to a pod: no word of other pods' devices, nor why an operator has cordoned it."""
+    made = [it for stock in state.stocks.values() for it in stock.made.items()]
+    own = {its.device for share, its in made if share in use.held}
+    told = _gpu(state, use, findings, rules)
+    faults = {device: reason for device, reason in told["faults"].items() if device in own}
+    return {**told, "cordon": None, "faults": faults}
 
 
 def _offered(state: GpuState, held: Container[ShareId]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from metagpu.core.driver import (
     Condition,
     DriverEvent,
     GpuProcess,
-    RecoveryActionChanged,
+    GpuUnavailable,
     Survey,
     Unreadable,
 )
@@ -191,7 +191,7 @@ class Nvml:
     async def events(self) -> Sequence[DriverEvent]:
         """Wait for events of any GPU, at most one second; empty when nothing happened.
 
-        A GPU that is lost is reported as `RecoveryActionChanged`, which asks for its condition.
+        A GPU that is lost is reported as `GpuUnavailable`, which asks for its condition.
         """
         session = self._opened()
 
@@ -228,11 +228,11 @@ class Nvml:
         async with session.registering:
             await self._stop_listening(session, lost)
         if lost:
-            return tuple(RecoveryActionChanged(gpu) for gpu in lost)
+            return tuple(GpuUnavailable(gpu) for gpu in lost)
 
         await anyio.sleep(SLICE)
         # A set that could not be replaced still holds whom we know: that is no news.
-        return () if session.spoiled else (RecoveryActionChanged(None),)
+        return () if session.spoiled else (GpuUnavailable(None),)
 
     async def _stop_listening(self, session: Session, lost: Collection[GpuId]) -> None:
         """Keep lost GPUs out of the event set, and replace it if it is spoiled or holds them.

@@ -42,6 +42,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "cleaning": {},
             "suspended": {},
             "cordon": None,
+            "faults": [],
             "made": [],
             "blocked": [],
             "waitsFor": None,
@@ -49,6 +50,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
+            "room": None,
         },
         {
             "index": 1,
@@ -65,6 +67,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "cleaning": {},
             "suspended": {},
             "cordon": None,
+            "faults": [],
             "made": [],
             "blocked": [],
             "waitsFor": None,
@@ -72,6 +75,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+            "room": None,
         },
     ]
 

@@ -12,10 +12,18 @@ from metagpu.core.census import Findings
 from metagpu.core.driver import GpuProcess
 from metagpu.core.enforcement import Annotation, Enforcement, Policy
 from metagpu.core.enforcer import Tally
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpusFound, LeasesObserved, PodsTold
+from metagpu.core.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpusFound,
+    InstanceFaulted,
+    LeasesObserved,
+    PodsTold,
+    StockTold,
+)
 from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity, Particulars
-from metagpu.core.model import Holder
+from metagpu.core.model import Holder, Made, Stock
 from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.usage import account
@@ -184,6 +192,23 @@ def test_a_pod_does_not_hear_why_its_gpu_was_cordoned() -> None:
 
     assert usage_report(snapshot, findings, RULES)["gpus"][0]["cordon"] == "alice breaks it"
     assert "alice" not in str(pod_report(snapshot, findings, RULES, pod(BOB)))
+
+
+def test_a_pod_hears_of_faults_of_its_own_devices_alone() -> None:
+    """Which MIG device of its GPU is broken is its business if it holds a share of it."""
+    snapshot, findings = node()
+    mine, bobs = (
+        next(i for i, lease in snapshot.gpus[A.id].leases.items() if lease.holder == holder)
+        for holder in (ALICE, BOB)
+    )
+    stock = Stock({mine: Made("MIG-mine", 1, 0), bobs: Made("MIG-bobs", 2, 0)})
+    faults = [InstanceFaulted(A.id, it, "XID 94", at=5) for it in ("MIG-mine", "MIG-bobs")]
+    snapshot = after(StockTold(A.id, "fraction", stock, at=4), *faults, since=snapshot)
+
+    whole = usage_report(snapshot, findings, RULES)["gpus"][0]
+    own = pod_report(snapshot, findings, RULES, pod(ALICE))["gpus"][0]
+    assert whole["faults"] == {"MIG-mine": "XID 94", "MIG-bobs": "XID 94"}
+    assert own["faults"] == {"MIG-mine": "XID 94"}
 
 
 def test_a_pod_knows_its_own_pids() -> None:

@@ -15,19 +15,10 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import (
-    GpuCordoned,
-    GpuFaulted,
-    GpuRecovered,
-    GpuUncordoned,
-    RivalMet,
-    StrangerFound,
-)
-from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
-from metagpu.plugins.cluster import pod_news
+from metagpu.plugins.cluster import node_news, pod_news
 from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
@@ -57,10 +48,12 @@ class Outcome:
     Attributes:
         refusal: why it was not taken, `None` if it was.
         lays_mig: whether layouts of mig-parted are part of the configuration.
+        misfit: why GPUs of such a layout are offered to nobody, empty if none are kept.
     """
 
     refusal: str | None = None
     lays_mig: bool = False
+    misfit: str = ""
 
 
 class Cluster:
@@ -189,8 +182,8 @@ class Cluster:
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
-            if Feature.EVENTS in self._settings.features:
-                group.start_soon(self._tell_news)
+            if self._recorder is not None and Feature.EVENTS in self._settings.features:
+                group.start_soon(self._tell_news, self._recorder)
             if self._pod_recorder is not None:
                 group.start_soon(self._tell_pods, self._pod_recorder)
 
@@ -238,6 +231,8 @@ class Cluster:
         if self._outcome.refusal is not None:
             note = f"{self._outcome.refusal}; the last good configuration stays"
             self._tell("ConfigurationRefused", note, "Configure", warning=True)
+        elif self._outcome.misfit:
+            self._tell("MIGLayoutRefused", self._outcome.misfit, "Configure", warning=True)
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, by the label {wanted.label}"
             self._tell("ConfigurationTaken", note, "Configure")
@@ -252,36 +247,19 @@ class Cluster:
             return "failed" if ours or wanted.mig_config in outcome.refusal else None
         if not ours:
             return None
+        if outcome.misfit:
+            return "failed"
         waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
         return "pending" if waiting else "success"
 
-    async def _tell_news(self) -> None:
-        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet, StrangerFound)
-        with self._registry.news.subscribe(*kinds) as news:
-            async for fact in news:
-                match fact:
-                    case GpuFaulted(gpu, reason):
-                        self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
-                    case GpuRecovered(gpu, reason):
-                        self._tell_gpu("GPUBackInService", gpu, reason)
-                    case GpuCordoned(gpu, reason):
-                        self._tell_gpu("GPUCordoned", gpu, reason)
-                    case RivalMet(resource, where):
-                        note = (
-                            f"{resource} is served by another device plugin on {where}, not by us"
-                        )
-                        self._tell("RivalPlugin", note, "Serve", warning=True)
-                    case StrangerFound():
-                        self._tell_bypass(fact)
-                    case GpuUncordoned(gpu):
-                        self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
-
-    def _tell_bypass(self, found: StrangerFound) -> None:
-        """Tell of the node who uses a GPU without a share, if that cannot be told to its pod."""
-        snapshot = self._registry.snapshot
-        if pod_news.news_of(found, snapshot) is None:
-            note = f"{pod_news.note_of(found, snapshot)}; its pod has the uid {found.pod_uid}"
-            self._tell(pod_news.BYPASS, note, "Look", warning=True)
+    async def _tell_news(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*node_news.KINDS) as news:
+            for told in node_news.resets(self._registry.snapshot, self._subject):
+                recorder.tell(told)
+            async for event in news:
+                its = node_news.news_of(event, self._registry.snapshot, self._subject)
+                if its is not None:
+                    recorder.tell(its)
 
     async def _tell_pods(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*pod_news.KINDS) as news:
@@ -289,19 +267,18 @@ class Cluster:
                 if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
                     recorder.tell(told)
 
-    def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
-        known = self._registry.snapshot.gpus.get(gpu)
-        name = str(known.gpu) if known else gpu
-        self._tell(reason, f"GPU {name}: {why}", "Judge", warning=warning)
+    @property
+    def _subject(self) -> Subject:
+        """The Node, for Events about it."""
+        told = self._node.object if self._node else None
+        uid = str(told["metadata"].get("uid", "")) if told else ""
+        return Subject("Node", self._settings.node, uid)
 
     def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
-        told = self._node.object if self._node else None
-        uid = str(told["metadata"].get("uid", "")) if told else ""
-        subject = Subject("Node", self._settings.node, uid)
-        self._recorder.tell(News(subject, reason, note, action, warning=warning))
+        self._recorder.tell(News(self._subject, reason, note, action, warning=warning))
 
 
 def _loaded() -> "ModuleType":
@@ -313,7 +290,7 @@ def _loaded() -> "ModuleType":
 
 def _waits(state: GpuState) -> bool:
     """Tell whether a GPU is not yet as the configuration wants it."""
-    blocked = any(stock.blocked for stock in state.stocks.values())
+    blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
     return bool(state.waits_for or state.suspended or blocked)
 
 
