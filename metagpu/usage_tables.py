@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from metagpu.core.usage_report import tally_lines
+from metagpu.core.tally import tally_lines
 from metagpu.sheets import Cell, Sheet
 
 Answer = Mapping[str, Any]
