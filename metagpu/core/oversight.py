@@ -17,8 +17,9 @@ from metagpu.core.host import Host
 from metagpu.core.layout import Layout
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
+from metagpu.core.tally import tally_report
 from metagpu.core.usage import Told
-from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.core.usage_report import Pod, Rules, pod_report, usage_report
 from metagpu.core.wishing import WishWatch
 
 

@@ -15,21 +15,10 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import (
-    BackendSuspended,
-    GpuCordoned,
-    GpuFaulted,
-    GpuRecovered,
-    GpuUncordoned,
-    InstanceFaulted,
-    InstanceRecovered,
-    RivalMet,
-)
-from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
-from metagpu.plugins.cluster import pod_news
+from metagpu.plugins.cluster import node_news, pod_news
 from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
@@ -193,8 +182,8 @@ class Cluster:
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
-            if Feature.EVENTS in self._settings.features:
-                group.start_soon(self._tell_news)
+            if self._recorder is not None and Feature.EVENTS in self._settings.features:
+                group.start_soon(self._tell_news, self._recorder)
             if self._pod_recorder is not None:
                 group.start_soon(self._tell_pods, self._pod_recorder)
 
@@ -263,42 +252,14 @@ class Cluster:
         waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
         return "pending" if waiting else "success"
 
-    async def _tell_news(self) -> None:
-        kinds = (
-            *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
-            *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended),
-        )
-        with self._registry.news.subscribe(*kinds) as news:
-            self._tell_resets()
-            async for fact in news:
-                match fact:
-                    case GpuFaulted(gpu, reason):
-                        self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
-                    case GpuRecovered(gpu, reason):
-                        self._tell_gpu("GPUBackInService", gpu, reason)
-                    case InstanceFaulted(gpu, device, reason):
-                        why = f"MIG device {device} alone: {reason}"
-                        self._tell_gpu("MIGDeviceOutOfService", gpu, why, warning=True)
-                    case InstanceRecovered(gpu, device, reason):
-                        self._tell_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}")
-                    case GpuCordoned(gpu, reason):
-                        self._tell_gpu("GPUCordoned", gpu, reason)
-                    case BackendSuspended(gpu, reason=reason, reset=True):
-                        self._tell_gpu("GPUResetNeeded", gpu, reason, warning=True)
-                    case RivalMet(resource, where):
-                        note = (
-                            f"{resource} is served by another device plugin on {where}, not by us"
-                        )
-                        self._tell("RivalPlugin", note, "Serve", warning=True)
-                    case GpuUncordoned(gpu):
-                        self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
-
-    def _tell_resets(self) -> None:
-        """Tell of GPUs that wait for a reset already: MIG mode is turned on as a daemon starts."""
-        for gpu, state in self._registry.snapshot.gpus.items():
-            for pause in state.suspended.values():
-                if pause.reset:
-                    self._tell_gpu("GPUResetNeeded", gpu, pause.reason, warning=True)
+    async def _tell_news(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*node_news.KINDS) as news:
+            for told in node_news.resets(self._registry.snapshot, self._subject):
+                recorder.tell(told)
+            async for event in news:
+                its = node_news.news_of(event, self._registry.snapshot, self._subject)
+                if its is not None:
+                    recorder.tell(its)
 
     async def _tell_pods(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*pod_news.KINDS) as news:
@@ -306,19 +267,18 @@ class Cluster:
                 if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
                     recorder.tell(told)
 
-    def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
-        known = self._registry.snapshot.gpus.get(gpu)
-        name = str(known.gpu) if known else gpu
-        self._tell(reason, f"GPU {name}: {why}", "Judge", warning=warning)
+    @property
+    def _subject(self) -> Subject:
+        """The Node, for Events about it."""
+        told = self._node.object if self._node else None
+        uid = str(told["metadata"].get("uid", "")) if told else ""
+        return Subject("Node", self._settings.node, uid)
 
     def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
-        told = self._node.object if self._node else None
-        uid = str(told["metadata"].get("uid", "")) if told else ""
-        subject = Subject("Node", self._settings.node, uid)
-        self._recorder.tell(News(subject, reason, note, action, warning=warning))
+        self._recorder.tell(News(self._subject, reason, note, action, warning=warning))
 
 
 def _loaded() -> "ModuleType":
