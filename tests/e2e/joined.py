@@ -47,8 +47,8 @@ class Joined:
     def reset(self) -> None:
         """Have the node go by the daemon's own file again, with all rights."""
         self.kubectl.apply(RULES.read_text())
-        self.profiles()
         self.label(None)
+        self.profiles()
 
     def profiles(self, **texts: str) -> None:
         """Write the ConfigMap; several profiles without a label choose none."""

@@ -86,6 +86,7 @@ def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
             within_s=RECOVERED_S,
         )
         assert cluster.incarnations()["before"] == before["before"]
+    assert "it starts anew" not in member.daemon.log  # as it does after a fault of our own
 
 
 def problem(member: Joined) -> str:

@@ -1,6 +1,7 @@
 """One object of the API server, followed: listed once, then watched, and again when that ends."""
 
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -80,16 +81,17 @@ class Followed:
             "timeoutSeconds": str(WATCH),
         }
 
-        async for event in self.client.watch(self.path, query):
-            it: Any = event["object"]
-            if event["type"] == "ERROR":
-                problem = f"the watch of {self.path} ended: {it.get('message', '')}"
-                raise ClusterError(problem, status=int(it.get("code", 0)))
-            version = str(it["metadata"]["resourceVersion"])
-            if event["type"] == "DELETED":
-                self._take(None)
-            elif event["type"] != "BOOKMARK":
-                self._take(it)
+        async with aclosing(self.client.watch(self.path, query)) as events:
+            async for event in events:
+                it: Any = event["object"]
+                if event["type"] == "ERROR":
+                    problem = f"the watch of {self.path} ended: {it.get('message', '')}"
+                    raise ClusterError(problem, status=int(it.get("code", 0)))
+                version = str(it["metadata"]["resourceVersion"])
+                if event["type"] == "DELETED":
+                    self._take(None)
+                elif event["type"] != "BOOKMARK":
+                    self._take(it)
         return version
 
     def _take(self, told: "Object | None") -> None:
