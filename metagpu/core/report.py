@@ -93,6 +93,8 @@ def _blocked(state: GpuState, share: Share | None) -> Iterator[str]:
     for stock in state.stocks.values():
         for slot in sorted(share.footprint & stock.blocked.keys()):
             yield stock.blocked[slot]
+        if share.id in stock.late:
+            yield f"{share.id} has just become free, and has its turn in some seconds"
         if share.id in stock.made and share.id not in state.leases:
             yield f"{share.id} was just given back, and is looked at"
 

@@ -60,6 +60,7 @@ class Ledger:
         ours: the identities of those that may be removed.
         found: those found at the start, and since when they are left alone.
         idle: ours that nobody holds or uses, and since when.
+        left: those that were held when all was told last, and were not looked at since.
         users: programs on what nobody holds, for messages.
         busy: what is being made or removed.
         stuck: what could not be removed.
@@ -75,6 +76,7 @@ class Ledger:
     ours: set[str] = field(default_factory=set)
     found: dict[str, float] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     users: dict[str, str] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     stuck: dict[str, Stuck] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Ledger:
                 del self.found[slot]
                 self.ours.add(identity(self.present[slot]))
 
+        self.left &= self.held
         self.idle = {
             slot: self.idle.get(slot, now)
             for slot in self.present
@@ -220,6 +223,7 @@ class Ledger:
         made: dict[ShareId, Made] = {}
         blocked: dict[str, str] = {}
         held = self.held
+        self.left |= held & self.present.keys()
 
         for slot, instance in self.present.items():
             if slot in self.busy:
@@ -229,7 +233,8 @@ class Ledger:
                 for share in self.shares(slot):
                     # Who gets another replica of a held instance shares it anyway.
                     idle = share not in self.state.leases and (slot in held or slot in self.idle)
-                    made[share] = Made(first.uuid, instance.number, first.number, idle=idle)
+                    numbers = instance.number, first.number
+                    made[share] = Made(first.uuid, *numbers, idle=idle, again=slot in self.left)
             if why := self._why_blocked(slot):
                 blocked |= dict.fromkeys(self.taken(slot), why)
 

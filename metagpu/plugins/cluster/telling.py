@@ -30,7 +30,7 @@ from metagpu.plugins.cluster.node import (
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import Client
 
-RISE: Final = 1.0
+RISE: Final = 0.3
 """Seconds that a number waits to rise: until then the kubelet may not know the shares yet."""
 _CONFLICT: Final = 409
 _LABEL_FIELD: Final = ".metadata.labels."

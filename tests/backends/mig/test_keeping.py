@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagpu.backends.mig import keeping, ledger
+from metagpu.backends.mig import keeping, ledger, turns
 from metagpu.core.facts import LeasesObserved
 from metagpu.core.model import Share
 from metagpu.sim.instances import Making
@@ -26,6 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ledger, keeping):
         monkeypatch.setattr(module, "POLL", 0.02)
         monkeypatch.setattr(module, "LOOK", 0.02)
+    monkeypatch.setattr(turns, "TURN", 0.01)
     monkeypatch.setattr(keeping, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(keeping, "LONGEST_PAUSE", 0.02)
 

@@ -7,6 +7,8 @@ import stat
 import subprocess
 import sys
 
+from metagpu.core.errors import MetagpuError
+from metagpu.plugins import control
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.programs import Program
@@ -29,6 +31,7 @@ class Daemon:
         self._configuration = places.home / "metagpu.yaml"
         self._device_root = places.home / "devices"
         self._run_folder = places.home / "metagpu"
+        self._options: tuple[str, ...] = ()
         command = [sys.executable, "-m", "metagpu", "run"]
         command += ["--config", str(self._configuration)]
         command += ["--simulate", f"{model}:{count}"]
@@ -51,9 +54,10 @@ class Daemon:
             device.chmod(0o666)  # mknod's own mode is cut by the umask
 
     def configure(self, configuration: str | None = None) -> None:
-        """Have the running daemon take another configuration, or its own again."""
+        """Have the daemon take another configuration, or its own again: now, or when it starts."""
         self._configuration.write_text(configuration or self._configuration_text)
-        self._program.notify(signal.SIGHUP)
+        if self.alive:
+            self._program.notify(signal.SIGHUP)
 
     @property
     def alive(self) -> bool:
@@ -68,9 +72,26 @@ class Daemon:
         """
         self._program.require_alive()
 
-    def start(self) -> None:
-        """Start the daemon; what it offers shows on the node a little later."""
-        self._program.start()
+    @property
+    def pid(self) -> int | None:
+        """Its process: another one after a restart."""
+        return self._program.pid
+
+    def start(self, *options: str) -> None:
+        """Start the daemon; what it offers shows on the node a little later.
+
+        Of an option that is given twice the later one counts, so OPTIONS may also replace.
+        """
+        self._options = options
+        self._program.start(*options)
+
+    def start_again(self) -> None:
+        """Start the daemon with the options that it was started with last."""
+        self.start(*self._options)
+
+    def runs_with(self, *options: str) -> bool:
+        """Whether it runs, and was started with just these further options."""
+        return self.alive and self._options == options
 
     def stop(self) -> int | None:
         """Stop the daemon as systemd would, and return its exit status."""
@@ -84,6 +105,27 @@ class Daemon:
         """What the daemon says of GPUs, offers and leases."""
         document: Document = json.loads(self._ask("status", "--json"))
         return document
+
+    def asked(self, command: str, **arguments: object) -> Document:
+        """What the running daemon answers on its control socket: quicker than a program is.
+
+        Raises:
+            RigError: it does not, or not as one wants; the text is its own.
+        """
+        try:
+            answer: Document = control.ask(self._run_folder, {"command": command, **arguments})
+        except MetagpuError as error:
+            raise RigError(str(error)) from error
+        return answer
+
+    def simulated_gpus(self) -> list[Document]:
+        """The simulated GPUs as they really are, with the MIG instances on them."""
+        gpus: list[Document] = self.asked("sim", steer={"do": "node"})["node"]["gpus"]
+        return gpus
+
+    def making(self, gpu: int, *how: str) -> None:
+        """Say how making MIG instances on a GPU goes from now on, in the words of `sim making`."""
+        self._simulate("making", str(gpu), *how)
 
     def fault(self, gpu: int, xid: int) -> None:
         """Make a simulated GPU report a driver error."""
