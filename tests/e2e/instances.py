@@ -243,10 +243,22 @@ def failure(document: Document) -> str:
 
 def is_settled(document: Document) -> bool:
     """Tell whether a pod runs, has failed, or knows that it has to wait."""
-    conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
-    waits = conditions.get("PodScheduled", {}).get("reason") == "Unschedulable"
-    runs = conditions.get("Ready", {}).get("status") == "True"
-    return bool(waits or runs or document["status"]["phase"] == "Failed")
+    runs = _conditions(document).get("Ready", {}).get("status") == "True"
+    return bool(waits(document) or runs or document["status"]["phase"] == "Failed")
+
+
+def is_on_its_way(document: Document) -> bool:
+    """Tell whether the kubelet has still to admit or refuse a pod, and it has not to wait."""
+    return not waits(document) and "startTime" not in document["status"]
+
+
+def waits(document: Document) -> bool:
+    """Tell whether the scheduler has no room for a pod."""
+    return bool(_conditions(document).get("PodScheduled", {}).get("reason") == "Unschedulable")
+
+
+def _conditions(document: Document) -> dict[str, Document]:
+    return {it["type"]: it for it in document["status"].get("conditions", ())}
 
 
 def is_leaving(document: Document) -> bool:

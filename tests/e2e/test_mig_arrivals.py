@@ -17,8 +17,10 @@ from tests.e2e.instances import (
     cut,
     failure,
     is_leaving,
+    is_on_its_way,
     is_settled,
     plain,
+    waits,
 )
 from tests.e2e.rig.api import Api
 from tests.e2e.rig.errors import RigError
@@ -37,8 +39,9 @@ GPUS = "{board: a100-40gb, count: 4, mig: true, making: {takes: 100ms, computeTa
 EMPTY = {"1g.5gb": (28, 28), "2g.10gb": (12, 12), "3g.20gb": (8, 8), "7g.40gb": (4, 4)}
 
 ARRIVALS = 500
-AT_ONCE = 1
-"""How many pods may be on their way at once: neither running, nor refused, nor told to wait."""
+STARTING = 4
+"""How many pods may be about to start when the next one comes; none of them is still to be admitted
+then, and so none of them is known to the scheduler alone."""
 FULL = 11
 """How many pods there are before the next one is made to leave."""
 CHECKED = 50
@@ -73,10 +76,10 @@ class Crowd:
         self.api.create(NAMESPACE, asking(f"pod-{self.arrived}", PREFIX + profile))
         self.arrived += 1
 
-    def await_settled(self, on_their_way: int = 0, *, gone: bool = False) -> dict[str, Document]:
-        """Wait until so few pods are on their way; count who was refused, and send them off.
+    def await_settled(self, starting: int = 0, *, gone: bool = False) -> dict[str, Document]:
+        """Wait until pods were admitted, refused, or told to wait, and so few have still to start.
 
-        GONE: also wait until all that leave have left.
+        Who was refused is counted and sent off. GONE: wait also until all that leave have left.
         """
 
         def probe() -> dict[str, Document]:
@@ -84,14 +87,15 @@ class Crowd:
             for name, pod in pods.items():
                 self._note(name, pod)
             staying = {name: pod for name, pod in pods.items() if name not in self.leaving}
-            coming = [name for name, pod in staying.items() if not is_settled(pod)]
-            if len(coming) > on_their_way:
-                raise RigError(f"on their way are {', '.join(coming)}")
+            coming = [name for name, pod in staying.items() if is_on_its_way(pod)]
+            begun = [name for name, pod in staying.items() if not is_settled(pod)]
+            if coming or len(begun) > starting:
+                raise RigError(f"on their way are {coming}, not settled {begun}")
             if gone and (left := pods.keys() - staying.keys()):
                 raise RigError(f"still leaving are {', '.join(sorted(left))}")
             return staying or {"": {}}
 
-        found = wait_for("pods to settle", probe, within_s=SETTLED_S, pause_s=0.03)
+        found = wait_for("pods to settle", probe, within_s=SETTLED_S, pause_s=0.05)
         return {name: pod for name, pod in found.items() if name}
 
     def _note(self, name: str, pod: Document) -> None:
@@ -101,7 +105,7 @@ class Crowd:
             assert why.startswith("UnexpectedAdmissionError"), f"{name} failed: {why}"
             self.lost[plain(why)] += 1
             self.leave(name)
-        elif pod["status"]["phase"] == "Pending" and is_settled(pod):
+        elif waits(pod):
             self.waited.add(name)
 
     def leave(self, *names: str) -> None:
@@ -121,7 +125,7 @@ def test_five_hundred_pods_come_and_go(
     with empty_node.cluster.node.api() as api:
         crowd = Crowd(empty_node, api, chance)
         while crowd.arrived < ARRIVALS:
-            pods = crowd.await_settled(AT_ONCE - 1)
+            pods = crowd.await_settled(STARTING)
             running = sorted(n for n, pod in pods.items() if pod["status"]["phase"] == "Running")
             while len(pods) >= FULL and running:
                 leaver = running.pop(chance.randrange(len(running)))
