@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -42,8 +42,8 @@ ARRIVALS = 500
 STARTING = 4
 """How many pods may be about to start when the next one comes; none of them is still to be admitted
 then, and so none of them is known to the scheduler alone."""
-FULL = 11
-"""How many pods there are before the next one is made to leave."""
+FULL, WAITING, LEAVING = 11, 3, 5
+"""So many pods there are at most, so many of them wait for room, and so many are about to leave."""
 CHECKED = 50
 """Arrivals between two looks at all of it, for which everybody waits."""
 
@@ -89,10 +89,11 @@ class Crowd:
             staying = {name: pod for name, pod in pods.items() if name not in self.leaving}
             coming = [name for name, pod in staying.items() if is_on_its_way(pod)]
             begun = [name for name, pod in staying.items() if not is_settled(pod)]
-            if coming or len(begun) > starting:
-                raise RigError(f"on their way are {coming}, not settled {begun}")
-            if gone and (left := pods.keys() - staying.keys()):
-                raise RigError(f"still leaving are {', '.join(sorted(left))}")
+            going = sorted(pods.keys() - staying.keys())
+            if coming or len(begun) > starting or len(going) > (0 if gone else LEAVING - 1):
+                raise RigError(f"coming are {coming}, not settled {begun}, leaving {going}")
+            if staying and not running(staying):
+                raise RigError(f"nothing runs, and there are {sorted(staying)}")
             return staying or {"": {}}
 
         found = wait_for("pods to settle", probe, within_s=SETTLED_S, pause_s=0.05)
@@ -115,6 +116,11 @@ class Crowd:
             self.api.delete(NAMESPACE, name)
 
 
+def running(pods: Mapping[str, Document]) -> list[str]:
+    """Name the pods that run."""
+    return sorted(name for name, pod in pods.items() if pod["status"]["phase"] == "Running")
+
+
 @pytest.mark.timeout(900)
 def test_five_hundred_pods_come_and_go(
     empty_node: MigNode, record_property: Callable[[str, object], None]
@@ -126,11 +132,11 @@ def test_five_hundred_pods_come_and_go(
         crowd = Crowd(empty_node, api, chance)
         while crowd.arrived < ARRIVALS:
             pods = crowd.await_settled(STARTING)
-            running = sorted(n for n, pod in pods.items() if pod["status"]["phase"] == "Running")
-            while len(pods) >= FULL and running:
-                leaver = running.pop(chance.randrange(len(running)))
-                del pods[leaver]
-                crowd.leave(leaver)
+            crowded = sum(map(waits, pods.values())) >= WAITING
+            if crowded or len(pods) >= FULL:
+                crowd.leave(chance.choice(running(pods)))
+            if crowded:
+                continue
             crowd.arrive()
             if crowd.arrived % CHECKED == 0:
                 crowd.await_settled(gone=True)

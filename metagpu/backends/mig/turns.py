@@ -12,7 +12,7 @@ from metagpu.core.model import Share, ShareId, Stock
 from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState
 
-TURN: Final = 1.0
+TURN: Final = 1.5
 """Seconds that a profile is ahead of the next: longer than it takes until the Node shows it
 (`cluster.telling.RISE`), and a pod that waits for it is bound and admitted."""
 
