@@ -133,10 +133,7 @@ class Cluster:
 
         OPTIONS are what the daemon shall have been started with beside its own.
         """
-        self.kubectl(
-            *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
-            *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
-        )
+        self.clear()
         if not self.node.containerd.alive:
             self.node.power_on()
         if not self.node.kubelet.alive:
@@ -146,6 +143,13 @@ class Cluster:
             self.daemon.stop()  # its simulated GPUs are new ones then
             self.daemon.start(*options)
         self.await_amounts(ALL_SHARES, ALL_SHARES)
+
+    def clear(self) -> None:
+        """Delete all pods, and wait until they are gone."""
+        self.kubectl(
+            *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
+            *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
+        )
 
     def await_amounts(self, capacity: int, allocatable: int, resource: str = RESOURCE) -> None:
         """Wait until the node has these amounts of a resource."""
