@@ -53,7 +53,7 @@ def empty_node(cluster: Cluster) -> Iterator[MigNode]:
     """Four empty A100s, instances made on demand, and the Node patched as leases change."""
     node = cluster.node
     joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig)
-    with cut(cluster, CONFIGURATION, GPUS, *joined, "--cluster", "allocatable") as it:
+    with cut(cluster, CONFIGURATION, GPUS, *joined, "--cluster", "allocatable,pods") as it:
         it.await_amounts(EMPTY)
         yield it
 
