@@ -11,6 +11,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.gpu import MIB, GpuId, bus_id
 from metagpu.core.layout import Layout
 from metagpu.core.model import Made, Pause, ResourceName, Share, ShareId
+from metagpu.core.sharing import conflicts
 from metagpu.core.snapshot import GpuState, Snapshot
 
 
@@ -97,10 +98,12 @@ def _blocked(state: GpuState, share: Share | None) -> Iterator[str]:
     for stock in state.stocks.values():
         for slot in sorted(share.footprint & stock.blocked.keys()):
             yield stock.blocked[slot]
-        if share.id in stock.late:
-            yield f"{share.id} has just become free, and has its turn in some seconds"
         if share.id in stock.made and share.id not in state.leases:
             yield f"{share.id} was just given back, and is looked at"
+        if share.id in stock.late and not any(
+            conflicts(share, lease.share) for lease in state.leases.values()
+        ):
+            yield f"{share.id} has just become free, and has its turn in some seconds"
 
 
 def pause(state: GpuState, backend: str) -> str:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from metagpu.backends.mig.turns import TURN, Turns
 from metagpu.core.facts import Fact, GpusFound, SharesGranted, SharesReleased, StockTold
-from metagpu.core.model import Made, Share, Stock
+from metagpu.core.model import Made, Stock
 from metagpu.core.report import hindrance
 from metagpu.core.snapshot import GpuState
 from tests.backends.mig.gpus import mig_gpu
@@ -168,14 +168,14 @@ def test_what_is_freed_soon_after_waits_for_those_before() -> None:
 
 
 def test_a_pod_that_asks_out_of_turn_is_told() -> None:
-    """A refusal says that it is a matter of seconds."""
-    node = Node()
+    """A refusal says that it is a matter of seconds, and not so of what a pod is in the way of."""
+    node, share = Node(), SHARES["1g.5gb@0"]
     node.hold("7g.40gb@0")
     node.look(1)
+    assert hindrance(node.state, share) == f"GPU {GPU} is in use by mig"
     node.leave("7g.40gb@0")
     node.look(10)
 
-    share: Share = SHARES["1g.5gb@0"]
     assert hindrance(node.state, share) == (
         f"GPU {GPU}: {share.id} has just become free, and has its turn in some seconds"
     )
