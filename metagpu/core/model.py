@@ -114,12 +114,15 @@ class Made:
         device: the name that programs know it by, such as `MIG-<uuid>`.
         gpu_instance: the numbers by which NVML knows it, as `compute_instance` is.
         idle: nobody holds it, and no program was found on it: it may be reused, or removed.
+        again: once its holder has gone, the share may be had again before that is known: whoever
+            comes next is sent before the kubelet tells of the end.
     """
 
     device: str
     gpu_instance: int
     compute_instance: int
     idle: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +138,13 @@ class Stock:
     """What a backend has made of a GPU, complete; shares are made once they are held.
 
     Attributes:
-        made: what there is. What nobody holds and is not idle is in the way of others.
+        made: what there is. What nobody holds and is not idle is in the way of other shares.
         failed: leases whose shares could not be made.
         blocked: slots that are taken otherwise, and by what.
         paused: shares of which nothing new is given for now, and why; those held are listed
             Unhealthy too.
         alone: whether the GPU is in a mode in which no other backend can give any of it.
+        late: shares that are not on offer yet, though nothing may be in their way any more.
     """
 
     made: Mapping[ShareId, Made] = field(default_factory=dict)
@@ -148,6 +152,7 @@ class Stock:
     blocked: Mapping[str, str] = field(default_factory=dict)
     paused: Mapping[ShareId, str] = field(default_factory=dict)
     alone: bool = False
+    late: frozenset[ShareId] = frozenset()
 
 
 def gpu_of(share: ShareId) -> GpuId:

@@ -25,7 +25,7 @@ from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.settings import Feature, Settings
-from metagpu.plugins.cluster.telling import Teller, look
+from metagpu.plugins.cluster.telling import PROMPT, Teller, look
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -151,11 +151,11 @@ class Cluster:
             Feature.LABELS: teller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
-            Feature.ALLOCATABLE: teller.lower,
         }
 
         self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
         if Feature.ALLOCATABLE in features:
+            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable", teller.lower, PROMPT)))
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
