@@ -5,13 +5,14 @@ name is its `name` and what a pool's `backend:` says. Built-in ones come through
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import Injection
@@ -51,6 +52,7 @@ class Backend(ABC):
         readies: whether `serve` makes a GPU ready: its shares begin suspended, until it resumes.
         cleans: whether `serve` cleans a GPU after its last lease; nobody else gets it before.
         guard: what keeps its containers within `Share.memory`.
+        tells: the kinds of its `figures`.
     """
 
     name: ClassVar[str]
@@ -59,6 +61,7 @@ class Backend(ABC):
     readies: ClassVar[bool] = False
     cleans: ClassVar[bool] = False
     guard: ClassVar[Guard] = Guard.ENFORCER
+    tells: ClassVar[tuple[FigureKind, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -92,6 +95,16 @@ class Backend(ABC):
         states: Sequence[GpuState],  # noqa: ARG002 - for backends that have something to say
     ) -> Sequence[str]:
         """Say, in sentences, what an operator cannot read from the shares of its GPUs."""
+        return ()
+
+    def figures(
+        self,
+        states: Sequence[GpuState],  # noqa: ARG002 - as above
+    ) -> Iterable[Figure]:
+        """Tell numbers of its GPUs, of the kinds in `tells`, that their shares do not tell. Pure.
+
+        It is called in a thread, each time that monitoring asks.
+        """
         return ()
 
     @abstractmethod

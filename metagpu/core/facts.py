@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
-from metagpu.core.model import Holder, ResourceName, Share, ShareId, Stock
+from metagpu.core.model import Fault, Holder, ResourceName, Share, ShareId, Stock
 from metagpu.core.snapshot import Versions
 
 
@@ -50,11 +50,12 @@ class RivalLeft:
 
 @dataclass(frozen=True, slots=True)
 class GpuFaulted:
-    """A GPU went out of service. While it is out, the first reason and time stand."""
+    """A GPU went out of service. While it is out, the first reason, kind and time stand."""
 
     gpu: GpuId
     reason: str
     at: float
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,5 +288,23 @@ class StrangerFound:
     at: float
 
 
-Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound
+@dataclass(frozen=True, slots=True)
+class XidHeard:
+    """NVML told of an XID, be it fatal or not; `gpu` is `None` when it did not say of which GPU."""
+
+    gpu: GpuId | None
+    code: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryErrorHeard:
+    """NVML told of a memory error, once for each event; `gpu` as of `XidHeard`."""
+
+    gpu: GpuId | None
+    corrected: bool
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound | XidHeard | MemoryErrorHeard
 """What is heard on the bus: facts that changed something, and news that change nothing we keep."""

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from metagpu.core.backend import Guard
-from metagpu.core.census import Census, Looks
+from metagpu.core.census import Census, Findings, Looks
 from metagpu.core.config import Config
 from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
@@ -57,6 +57,15 @@ class Oversight:
         """Take in what containers that are older than this daemon were told of their memory."""
         self._census.told = told
 
+    @property
+    def rules(self) -> Rules:
+        """What holds on this node, for who judges findings."""
+        return self._rules
+
+    async def latest(self) -> Findings:
+        """Say who is on all GPUs, by a look that others of the same second share."""
+        return await self._looks.latest()
+
     async def report(self) -> dict[str, Any]:
         """Look at all GPUs and say who uses what, and what was done about it so far."""
         findings = await self._census.take()
@@ -70,6 +79,6 @@ class Oversight:
 
     async def report_to(self, pod: Pod) -> dict[str, Any]:
         """Say to a pod what concerns it, by a look that others of the same second share."""
-        findings = await self._looks.latest()
+        findings = await self.latest()
         told = pod_report(self._registry.snapshot, findings, self._rules, pod)
         return {"at": findings.at, **told}

@@ -1,10 +1,11 @@
 """MIG instances: made when a pod asks, a share for each placement, or as a fixed layout."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
+from metagpu.backends.mig import figures
 from metagpu.backends.mig.board import board_of, profile_of, replica_of, share_ids
 from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
@@ -17,6 +18,7 @@ from metagpu.backends.mig.profiles import Spot
 from metagpu.backends.mig.remarks import remarks
 from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.errors import Overlap, TooManyReplicas
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import CDI_STRATEGIES, Injection
@@ -40,6 +42,7 @@ class MigBackend(Backend):
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
     guard: ClassVar[Guard] = Guard.MIG
+    tells: ClassVar[tuple[FigureKind, ...]] = figures.KINDS
 
     def __init__(self, options: MigOptions, injection: Injection) -> None:
         self._options = options
@@ -87,6 +90,15 @@ class MigBackend(Backend):
             return ()
         those = [state for state in states if state.gpu.mig_profiles]
         return list(remarks(those, frozenset(self._options.names), self.name))
+
+    def figures(self, states: Sequence[GpuState]) -> Iterable[Figure]:
+        """Tell which instances there are, and what there is room for where they are made."""
+        names = self._options.names
+        for state in states:
+            if state.gpu.mig_profiles:
+                yield from figures.made(state, names, self.name)
+                if self._options.layout is None:
+                    yield from figures.left(state, frozenset(names), self.name)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Offer every placement of every profile that is allowed, or each instance of the layout.

@@ -17,6 +17,7 @@ from metagpu.backends.mps.supervisor import Timing
 from metagpu.backends.placement import Placement, Seat, gather, place
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneGpuOnly, TooManyClients
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import MIB, Gpu, GpuId
 from metagpu.core.grant import Grant, Mount
 from metagpu.core.injection import memory_mib
@@ -25,6 +26,10 @@ from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.units import Bytes
 
+UP: Final = FigureKind(
+    "mps_control_daemon_up",
+    "Whether the MPS control daemon of the GPU answers and takes clients, 1 or 0.",
+)
 DEFAULT_UNITS: Final = 100
 _MOST_UNITS: Final = 100
 """Of one GPU: threads are given in whole percents."""
@@ -87,7 +92,12 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
     guard: ClassVar[Guard] = Guard.MPS
+    tells: ClassVar[tuple[FigureKind, ...]] = (UP,)
     timing: ClassVar[Timing] = Timing()
+
+    def figures(self, states: Sequence[GpuState]) -> Iterable[Figure]:
+        """Tell whether control daemons serve: the backend is suspended while one does not."""
+        return [Figure(UP, it.gpu.id, self.name not in it.suspended) for it in states]
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut what the MPS server leaves of a GPU; one in MIG mode has no share.

@@ -1,0 +1,88 @@
+"""What is made of GPUs by MIG and what is left of them, in numbers: for monitoring."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from metagpu.backends.mig.board import profile_of
+from metagpu.backends.mig.profiles import Board
+from metagpu.backends.mig.remarks import site_of
+from metagpu.core.figures import Figure, FigureKind
+from metagpu.core.model import Stock
+from metagpu.core.snapshot import GpuState
+
+INSTANCES: Final = FigureKind(
+    "mig_instances",
+    "MIG instances that metagpu has made: held by a container, warm (idle, kept for the next one), "
+    "or checked (given back, until it is known that no program uses it).",
+    ("profile", "state"),
+)
+PLACEABLE: Final = FigureKind(
+    "mig_placeable_instances",
+    "How many more instances of a profile there is room for, if no other is asked for; where "
+    "instances are made on demand.",
+    ("profile",),
+)
+FREE: Final = FigureKind(
+    "mig_free_slices",
+    "Memory slices that no container has; where instances are made on demand.",
+)
+LARGEST: Final = FigureKind(
+    "mig_largest_placeable_slices",
+    "Memory slices of the largest instance that there is room for, 0 if there is none.",
+)
+FRAGMENTATION: Final = FigureKind(
+    "mig_fragmentation_ratio",
+    "What of the largest instance that the free slices could be, side by side, is lost by where "
+    "they are: 0 when it fits, 1 when nothing does.",
+)
+KINDS: Final = (INSTANCES, PLACEABLE, FREE, LARGEST, FRAGMENTATION)
+
+_STATES: Final = ("held", "warm", "checked")
+
+
+def made(state: GpuState, names: Sequence[str], backend: str) -> Iterator[Figure]:
+    """Count the instances of a GPU, by profile and by what becomes of them."""
+    profiles = [profile.name for profile in state.gpu.mig_profiles if profile.name in names]
+    counts = Counter(_instances(state, backend).values())
+
+    for profile in dict.fromkeys([*profiles, *(profile for profile, _ in counts)]):
+        for at in _STATES:
+            yield Figure(INSTANCES, state.gpu.id, counts[profile, at], (profile, at))
+
+
+def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
+    """Tell profile and state of each MIG device; of several replicas, one is enough to hold it."""
+    found: dict[str, tuple[str, str]] = {}
+
+    for share, it in state.stocks.get(backend, Stock()).made.items():
+        held = share in state.leases
+        if held or it.device not in found:
+            at = "held" if held else "warm" if it.idle else "checked"
+            found[it.device] = profile_of(share), at
+    return found
+
+
+def left(state: GpuState, names: frozenset[str], backend: str) -> Iterator[Figure]:
+    """Say what there is room for on a GPU whose instances are made on demand."""
+    site, gpu = site_of(state, names, backend), state.gpu.id
+    board, occupied = site.board, site.occupied
+    largest = board.largest(occupied)
+    slices = largest.memory_slices if largest else 0
+
+    for profile, count in board.room(occupied).items():
+        yield Figure(PLACEABLE, gpu, count, (profile,))
+    yield Figure(FREE, gpu, board.free_slices(occupied))
+    yield Figure(LARGEST, gpu, slices)
+    yield Figure(FRAGMENTATION, gpu, fragmentation(board, occupied))
+
+
+def fragmentation(board: Board, occupied: int) -> float:
+    """Say how much smaller the largest instance that fits is than free slices would allow.
+
+    Free slices that no profile is small enough for are no loss: nothing ever fits in so few.
+    """
+    free = board.free_slices(occupied)
+    could = max((p.memory_slices for p in board.profiles if p.memory_slices <= free), default=0)
+    largest = board.largest(occupied)
+    return 1 - (largest.memory_slices if largest else 0) / could if could else 0.0
