@@ -1,6 +1,8 @@
 """The configuration in force: read, taken if it is good, and replaced by the next good one."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import time
 from typing import Any
 
 import anyio
@@ -17,12 +19,28 @@ from metagpu.sources import NOTHING, Backends, Loaded, Source, Text
 log = structlog.get_logger()
 
 
+@dataclass(slots=True)
+class Readings:
+    """How often the source was read and what came of it; times are seconds since the epoch.
+
+    Attributes:
+        taken: how often it was taken, the start included; `taken_at` when last.
+        refused: how often it was wrong; `refused_at` when last, 0 if never.
+    """
+
+    taken: int = 0
+    taken_at: float = 0.0
+    refused: int = 0
+    refused_at: float = 0.0
+
+
 class Adoption:
     """Reads a source whenever it may say something else; what is wrong leaves all as it is.
 
     Attributes:
         loaded: what is in force.
         error: why what the source says now is not in force, `None` if it is.
+        readings: for who wants to count.
     """
 
     loaded: Loaded
@@ -48,6 +66,7 @@ class Adoption:
             ConfigError: if the configuration is wrong.
         """
         self.error: str | None = None
+        self.readings = Readings()
         self._source = source
         self._backends = backends
         self._adopt = adopt
@@ -58,12 +77,14 @@ class Adoption:
         try:
             self._read = source.read()
             self._take(source.understand(self._read, backends))
+            self._note_taken()
         except ConfigError as error:
             if not patient:
                 raise
             log.warning("nothing is offered before the cluster says what", error=str(error))
             self._take(source.understand((Text("<nothing>", NOTHING),), backends))
-            self._read, self.error = None, str(error)
+            self._read = None
+            self._note_refused(str(error))
 
     async def reload(self, *, again: bool = True) -> None:
         """Read the configuration; `again` also if the files are as they were."""
@@ -82,9 +103,10 @@ class Adoption:
                         "the configuration was not taken; the last good one stays",
                         error=str(error),
                     )
-                self.error = str(error)
+                self._note_refused(str(error))
             else:
                 self._take(loaded)
+                self._note_taken()
                 log.info("configuration read", config=loaded.config.file)
 
     async def follow(self, told: Instruction) -> Outcome:
@@ -111,6 +133,15 @@ class Adoption:
             "notes": [str(note) for note in self.loaded.notes],
             "error": self.error,
         }
+
+    def _note_taken(self) -> None:
+        self.readings.taken += 1
+        self.readings.taken_at = time()
+
+    def _note_refused(self, error: str) -> None:
+        self.error = error
+        self.readings.refused += 1
+        self.readings.refused_at = time()
 
     def _take(self, loaded: Loaded) -> None:
         """Go by a configuration from now on; tell what of it is not honoured, each thing once."""

@@ -78,6 +78,7 @@ class Cluster:
         self._node: Followed | None = None
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
+        self._dropped = 0
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -124,19 +125,21 @@ class Cluster:
         followed = self._followed or Instruction()
         return {
             "node": self._settings.node,
+            "connected": bool(self._node and self._node.known and not self._node.problem),
             "problem": self._node.problem if self._node else "",
             "uses": dict(sorted(problems.items())),
             "label": followed.label or None,
             "profile": followed.profile,
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
-            "eventsDropped": self._recorder.dropped if self._recorder else 0,
+            "eventsDropped": self._dropped + (self._recorder.dropped if self._recorder else 0),
         }
 
     def _arranged(self, client: "Client") -> Teller:
         """Make what the settings ask for."""
         settings, features = self._settings, self._settings.features
         self._node = Followed(client, NODES, settings.node, self._stir)
+        self._dropped += self._recorder.dropped if self._recorder else 0
         self._recorder = Recorder(client, socket.gethostname())
         teller = Teller(client, self._node, self._registry, self._mig_state)
         work = {
