@@ -1,7 +1,6 @@
 """The configuration in force: read, taken if it is good, and replaced by the next good one."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from time import time
 from typing import Any
 
@@ -14,24 +13,10 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Instruction
 from metagpu.plugins.cluster import Outcome
 from metagpu.plugins.config_files import changes
+from metagpu.plugins.metrics.sources import Configuration
 from metagpu.sources import NOTHING, Backends, Loaded, Source, Text
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class Readings:
-    """How often the source was read and what came of it; times are seconds since the epoch.
-
-    Attributes:
-        taken: how often it was taken, the start included; `taken_at` when last.
-        refused: how often it was wrong; `refused_at` when last, 0 if never.
-    """
-
-    taken: int = 0
-    taken_at: float = 0.0
-    refused: int = 0
-    refused_at: float = 0.0
 
 
 class Adoption:
@@ -40,7 +25,6 @@ class Adoption:
     Attributes:
         loaded: what is in force.
         error: why what the source says now is not in force, `None` if it is.
-        readings: for who wants to count.
     """
 
     loaded: Loaded
@@ -66,7 +50,8 @@ class Adoption:
             ConfigError: if the configuration is wrong.
         """
         self.error: str | None = None
-        self.readings = Readings()
+        self._taken = self._refused = 0
+        self._taken_at = self._refused_at = 0.0
         self._source = source
         self._backends = backends
         self._adopt = adopt
@@ -134,14 +119,28 @@ class Adoption:
             "error": self.error,
         }
 
+    def measured(self) -> Configuration:
+        """Say the same in numbers, and how often the source was read with what outcome."""
+        return Configuration(
+            file=self.loaded.config.file,
+            forms=self.loaded.formats,
+            profiles=self.loaded.profiles,
+            notes=len(self.loaded.notes),
+            good=self.error is None,
+            taken=self._taken,
+            taken_at=self._taken_at,
+            refused=self._refused,
+            refused_at=self._refused_at,
+        )
+
     def _note_taken(self) -> None:
-        self.readings.taken += 1
-        self.readings.taken_at = time()
+        self._taken += 1
+        self._taken_at = time()
 
     def _note_refused(self, error: str) -> None:
         self.error = error
-        self.readings.refused += 1
-        self.readings.refused_at = time()
+        self._refused += 1
+        self._refused_at = time()
 
     def _take(self, loaded: Loaded) -> None:
         """Go by a configuration from now on; tell what of it is not honoured, each thing once."""

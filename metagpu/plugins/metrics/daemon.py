@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.core.errors import RequestError
-from metagpu.core.gpu import Gpu, GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.core.model import Fault
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.xid import DEFAULT_XIDS
@@ -20,6 +20,7 @@ from metagpu.plugins.metrics.sources import Configuration, Driver, Sources
 from metagpu.plugins.record import BOUNDS, KubeletRecord, ResourceRecord
 
 _SIGNALS: Final = ("SIGTERM", "SIGKILL")
+_KINDS: Final = {True: "corrected", False: "uncorrected"}
 _NOWHERE: Final = ("", "")
 
 
@@ -100,8 +101,8 @@ def reason_of(kind: type[RequestError]) -> str:
 
 def _counted(counts: Counts, snapshot: Snapshot) -> Iterator[Sample]:
     """Give all counts of all GPUs, also those that are still 0: an increase needs a beginning."""
-    for gpu, state in snapshot.gpus.items():
-        me = gpu_labels(state.gpu)
+    places = _places(snapshot)
+    for gpu, me in places.items():
         for fault in Fault:
             yield Sample(f.GPU_FAULTS, (*me, fault), counts.faults[gpu, fault])
         yield Sample(f.GPU_RECOVERIES, me, counts.recoveries[gpu])
@@ -110,15 +111,21 @@ def _counted(counts: Counts, snapshot: Snapshot) -> Iterator[Sample]:
         for signal in _SIGNALS:
             yield Sample(f.SIGNALS, (*me, signal), counts.signals[gpu, signal])
 
-    known: dict[GpuId | None, Gpu] = {gpu: state.gpu for gpu, state in snapshot.gpus.items()}
-    codes = dict.fromkeys([(gpu, code) for gpu in known for code in DEFAULT_XIDS] + [*counts.xids])
-    for gpu_id, code in codes:
-        where = gpu_labels(known[gpu_id]) if gpu_id in known else _NOWHERE
-        yield Sample(f.GPU_XIDS, (*where, str(code)), counts.xids[gpu_id, code])
+    xids = Counter({(*me, str(code)): 0 for me in places.values() for code in DEFAULT_XIDS})
+    for (where, code), count in counts.xids.items():
+        xids[(*_place(where, places), str(code))] += count
+    yield from (Sample(f.GPU_XIDS, labels, count) for labels, count in xids.items())
 
-    kinds = {True: "corrected", False: "uncorrected"}
-    errors = dict.fromkeys([(gpu, it) for gpu in known for it in kinds] + [*counts.memory_errors])
-    for gpu_id, corrected in errors:
-        where = gpu_labels(known[gpu_id]) if gpu_id in known else _NOWHERE
-        count = counts.memory_errors[gpu_id, corrected]
-        yield Sample(f.GPU_MEMORY_ERRORS, (*where, kinds[corrected]), count)
+    errors = Counter({(*me, kind): 0 for me in places.values() for kind in _KINDS.values()})
+    for (where, corrected), count in counts.memory_errors.items():
+        errors[(*_place(where, places), _KINDS[corrected])] += count
+    yield from (Sample(f.GPU_MEMORY_ERRORS, labels, count) for labels, count in errors.items())
+
+
+def _places(snapshot: Snapshot) -> Mapping[GpuId, tuple[str, str]]:
+    return {gpu: gpu_labels(state.gpu) for gpu, state in snapshot.gpus.items()}
+
+
+def _place(gpu: GpuId | None, places: Mapping[GpuId, tuple[str, str]]) -> tuple[str, str]:
+    """Name a GPU; one that NVML did not tell, or that nobody knows, has no name."""
+    return _NOWHERE if gpu is None else places.get(gpu, _NOWHERE)

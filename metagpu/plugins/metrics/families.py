@@ -71,10 +71,16 @@ GPU_RESERVED: Final = _gauge(
 )
 GPU_HEALTHY: Final = _gauge("gpu_healthy", "Whether the GPU is in service, 1 or 0.", *GPU)
 GPU_FAULT: Final = _gauge(
-    "gpu_fault", "Whether the GPU is out of service for a fault of this kind, 1 or 0.", *GPU, "fault"
+    "gpu_fault",
+    "Whether the GPU is out of service for a fault of this kind, 1 or 0.",
+    *GPU,
+    "fault",
 )
 GPU_FAULTS: Final = _counter(
-    "gpu_faults_total", "How often the GPU went out of service, by the kind of fault.", *GPU, "fault"
+    "gpu_faults_total",
+    "How often the GPU went out of service, by the kind of fault.",
+    *GPU,
+    "fault",
 )
 GPU_RECOVERIES: Final = _counter(
     "gpu_recoveries_total", "How often the GPU came back into service.", *GPU
@@ -96,7 +102,7 @@ GPU_CORDONED: Final = _gauge(
 )
 GPU_OWNED: Final = _gauge(
     "gpu_owned",
-    "Whether the backend has the GPU, 1 or 0: its shares are held, or it cleans the GPU after them.",
+    "Whether the backend has the GPU, 1 or 0: its shares are held, or it cleans up after them.",
     *GPU,
     "backend",
 )
@@ -112,7 +118,10 @@ GPU_STRAY: Final = _gauge(
     *GPU,
 )
 GPU_CAPACITY: Final = _gauge(
-    "gpu_resource_capacity_shares", "Shares of the resource that are cut of the GPU.", *GPU, "resource"
+    "gpu_resource_capacity_shares",
+    "Shares of the resource that are cut of the GPU.",
+    *GPU,
+    "resource",
 )
 GPU_HELD: Final = _gauge(
     "gpu_resource_held_shares", "Shares of the resource that containers hold.", *GPU, "resource"
@@ -192,7 +201,9 @@ USAGE_TIME: Final = _gauge(
     "usage_timestamp_seconds", "When the GPUs were last asked who is on them."
 )
 GPU_KNOWN: Final = _gauge(
-    "gpu_usage_known", "Whether NVML said who is on the GPU, 1 or 0; if not, its usage is absent.", *GPU
+    "gpu_usage_known",
+    "Whether NVML said who is on the GPU, 1 or 0; if not, its usage is absent.",
+    *GPU,
 )
 GPU_USED: Final = _gauge(
     "gpu_memory_used_bytes", "Memory that all processes on the GPU have together.", *GPU
@@ -241,7 +252,9 @@ REGISTRATIONS: Final = _counter(
 LISTS: Final = _counter(
     "kubelet_lists_total", "Lists of shares that were sent to the kubelet.", "resource"
 )
-RESTARTS: Final = _counter("kubelet_restarts_total", "How often a new kubelet took another's place.")
+RESTARTS: Final = _counter(
+    "kubelet_restarts_total", "How often a new kubelet took another's place."
+)
 DURATION: Final = Family(
     "metagpu_kubelet_call_duration_seconds",
     Kind.HISTOGRAM,
@@ -251,10 +264,15 @@ DURATION: Final = Family(
 
 # --- the daemon ---------------------------------------------------------------------------------
 
-BUILD: Final = _gauge("build_info", "The version of metagpu and of Python; always 1.", "version", "python")
+BUILD: Final = _gauge(
+    "build_info", "The version of metagpu and of Python; always 1.", "version", "python"
+)
 NVML_UP: Final = _gauge("nvml_up", "Whether NVML can be used, 1 or 0.")
 NVML_INFO: Final = _gauge(
-    "nvml_info", "The driver's version and the CUDA version it supports; always 1.", "driver", "cuda"
+    "nvml_info",
+    "The driver's version and the CUDA version it supports; always 1.",
+    "driver",
+    "cuda",
 )
 NVML_OVERDUE: Final = _gauge(
     "nvml_calls_overdue", "Questions to NVML that were given up and are not answered yet."

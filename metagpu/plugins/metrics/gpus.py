@@ -10,10 +10,8 @@ from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.families import Sample, family_of
 
-Labels = tuple[str, ...]
 
-
-def gpu_labels(gpu: Gpu) -> Labels:
+def gpu_labels(gpu: Gpu) -> tuple[str, str]:
     """Name a GPU: by its index, as people do, and by its uuid, which is its own for good."""
     return str(gpu.index), gpu.id
 
@@ -83,7 +81,9 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             yield Sample(f.GPU_FREE, me, left)
         yield Sample(f.RESOURCE_CAPACITY, (resource,), len(offer.shares))
         yield Sample(f.RESOURCE_ALLOCATABLE, (resource,), listed)
-        yield Sample(f.RESOURCE_HELD, (resource,), sum(held[resource, gpu] for gpu in snapshot.gpus))
+        yield Sample(
+            f.RESOURCE_HELD, (resource,), sum(held[resource, gpu] for gpu in snapshot.gpus)
+        )
         yield Sample(f.RESOURCE_FREE, (resource,), free)
         yield Sample(f.RESOURCE_RIVALLED, (resource,), resource in snapshot.rivals)
 
@@ -91,5 +91,3 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
 def _open(state: GpuState, shares: tuple[Share, ...], shut: frozenset[str]) -> list[Share]:
     """Give the shares that are listed as healthy."""
     return [it for it in shares if it.id not in shut] if state.verdict.healthy else []
-
-
