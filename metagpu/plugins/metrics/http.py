@@ -152,7 +152,12 @@ class PageServer:
         if page is None:
             known = ", ".join(self._pages)
             return _plain(HTTPStatus.NOT_FOUND, f"no such page; there are: {known}")
-        return await page()
+        try:
+            return await page()
+        except Exception:
+            log.exception("a page could not be made", page=path)
+            text = "metagpu failed; its log has the details"
+            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, text)
 
 
 async def _request(http: h11.Connection, connection: socket.socket) -> h11.Request:

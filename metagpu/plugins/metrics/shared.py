@@ -31,12 +31,14 @@ class Shared(Generic[ValueT]):
 
     async def run(self) -> None:
         """Make values until cancelled."""
-        self._busy = False
         while True:
             await self._asked.wait()
             self._asked, self._busy = anyio.Event(), True
-            self._value = await self._make()
-            self._at, self._busy = anyio.current_time(), False
+            try:
+                self._value = await self._make()
+            finally:
+                self._busy = False
+            self._at = anyio.current_time()
             self._made.set()
             self._made = anyio.Event()
 
