@@ -99,3 +99,19 @@ def test_what_is_said_of_the_process_is_documented() -> None:
     assert theirs == {
         f"{name}_total" if kind == "counter" else name: kind for name, kind in page.families.items()
     }
+
+
+def test_the_examples_ask_for_what_there_is() -> None:
+    """Every metric and label in the documentation's questions and alerts is one of ours."""
+    text = DOCS.read_text()
+    named = set(re.findall(r"\bmetagpu_[a-z0-9_]+", text))
+    histograms = {it.name for it in ALL if it.kind is Kind.HISTOGRAM}
+    known = {it.name for it in ALL} | {f"{name}_bucket" for name in histograms}
+
+    assert named <= known
+    examples = "".join(re.findall(r"```(?:promql|yaml)\n(.*?)```", text, re.DOTALL))
+    labels = {label for it in ALL for label in it.labels} | {"instance", "le"}
+    assert len(re.findall(r"- alert: ", examples)) >= 8
+    assert set(re.findall(r"\$labels\.(\w+)", examples)) <= labels
+    grouped = ", ".join(re.findall(r"\b(?:by|on|group_left) \(([\w, ]+)\)", examples)).split(", ")
+    assert set(grouped) <= labels
