@@ -11,7 +11,7 @@ from metagpu import __version__
 from metagpu.core.gpu import MIB
 from metagpu.core.model import Fault, Holder
 from metagpu.plugins.cluster.settings import Feature, Settings
-from metagpu.plugins.metrics import exporter
+from metagpu.plugins.metrics import exporter, shared
 from metagpu.plugins.metrics.address import Address
 from metagpu.plugins.metrics.families import FAMILIES
 from metagpu.sim.apiserver import SimApiServer
@@ -20,6 +20,7 @@ from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.node import SimProcess
 from tests.agent_rig import METAGPU, QUICK, Scene, agent_at_work
 from tests.core.test_enforcer import STUBBORN
+from tests.heard import heard
 from tests.host_rig import running
 from tests.mig_rig import a_node, configured
 from tests.plugins.metrics.rig import Page, asked, labels_of, page_at
@@ -258,6 +259,26 @@ async def test_nvml_that_hangs_delays_a_page_a_little(
         assert page.value("metagpu_resource_capacity_shares", resource=METAGPU) == 20
         assert page.values("metagpu_usage_timestamp_seconds") == []
         await page_when(it, lambda page: bool(page.values("metagpu_usage_timestamp_seconds")))
+
+
+async def test_a_fault_in_a_page_is_no_reason_to_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is missing, the probes go on, and the next page may come."""
+
+    def fail(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    async with agent_at_work(tmp_path, metrics=ANY) as it:
+        port = await port_of(it)
+        with monkeypatch.context() as broken, heard(shared):
+            broken.setattr(exporter, "page_of", fail)
+            assert (await asked(port))[::2] == (
+                500,
+                "metagpu failed to make the page; its log has the details\n",
+            )
+            assert (await asked(port, "/healthz"))[0] == 200
+        assert (await asked(port))[0] == 200
 
 
 async def test_without_nvml(tmp_path: Path) -> None:

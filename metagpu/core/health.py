@@ -75,7 +75,7 @@ class HealthWatch:
     settings: Health = field(default_factory=Health)
     clock: Callable[[], float] = time.time
     surveyed: anyio.Event = field(default_factory=anyio.Event)
-    unusable: str = ""
+    unusable: str = "NVML was not asked yet"
     _patients: dict[GpuId, Patient] = field(default_factory=dict)
     _corrected: dict[GpuId | None, _Corrected] = field(default_factory=dict)
 

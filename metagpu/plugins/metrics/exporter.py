@@ -26,6 +26,7 @@ PAGE_AGE: Final = 1.0
 LOOK_PATIENCE: Final = 3.0
 """Seconds that a page waits for NVML; with one that hangs, it has what was known before."""
 
+_FAILED: Final = "metagpu failed to make the page; its log has the details\n"
 _INDEX: Final = "metagpu: see /metrics, /healthz, /readyz\n"
 
 
@@ -41,8 +42,9 @@ class Exporter:
         self._families = (*FAMILIES, *families_of(sources.kinds))
         self._counts = Counts()
         self._pulse = Pulse()
-        self._findings = Shared[Findings](sources.findings, age=0)  # they are shared already
-        self._page = Shared[bytes](self._made, PAGE_AGE)
+        # Findings are shared already; here it is their making that goes on without who asked.
+        self._findings = Shared[Findings]("who is on the GPUs", sources.findings, age=0)
+        self._page = Shared[bytes]("the page", self._made, PAGE_AGE)
         pages = {
             "/metrics": self._metrics,
             "/healthz": self._healthz,
@@ -78,7 +80,10 @@ class Exporter:
         return await to_thread.run_sync(written)
 
     async def _metrics(self) -> Response:
-        return Response(HTTPStatus.OK, await self._page.get() or b"", CONTENT_TYPE)
+        page = await self._page.get()
+        if page is None:
+            return Response(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED.encode())
+        return Response(HTTPStatus.OK, page, CONTENT_TYPE)
 
     async def _healthz(self) -> Response:
         return _verdict(ills(self._pulse.lag, self._sources.ended()))

@@ -5,8 +5,11 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 import anyio
+import structlog
 
 ValueT = TypeVar("ValueT")
+
+log = structlog.get_logger()
 
 
 class Shared(Generic[ValueT]):
@@ -16,11 +19,13 @@ class Shared(Generic[ValueT]):
     same value, so that the work does not grow with the number of those who ask.
 
     Args:
-        make: makes a value.
+        name: what is made, for messages.
+        make: makes a value; if it fails, that is told, and there is none until the next try.
         age: seconds for which a value is good enough for whoever asks.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[ValueT]], age: float) -> None:
+    def __init__(self, name: str, make: Callable[[], Awaitable[ValueT]], age: float) -> None:
+        self._name = name
         self._make = make
         self._age = age
         self._value: ValueT | None = None
@@ -36,6 +41,9 @@ class Shared(Generic[ValueT]):
             self._asked, self._busy = anyio.Event(), True
             try:
                 self._value = await self._make()
+            except Exception:
+                log.exception("what monitoring asks for could not be made", what=self._name)
+                self._value = None
             finally:
                 self._busy = False
             self._at = anyio.current_time()

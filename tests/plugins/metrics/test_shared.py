@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
-import pytest
 
+from metagpu.plugins.metrics import shared as module
 from metagpu.plugins.metrics.shared import Shared
+from tests.heard import heard
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Maker:
 @asynccontextmanager
 async def shared(maker: Maker, age: float) -> AsyncIterator[Shared[int]]:
     """Make values while the block lasts."""
-    it = Shared(maker.make, age)
+    it = Shared("numbers", maker.make, age)
     async with anyio.create_task_group() as group:
         group.start_soon(it.run)
         yield it
@@ -96,18 +97,24 @@ async def test_patience_ends_with_what_was_known() -> None:
     assert maker.made == 2
 
 
-async def test_a_fault_is_not_hidden() -> None:
-    """It ends the task, whose keeper tells and begins anew; then values are made again."""
+async def test_a_fault_is_told_and_the_next_try_may_succeed() -> None:
+    """Who waits gets nothing, not what was known before; making goes on."""
+    maker = Maker()
+    maker.gate.set()
 
-    async def fail() -> int:
-        raise ZeroDivisionError
+    async def make() -> int:
+        number = await maker.make()
+        if number == 2:
+            raise ZeroDivisionError
+        return number
 
-    it = Shared(fail, age=0)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the group raises at its end
-            try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(it.run)
-                    await it.get()
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+    with heard(module) as logs:
+        async with anyio.create_task_group() as group:
+            it = Shared("numbers", make, age=0)
+            group.start_soon(it.run)
+            assert [await it.get() for _ in range(3)] == [1, None, 3]
+            group.cancel_scope.cancel()
+
+    assert [(entry["event"], entry["what"]) for entry in logs] == [
+        ("what monitoring asks for could not be made", "numbers")
+    ]
