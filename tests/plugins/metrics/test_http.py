@@ -230,7 +230,8 @@ async def test_slow_pages_do_not_wait_for_each_other() -> None:
         pages.gate.set()
 
 
-@settings(max_examples=60)
+@pytest.mark.timeout(60)
+@settings(max_examples=25)
 @given(st.binary(max_size=300))
 def test_no_bytes_hinder_the_server(data: bytes) -> None:
     """Whatever is sent, the next client is served."""
