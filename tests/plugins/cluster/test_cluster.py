@@ -459,6 +459,19 @@ async def test_health_is_told_as_events(tmp_path: Path) -> None:
         ]
 
 
+async def test_connection_and_dropped_events_are_told(tmp_path: Path) -> None:
+    """Not connected before it is; and what was dropped before a new beginning stays counted."""
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
+        assert not it.cluster.report()["connected"]
+        await until(lambda: it.cluster.report()["connected"])
+
+        recorder = it.cluster._recorder
+        assert recorder is not None
+        recorder.dropped = 3
+        it.cluster._arranged(recorder.client)
+        assert it.cluster.report()["eventsDropped"] == 3
+
+
 async def until(seen: Callable[[], object]) -> None:
     """Wait until something in this process is so."""
     with anyio.fail_after(10):
