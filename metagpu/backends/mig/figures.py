@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from metagpu.backends.mig.board import profile_of
+from metagpu.backends.mig.board import board_of, profile_of
 from metagpu.backends.mig.profiles import Board
-from metagpu.backends.mig.remarks import site_of
 from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.model import Stock
 from metagpu.core.snapshot import GpuState
@@ -65,8 +64,10 @@ def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
 
 def left(state: GpuState, names: frozenset[str], backend: str) -> Iterator[Figure]:
     """Say what there is room for on a GPU whose instances are made on demand."""
-    site, gpu = site_of(state, names, backend), state.gpu.id
-    board, occupied = site.board, site.occupied
+    board, gpu = board_of(state.gpu.mig_profiles, names), state.gpu.id
+    slots = set(state.stocks.get(backend, Stock()).blocked)
+    slots.update(slot for lease in state.leases.values() for slot in lease.share.footprint)
+    occupied = board.mask(slots)
     largest = board.largest(occupied)
     slices = largest.memory_slices if largest else 0
 

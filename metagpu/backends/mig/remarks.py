@@ -14,7 +14,7 @@ def remarks(states: Sequence[GpuState], names: frozenset[str], backend: str) -> 
 
     Of what fits nowhere, by profile, the move that costs least.
     """
-    sites = [site_of(state, names, backend) for state in states]
+    sites = [_site(state, names, backend) for state in states]
     fitting = set[str]()
 
     for site in sites:
@@ -30,8 +30,7 @@ def remarks(states: Sequence[GpuState], names: frozenset[str], backend: str) -> 
             yield _advice(found[0], profile, states)
 
 
-def site_of(state: GpuState, names: frozenset[str], backend: str) -> Site:
-    """Show a GPU to the planner, with what pods hold and what else is in the way."""
+def _site(state: GpuState, names: frozenset[str], backend: str) -> Site:
     board = board_of(state.gpu.mig_profiles, names)
     spots = {str(spot): spot for spot in board.spots}
     held: list[Spot] = []
