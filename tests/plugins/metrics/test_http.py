@@ -1,6 +1,7 @@
 """Pages over HTTP, and clients that mean no good."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
@@ -300,6 +301,20 @@ async def test_an_address_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPa
 
 async def test_every_address_is_served() -> None:
     """A port alone is all addresses."""
+    async with serving(Address(ANYWHERE, 0)) as (server, _):
+        assert (await asked(server.port, "/hello"))[0] == 200
+
+
+async def test_every_address_of_a_node_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it has are served."""
+    listening_on = http._listening
+
+    def without_v6(host: str, port: int, *, v6: bool) -> socket.socket:
+        if v6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return listening_on(host, port, v6=v6)
+
+    monkeypatch.setattr(http, "_listening", without_v6)
     async with serving(Address(ANYWHERE, 0)) as (server, _):
         assert (await asked(server.port, "/hello"))[0] == 200
 
