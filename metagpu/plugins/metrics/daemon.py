@@ -14,8 +14,8 @@ from metagpu.core.snapshot import Snapshot
 from metagpu.core.xid import DEFAULT_XIDS
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.counts import Counts
-from metagpu.plugins.metrics.families import Sample, Spread
 from metagpu.plugins.metrics.gpus import gpu_labels
+from metagpu.plugins.metrics.samples import Sample, Spread
 from metagpu.plugins.metrics.sources import Configuration, Driver, Sources
 from metagpu.plugins.record import BOUNDS, KubeletRecord, ResourceRecord
 

@@ -13,7 +13,7 @@ from metagpu.plugins.metrics.address import Address
 from metagpu.plugins.metrics.counts import Counts
 from metagpu.plugins.metrics.daemon import of_daemon
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, page_of
-from metagpu.plugins.metrics.families import FAMILIES, Sample, families_of
+from metagpu.plugins.metrics.families import FAMILIES, families_of
 from metagpu.plugins.metrics.gpus import of_snapshot
 from metagpu.plugins.metrics.http import PageServer, Response
 from metagpu.plugins.metrics.probes import Pulse, ills, lacks
@@ -72,7 +72,7 @@ class Exporter:
         own = of_daemon(sources, self._counts, self._pulse.lag)
 
         def written() -> bytes:
-            samples: list[Sample] = [*own, *of_snapshot(snapshot, layout)]
+            samples = [*own, *of_snapshot(snapshot, layout)]
             if findings is not None:
                 samples += of_findings(snapshot, findings, sources.rules)
             return page_of(self._families, samples)

@@ -10,7 +10,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from metagpu.plugins.metrics.families import Family, Kind, Sample, Spread
+from metagpu.plugins.metrics.samples import Family, Kind, Sample, Spread
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 _TOTAL: Final = "_total"

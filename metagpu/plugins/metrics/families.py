@@ -5,45 +5,10 @@ Prometheus' conventions.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 from metagpu.core.figures import FigureKind
-
-
-class Kind(StrEnum):
-    """Prometheus' types."""
-
-    GAUGE = "gauge"
-    COUNTER = "counter"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A metric; `labels` tell its series apart, in this order."""
-
-    name: str
-    kind: Kind
-    meaning: str
-    labels: tuple[str, ...] = ()
-
-
-class Spread(NamedTuple):
-    """A histogram's value: how many fell below each bound and not below the one before; the sum."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
-
-
-class Sample(NamedTuple):
-    """One series' value; `labels` are those of the family, in its order."""
-
-    family: Family
-    labels: tuple[str, ...]
-    value: float | Spread
+from metagpu.plugins.metrics.samples import Family, Kind
 
 
 def _gauge(name: str, meaning: str, *labels: str) -> Family:

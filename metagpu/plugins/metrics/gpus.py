@@ -8,7 +8,8 @@ from metagpu.core.layout import Layout
 from metagpu.core.model import Fault, Share
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.plugins.metrics import families as f
-from metagpu.plugins.metrics.families import Sample, family_of
+from metagpu.plugins.metrics.families import family_of
+from metagpu.plugins.metrics.samples import Sample
 
 
 def gpu_labels(gpu: Gpu) -> tuple[str, str]:

@@ -11,8 +11,8 @@ from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.usage import Account, Usage
 from metagpu.core.usage_report import Rules
 from metagpu.plugins.metrics import families as f
-from metagpu.plugins.metrics.families import Sample
 from metagpu.plugins.metrics.gpus import gpu_labels
+from metagpu.plugins.metrics.samples import Sample
 
 _PERCENT = 100
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from metagpu.core.gpu import Gpu
-from metagpu.plugins.metrics.families import Sample, Spread
+from metagpu.plugins.metrics.samples import Sample, Spread
 
 
 @dataclass

@@ -23,7 +23,7 @@ from metagpu.core.xid import DEFAULT_XIDS
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.counts import Counts
 from metagpu.plugins.metrics.daemon import of_daemon, reason_of
-from metagpu.plugins.metrics.families import Kind, Spread
+from metagpu.plugins.metrics.samples import Kind, Spread
 from metagpu.plugins.metrics.sources import Configuration, Driver, Sources
 from metagpu.plugins.record import BOUNDS, Call, KubeletRecord, Outcome
 from tests.build import METAGPU, gpu, laid_out

@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 
 from metagpu.plugins.metrics.exposition import page_of
-from metagpu.plugins.metrics.families import Family, Kind, Sample, Spread
+from metagpu.plugins.metrics.samples import Family, Kind, Sample, Spread
 from tests.plugins.metrics.rig import Page
 
 THINGS = Family("metagpu_things", Kind.GAUGE, "Things there are.", ("of", "kind"))

@@ -7,7 +7,8 @@ import pytest
 
 from metagpu.core.backend import installed_backends
 from metagpu.plugins.metrics.exposition import page_of
-from metagpu.plugins.metrics.families import FAMILIES, Family, Kind, families_of
+from metagpu.plugins.metrics.families import FAMILIES, families_of
+from metagpu.plugins.metrics.samples import Family, Kind
 from tests.plugins.metrics.rig import Page
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
