@@ -304,7 +304,7 @@ async def test_the_api_server_is_seen(tmp_path: Path) -> None:
         async with agent_at_work(tmp_path, joins=joins, metrics=ANY) as it:
             page = await page_when(it, lambda page: page.value("metagpu_api_server_connected") == 1)
             assert page.value("metagpu_api_server_use_working", use="labels") == 1
-            assert page.value("metagpu_api_server_events_dropped_total") == 0
+            assert page.value("metagpu_api_server_events_dropped_total", about="node") == 0
 
 
 async def test_callers_of_one_moment_share_a_page(

@@ -12,8 +12,8 @@ from metagpu.core.snapshot import GpuState
 
 INSTANCES: Final = FigureKind(
     "mig_instances",
-    "MIG instances that metagpu has made: held by a container, warm (idle, kept for the next one), "
-    "or checked (given back, until it is known that no program uses it).",
+    "MIG instances that metagpu has made: held by a container, warm (kept for the next one), "
+    "checked (given back, until it is known to be idle), or broken (out of service).",
     ("profile", "state"),
 )
 PLACEABLE: Final = FigureKind(
@@ -37,7 +37,7 @@ FRAGMENTATION: Final = FigureKind(
 )
 KINDS: Final = (INSTANCES, PLACEABLE, FREE, LARGEST, FRAGMENTATION)
 
-_STATES: Final = ("held", "warm", "checked")
+_STATES: Final = ("held", "warm", "checked", "broken")
 
 
 def made(state: GpuState, names: Sequence[str], backend: str) -> Iterator[Figure]:
@@ -58,6 +58,7 @@ def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
         held = share in state.leases
         if held or it.device not in found:
             at = "held" if held else "warm" if it.idle else "checked"
+            at = "broken" if it.device in state.faults else at
             found[it.device] = profile_of(share), at
     return found
 

@@ -8,10 +8,12 @@ from metagpu.core.facts import (
     Event,
     GpuFaulted,
     GpuRecovered,
+    InstanceFaulted,
     MemoryErrorHeard,
     MemoryExceeded,
     ProcessSignalled,
     StrangerFound,
+    WishRefused,
     XidHeard,
 )
 from metagpu.core.gpu import GpuId
@@ -27,6 +29,8 @@ class Counts:
         warnings: of containers that had too much memory.
         signals: by the signal's name.
         strangers: containers that used a GPU without a share.
+        instance_faults: of MIG devices, by their GPU.
+        wishes_refused: of pods, about their memory.
     """
 
     faults: Counter[tuple[GpuId, Fault | None]] = field(default_factory=Counter)
@@ -36,12 +40,14 @@ class Counts:
     warnings: Counter[GpuId] = field(default_factory=Counter)
     signals: Counter[tuple[GpuId, str]] = field(default_factory=Counter)
     strangers: Counter[GpuId] = field(default_factory=Counter)
+    instance_faults: Counter[GpuId] = field(default_factory=Counter)
+    wishes_refused: int = 0
 
     async def listen(self, news: Bus[Event]) -> None:
         """Count until cancelled."""
         kinds = (
             *(GpuFaulted, GpuRecovered, XidHeard, MemoryErrorHeard),
-            *(MemoryExceeded, ProcessSignalled, StrangerFound),
+            *(MemoryExceeded, ProcessSignalled, StrangerFound, InstanceFaulted, WishRefused),
         )
         with news.subscribe(*kinds) as heard:
             async for event in heard:
@@ -64,3 +70,7 @@ class Counts:
                 self.signals[event.gpu, event.signal] += 1
             case StrangerFound():
                 self.strangers[event.gpu] += 1
+            case InstanceFaulted():
+                self.instance_faults[event.gpu] += 1
+            case WishRefused():
+                self.wishes_refused += 1

@@ -32,6 +32,7 @@ def of_daemon(sources: Sources, counts: Counts, lag: float) -> list[Sample]:
         Sample(f.BUILD, (__version__, platform.python_version()), 1),
         Sample(f.NEWS_LOST, (), sources.registry.news.lost),
         Sample(f.LAG, (), lag),
+        Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
         *_driver(sources.driver(), snapshot),
         *_configuration(sources.configuration()),
         *_cluster(sources.cluster()),
@@ -65,7 +66,8 @@ def _cluster(report: Mapping[str, Any] | None) -> Iterator[Sample]:
     if report is None:
         return
     yield Sample(f.API_CONNECTED, (), report["connected"])
-    yield Sample(f.EVENTS_DROPPED, (), report["eventsDropped"])
+    yield Sample(f.EVENTS_DROPPED, ("node",), report["eventsDropped"])
+    yield Sample(f.EVENTS_DROPPED, ("pods",), report["podEventsDropped"])
     for use, problem in report["uses"].items():
         yield Sample(f.API_USE, (str(use),), not problem)
 
@@ -102,10 +104,12 @@ def reason_of(kind: type[RequestError]) -> str:
 def _counted(counts: Counts, snapshot: Snapshot) -> Iterator[Sample]:
     """Give all counts of all GPUs, also those that are still 0: an increase needs a beginning."""
     places = _places(snapshot)
+    yield Sample(f.WISHES_REFUSED, (), counts.wishes_refused)
     for gpu, me in places.items():
         for fault in Fault:
             yield Sample(f.GPU_FAULTS, (*me, fault), counts.faults[gpu, fault])
         yield Sample(f.GPU_RECOVERIES, me, counts.recoveries[gpu])
+        yield Sample(f.INSTANCE_FAULTS, me, counts.instance_faults[gpu])
         yield Sample(f.WARNINGS, me, counts.warnings[gpu])
         yield Sample(f.STRANGERS_FOUND, me, counts.strangers[gpu])
         for signal in _SIGNALS:

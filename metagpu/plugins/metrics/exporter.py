@@ -19,7 +19,7 @@ from metagpu.plugins.metrics.http import PageServer, Response
 from metagpu.plugins.metrics.probes import Pulse, ills, lacks
 from metagpu.plugins.metrics.shared import Shared
 from metagpu.plugins.metrics.sources import Sources
-from metagpu.plugins.metrics.usage import of_findings
+from metagpu.plugins.metrics.usage import fixed, of_findings
 
 PAGE_AGE: Final = 1.0
 """Seconds for which a page is as good as another."""
@@ -70,11 +70,12 @@ class Exporter:
         sources = self._sources
         snapshot, layout = sources.registry.snapshot, sources.layout()
         own = of_daemon(sources, self._counts, self._pulse.lag)
+        rules = fixed(sources.rules, findings) if findings else sources.rules
 
         def written() -> bytes:
             samples = [*own, *of_snapshot(snapshot, layout)]
             if findings is not None:
-                samples += of_findings(snapshot, findings, sources.rules)
+                samples += of_findings(snapshot, findings, rules)
             return page_of(self._families, samples)
 
         return await to_thread.run_sync(written)

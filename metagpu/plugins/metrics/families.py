@@ -62,6 +62,17 @@ GPU_MEMORY_ERRORS: Final = _counter(
     *GPU,
     "kind",
 )
+GPU_BROKEN: Final = _gauge(
+    "gpu_broken_instances", "MIG devices of the GPU that are out of service, and it is not.", *GPU
+)
+INSTANCE_FAULTS: Final = _counter(
+    "gpu_instance_faults_total", "How often a MIG device of the GPU went out of service.", *GPU
+)
+GPU_PAUSED: Final = _gauge(
+    "gpu_paused_shares",
+    "Shares that are given to nobody for now, as where MPS of a MIG instance is down.",
+    *GPU,
+)
 GPU_CORDONED: Final = _gauge(
     "gpu_cordoned", "Whether an operator lets no new shares of the GPU be given, 1 or 0.", *GPU
 )
@@ -199,6 +210,14 @@ SIGNALS: Final = _counter(
     "signal",
 )
 
+DRIVER_LIMITS: Final = _gauge(
+    "enforcement_driver_limits", "Limits of containers' memory that the driver itself keeps."
+)
+WISHES_REFUSED: Final = _counter(
+    "enforcement_wishes_refused_total",
+    "Annotations by which pods wished something about their memory that they do not get.",
+)
+
 # --- the kubelet --------------------------------------------------------------------------------
 
 CALLS: Final = _counter(
@@ -272,7 +291,9 @@ API_USE: Final = _gauge(
     "use",
 )
 EVENTS_DROPPED: Final = _counter(
-    "api_server_events_dropped_total", "Events that were not told because there were too many."
+    "api_server_events_dropped_total",
+    "Events of the node, or of its pods, that were not told because there were too many.",
+    "about",
 )
 NEWS_LOST: Final = _counter(
     "bus_events_lost_total", "News inside the daemon that a part of it was too slow to hear."

@@ -41,6 +41,8 @@ def _gpu(state: GpuState, pool: str) -> Iterator[Sample]:
     yield Sample(f.GPU_HEALTHY, me, state.verdict.healthy)
     for fault in Fault:
         yield Sample(f.GPU_FAULT, (*me, fault), state.verdict.fault is fault)
+    yield Sample(f.GPU_BROKEN, me, len(state.faults))
+    yield Sample(f.GPU_PAUSED, me, len(state.paused))
     yield Sample(f.GPU_CORDONED, me, state.cordon is not None)
     yield Sample(f.GPU_STRAY, me, len(state.waits_for))
     for backend in backends:

@@ -50,6 +50,7 @@ class Sources:
     Attributes:
         kinds: what installed backends tell.
         findings: who is on the GPUs; callers of one second share a look.
+        driver_limits: how many limits of memory the driver keeps.
         cluster: what `Cluster.report` says, `None` where no API server is used.
         ended: the main parts of the daemon that have ended, though it goes on.
     """
@@ -62,5 +63,6 @@ class Sources:
     findings: Callable[[], Awaitable[Findings]]
     configuration: Callable[[], Configuration]
     driver: Callable[[], Driver]
+    driver_limits: Callable[[], int]
     cluster: Callable[[], Mapping[str, Any] | None]
     ended: Callable[[], Sequence[str]]

@@ -1,7 +1,7 @@
 """What monitoring is told of GPUs in MIG's hands, in numbers."""
 
 from metagpu.backends.mig.figures import KINDS
-from metagpu.core.facts import GpusFound, LeasesObserved, StockTold
+from metagpu.core.facts import GpusFound, InstanceFaulted, LeasesObserved, StockTold
 from metagpu.core.gpu import GpuId
 from metagpu.core.layout import Layout
 from metagpu.core.model import Holder, Made, ShareId, Stock
@@ -98,4 +98,6 @@ def test_instances_by_what_becomes_of_them() -> None:
         ("1g.5gb", "checked"): 1,
         ("1g.5gb", "warm"): 1,
     }
+    ill = after(InstanceFaulted(A.id, "MIG-2", "XID 94", at=7), since=snapshot)
+    assert figures(layout, ill)["mig_instances", "1g.5gb", "broken"] == 1
     assert {name[0] for name in told} == {"mig_instances"}  # of a layout, nothing more is made

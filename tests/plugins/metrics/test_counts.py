@@ -10,6 +10,7 @@ from metagpu.core.facts import (
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
+    InstanceFaulted,
     MemoryErrorHeard,
     MemoryExceeded,
     ProcessSignalled,
@@ -40,6 +41,7 @@ ALICE = Holder("team", "alice", "main")
             ProcessSignalled(B, ALICE, None, 7, "SIGKILL", 1, used=3, share=1, limit=2, at=1),
             ("signals", (B, "SIGKILL")),
         ),
+        (InstanceFaulted(A, "MIG-x", "XID 94", at=1), ("instance_faults", A)),
         (StrangerFound(A, None, "abc", "uid", 7, None, at=1), ("strangers", A)),
     ],
 )

@@ -13,10 +13,12 @@ from metagpu.core.facts import (
     MemoryErrorHeard,
     RivalMet,
     SharesOffered,
+    WishRefused,
     XidHeard,
 )
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import Fault, ResourceName
+from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
 from metagpu.core.xid import DEFAULT_XIDS
@@ -63,6 +65,7 @@ def sources(**changes: Any) -> Sources:  # noqa: ANN401 - of any source
         findings=nobody,
         configuration=lambda: GOOD,
         driver=lambda: Driver("", 0),
+        driver_limits=lambda: 2,
         cluster=lambda: None,
         ended=list,
     )
@@ -128,15 +131,31 @@ def test_configuration() -> None:
     assert measured()["metagpu_config_info", "metagpu.yaml", "default", ""] == 1
 
 
+def test_what_was_done_about_memory() -> None:
+    """Limits that the driver keeps, and wishes that were not granted."""
+    counts = Counts()
+    counts.note(WishRefused(KnownPod("uid", "team", "alice"), "too much", at=1))
+    values = measured(counts=counts)
+
+    assert values["metagpu_enforcement_driver_limits",] == 2
+    assert values["metagpu_enforcement_wishes_refused_total",] == 1
+
+
 def test_api_server() -> None:
     """Nothing where none is used; else the connection, each use, and Events that were dropped."""
-    told = {"connected": True, "eventsDropped": 4, "uses": {"labels": "", "taint": "forbidden"}}
+    told = {
+        "connected": True,
+        "eventsDropped": 4,
+        "podEventsDropped": 5,
+        "uses": {"labels": "", "taint": "forbidden"},
+    }
     values = measured(sources(cluster=lambda: told))
 
     assert values["metagpu_api_server_connected",] == 1
     assert values["metagpu_api_server_use_working", "labels"] == 1
     assert values["metagpu_api_server_use_working", "taint"] == 0
-    assert values["metagpu_api_server_events_dropped_total",] == 4
+    assert values["metagpu_api_server_events_dropped_total", "node"] == 4
+    assert values["metagpu_api_server_events_dropped_total", "pods"] == 5
     assert not any("api_server" in name[0] for name in measured())
 
 
@@ -212,5 +231,5 @@ def test_every_kind_of_refusal_has_a_name() -> None:
     """In the words of its class, as labels are written."""
     names = [reason_of(kind) for kind in RequestError.__subclasses__()]
 
-    assert {"unknown_share", "gpu_unhealthy", "one_gpu_only", "not_made", "overlap"} <= set(names)
+    assert {"unknown_share", "gpu_unhealthy", "not_made", "overlap"} <= set(names)
     assert len(set(names)) == len(names)

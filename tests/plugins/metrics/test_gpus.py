@@ -7,12 +7,14 @@ from metagpu.core.facts import (
     GpuCordoned,
     GpuFaulted,
     GpusFound,
+    InstanceFaulted,
     LeasesObserved,
     RivalMet,
     SharesGranted,
+    StockTold,
 )
 from metagpu.core.gpu import MIB
-from metagpu.core.model import Fault, Holder, ResourceName
+from metagpu.core.model import Fault, Holder, ResourceName, ShareId, Stock
 from metagpu.core.report import status
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.metrics.gpus import of_snapshot
@@ -111,6 +113,8 @@ def test_what_is_wrong_with_a_gpu() -> None:
         GpuFaulted(A.id, "XID 79: gone", at=6, fault=Fault.XID),
         GpuCordoned(A.id, "fan", at=6),
         BackendSuspended(B.id, "whole", "no", at=6),
+        InstanceFaulted(B.id, "MIG-x", "XID 94", at=6),
+        StockTold(B.id, "whole", Stock(paused={ShareId(B.id): "MPS is down"}), at=6),
         since=FRESH,
     )
     values = valued(of_snapshot(snapshot, LAYOUT))
@@ -119,6 +123,9 @@ def test_what_is_wrong_with_a_gpu() -> None:
     assert {fault for fault in Fault if values["metagpu_gpu_fault", *ON_A, fault]} == {Fault.XID}
     assert values["metagpu_gpu_cordoned", *ON_A] == 1
     assert values["metagpu_gpu_cordoned", *ON_B] == 0
+    assert values["metagpu_gpu_broken_instances", *ON_B] == 1
+    assert values["metagpu_gpu_paused_shares", *ON_B] == 1
+    assert values["metagpu_gpu_paused_shares", *ON_A] == 0
     assert values["metagpu_gpu_backend_ready", *ON_B, "whole"] == 0
     assert values["metagpu_gpu_backend_ready", *ON_B, "fraction"] == 1
 

@@ -10,11 +10,11 @@ from metagpu.core.driver import GpuProcess
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity
-from metagpu.core.usage import account
+from metagpu.core.usage import Usage, account
 from metagpu.core.usage_report import Rules
-from metagpu.plugins.metrics.usage import of_findings
+from metagpu.plugins.metrics.usage import fixed, of_findings
 from metagpu.sim.host import container_of
-from tests.core.test_usage_report import ALICE, RULES, A, B, node
+from tests.core.test_usage_report import ALICE, BOB, RULES, A, B, node
 from tests.plugins.metrics.rig import valued
 
 ON_A, ON_B = ("0", A.id), ("1", B.id)
@@ -92,6 +92,24 @@ def test_no_limit_where_memory_is_not_enforced(
 
     assert values["metagpu_container_info", *IS_ALICE, *ON_A, "fraction", *told] == 1
     assert not any("limit" in name[0] or "excess" in name[0] for name in values)
+
+
+def test_the_drivers_own_limit_is_told_as_the_guard() -> None:
+    """What the driver holds was asked once, before the page is made beside the event loop."""
+    snapshot, findings = node()
+    asked = []
+
+    def limited(usage: Usage) -> bool:
+        asked.append(usage.holder)
+        return usage.holder == ALICE
+
+    rules = fixed(replace(RULES, limited=limited), findings)
+    assert sorted(map(str, asked)) == sorted(map(str, (ALICE, ALICE, BOB)))
+    values = valued(of_findings(snapshot, findings, rules))
+
+    assert len(asked) == 3
+    assert values["metagpu_container_info", *IS_ALICE, *ON_A, "fraction", "driver", "kill"] == 1
+    assert values["metagpu_container_info", *IS_BOB, *ON_A, "fraction", "enforcer", "kill"] == 1
 
 
 def test_a_pod_and_the_one_it_replaces_are_one_series() -> None:
