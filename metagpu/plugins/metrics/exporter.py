@@ -54,10 +54,11 @@ class Exporter:
         self.server = PageServer(address, pages)
 
     async def run(self) -> None:
-        """Count and serve until cancelled; a fault in serving ends nothing else."""
+        """Count and serve until cancelled; a fault in it ends nothing else."""
+        listen = partial(self._counts.listen, self._sources.registry.news)
         async with anyio.create_task_group() as group:
-            group.start_soon(self._counts.listen, self._sources.registry.news)
-            group.start_soon(partial(enduring, self._serve, "metrics"))
+            group.start_soon(partial(enduring, listen, "counting of news"))
+            group.start_soon(partial(enduring, self._serve, "serving of metrics"))
 
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
