@@ -18,17 +18,17 @@ INSTANCES: Final = FigureKind(
 )
 PLACEABLE: Final = FigureKind(
     "mig_placeable_instances",
-    "How many more instances of a profile there is room for, if no other is asked for; where "
+    "How many more instances of a profile could be made now, if no other is asked for; where "
     "instances are made on demand.",
     ("profile",),
 )
 FREE: Final = FigureKind(
     "mig_free_slices",
-    "Memory slices that no container has; where instances are made on demand.",
+    "Memory slices that nothing occupies; where instances are made on demand.",
 )
 LARGEST: Final = FigureKind(
     "mig_largest_placeable_slices",
-    "Memory slices of the largest instance that there is room for, 0 if there is none.",
+    "Memory slices of the largest instance that could be made now, 0 if none could.",
 )
 FRAGMENTATION: Final = FigureKind(
     "mig_fragmentation_ratio",
@@ -64,27 +64,32 @@ def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
 
 
 def left(state: GpuState, names: frozenset[str], backend: str) -> Iterator[Figure]:
-    """Say what there is room for on a GPU whose instances are made on demand."""
-    board, gpu = board_of(state.gpu.mig_profiles, names), state.gpu.id
+    """Say what there is room for on a GPU whose instances are made on demand, as `rooms` does.
+
+    A GPU that gives nothing now, whatever the reason, has no room.
+    """
+    board, whole = (board_of(state.gpu.mig_profiles, those) for those in (names, None))
     slots = set(state.stocks.get(backend, Stock()).blocked)
     slots.update(slot for lease in state.leases.values() for slot in lease.share.footprint)
-    occupied = board.mask(slots)
-    largest = board.largest(occupied)
-    slices = largest.memory_slices if largest else 0
+    gpu, occupied, free = state.gpu.id, board.mask(slots), whole.free_slices(whole.mask(slots))
+    gives = state.open_to(backend)
 
     for profile, count in board.room(occupied).items():
-        yield Figure(PLACEABLE, gpu, count, (profile,))
-    yield Figure(FREE, gpu, board.free_slices(occupied))
-    yield Figure(LARGEST, gpu, slices)
-    yield Figure(FRAGMENTATION, gpu, fragmentation(board, occupied))
+        yield Figure(PLACEABLE, gpu, count if gives else 0, (profile,))
+    yield Figure(FREE, gpu, free)
+    yield Figure(LARGEST, gpu, _largest(board, occupied) if gives else 0)
+    yield Figure(FRAGMENTATION, gpu, fragmentation(board, occupied, free))
 
 
-def fragmentation(board: Board, occupied: int) -> float:
-    """Say how much smaller the largest instance that fits is than free slices would allow.
+def fragmentation(board: Board, occupied: int, free: int) -> float:
+    """Say how much smaller the largest instance that fits is than so many slices would allow.
 
     Free slices that no profile is small enough for are no loss: nothing ever fits in so few.
     """
-    free = board.free_slices(occupied)
     could = max((p.memory_slices for p in board.profiles if p.memory_slices <= free), default=0)
+    return 1 - _largest(board, occupied) / could if could else 0.0
+
+
+def _largest(board: Board, occupied: int) -> int:
     largest = board.largest(occupied)
-    return 1 - (largest.memory_slices if largest else 0) / could if could else 0.0
+    return largest.memory_slices if largest else 0

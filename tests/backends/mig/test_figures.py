@@ -1,7 +1,17 @@
 """What monitoring is told of GPUs in MIG's hands, in numbers."""
 
-from metagpu.backends.mig.figures import KINDS
-from metagpu.core.facts import GpusFound, InstanceFaulted, LeasesObserved, StockTold
+import pytest
+
+from metagpu.backends.mig.figures import KINDS, PLACEABLE
+from metagpu.core.facts import (
+    BackendSuspended,
+    Fact,
+    GpuCordoned,
+    GpusFound,
+    InstanceFaulted,
+    LeasesObserved,
+    StockTold,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.layout import Layout
 from metagpu.core.model import Holder, Made, ShareId, Stock
@@ -65,6 +75,31 @@ def test_a_full_gpu_is_not_in_pieces() -> None:
 
     assert told["mig_free_slices",] == told["mig_largest_placeable_slices",] == 0
     assert told["mig_fragmentation_ratio",] == 0
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        (),
+        (GpuCordoned(A.id, "fan", at=6),),
+        (StockTold(B.id, "mig", Stock(blocked={"s0": "foreign", "s5": "foreign"}), at=6),),
+        (BackendSuspended(B.id, "mig", "MIG mode is off", at=6),),
+    ],
+)
+@pytest.mark.parametrize("profiles", ["1g.5gb, 2g.10gb, 3g.20gb", "2g.10gb", "7g.40gb"])
+def test_numbers_are_those_of_status(profiles: str, facts: tuple[Fact, ...]) -> None:
+    """What `metagpu status` says of the room on a GPU, monitoring says too."""
+    layout = laid_out(A, B, text=POOL.replace("OPTIONS", f"profiles: [{profiles}]"))
+    slot = next(share.id for share in layout.shares).partition("::")[2]
+    snapshot = after(*facts, since=node(slot, layout=layout))
+
+    for room in layout.rooms(snapshot):
+        told = figures(layout, snapshot, room.gpu.id)
+        assert told["mig_largest_placeable_slices",] == room.largest_slices
+        assert told["mig_free_slices",] == room.free_slices
+        placeable = {name[1] for name, n in told.items() if n and name[0] == PLACEABLE.name}
+        assert (room.largest is not None) == bool(placeable)
+        assert room.largest is None or room.largest in placeable
 
 
 def test_instances_by_what_becomes_of_them() -> None:
