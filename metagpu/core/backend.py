@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import Injection
@@ -54,6 +55,7 @@ class Backend(ABC):
         readies: whether `serve` makes a GPU ready: its shares begin suspended, until it resumes.
         cleans: whether `serve` cleans a GPU after its last lease; nobody else gets it before.
         guard: what keeps its containers within `Share.memory`.
+        tells: the kinds of its `figures`.
     """
 
     name: ClassVar[str]
@@ -62,6 +64,7 @@ class Backend(ABC):
     readies: ClassVar[bool] = False
     cleans: ClassVar[bool] = False
     guard: ClassVar[Guard] = Guard.ENFORCER
+    tells: ClassVar[tuple[FigureKind, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -105,6 +108,16 @@ class Backend(ABC):
         states: Sequence[GpuState],  # noqa: ARG002 - for backends whose shares may overlap
     ) -> Sequence[Room]:
         """Say what is left of its GPUs, where that cannot be read from the number of shares."""
+        return ()
+
+    def figures(
+        self,
+        states: Sequence[GpuState],  # noqa: ARG002 - as above
+    ) -> Iterable[Figure]:
+        """Tell numbers of its GPUs, of the kinds in `tells`, that their shares do not tell. Pure.
+
+        It is called in a thread, each time that monitoring asks.
+        """
         return ()
 
     @abstractmethod

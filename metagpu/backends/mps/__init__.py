@@ -5,7 +5,7 @@ through a folder that they share, and the container's environment says how much 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import structlog
 
@@ -16,6 +16,7 @@ from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.backends.placement import Placement, Seat, placed_or_gathered
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneDeviceOnly, TooManyClients
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import MIB, Gpu, GpuId
 from metagpu.core.grant import Grant
 from metagpu.core.model import Share, ShareId, by_gpu
@@ -23,6 +24,10 @@ from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.units import Bytes
 
+UP: Final = FigureKind(
+    "mps_control_daemon_up",
+    "Whether the MPS control daemon of the GPU answers and takes clients, 1 or 0.",
+)
 log = structlog.get_logger()
 
 
@@ -65,7 +70,12 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
     guard: ClassVar[Guard] = Guard.MPS
+    tells: ClassVar[tuple[FigureKind, ...]] = (UP,)
     timing: ClassVar[Timing] = Timing()
+
+    def figures(self, states: Sequence[GpuState]) -> Iterable[Figure]:
+        """Tell whether control daemons serve: the backend is suspended while one does not."""
+        return [Figure(UP, it.gpu.id, self.name not in it.suspended) for it in states]
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut what the MPS server leaves of a GPU; one in MIG mode has no share.
