@@ -8,7 +8,7 @@ import anyio
 import pynvml
 import pytest
 
-from metagpu.backends.mig import keeping, ledger
+from metagpu.backends.mig import keeping, ledger, turns
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
@@ -39,6 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
     monkeypatch.setattr(podresources, "PERIOD", 0.02)
     monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    monkeypatch.setattr(turns, "TURN", 0.01)
     for module in (ledger, keeping):
         monkeypatch.setattr(module, "POLL", 0.05)
         monkeypatch.setattr(module, "LOOK", 0.2)

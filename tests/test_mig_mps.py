@@ -9,6 +9,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
+from metagpu.backends import mig
 from metagpu.backends.mig import MigBackend, keeping, ledger
 from metagpu.backends.mps_daemon.control import Folders
 from metagpu.backends.mps_daemon.supervisor import Timing
@@ -21,6 +22,7 @@ from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.node import SimNode, SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
+from tests.heard import heard
 from tests.mig_rig import a_node, cut, made, places
 from tests.waiting import until
 
@@ -40,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "POLL", 0.05)
         monkeypatch.setattr(module, "LOOK", 0.2)
     monkeypatch.setattr(ledger, "GRACE", 0.2)
-    timing = Timing(period=0.1, retry=0.05, deadline=2.0, first_pause=0.05, longest_pause=0.2)
+    timing = Timing(period=0.1, retry=0.05, deadline=20.0, first_pause=0.05, longest_pause=0.2)
     monkeypatch.setattr(MigBackend, "timing", timing)
 
 
@@ -98,7 +100,10 @@ def pod(name: str, count: int = 1) -> Pod:
     return Pod.single(name, {SHARED: count})
 
 
-pytestmark = pytest.mark.usefixtures("left")
+pytestmark = [
+    pytest.mark.usefixtures("left"),
+    pytest.mark.timeout(120),  # each starts some processes, on a machine that may be busy
+]
 
 
 async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:
@@ -186,6 +191,17 @@ async def test_a_container_has_units_of_one_instance(tmp_path: Path) -> None:
             await it.kubelet.admit(pod("huge", 11))
         free = "free now: GPU 0 1g.5gb@0: 0, GPU 0 1g.5gb@1: 10, GPU 0 1g.5gb@6: 10."
         assert f"{free} Ask for less, wait for a pod to end, or ask for larger" in no.value.message
+
+
+async def test_replicas_that_cannot_be_served_are_told(tmp_path: Path) -> None:
+    """A pool that asks for more than an instance serves gets what there is, and a line."""
+    with heard(mig) as logs:
+        async with shared(tmp_path, "layout: {1g.5gb: 1}, mps: {replicas: 9}") as it:
+            await it.until(6, 6, SHARED)
+
+    [line] = logs
+    assert line["event"].startswith("an instance serves fewer clients than the pool has replicas")
+    assert (line["profile"], line["offered"]) == ("1g.5gb", 6)
 
 
 async def test_the_next_daemon_adopts(tmp_path: Path) -> None:

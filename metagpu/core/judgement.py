@@ -15,6 +15,7 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.gpu import GpuId
+from metagpu.core.model import Fault
 from metagpu.core.xid import CONTAINED, Severity, XidRule, rule_for
 
 
@@ -80,6 +81,12 @@ def judge_condition(condition: Condition) -> str | None:
     if condition.remapped_rows is not None and condition.remapped_rows.failed:
         return "a row of its memory could not be remapped"
     return None
+
+
+def fault_in(condition: Condition) -> Fault:
+    """Say what kind of thing keeps a GPU in this condition from serving, if something does."""
+    asked = condition.recovery_action not in (None, RecoveryAction.NONE)
+    return Fault.RECOVERY_ACTION if asked else Fault.MEMORY
 
 
 @dataclass(slots=True)
