@@ -12,6 +12,7 @@ from metagpu.core.gpu import MIB, GpuId, bus_id
 from metagpu.core.layout import Layout
 from metagpu.core.model import Made, Pause, ResourceName, Share, ShareId
 from metagpu.core.pods import KnownPod
+from metagpu.core.sharing import conflicts
 from metagpu.core.snapshot import GpuState, Snapshot
 
 
@@ -108,6 +109,10 @@ def _blocked(state: GpuState, share: Share | None) -> Iterator[str]:
             yield stock.blocked[slot]
         if share.id in stock.made and share.id not in state.leases:
             yield f"{share.id} was just given back, and is looked at"
+        if share.id in stock.late and not any(
+            conflicts(share, lease.share) for lease in state.leases.values()
+        ):
+            yield f"{share.id} has just become free, and has its turn in some seconds"
 
 
 def pause(state: GpuState, backend: str) -> str:

@@ -25,7 +25,7 @@ from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.settings import Feature, Settings
-from metagpu.plugins.cluster.telling import Teller, look
+from metagpu.plugins.cluster.telling import PROMPT, Teller, look
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -82,6 +82,7 @@ class Cluster:
         self._recorder: Recorder | None = None
         self._pod_recorder: Recorder | None = None
         self._pods: FollowedPods | None = None
+        self._dropped = self._pods_dropped = 0
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -130,20 +131,23 @@ class Cluster:
         followed = self._followed or Instruction()
         return {
             "node": self._settings.node,
+            "connected": bool(self._node and self._node.known and not self._node.problem),
             "problem": self._node.problem if self._node else "",
             "uses": dict(sorted(problems.items())),
             "label": followed.label or None,
             "profile": followed.profile,
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
-            "eventsDropped": self._recorder.dropped if self._recorder else 0,
-            "podEventsDropped": self._pod_recorder.dropped if self._pod_recorder else 0,
+            "eventsDropped": self._dropped + _dropped_by(self._recorder),
+            "podEventsDropped": self._pods_dropped + _dropped_by(self._pod_recorder),
         }
 
     def _arranged(self, client: "Client") -> Teller:
         """Make what the settings ask for."""
         settings, features = self._settings, self._settings.features
         self._node = Followed(client, NODES, settings.node, self._stir)
+        self._dropped += _dropped_by(self._recorder)
+        self._pods_dropped += _dropped_by(self._pod_recorder)
         self._recorder = Recorder(client, socket.gethostname())
         teller = Teller(client, self._node, self._registry, self._mig_state)
         work = {
@@ -151,11 +155,11 @@ class Cluster:
             Feature.LABELS: teller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
-            Feature.ALLOCATABLE: teller.lower,
         }
 
         self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
         if Feature.ALLOCATABLE in features:
+            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable", teller.lower, PROMPT)))
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
@@ -292,6 +296,10 @@ def _waits(state: GpuState) -> bool:
     """Tell whether a GPU is not yet as the configuration wants it."""
     blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
     return bool(state.waits_for or state.suspended or blocked)
+
+
+def _dropped_by(recorder: Recorder | None) -> int:
+    return recorder.dropped if recorder else 0
 
 
 async def _leave(teller: Teller) -> None:
