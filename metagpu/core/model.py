@@ -22,6 +22,7 @@ Times are seconds since the epoch, memory is in bytes.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final, NewType
 
 import msgspec
@@ -84,13 +85,33 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     holder: Holder | None = None
 
 
+class Fault(StrEnum):
+    """What kind of thing takes a GPU out of service: for counting, `reason` is for reading.
+
+    - xid: an XID that is fatal.
+    - memory: an uncorrected memory error, or a row that could not be remapped.
+    - recovery_action: NVML says that the GPU needs one.
+    - no_answer: NVML does not answer about it.
+    - not_listed: NVML does not list it any more.
+    - driver: NVML as a whole cannot be used.
+    """
+
+    XID = "xid"
+    MEMORY = "memory"
+    RECOVERY_ACTION = "recovery_action"
+    NO_ANSWER = "no_answer"
+    NOT_LISTED = "not_listed"
+    DRIVER = "driver"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a GPU may serve; `reason` says why not, `since` when that began."""
+    """Whether a GPU may serve; `reason` says why not, `since` when that began, `fault` its kind."""
 
     healthy: bool
     since: float
     reason: str = ""
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)

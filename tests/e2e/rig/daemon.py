@@ -93,6 +93,11 @@ class Daemon:
         """Whether it runs, and was started with just these further options."""
         return self.alive and self._options == options
 
+    @property
+    def log(self) -> str:
+        """All that it, and those before it, have logged on this node."""
+        return self._program.log.read_text()
+
     def stop(self) -> int | None:
         """Stop the daemon as systemd would, and return its exit status."""
         return self._program.stop()
