@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import floor
 from typing import Final
 
+REPLICA: Final = "-t"
+"""Stands in the id of a share before the number of a replica: `...::1g.5gb@4-t1`."""
 _GIB: Final = 2**30
 _PARTS: Final = 8
 """NVIDIA's names count a GPU's memory in eighths, also on boards of four memory slices."""
@@ -34,6 +36,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class MigEngines:
+    """How many engines of each kind an instance has; NVML's words, which labels repeat."""
+
+    copy: int = 0
+    decoder: int = 0
+    encoder: int = 0
+    jpeg: int = 0
+    ofa: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MigProfile:
     """A kind of GPU instance.
 
@@ -44,6 +57,7 @@ class MigProfile:
         memory: what an instance has.
         most: how many an empty GPU has room for.
         placements: where it may be, the lowest start first.
+        multiprocessors: what an instance has of them.
     """
 
     name: str
@@ -52,6 +66,8 @@ class MigProfile:
     memory: int
     most: int
     placements: tuple[Placement, ...]
+    multiprocessors: int = 0
+    engines: MigEngines = MigEngines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +105,16 @@ class MigMode:
     enabled: bool
     pending: bool
     hindrance: str = ""
+
+
+def slot_of(share: str) -> str:
+    """Tell which instance the id of a share is about: `2g.10gb@4`, also of a replica."""
+    return share.partition("::")[2].partition(REPLICA)[0]
+
+
+def profile_of(share: str) -> str:
+    """Tell which profile the id of a share is about."""
+    return slot_of(share).rpartition("@")[0]
 
 
 def profile_name(slices: int, memory: int, total: int, suffix: str = "") -> str:

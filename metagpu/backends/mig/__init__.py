@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
-from metagpu.backends.mig.board import board_of, profile_of, replica_of, share_ids
+from metagpu.backends.mig.board import board_of, replica_of, share_ids
 from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
 from metagpu.backends.mig.ledger import Terms
@@ -20,6 +20,7 @@ from metagpu.core.errors import Overlap, TooManyReplicas
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import CDI_STRATEGIES, Injection
+from metagpu.core.mig import profile_of
 from metagpu.core.model import ResourceName, Share, Stock, by_gpu
 from metagpu.core.served import ServedGpu
 from metagpu.core.sharing import conflicts

@@ -6,13 +6,12 @@ from typing import Final
 
 from metagpu.backends.mig.profiles import Board, Profile
 from metagpu.core.gpu import GpuId
-from metagpu.core.mig import MigInstance, MigProfile
+from metagpu.core.mig import REPLICA, MigInstance, MigProfile
 from metagpu.core.model import ResourceName, ShareId
 
 _MEDIA: Final = "me"
 _ALL: Final = "+me.all"
 _NONE: Final = "-me"
-_REPLICA: Final = "-t"
 
 
 def resource_of(profile: str) -> ResourceName:
@@ -29,22 +28,12 @@ def share_ids(gpu: GpuId, slot: str, replicas: int) -> list[ShareId]:
     """Name the shares of an instance that several containers may have: `...::1g.5gb@4-t2`."""
     if replicas == 1:
         return [share_id(gpu, slot)]
-    return [share_id(gpu, f"{slot}{_REPLICA}{number}") for number in range(replicas)]
+    return [share_id(gpu, f"{slot}{REPLICA}{number}") for number in range(replicas)]
 
 
 def replica_of(footprint: Iterable[str], number: int) -> frozenset[str]:
     """Give the slots of one replica: those of no other, for replicas of an instance go together."""
-    return frozenset(f"{slot}{_REPLICA}{number}" for slot in footprint)
-
-
-def slot_of(share: ShareId) -> str:
-    """Tell which instance an id is about: `2g.10gb@4`, also of a replica."""
-    return share.partition("::")[2].partition(_REPLICA)[0]
-
-
-def profile_of(share: ShareId) -> str:
-    """Tell which profile an id is about."""
-    return slot_of(share).rpartition("@")[0]
+    return frozenset(f"{slot}{REPLICA}{number}" for slot in footprint)
 
 
 def slot_in(profiles: Iterable[MigProfile], instance: MigInstance) -> str:

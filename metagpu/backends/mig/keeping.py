@@ -14,12 +14,11 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
 from metagpu.backends.mig.mode import MigMode
 from metagpu.backends.mig.standing import Standing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
-from metagpu.core.mig import MigInstance, Placement
+from metagpu.core.mig import MigInstance, Placement, slot_of
 from metagpu.core.model import Lease
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState

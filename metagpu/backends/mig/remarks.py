@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from metagpu.backends.mig.board import board_of, slot_of
+from metagpu.backends.mig.board import board_of
 from metagpu.backends.mig.planner import Move, Site, moves
 from metagpu.backends.mig.profiles import Profile, Spot
+from metagpu.core.mig import slot_of
 from metagpu.core.model import Lease, Stock
 from metagpu.core.snapshot import GpuState
 
