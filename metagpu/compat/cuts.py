@@ -43,24 +43,28 @@ def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
 
 def mig_layout(
     layout: Mapping[str, int],
-    resource: str | None = None,
+    resource: str | Mapping[str, str] | None = None,
     *,
-    shared: Mapping[str, tuple[str, int]] = MappingProxyType({}),
+    replicas: Mapping[str, int] = MappingProxyType({}),
     refuse_several: bool = False,
 ) -> Data:
-    """Offer fixed MIG instances, so many of each profile; by one name if `resource` is given.
+    """Offer fixed MIG instances, so many of each profile.
 
-    `shared` says of profiles under which name, and how many times over, each instance is offered.
+    Args:
+        layout: how many of which profile.
+        resource: the name of all of them, or of those whose names are not NVIDIA's, by profile.
+        replicas: how many times over the instances of a profile are offered.
+        refuse_several: whether a container may have but one of those.
     """
-    named: Data = {} if resource is None else {"resource": resource}
-    if shared:
-        names = {profile: name for profile, (name, _) in shared.items()}
-        named = {
-            "resource": names if resource is None else next(iter(names.values())),
-            "replicas": {profile: replicas for profile, (_, replicas) in shared.items()},
-            **({"failRequestsGreaterThanOne": True} if refuse_several else {}),
-        }
-    return {"backend": "mig", **named, "layout": dict(layout), "enableMig": True}
+    named = resource if resource is None or isinstance(resource, str) else dict(resource)
+    return {
+        "backend": "mig",
+        **({"resource": named} if named else {}),
+        **({"replicas": dict(replicas)} if replicas else {}),
+        **({"failRequestsGreaterThanOne": True} if replicas and refuse_several else {}),
+        "layout": dict(layout),
+        "enableMig": True,
+    }
 
 
 def mig_resource(profile: str) -> str:
