@@ -6,7 +6,7 @@ when this runs.
 """
 
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,8 +24,11 @@ from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
+from metagpu.plugins.cluster.labelling import Labeller
+from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.plugins.cluster.telling import Teller, look
+from metagpu.plugins.cluster.writing import Writer
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -78,6 +81,7 @@ class Cluster:
         self._node: Followed | None = None
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
+        self._labeller: Labeller | None = None
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -104,13 +108,13 @@ class Cluster:
         library = await to_thread.run_sync(_loaded)
 
         async with library.connected(self._settings.kubeconfig) as client:
-            teller = self._arranged(client)
+            leaving = self._arranged(client)
             try:
                 await self._work()
             finally:
                 if self._settings.remove_labels:
                     with anyio.move_on_after(_FAREWELL, shield=True):
-                        await _leave(teller)
+                        await _leave(leaving)
 
     def report(self) -> Mapping[str, Any]:
         """Say how each use of the API server goes: empty when it goes well."""
@@ -120,6 +124,9 @@ class Cluster:
         if self._config_map is not None:
             others = self._config_map.problem or self._missing
             problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
+        carrier = self._labeller.node_feature if self._labeller else None
+        if carrier is not None and Feature.NODE_FEATURE in problems:
+            problems[Feature.NODE_FEATURE] = carrier.problem
 
         followed = self._followed or Instruction()
         return {
@@ -130,18 +137,30 @@ class Cluster:
             "profile": followed.profile,
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
+            "nodeFeature": None
+            if carrier is None or carrier.carried is None
+            else f"{carrier.namespace}/{carrier.name}",
+            "labelsMissing": sorted(self._labeller.missing) if self._labeller else [],
             "eventsDropped": self._recorder.dropped if self._recorder else 0,
         }
 
-    def _arranged(self, client: "Client") -> Teller:
-        """Make what the settings ask for."""
+    def _arranged(self, client: "Client") -> Sequence[Callable[[], Awaitable[None]]]:
+        """Make what the settings ask for; give what takes back what was told."""
         settings, features = self._settings, self._settings.features
         self._node = Followed(client, NODES, settings.node, self._stir)
         self._recorder = Recorder(client, socket.gethostname())
-        teller = Teller(client, self._node, self._registry, self._mig_state)
-        work = {
+        writer = Writer(client, self._node)
+        teller = Teller(writer, self._registry)
+        self._labeller = Labeller(
+            writer,
+            self._registry,
+            self._mig_state,
+            NodeFeature(client, self._node, settings.namespace),
+            by_nfd=Feature.NODE_FEATURE in features,
+        )
+        work: dict[Feature, Callable[[], Awaitable[float | None]]] = {
             Feature.CONFIG: self._configure,
-            Feature.LABELS: teller.label,
+            Feature.LABELS: self._labeller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
             Feature.ALLOCATABLE: teller.lower,
@@ -156,7 +175,7 @@ class Cluster:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
             self._config_map = Followed(client, path, name, self._stir)
-        return teller
+        return self._labeller.leave, teller.leave
 
     async def _work(self) -> None:
         assert self._node is not None  # noqa: S101 - made just before
@@ -278,11 +297,12 @@ def _waits(state: GpuState) -> bool:
     return bool(state.waits_for or state.suspended or blocked)
 
 
-async def _leave(teller: Teller) -> None:
-    try:
-        await teller.leave()
-    except ClusterError as error:
-        log.warning("labels and condition stay on the node", error=str(error))
+async def _leave(leaving: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    for leave in leaving:
+        try:
+            await leave()
+        except ClusterError as error:
+            log.warning("labels or condition stay on the node", error=str(error))
 
 
 __all__ = ["Cluster", "Feature", "Instruction", "Outcome", "Settings"]
