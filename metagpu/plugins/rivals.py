@@ -4,6 +4,8 @@ The kubelet keeps the one that registers last, and tells the other nothing but t
 two that register again each time would take the resource from each other for ever.
 """
 
+from base64 import b64encode
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,18 +19,28 @@ _NVIDIA: Final = "nvidia.com/"
 async def rival_of(folder: Path, resource: str) -> Path | None:
     """Find the socket of another plugin that serves a resource; `None` if nobody listens there.
 
-    NVIDIA's device plugin, alone, in the GPU operator or in HAMi, serves `nvidia.com/NAME` on
-    `nvidia-NAME.sock`. A file that was left behind is no rival.
+    A file that was left behind is no rival.
     """
-    if not resource.startswith(_NVIDIA):
-        return None
-    path = folder / f"nvidia-{resource.removeprefix(_NVIDIA)}.sock"
-    if identity_of(path) is None:
-        return None
+    for path in _sockets(folder, resource):
+        if identity_of(path) is None:
+            continue
+        try:
+            stream = await anyio.connect_unix(path)
+        except OSError:
+            continue
+        await stream.aclose()
+        return path
+    return None
 
-    try:
-        stream = await anyio.connect_unix(path)
-    except OSError:
-        return None
-    await stream.aclose()
-    return path
+
+def _sockets(folder: Path, resource: str) -> Iterator[Path]:
+    """Give where other plugins would serve a resource.
+
+    NVIDIA's, alone, in the GPU operator or in HAMi, serves `nvidia.com/NAME` on `nvidia-NAME.sock`;
+    cnvrg's MetaGPU serves any name on a socket that is called by it in base64.
+    """
+    if resource.startswith(_NVIDIA):
+        yield folder / f"nvidia-{resource.removeprefix(_NVIDIA)}.sock"
+    encoded = b64encode(resource.encode()).decode()
+    if "/" not in encoded:  # such a file cannot be
+        yield folder / encoded
