@@ -13,6 +13,8 @@ MANAGER: Final = "metagpu"
 """Our name among those who manage fields of an object."""
 TAINT: Final = "metagpu.io/starting"
 """Put on a node by who makes it, so that nothing is scheduled there before we are ready."""
+TAINTS: Final = frozenset((TAINT, "startup-taint.cluster-autoscaler.kubernetes.io/metagpu"))
+"""The same under a name that cluster-autoscaler takes for a startup taint without being told."""
 CONDITION: Final = "GPUProblem"
 """True when a GPU is out of service, as MemoryPressure is when memory is short."""
 STAMP: Final = f"{NVIDIA}gfd.timestamp"
@@ -123,7 +125,7 @@ def taints_left(node: Object, amounts: Mapping[ResourceName, int]) -> list[Objec
     It goes once the node tells everybody of every resource, in full: then pods can be placed.
     """
     taints = (node.get("spec") or {}).get("taints") or []
-    kept = [taint for taint in taints if taint.get("key") != TAINT]
+    kept = [taint for taint in taints if taint.get("key") not in TAINTS]
     capacity = (node.get("status") or {}).get("capacity") or {}
     ready = bool(amounts) and all(
         amount(capacity.get(resource)) == count for resource, count in amounts.items()

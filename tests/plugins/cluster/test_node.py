@@ -77,9 +77,12 @@ def test_quantities_are_read(text: str | None, number: int | None) -> None:
     assert amount(text) == number
 
 
-def test_taint_waits_for_every_resource() -> None:
+@pytest.mark.parametrize(
+    "key", ["metagpu.io/starting", "startup-taint.cluster-autoscaler.kubernetes.io/metagpu"]
+)
+def test_taint_waits_for_every_resource(key: str) -> None:
     """It goes when all resources have all their shares, and not while nothing is on offer."""
-    ours = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
+    ours = {"key": key, "effect": "NoSchedule"}
     tainted = {"metadata": {}, "spec": {"taints": [ours]}, "status": {"capacity": {R: "4"}}}
 
     assert taints_left(tainted, {R: 4}) == []
