@@ -1,6 +1,7 @@
 """Every key of every format: it is honoured, or one note says what it would have done."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
@@ -145,6 +146,8 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
 """By format, each key that its own source names: what stands in the file beside it, the key, a
 value that asks for something, and what becomes of it: it is HONOURED, SO_ANYWAY, or a note says so.
 """
+_ANY_MAPPING: Final = {"nodeconfig[0].filterdevices"}
+"""Those that take a mapping of whatever keys, and tell of unknown ones."""
 ROWS: Final = [row for rows in KEYS.values() for row in rows]
 
 
@@ -194,6 +197,21 @@ def test_a_key_is_honoured_or_named(base: Base, key: str, value: object, said: s
         [text] = told
         assert said in text
         assert data_of(found) == data_of(before)
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [(base, key) for base, key, _, said in ROWS if said == HONOURED and key not in _ANY_MAPPING],
+    ids=lambda it: str(it)[:60],
+)
+def test_a_value_of_the_wrong_kind_is_told_of_its_line(base: Base, key: str) -> None:
+    """Where a key that is honoured has a value of another kind, file, line and path are named."""
+    told = outcome(with_key(base, key, {"a": "b"}))
+    assert isinstance(told, str)
+
+    place, problem = re.fullmatch(r"[fg]\.yaml: \d+: ([^:]+): (.*)", told).groups()  # type: ignore[union-attr] # then the test fails
+    assert place.replace('["a"]', "").startswith(key)
+    assert re.fullmatch(r"expected .+, got .+|'.*' is not known here; .*|missing key `.+`", problem)
 
 
 @pytest.mark.parametrize("form", list(KEYS), ids=lambda form: form.__name__)
