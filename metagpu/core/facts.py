@@ -287,5 +287,17 @@ class StrangerFound:
     at: float
 
 
-Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound
+@dataclass(frozen=True, slots=True)
+class ConfigurationRefused:
+    """What the configuration says now cannot be taken; the last good one stays. Once a fault.
+
+    Attributes:
+        why: file, line and path, and what is wrong there.
+    """
+
+    why: str
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound | ConfigurationRefused
 """What is heard on the bus: facts that changed something, and news that change nothing we keep."""

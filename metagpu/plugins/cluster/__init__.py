@@ -6,6 +6,7 @@ when this runs.
 """
 
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,17 +16,18 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
-from metagpu.core.gpu import GpuId
+from metagpu.core.facts import ConfigurationRefused
+from metagpu.core.model import ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
-from metagpu.core.snapshot import GpuState
-from metagpu.plugins.cluster.choice import instruction
+from metagpu.plugins.cluster.choice import instruction, mig_state
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.labelling import Labeller
 from metagpu.plugins.cluster.node_feature import NodeFeature
+from metagpu.plugins.cluster.node_news import KINDS, Tidings, tidings_of
+from metagpu.plugins.cluster.rival_pods import RivalPod, RivalPods, note_of
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.plugins.cluster.telling import Teller, look
 from metagpu.plugins.cluster.writing import Writer
@@ -82,6 +84,7 @@ class Cluster:
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
         self._labeller: Labeller | None = None
+        self._rivals: RivalPods | None = None
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -140,6 +143,9 @@ class Cluster:
             "nodeFeature": None
             if carrier is None or carrier.carried is None
             else f"{carrier.namespace}/{carrier.name}",
+            "rivalPods": self._rivals.report(list(self._registry.snapshot.offers))
+            if self._rivals
+            else [],
             "labelsMissing": sorted(self._labeller.missing) if self._labeller else [],
             "eventsDropped": self._recorder.dropped if self._recorder else 0,
         }
@@ -158,12 +164,14 @@ class Cluster:
             NodeFeature(client, self._node, settings.namespace),
             by_nfd=Feature.NODE_FEATURE in features,
         )
+        self._rivals = RivalPods(client, settings.node, self._tell_rival)
         work: dict[Feature, Callable[[], Awaitable[float | None]]] = {
             Feature.CONFIG: self._configure,
             Feature.LABELS: self._labeller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
             Feature.ALLOCATABLE: teller.lower,
+            Feature.RIVALS: self._rivals.look,
         }
 
         self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
@@ -209,7 +217,7 @@ class Cluster:
         place = "ConfigMap {}/{}".format(*self._settings.config_map or ("", "")) if held else ""
         had = self._followed is not None and bool(self._followed.profiles)
         if held is not None and held.object is None and had:
-            self._refuse(f"{place} is gone; the last good configuration stays")
+            self._refuse(f"{place} is gone")
             return
 
         labels = node.object["metadata"].get("labels") or {}
@@ -224,64 +232,50 @@ class Cluster:
         self.decided.set()
 
     def _refuse(self, why: str) -> None:
-        if why != self._missing:
-            self._missing = why
-            log.error("the configuration was not taken", error=why)
-            self._tell("ConfigurationRefused", why, "Configure", warning=True)
+        said = f"{why}; the last good configuration stays"
+        if said != self._missing:
+            self._missing = said
+            log.error("the configuration was not taken", error=said)
+            self._registry.news.publish(ConfigurationRefused(why, time.time()))
 
     def _tell_outcome(self, wanted: Instruction) -> None:
-        if self._outcome.refusal is not None:
-            note = f"{self._outcome.refusal}; the last good configuration stays"
-            self._tell("ConfigurationRefused", note, "Configure", warning=True)
+        if (refusal := self._outcome.refusal) is not None:
+            self._registry.news.publish(ConfigurationRefused(refusal, time.time()))
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, by the label {wanted.label}"
-            self._tell("ConfigurationTaken", note, "Configure")
+            self._tell(Tidings("ConfigurationTaken", note, "Configure"))
 
     def _mig_state(self) -> str | None:
-        """Answer mig-manager's label in its words; `None` where it asks nothing of us."""
-        wanted, outcome = self._followed, self._outcome
-        if wanted is None or wanted.mig_config is None:
-            return None
-        ours = outcome.lays_mig or wanted.profile == wanted.mig_config
-        if outcome.refusal is not None:
-            return "failed" if ours or wanted.mig_config in outcome.refusal else None
-        if not ours:
-            return None
-        waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
-        return "pending" if waiting else "success"
+        outcome = self._outcome
+        return mig_state(
+            self._followed, outcome.refusal, self._registry.snapshot, lays_mig=outcome.lays_mig
+        )
 
     async def _tell_news(self) -> None:
-        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet)
-        with self._registry.news.subscribe(*kinds) as news:
-            async for fact in news:
-                match fact:
-                    case GpuFaulted(gpu, reason):
-                        self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
-                    case GpuRecovered(gpu, reason):
-                        self._tell_gpu("GPUBackInService", gpu, reason)
-                    case GpuCordoned(gpu, reason):
-                        self._tell_gpu("GPUCordoned", gpu, reason)
-                    case RivalMet(resource, where):
-                        note = (
-                            f"{resource} is served by another device plugin on {where}, not by us"
-                        )
-                        self._tell("RivalPlugin", note, "Serve", warning=True)
-                    case GpuUncordoned(gpu):
-                        self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
+        with self._registry.news.subscribe(*KINDS) as news:
+            async for event in news:
+                told = tidings_of(event, self._registry.snapshot, self._server_of)
+                if told is not None:
+                    self._tell(told)
 
-    def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
-        known = self._registry.snapshot.gpus.get(gpu)
-        name = str(known.gpu) if known else gpu
-        self._tell(reason, f"GPU {name}: {why}", "Judge", warning=warning)
+    def _tell_rival(self, rival: RivalPod) -> None:
+        log.warning("another device plugin runs here", program=rival.program, pod=rival.pod)
+        note = note_of(rival, self._registry.snapshot.offers)
+        self._tell(Tidings("RivalPlugin", note, "Serve", warning=True))
 
-    def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+    def _server_of(self, resource: ResourceName) -> str:
+        found = self._rivals.found if self._rivals else ()
+        named = [str(it) for it in found if it.contested([resource])]
+        return " or ".join(named) or "another device plugin"
+
+    def _tell(self, it: Tidings) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
         told = self._node.object if self._node else None
         uid = str(told["metadata"].get("uid", "")) if told else ""
         subject = Subject("Node", self._settings.node, uid)
-        self._recorder.tell(News(subject, reason, note, action, warning=warning))
+        self._recorder.tell(News(subject, it.reason, it.note, it.action, warning=it.warning))
 
 
 def _loaded() -> "ModuleType":
@@ -289,12 +283,6 @@ def _loaded() -> "ModuleType":
     from metagpu.plugins.cluster import client  # noqa: PLC0415 - as said
 
     return client
-
-
-def _waits(state: GpuState) -> bool:
-    """Tell whether a GPU is not yet as the configuration wants it."""
-    blocked = any(stock.blocked for stock in state.stocks.values())
-    return bool(state.waits_for or state.suspended or blocked)
 
 
 async def _leave(leaving: Sequence[Callable[[], Awaitable[None]]]) -> None:

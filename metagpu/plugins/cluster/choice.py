@@ -1,9 +1,10 @@
-"""Which configuration the node's labels choose: a pure decision."""
+"""Which configuration the node's labels choose, and what is answered: pure decisions."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 from metagpu.core.profiles import Instruction, has
+from metagpu.core.snapshot import GpuState, Snapshot
 
 OUR_LABEL: Final = "metagpu.io/config"
 PLUGIN_LABEL: Final = "nvidia.com/device-plugin.config"
@@ -39,3 +40,30 @@ def instruction(
         if profile := labels.get(label):
             return Instruction(profile, label, mig, place, data)
     return Instruction(None, "", mig, place, data)
+
+
+def mig_state(
+    wanted: Instruction | None, refusal: str | None, snapshot: Snapshot, *, lays_mig: bool
+) -> str | None:
+    """Answer mig-manager's label in its words; `None` where it asks nothing of us.
+
+    Args:
+        wanted: what the node's labels chose.
+        refusal: why that was not taken, `None` if it was.
+        snapshot: what is known of the GPUs.
+        lays_mig: whether layouts of mig-parted are part of the configuration.
+    """
+    if wanted is None or wanted.mig_config is None:
+        return None
+    ours = lays_mig or wanted.profile == wanted.mig_config
+    if refusal is not None:
+        return "failed" if ours or wanted.mig_config in refusal else None
+    if not ours:
+        return None
+    return "pending" if any(map(_waits, snapshot.gpus.values())) else "success"
+
+
+def _waits(state: GpuState) -> bool:
+    """Tell whether a GPU is not yet as the configuration wants it."""
+    blocked = any(stock.blocked for stock in state.stocks.values())
+    return bool(state.waits_for or state.suspended or blocked)

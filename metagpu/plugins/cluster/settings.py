@@ -27,6 +27,7 @@ class Feature(StrEnum):
     CONDITION = "condition"
     EVENTS = "events"
     ALLOCATABLE = "allocatable"
+    RIVALS = "rivals"
 
 
 ALL: Final = frozenset(Feature)

@@ -1,4 +1,4 @@
-"""A small API server on a loopback port: Nodes, ConfigMaps, Events, NodeFeatures; nothing else.
+"""A small API server on a loopback port: Nodes, Pods, ConfigMaps, Events, NodeFeatures.
 
 What a client may meet can be had at will: no answer, refusals, throttling, watches that end, a
 history that is forgotten, tokens that are renewed.
@@ -22,6 +22,7 @@ from metagpu.sim.apiserver.objects import Key, Object, Refusal, Store
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 _NODE: Final = "/api/v1/nodes"
+_PODS: Final = "/api/v1/pods"
 _CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
@@ -105,6 +106,32 @@ class SimApiServer:
         """Write a ConfigMap."""
         self.store.put(("configmaps", namespace, name), {"data": dict(data)})
 
+    def add_pod(
+        self,
+        namespace: str,
+        name: str,
+        node: str,
+        annotations: Mapping[str, str] | None = None,
+        *,
+        uid: str = "",
+        phase: str = "Running",
+        owner: tuple[str, str] | None = None,
+    ) -> Object:
+        """Add a Pod that is bound to a node, or put another in its place."""
+        metadata: Object = {"annotations": dict(annotations or {})}
+        if uid:
+            metadata["uid"] = uid
+        if owner is not None:
+            metadata["ownerReferences"] = [
+                {"kind": owner[0], "name": owner[1], "controller": True, "uid": "of-the-owner"}
+            ]
+        content = {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": phase}}
+        return self.store.put(("pods", namespace, name), content)
+
+    def delete_pod(self, namespace: str, name: str) -> None:
+        """Delete a Pod, as the API server does once its kubelet has ended it."""
+        self.store.delete(("pods", namespace, name))
+
     def install_nfd(self, *, works: bool = True) -> SimNfd:
         """Have Node Feature Discovery in the cluster, or its kinds alone."""
         self.nfd, self.nfd_works = SimNfd(self.store), works
@@ -151,6 +178,7 @@ class SimApiServer:
         app = web.Application(middlewares=[self._guarded])
         for path in (_NODE, _CONFIG_MAPS):
             app.router.add_get(path, self._list)
+        app.router.add_get(_PODS, self._list_pods)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
         app.router.add_post(_EVENTS, self._create)
@@ -230,6 +258,16 @@ class SimApiServer:
                 "items": list(self.store.listed(key[0], key[1], name)),
             }
         )
+
+    async def _list_pods(self, request: web.Request) -> web.StreamResponse:
+        """List the Pods of a node, whatever their namespace."""
+        node = request.query.get("fieldSelector", "").removeprefix("spec.nodeName=")
+        found = [
+            it
+            for key, it in self.store.objects.items()
+            if key[0] == "pods" and it["spec"]["nodeName"] == node
+        ]
+        return web.json_response({"kind": "List", "metadata": {}, "items": found})
 
     async def _watch(self, request: web.Request, key: Key) -> web.StreamResponse:
         """Send what happens to one object from a version on."""

@@ -1,0 +1,71 @@
+"""What is told of the node in Events: pure, from what is heard and known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from metagpu.core.facts import (
+    ConfigurationRefused,
+    Event,
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpuUncordoned,
+    RivalMet,
+)
+from metagpu.core.gpu import GpuId
+from metagpu.core.model import ResourceName
+from metagpu.core.snapshot import Snapshot
+
+KINDS: Final = (
+    GpuFaulted,
+    GpuRecovered,
+    GpuCordoned,
+    GpuUncordoned,
+    RivalMet,
+    ConfigurationRefused,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tidings:
+    """What an Event says: as `News`, without whom it is about."""
+
+    reason: str
+    note: str
+    action: str
+    warning: bool = False
+
+
+def tidings_of(
+    event: Event, snapshot: Snapshot, server_of: Callable[[ResourceName], str]
+) -> Tidings | None:
+    """Say of the node what happened, `None` where that is no matter of the node's.
+
+    `server_of` names the other device plugin that serves a resource.
+    """
+    told = None
+    match event:
+        case GpuFaulted(gpu, reason):
+            told = _of_gpu("GPUOutOfService", gpu, reason, snapshot, warning=True)
+        case GpuRecovered(gpu, reason):
+            told = _of_gpu("GPUBackInService", gpu, reason, snapshot)
+        case GpuCordoned(gpu, reason):
+            told = _of_gpu("GPUCordoned", gpu, reason, snapshot)
+        case GpuUncordoned(gpu):
+            told = _of_gpu("GPUUncordoned", gpu, "gives new shares again", snapshot)
+        case RivalMet(resource, where):
+            note = f"{resource} is served by {server_of(resource)} on {where}, not by us"
+            told = Tidings("RivalPlugin", note, "Serve", warning=True)
+        case ConfigurationRefused(why):
+            note = f"{why}; the last good configuration stays"
+            told = Tidings("ConfigurationRefused", note, "Configure", warning=True)
+    return told
+
+
+def _of_gpu(
+    reason: str, gpu: GpuId, why: str, snapshot: Snapshot, *, warning: bool = False
+) -> Tidings:
+    known = snapshot.gpus.get(gpu)
+    name = str(known.gpu) if known else gpu
+    return Tidings(reason, f"GPU {name}: {why}", "Judge", warning=warning)
