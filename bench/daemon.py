@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
@@ -121,10 +121,12 @@ def start(
     simulate: str = GPUS,
     pod_resources: Path | None = None,
     kubelet: bool = True,
+    further: Mapping[str, object] | None = None,
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
     Without `kubelet` the caller has one of its own: the daemon serves nothing before one answers.
+    `further` are options beside the usual ones.
     Its log goes to a file there, at the usual level: what it logs on a measured path is measured.
     """
     file = directory / "config.yaml"
@@ -137,7 +139,7 @@ def start(
         "--pod-resources": pod_resources or directory / "none.sock",
         "--run-dir": directory / "run",
     }
-    for name, value in options.items():
+    for name, value in {**options, **(further or {})}.items():
         command += [name, str(value)]
 
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]

@@ -71,7 +71,10 @@ class Adoption:
             self._read, self.error = None, str(error)
 
     async def reload(self, *, again: bool = True) -> None:
-        """Read the configuration; `again` also if the files are as they were."""
+        """Read the configuration; `again` also if the files are as they were.
+
+        Whatever goes wrong is told, and what is in force stays.
+        """
         if (refused := await self._reload(again=again)) is not None:
             self._publish(ConfigurationRefused(refused, time()))
 
@@ -93,6 +96,14 @@ class Adoption:
                     "the configuration was not taken; the last good one stays", error=self.error
                 )
                 return self.error
+            except Exception as error:
+                self._read = None
+                log.exception(
+                    "the configuration could not be taken, by a fault of metagpu's own; the last "
+                    "good one stays"
+                )
+                self.error = f"metagpu failed ({type(error).__name__}: {error}); see its log"
+                return self.error
             self._take(loaded)
             log.info("configuration read", config=loaded.config.file)
             return None
@@ -105,7 +116,9 @@ class Adoption:
         self._source = source
         await self._reload(again=False)
         lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
-        return Outcome(self.error, lays_mig)
+        pools = self.loaded.config.envelope.pools
+        kept = "; ".join(dict.fromkeys(filter(None, (pool.reason for pool in pools))))
+        return Outcome(self.error, lays_mig, kept if lays_mig else "")
 
     async def follow_files(self) -> None:
         """Take what the files say as soon as they say something else."""

@@ -37,8 +37,7 @@ def timeslice(resource: str, replicas: int, *, refuse_several: bool, policy: str
 
 def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
     """Offer equal parts of GPUs under MPS."""
-    placed = {"placement": _PLACEMENTS[policy]} if policy else {}
-    return {"backend": "mps", "resource": resource, "replicas": replicas, **placed}
+    return {"backend": "mps", "resource": resource, "replicas": replicas, **_placed(policy)}
 
 
 def mig_layout(
@@ -67,6 +66,20 @@ def mig_layout(
     }
 
 
+def mig_mps(
+    layout: Mapping[str, int],
+    resource: str | Mapping[str, str],
+    replicas: Mapping[str, int],
+    *,
+    policy: str | None = None,
+) -> Data:
+    """Offer fixed MIG instances as `mig_layout` does, and of some of them equal parts under MPS."""
+    return {
+        **mig_layout(layout, resource),
+        "mps": {"replicas": dict(replicas), **_placed(policy)},
+    }
+
+
 def mig_resource(profile: str) -> str:
     """Name the instances of a profile as NVIDIA's device plugin does."""
     return f"nvidia.com/mig-{profile.replace('+', '.')}"
@@ -75,3 +88,7 @@ def mig_resource(profile: str) -> str:
 def mig_on_demand(profiles: Sequence[str]) -> Data:
     """Offer MIG instances of these profiles, which are made when asked for."""
     return {"backend": "mig", "profiles": list(profiles), "enableMig": True}
+
+
+def _placed(policy: str | None) -> Data:
+    return {"placement": _PLACEMENTS[policy]} if policy else {}

@@ -28,6 +28,8 @@ class Instances:
         renames: patterns of profiles and the names that they have then; the first that matches.
         shared: of names that are shared, under which name and how many times over.
         refuse_several: whether a container may have but one of what is shared.
+        by_mps: whether containers share through MPS, and do not take turns.
+        policy: NVIDIA's word for where they go.
     """
 
     wanted: Sequence[Wanted]
@@ -35,6 +37,8 @@ class Instances:
     renames: Sequence[tuple[str, str]] = ()
     shared: dict[str, tuple[str, int]] = field(default_factory=dict)
     refuse_several: bool = False
+    by_mps: bool = False
+    policy: str | None = None
 
     @property
     def names(self) -> set[str]:
@@ -89,6 +93,8 @@ class Instances:
             if self.one_name is not None
             else {it: n for it, n in names.items() if it in shared or n != cuts.mig_resource(it)}
         )
+        if replicas and self.by_mps:
+            return cuts.mig_mps(layout, resource, replicas, policy=self.policy)
         return cuts.mig_layout(
             layout, resource, replicas=replicas, refuse_several=self.refuse_several
         )

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from math import floor
 from typing import Final
 
-REPLICA: Final = "-t"
-"""Stands in the id of a share before the number of a replica: `...::1g.5gb@4-t1`."""
 _GIB: Final = 2**30
 _PARTS: Final = 8
 """NVIDIA's names count a GPU's memory in eighths, also on boards of four memory slices."""
@@ -108,8 +106,9 @@ class MigMode:
 
 
 def slot_of(share: str) -> str:
-    """Tell which instance the id of a share is about: `2g.10gb@4`, also of a replica."""
-    return share.partition("::")[2].partition(REPLICA)[0]
+    """Tell which instance an id is about: `2g.10gb@4`, also of a part of it, `2g.10gb@4-t1`."""
+    profile, at, rest = share.partition("::")[2].partition("@")
+    return f"{profile}{at}{rest.partition('-')[0]}"
 
 
 def profile_of(share: str) -> str:

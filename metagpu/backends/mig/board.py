@@ -6,7 +6,7 @@ from typing import Final
 
 from metagpu.backends.mig.profiles import Board, Profile
 from metagpu.core.gpu import GpuId
-from metagpu.core.mig import REPLICA, MigInstance, MigProfile
+from metagpu.core.mig import MigInstance, MigProfile
 from metagpu.core.model import ResourceName, ShareId
 
 _MEDIA: Final = "me"
@@ -22,18 +22,6 @@ def resource_of(profile: str) -> ResourceName:
 def share_id(gpu: GpuId, slot: str) -> ShareId:
     """Name a share: `GPU-<uuid>::2g.10gb@4`."""
     return ShareId(f"{gpu}::{slot}")
-
-
-def share_ids(gpu: GpuId, slot: str, replicas: int) -> list[ShareId]:
-    """Name the shares of an instance that several containers may have: `...::1g.5gb@4-t2`."""
-    if replicas == 1:
-        return [share_id(gpu, slot)]
-    return [share_id(gpu, f"{slot}{REPLICA}{number}") for number in range(replicas)]
-
-
-def replica_of(footprint: Iterable[str], number: int) -> frozenset[str]:
-    """Give the slots of one replica: those of no other, for replicas of an instance go together."""
-    return frozenset(f"{slot}{REPLICA}{number}" for slot in footprint)
 
 
 def slot_in(profiles: Iterable[MigProfile], instance: MigInstance) -> str:

@@ -8,7 +8,6 @@ when this runs.
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -20,13 +19,15 @@ from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.model import ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
-from metagpu.plugins.cluster.choice import instruction, mig_state
+from metagpu.plugins.cluster import pod_news
+from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.labelling import Labeller
 from metagpu.plugins.cluster.node_feature import NodeFeature
-from metagpu.plugins.cluster.node_news import KINDS, Tidings, tidings_of
+from metagpu.plugins.cluster.node_news import KINDS, Tidings, resets_needed, tidings_of
+from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.rival_pods import RivalPod, RivalPods, note_of
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.plugins.cluster.telling import Teller, look
@@ -44,19 +45,6 @@ _FAREWELL: Final = 2.0
 """Seconds that the end of the daemon waits for the API server."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an instruction.
-
-    Attributes:
-        refusal: why it was not taken, `None` if it was.
-        lays_mig: whether layouts of mig-parted are part of the configuration.
-    """
-
-    refusal: str | None = None
-    lays_mig: bool = False
 
 
 class Cluster:
@@ -84,7 +72,9 @@ class Cluster:
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
         self._labeller: Labeller | None = None
-        self._rivals: RivalPods | None = None
+        self._rivals = RivalPods(registry, self._tell_rival)
+        self._pod_recorder: Recorder | None = None
+        self._pods: FollowedPods | None = None
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -130,6 +120,8 @@ class Cluster:
         carrier = self._labeller.node_feature if self._labeller else None
         if carrier is not None and Feature.NODE_FEATURE in problems:
             problems[Feature.NODE_FEATURE] = carrier.problem
+        if self._pods is not None:
+            problems[Feature.PODS] = self._pods.problem
 
         followed = self._followed or Instruction()
         return {
@@ -143,11 +135,10 @@ class Cluster:
             "nodeFeature": None
             if carrier is None or carrier.carried is None
             else f"{carrier.namespace}/{carrier.name}",
-            "rivalPods": self._rivals.report(list(self._registry.snapshot.offers))
-            if self._rivals
-            else [],
+            "rivalPods": self._rivals.report(list(self._registry.snapshot.offers)),
             "labelsMissing": sorted(self._labeller.missing) if self._labeller else [],
             "eventsDropped": self._recorder.dropped if self._recorder else 0,
+            "podEventsDropped": self._pod_recorder.dropped if self._pod_recorder else 0,
         }
 
     def _arranged(self, client: "Client") -> Sequence[Callable[[], Awaitable[None]]]:
@@ -164,14 +155,12 @@ class Cluster:
             NodeFeature(client, self._node, settings.namespace),
             by_nfd=Feature.NODE_FEATURE in features,
         )
-        self._rivals = RivalPods(client, settings.node, self._tell_rival)
         work: dict[Feature, Callable[[], Awaitable[float | None]]] = {
             Feature.CONFIG: self._configure,
             Feature.LABELS: self._labeller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
             Feature.ALLOCATABLE: teller.lower,
-            Feature.RIVALS: self._rivals.look,
         }
 
         self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
@@ -179,6 +168,12 @@ class Cluster:
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
+        if Feature.POD_EVENTS in features:
+            # Pods that misbehave must not use up what is meant for news of the node.
+            self._pod_recorder = Recorder(client, socket.gethostname(), name=Feature.POD_EVENTS)
+            self._chores.append((Feature.POD_EVENTS, self._pod_recorder.chore))
+        if Feature.PODS in features:
+            self._pods = FollowedPods(client, settings.node, self._registry)
         if settings.config_map is not None:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
@@ -191,15 +186,21 @@ class Cluster:
             group.start_soon(self._node.run)
             if self._config_map is not None:
                 group.start_soon(self._config_map.run)
+            if self._pods is not None:
+                group.start_soon(self._pods.run)
+            if Feature.RIVALS in self._settings.features:
+                group.start_soon(self._rivals.run)
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
             if Feature.EVENTS in self._settings.features:
                 group.start_soon(self._tell_news)
+            if self._pod_recorder is not None:
+                group.start_soon(self._tell_pods, self._pod_recorder)
 
     def _stir(self) -> None:
         for feature, chore in self._chores:
-            if feature is not Feature.EVENTS:
+            if feature not in {Feature.EVENTS, Feature.POD_EVENTS}:
                 chore.stir()
 
     async def _stir_on_news(self) -> None:
@@ -241,22 +242,30 @@ class Cluster:
     def _tell_outcome(self, wanted: Instruction) -> None:
         if (refusal := self._outcome.refusal) is not None:
             self._registry.news.publish(ConfigurationRefused(refusal, time.time()))
+        elif self._outcome.misfit:
+            misfit = self._outcome.misfit
+            self._tell(Tidings("MIGLayoutRefused", misfit, "Configure", warning=True))
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, by the label {wanted.label}"
             self._tell(Tidings("ConfigurationTaken", note, "Configure"))
 
     def _mig_state(self) -> str | None:
-        outcome = self._outcome
-        return mig_state(
-            self._followed, outcome.refusal, self._registry.snapshot, lays_mig=outcome.lays_mig
-        )
+        return mig_state(self._followed, self._outcome, self._registry.snapshot)
 
     async def _tell_news(self) -> None:
         with self._registry.news.subscribe(*KINDS) as news:
+            for told in resets_needed(self._registry.snapshot):
+                self._tell(told)
             async for event in news:
-                told = tidings_of(event, self._registry.snapshot, self._server_of)
-                if told is not None:
-                    self._tell(told)
+                found = tidings_of(event, self._registry.snapshot, self._server_of)
+                if found is not None:
+                    self._tell(found)
+
+    async def _tell_pods(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*pod_news.KINDS) as news:
+            async for event in news:
+                if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
+                    recorder.tell(told)
 
     def _tell_rival(self, rival: RivalPod) -> None:
         log.warning("another device plugin runs here", program=rival.program, pod=rival.pod)
@@ -264,8 +273,7 @@ class Cluster:
         self._tell(Tidings("RivalPlugin", note, "Serve", warning=True))
 
     def _server_of(self, resource: ResourceName) -> str:
-        found = self._rivals.found if self._rivals else ()
-        named = [str(it) for it in found if it.contested([resource])]
+        named = [str(it) for it in self._rivals.found if it.contested([resource])]
         return " or ".join(named) or "another device plugin"
 
     def _tell(self, it: Tidings) -> None:

@@ -54,20 +54,18 @@ class Labeller:
         node = self.writer.node.object
         if node is None:
             return None
-        wanted = labels(self.registry.snapshot)
-        if not wanted and not self._labelled:
-            return None  # what an earlier daemon said stays until we know better
-        self._labelled = True
+        wanted, state = labels(self.registry.snapshot), self.mig_state()
+        self._labelled |= bool(wanted)
+        again, former = None, _given_before(node)
+        if self._labelled:
+            patched, again = await self._to_patch(node, wanted, former)
+        elif state is None:
+            return None
+        else:  # what an earlier daemon said stays until we know better
+            given = node["metadata"].get("labels") or {}
+            patched = {name: given[name] for name in owned_labels(node) & given.keys()}
 
-        former = _given_before(node)
-        patched, again = dict(ours_to_write(node, wanted, self._refused, former)), None
-        self.missing = frozenset()
-        if self.by_nfd and await self.node_feature.opened():
-            beside = await self._carried(node, wanted)
-            if beside is not None:
-                patched, again = dict(beside), self.node_feature.due(self.missing)
-
-        if (state := self.mig_state()) is not None:
+        if state is not None:
             patched[MIG_STATE] = state  # an answer, not a feature: mig-manager may write it too
         if labels_differ(node, patched) and not await self._handed_over(node):
             await self._write(patched, former)
@@ -86,6 +84,17 @@ class Labeller:
         await self.writer.apply("", {"metadata": {"labels": {}}})
         if self.node_feature.usable:  # an answer to its writing may not have come
             await self.node_feature.remove()
+
+    async def _to_patch(
+        self, node: Object, wanted: Mapping[str, str], former: AbstractSet[str]
+    ) -> tuple[dict[str, str], float | None]:
+        """Give the labels to be patched, all or what NFD does not do; and when to look again."""
+        self.missing = frozenset()
+        if self.by_nfd and await self.node_feature.opened():
+            beside = await self._carried(node, wanted)
+            if beside is not None:
+                return dict(beside), self.node_feature.due(self.missing)
+        return dict(ours_to_write(node, wanted, self._refused, former)), None
 
     async def _carried(self, node: Object, wanted: Mapping[str, str]) -> Mapping[str, str] | None:
         """Have the NodeFeature carry the labels; give those to be patched beside it.

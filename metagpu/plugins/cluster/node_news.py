@@ -1,16 +1,19 @@
 """What is told of the node in Events: pure, from what is heard and known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from metagpu.core.facts import (
+    BackendSuspended,
     ConfigurationRefused,
     Event,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
     GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
     RivalMet,
 )
 from metagpu.core.gpu import GpuId
@@ -18,12 +21,8 @@ from metagpu.core.model import ResourceName
 from metagpu.core.snapshot import Snapshot
 
 KINDS: Final = (
-    GpuFaulted,
-    GpuRecovered,
-    GpuCordoned,
-    GpuUncordoned,
-    RivalMet,
-    ConfigurationRefused,
+    *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
+    *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended, ConfigurationRefused),
 )
 
 
@@ -50,6 +49,13 @@ def tidings_of(
             told = _of_gpu("GPUOutOfService", gpu, reason, snapshot, warning=True)
         case GpuRecovered(gpu, reason):
             told = _of_gpu("GPUBackInService", gpu, reason, snapshot)
+        case InstanceFaulted(gpu, device, reason):
+            why = f"MIG device {device} alone: {reason}"
+            told = _of_gpu("MIGDeviceOutOfService", gpu, why, snapshot, warning=True)
+        case InstanceRecovered(gpu, device, reason):
+            told = _of_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}", snapshot)
+        case BackendSuspended(gpu, reason=reason, reset=True):
+            told = _of_gpu("GPUResetNeeded", gpu, reason, snapshot, warning=True)
         case GpuCordoned(gpu, reason):
             told = _of_gpu("GPUCordoned", gpu, reason, snapshot)
         case GpuUncordoned(gpu):
@@ -61,6 +67,14 @@ def tidings_of(
             note = f"{why}; the last good configuration stays"
             told = Tidings("ConfigurationRefused", note, "Configure", warning=True)
     return told
+
+
+def resets_needed(snapshot: Snapshot) -> Iterator[Tidings]:
+    """Tell of GPUs that wait for a reset already: MIG mode is turned on as a daemon starts."""
+    for gpu, state in snapshot.gpus.items():
+        for pause in state.suspended.values():
+            if pause.reset:
+                yield _of_gpu("GPUResetNeeded", gpu, pause.reason, snapshot, warning=True)
 
 
 def _of_gpu(

@@ -7,17 +7,11 @@ says by whom, for people.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
-import anyio
+from metagpu.core.pods import KnownPod
+from metagpu.core.registry import Registry
 
-if TYPE_CHECKING:
-    from metagpu.plugins.cluster.client import Client
-
-PERIOD: Final = 60.0
-"""Seconds between two looks at the node's pods."""
-_PODS: Final = "/api/v1/pods"
-_ENDED: Final = frozenset({"Succeeded", "Failed"})
 _NVIDIA: Final = "nvidia.com/"
 _PROGRAMS: Final = (
     ("HAMi's device plugin", r"(.+-)?hami-device-plugin", (_NVIDIA,)),
@@ -28,36 +22,6 @@ _PROGRAMS: Final = (
 
 The names are those of their charts and manifests; the GPU operator's plugin is NVIDIA's.
 """
-
-
-class Pod(Protocol):
-    """What has to be known of a pod."""
-
-    @property
-    def namespace(self) -> str:
-        """Where it is."""
-
-    @property
-    def name(self) -> str:
-        """What it is called there."""
-
-    @property
-    def owner(self) -> str:
-        """Kind and name of what made it, as `DaemonSet/hami-device-plugin`."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether its containers have ended for good."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedPod:
-    """A pod as the API server told it."""
-
-    namespace: str
-    name: str
-    owner: str
-    ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +45,7 @@ class RivalPod:
         return sorted(it for it in resources if it.startswith(self.prefixes))
 
 
-def rivals_among(pods: Iterable[Pod]) -> tuple[RivalPod, ...]:
+def rivals_among(pods: Iterable[KnownPod]) -> tuple[RivalPod, ...]:
     """Find other device plugins among the pods of this node."""
     found = []
 
@@ -91,7 +55,7 @@ def rivals_among(pods: Iterable[Pod]) -> tuple[RivalPod, ...]:
             continue
         for program, pattern, prefixes in _PROGRAMS:
             if re.fullmatch(pattern, owner):
-                found.append(RivalPod(program, f"{pod.namespace}/{pod.name}", prefixes))
+                found.append(RivalPod(program, str(pod), prefixes))
                 break
     return tuple(sorted(found, key=lambda it: it.pod))
 
@@ -111,39 +75,25 @@ def note_of(rival: RivalPod, offered: Iterable[str]) -> str:
 
 @dataclass(eq=False)
 class RivalPods:
-    """Looks for them at the start, and when the Node has changed.
+    """Looks for them among the node's pods, whenever those change.
 
     Attributes:
         tell: called for each that is new.
         found: those that are there.
     """
 
-    client: "Client"
-    node: str
+    registry: Registry
     tell: Callable[[RivalPod], None]
     found: tuple[RivalPod, ...] = ()
-    _looked: float | None = None
 
-    async def look(self) -> float | None:
-        """Look, unless it was just done: then give the seconds until it is worth it.
-
-        Raises:
-            ClusterError: if the API server does not answer, or does not allow it.
-        """
-        now = anyio.current_time()
-        if self._looked is not None and now < self._looked + PERIOD:
-            return self._looked + PERIOD - now
-
-        answer = await self.client.call(
-            "GET", _PODS, query={"fieldSelector": f"spec.nodeName={self.node}"}
-        )
-        self._looked = now
-        found = rivals_among(map(_owned, answer.get("items") or ()))
-        for each in found:
-            if each not in self.found:
-                self.tell(each)
-        self.found = found
-        return None
+    async def run(self) -> None:
+        """Look until cancelled."""
+        async for pods in self.registry.watch(lambda now: now.pods):
+            found = rivals_among(pods.by_uid.values())
+            for each in found:
+                if each not in self.found:
+                    self.tell(each)
+            self.found = found
 
     def report(self, offered: Sequence[str]) -> list[dict[str, Any]]:
         """Say who is there, as plain data."""
@@ -151,15 +101,3 @@ class RivalPods:
             {"program": it.program, "pod": it.pod, "contested": it.contested(offered)}
             for it in self.found
         ]
-
-
-def _owned(it: "dict[str, Any]") -> OwnedPod:
-    metadata = it["metadata"]
-    owners = [owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")]
-
-    return OwnedPod(
-        str(metadata["namespace"]),
-        str(metadata["name"]),
-        f"{owners[0]['kind']}/{owners[0]['name']}" if owners else "",
-        (it.get("status") or {}).get("phase") in _ENDED,
-    )

@@ -27,6 +27,8 @@ class Feature(StrEnum):
     CONDITION = "condition"
     EVENTS = "events"
     ALLOCATABLE = "allocatable"
+    PODS = "pods"
+    POD_EVENTS = "pod-events"
     RIVALS = "rivals"
 
 

@@ -15,8 +15,8 @@ from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.node import (
     Object,
     capacity_of,
-    condition_differs,
-    condition_of,
+    conditions_differ,
+    conditions_of,
     healthy_of,
     stale_amounts,
     taints_left,
@@ -66,11 +66,12 @@ class Teller:
         log.info("the startup taint is lifted")
 
     async def judge(self) -> None:
-        """Say in a condition how the GPUs are."""
-        node, wanted = self.node.object, condition_of(self.registry.snapshot)
-        if node is None or wanted is None or not condition_differs(node, wanted):
+        """Say in conditions how the GPUs are."""
+        node, wanted = self.node.object, conditions_of(self.registry.snapshot)
+        if node is None or not wanted or not conditions_differ(node, wanted):
             return
-        await self.writer.apply("/status", {"status": {"conditions": [dict(wanted)]}}, force=True)
+        conditions = [dict(each) for each in wanted]
+        await self.writer.apply("/status", {"status": {"conditions": conditions}}, force=True)
 
     async def lower(self) -> None:
         """Take from the node's allocatable amounts what cannot be had any more, at once."""
@@ -119,7 +120,8 @@ def look(snapshot: Snapshot) -> object:
     """Give what has to change for a look at the node to be worth it; cheap, it is taken often."""
     gpus = tuple(
         (
-            *(state.gpu, state.verdict, state.withheld, state.suspended),
+            *(state.gpu, state.verdict, state.withheld, state.suspended, state.paused),
+            *(state.faults, state.broken),
             (state.cordon, state.leases) if state.cordon else None,  # what is free is shut then
         )
         for state in snapshot.gpus.values()

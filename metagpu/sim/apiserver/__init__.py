@@ -17,7 +17,7 @@ import yaml
 from aiohttp import web
 
 from metagpu.sim.apiserver.nfd import GROUP, KIND, SimNfd, add_routes
-from metagpu.sim.apiserver.objects import Key, Object, Refusal, Store
+from metagpu.sim.apiserver.objects import Object, Refusal, Selection, Store
 
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
@@ -176,9 +176,8 @@ class SimApiServer:
     async def running(self) -> AsyncIterator["SimApiServer"]:
         """Answer on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
-        for path in (_NODE, _CONFIG_MAPS):
+        for path in (_NODE, _PODS, _CONFIG_MAPS):
             app.router.add_get(path, self._list)
-        app.router.add_get(_PODS, self._list_pods)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
         app.router.add_post(_EVENTS, self._create)
@@ -246,31 +245,23 @@ class SimApiServer:
                 raise Refusal(403, "Forbidden", message)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=") or None
-        collection = request.path.rpartition("/")[2]
-        key = (collection, request.match_info.get("namespace", ""), name or "")
+        selection = Selection.of(
+            request.path.rpartition("/")[2],
+            request.match_info.get("namespace", ""),
+            request.query.get("fieldSelector", ""),
+        )
         if request.query.get("watch"):
-            return await self._watch(request, key)
+            return await self._watch(request, selection)
         return web.json_response(
             {
                 "kind": "List",
                 "metadata": {"resourceVersion": str(self.store.version)},
-                "items": list(self.store.listed(key[0], key[1], name)),
+                "items": list(self.store.listed(selection)),
             }
         )
 
-    async def _list_pods(self, request: web.Request) -> web.StreamResponse:
-        """List the Pods of a node, whatever their namespace."""
-        node = request.query.get("fieldSelector", "").removeprefix("spec.nodeName=")
-        found = [
-            it
-            for key, it in self.store.objects.items()
-            if key[0] == "pods" and it["spec"]["nodeName"] == node
-        ]
-        return web.json_response({"kind": "List", "metadata": {}, "items": found})
-
-    async def _watch(self, request: web.Request, key: Key) -> web.StreamResponse:
-        """Send what happens to one object from a version on."""
+    async def _watch(self, request: web.Request, selection: Selection) -> web.StreamResponse:
+        """Send what happens to some objects from a version on."""
         seen = int(request.query["resourceVersion"])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
@@ -286,7 +277,7 @@ class SimApiServer:
                     await send("ERROR", Refusal(410, "Expired", "too old resource version").status)
                     break
                 for version, kind, about, it in list(self.store.history):
-                    if version > seen and about == key:
+                    if version > seen and selection.has(about, it):
                         await send(kind, it)
                 seen = self.store.version
                 if bookmarks != self._bookmarks:

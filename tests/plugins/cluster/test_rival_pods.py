@@ -9,8 +9,8 @@ import pytest
 
 from metagpu.core.facts import RivalMet
 from metagpu.core.model import ResourceName
-from metagpu.plugins.cluster import rival_pods
-from metagpu.plugins.cluster.rival_pods import OwnedPod, note_of, rivals_among
+from metagpu.core.pods import KnownPod
+from metagpu.plugins.cluster.rival_pods import note_of, rivals_among
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.sim.apiserver import SimApiServer
 from metagpu.tables import cluster_lines
@@ -21,9 +21,12 @@ WHOLE = "version: metagpu/v1\npools: [{name: a, backends: [{backend: whole}]}]"
 GPU = ResourceName("nvidia.com/gpu")
 
 
-def pod(owner: str, name: str = "p", *, ended: bool = False) -> OwnedPod:
+USES = (Feature.RIVALS, Feature.PODS, Feature.EVENTS)
+
+
+def pod(owner: str, name: str = "p", *, phase: str = "Running") -> KnownPod:
     """Make a pod of kube-system."""
-    return OwnedPod("kube-system", name, owner, ended)
+    return KnownPod(f"uid-{name}", "kube-system", name, phase, owner)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_programs_are_known_by_their_daemon_sets(owner: str, program: str | None
 
 def test_a_pod_that_has_ended_is_no_rival() -> None:
     """A pod that is left behind serves nothing."""
-    assert rivals_among([pod("DaemonSet/hami-device-plugin", ended=True)]) == ()
+    assert rivals_among([pod("DaemonSet/hami-device-plugin", phase="Succeeded")]) == ()
 
 
 def test_a_rival_contests_names_that_begin_as_its_own() -> None:
@@ -83,7 +86,7 @@ async def test_rivals_of_this_node_are_told(tmp_path: Path) -> None:
     server.add_pod("kube-system", "hami-there", "gpu-2", owner=daemon_set)
     server.add_pod("default", "job", NODE)
 
-    async with cluster_at_work(tmp_path, Feature.RIVALS, Feature.EVENTS, server=server) as it:
+    async with cluster_at_work(tmp_path, *USES, server=server) as it:
         report = await reports(it, lambda now: now["rivalPods"])
         assert [rival["pod"] for rival in report["rivalPods"]] == ["kube-system/hami-here"]
         await server.until(server.events)
@@ -105,7 +108,7 @@ async def test_a_resource_that_is_taken_names_who_took_it(tmp_path: Path) -> Non
     owner = ("DaemonSet", "nvidia-device-plugin-daemonset")
     server.add_pod("gpu-operator", "nvidia-x", NODE, owner=owner)
 
-    async with cluster_at_work(tmp_path, Feature.RIVALS, Feature.EVENTS, server=server) as it:
+    async with cluster_at_work(tmp_path, *USES, server=server) as it:
         await reports(it, lambda now: now["rivalPods"])
         await server.until(server.events)
         it.registry.apply(RivalMet(METAGPU, "a.sock"))
@@ -121,33 +124,28 @@ async def test_a_resource_that_is_taken_names_who_took_it(tmp_path: Path) -> Non
         ]
 
 
-async def test_rivals_that_come_and_go_are_seen_with_the_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A change of the Node has the pods looked at again, but seldom."""
-    monkeypatch.setattr(rival_pods, "PERIOD", 0.05)
+async def test_rivals_that_come_and_go_are_seen(tmp_path: Path) -> None:
+    """The status names those that are there, and no others."""
     server = SimApiServer()
 
-    async with cluster_at_work(tmp_path, Feature.RIVALS, server=server) as it:
-        await server.until(lambda: any(each.what == "/api/v1/pods" for each in server.requests))
+    async with cluster_at_work(tmp_path, *USES, server=server) as it:
         server.add_pod("a", "b", NODE, owner=("DaemonSet", "metagpu-device-plugin"))
-        server.label(NODE, {"team": "vision"})
         await reports(it, lambda now: now["rivalPods"])
-
         server.delete_pod("a", "b")
-        server.label(NODE, {"team": "speech"})
         await reports(it, lambda now: not now["rivalPods"])
 
 
-async def test_without_the_right_nothing_else_suffers(tmp_path: Path) -> None:
-    """Who may not list pods is told of it; sockets say enough."""
+async def test_without_the_use_nobody_looks(tmp_path: Path) -> None:
+    """Who does not want it hears of pods what else there is to hear, and nothing of rivals."""
     server = SimApiServer()
-    server.denied.append(("GET", "/pods"))
+    server.add_pod("a", "b", NODE, owner=("DaemonSet", "metagpu-device-plugin"))
 
-    async with cluster_at_work(tmp_path, Feature.RIVALS, Feature.LABELS, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        report = await reports(it, lambda now: now["uses"]["rivals"])
+    async with cluster_at_work(tmp_path, Feature.PODS, Feature.EVENTS, server=server) as it:
+        with anyio.fail_after(30):
+            async for pods in it.registry.watch(lambda now: now.pods):
+                if pods.by_uid:
+                    break
+        await anyio.wait_all_tasks_blocked()
 
-        assert report["uses"]["labels"] == ""
-        assert report["uses"]["rivals"].startswith("the API server does not allow it: ")
+        assert it.cluster.report()["rivalPods"] == []
+        assert server.events() == []
