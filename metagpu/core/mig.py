@@ -116,6 +116,11 @@ def profile_of(share: str) -> str:
     return slot_of(share).rpartition("@")[0]
 
 
+def by_mps(share: str) -> bool:
+    """Tell whether the id of a share is about a unit of an instance under MPS: `2g.10gb@4-p1`."""
+    return share.partition("@")[2].partition("-")[2].startswith("p")
+
+
 def profile_name(slices: int, memory: int, total: int, suffix: str = "") -> str:
     """Name a profile as NVIDIA does, from what NVML tells of it.
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from metagpu.core.gpu import MIB, Gpu, GpuId
-from metagpu.core.mig import MigProfile, profile_of, slot_of
+from metagpu.core.mig import MigProfile, by_mps, profile_of, slot_of
 from metagpu.core.model import ResourceName, Share
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster.label_form import sanitised
@@ -31,6 +31,7 @@ class _Instances:
         count: how many there are in a fixed layout; of those made on demand, how many there could
             be if pods asked for no others.
         replicas: how many containers may have one at once.
+        strategy: how they share it, in NVIDIA's words.
     """
 
     gpu: Gpu
@@ -38,6 +39,7 @@ class _Instances:
     resource: ResourceName
     count: int
     replicas: int
+    strategy: str
 
     @property
     def name(self) -> str:
@@ -74,7 +76,7 @@ def _told(each: _Instances) -> Mapping[str, str]:
         "product": f"{sanitised(each.gpu.name)}-MIG-{each.name}{shared}",
         "count": str(each.count),
         "replicas": str(each.replicas),
-        "sharing-strategy": "time-slicing" if each.replicas > 1 else "none",
+        "sharing-strategy": each.strategy,
         "memory": str(each.profile.memory // MIB),
         "multiprocessors": str(each.profile.multiprocessors),
         "slices.gi": str(each.profile.slices),
@@ -85,12 +87,12 @@ def _told(each: _Instances) -> Mapping[str, str]:
 
 def _instances(snapshot: Snapshot) -> Iterator[_Instances]:
     places: dict[str, dict[GpuId, Counter[str]]] = {}
-    resources: dict[str, ResourceName] = {}
+    first_share: dict[str, Share] = {}
 
     for share in _shares(snapshot):
         if share.backend == _MIG:
             profile = profile_of(share.id)
-            resources.setdefault(profile, share.resource)
+            first_share.setdefault(profile, share)
             on_gpu = places.setdefault(profile, {}).setdefault(share.gpu, Counter())
             on_gpu[slot_of(share.id)] += 1
 
@@ -103,10 +105,17 @@ def _instances(snapshot: Snapshot) -> Iterator[_Instances]:
         yield _Instances(
             snapshot.gpus[first].gpu,
             sound[first],
-            resources[name],
+            first_share[name].resource,
             sum(min(len(by_gpu[gpu]), profile.most) for gpu, profile in sound.items()),
-            max(max(by_gpu[gpu].values()) for gpu in sound),
+            replicas := max(max(by_gpu[gpu].values()) for gpu in sound),
+            _way(first_share[name], replicas),
         )
+
+
+def _way(share: Share, replicas: int) -> str:
+    if by_mps(share.id):
+        return "mps"
+    return "time-slicing" if replicas > 1 else "none"
 
 
 def _profile(gpu: Gpu, name: str) -> MigProfile | None:

@@ -123,6 +123,14 @@ def test_replicas_of_instances_are_told(named: str, product: str) -> None:
     assert found["sharing-strategy"] == "time-slicing"
 
 
+def test_instances_under_mps_are_told() -> None:
+    """Where containers share an instance through MPS, that is the strategy."""
+    found = of_profile("1g.5gb", told("layout: {1g.5gb: 7}, mps: {replicas: 4}"))
+
+    assert (found["count"], found["replicas"]) == ("14", "4")
+    assert found["sharing-strategy"] == "mps"
+
+
 def test_without_instances_there_is_no_strategy() -> None:
     """A node that cuts no GPU by MIG says nothing of it but whether it could."""
     layout = laid_out(gpu(0))
