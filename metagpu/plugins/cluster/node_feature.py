@@ -28,6 +28,8 @@ AGAIN: Final = 600.0
 """Seconds before NFD is looked for again where it was not, or where we may not write."""
 _FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
+_INVALID: Final = frozenset((400, 422))
+"""Answers to an object that this NFD's kind has no place for."""
 _APPLY: Final = "application/apply-patch+yaml"
 
 log = structlog.get_logger()
@@ -166,10 +168,10 @@ class NodeFeature:
 
     def _give_up(self, error: ClusterError) -> None:
         """Go on without it for a while, unless the API server may answer better at once."""
-        if error.status not in (_FORBIDDEN, _NOT_FOUND):
+        if error.status not in {_FORBIDDEN, _NOT_FOUND, *_INVALID}:
             raise error
         self._there, self._asked, self.carried = False, anyio.current_time(), None
-        self.problem = f"{error}; labels are patched" if error.status == _FORBIDDEN else ""
+        self.problem = "" if error.status == _NOT_FOUND else f"{error}; labels are patched"
         if self.problem:
             log.warning("labels cannot go by a NodeFeature", error=str(error))
 

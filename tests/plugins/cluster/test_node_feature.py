@@ -121,6 +121,19 @@ async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str)
         )
 
 
+async def test_an_nfd_that_refuses_the_object_costs_no_label(tmp_path: Path) -> None:
+    """Where its kind is another than we know, labels are patched, and that is told."""
+    server = with_nfd()
+    server.invalid.append("/nodefeatures")
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert trouble(it.cluster.report()).startswith("the API server answers 422 to PATCH ")
+        assert trouble(it.cluster.report()).endswith("status: Required value; labels are patched")
+
+
 async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> None:
     """When NFD comes, it keeps what was patched: at no moment is a label missing."""
     server = SimApiServer()
