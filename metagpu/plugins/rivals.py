@@ -5,7 +5,7 @@ two that register again each time would take the resource from each other for ev
 """
 
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,8 @@ import anyio
 from metagpu.plugins.serving import identity_of
 
 _NVIDIA: Final = "nvidia.com/"
+_GPU: Final = "nvidia.com/gpu"
+_GKE: Final = "nvidiaGPU-*.sock"
 
 
 async def rival_of(folder: Path, resource: str) -> Path | None:
@@ -21,7 +23,7 @@ async def rival_of(folder: Path, resource: str) -> Path | None:
 
     A file that was left behind is no rival.
     """
-    for path in _sockets(folder, resource):
+    async for path in _sockets(folder, resource):
         if identity_of(path) is None:
             continue
         try:
@@ -33,14 +35,18 @@ async def rival_of(folder: Path, resource: str) -> Path | None:
     return None
 
 
-def _sockets(folder: Path, resource: str) -> Iterator[Path]:
+async def _sockets(folder: Path, resource: str) -> AsyncIterator[Path]:
     """Give where other plugins would serve a resource.
 
     NVIDIA's, alone, in the GPU operator or in HAMi, serves `nvidia.com/NAME` on `nvidia-NAME.sock`;
-    cnvrg's MetaGPU serves any name on a socket that is called by it in base64.
+    GKE's serves `nvidia.com/gpu` on a socket that is called by the time of its start; cnvrg's
+    MetaGPU serves any name on a socket that is called by it in base64.
     """
     if resource.startswith(_NVIDIA):
         yield folder / f"nvidia-{resource.removeprefix(_NVIDIA)}.sock"
+    if resource == _GPU:
+        async for path in anyio.Path(folder).glob(_GKE):
+            yield Path(path)
     encoded = b64encode(resource.encode()).decode()
     if "/" not in encoded:  # such a file cannot be
         yield folder / encoded

@@ -59,6 +59,15 @@ async def test_metagpu_is_known_by_its_socket(tmp_path: Path) -> None:
         assert await rival_of(tmp_path, "nvidia.com/gpu") is None
 
 
+async def test_gkes_plugin_is_known_by_its_socket(tmp_path: Path) -> None:
+    """Google's plugin has nvidia.com/gpu, on a socket with the time of its start in its name."""
+    path = tmp_path / "nvidiaGPU-1763737200.sock"
+    async with listening(path):
+        assert await rival_of(tmp_path, "nvidia.com/gpu") == path
+        assert await rival_of(tmp_path, "nvidia.com/mig-1g.5gb") is None
+    assert await rival_of(tmp_path, "nvidia.com/gpu") is None
+
+
 async def test_name_that_makes_no_file_has_no_socket(tmp_path: Path) -> None:
     """Where base64 gives a slash, MetaGPU cannot have listened, and nobody is asked."""
     resource = "cnvrg.io/???"

@@ -16,6 +16,7 @@ _NVIDIA: Final = "nvidia.com/"
 _PROGRAMS: Final = (
     ("HAMi's device plugin", r"(.+-)?hami-device-plugin", (_NVIDIA,)),
     ("NVIDIA's device plugin", r"(.+-)?nvidia-device-plugin(-daemonset|-ds)?", (_NVIDIA,)),
+    ("GKE's device plugin", r"nvidia-gpu-device-plugin(-.+)?", (_NVIDIA,)),
     ("cnvrg's MetaGPU", r"(.+-)?metagpu-device-plugin", ("cnvrg.io/",)),
 )
 """What they are called, what their DaemonSets are called, and where their resources' names begin.
@@ -87,13 +88,15 @@ class RivalPods:
     found: tuple[RivalPod, ...] = ()
 
     async def run(self) -> None:
-        """Look until cancelled."""
-        async for pods in self.registry.watch(lambda now: now.pods):
-            found = rivals_among(pods.by_uid.values())
-            for each in found:
-                if each not in self.found:
+        """Look until cancelled; tell once it is known what is on offer here."""
+        told: set[RivalPod] = set()
+
+        async for pods, offered in self.registry.watch(lambda now: (now.pods, bool(now.offers))):
+            self.found = rivals_among(pods.by_uid.values())
+            for each in self.found if offered else ():
+                if each not in told:
                     self.tell(each)
-            self.found = found
+            told = set(self.found) if offered else told
 
     def report(self, offered: Sequence[str]) -> list[dict[str, Any]]:
         """Say who is there, as plain data."""
