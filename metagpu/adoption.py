@@ -14,6 +14,7 @@ from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.profiles import Instruction
 from metagpu.plugins.cluster import Outcome
 from metagpu.plugins.config_files import changes
+from metagpu.plugins.metrics.sources import Configuration
 from metagpu.sources import NOTHING, Backends, Loaded, Source, Text
 
 log = structlog.get_logger()
@@ -52,6 +53,8 @@ class Adoption:
             ConfigError: if the configuration is wrong.
         """
         self.error: str | None = None
+        self._taken = self._refused = 0
+        self._taken_at = self._refused_at = 0.0
         self._source = source
         self._backends = backends
         self._adopt = adopt
@@ -63,12 +66,14 @@ class Adoption:
         try:
             self._read = source.read()
             self._take(source.understand(self._read, backends))
+            self._note_taken()
         except ConfigError as error:
             if not patient:
                 raise
             log.warning("nothing is offered before the cluster says what", error=str(error))
             self._take(source.understand((Text("<nothing>", NOTHING),), backends))
-            self._read, self.error = None, str(error)
+            self._read = None
+            self._note_refused(str(error))
 
     async def reload(self, *, again: bool = True) -> None:
         """Read the configuration; `again` also if the files are as they were.
@@ -89,7 +94,8 @@ class Adoption:
                 loaded = await to_thread.run_sync(self._source.understand, read, self._backends)
                 await self._adopt(loaded.config)
             except ConfigError as error:
-                known, self._read, self.error = self.error, None, str(error)
+                known, self._read = self.error, None
+                self._note_refused(str(error))
                 if self.error == known and not again:
                     return None
                 log.error(
@@ -102,9 +108,10 @@ class Adoption:
                     "the configuration could not be taken, by a fault of metagpu's own; the last "
                     "good one stays"
                 )
-                self.error = f"metagpu failed ({type(error).__name__}: {error}); see its log"
+                self._note_refused(f"metagpu failed ({type(error).__name__}: {error}); see its log")
                 return self.error
             self._take(loaded)
+            self._note_taken()
             log.info("configuration read", config=loaded.config.file)
             return None
 
@@ -134,6 +141,29 @@ class Adoption:
             "notes": [str(note) for note in self.loaded.notes],
             "error": self.error,
         }
+
+    def measured(self) -> Configuration:
+        """Say the same in numbers, and how often the source was read with what outcome."""
+        return Configuration(
+            file=self.loaded.config.file,
+            forms=self.loaded.formats,
+            profiles=self.loaded.profiles,
+            notes=len(self.loaded.notes),
+            good=self.error is None,
+            taken=self._taken,
+            taken_at=self._taken_at,
+            refused=self._refused,
+            refused_at=self._refused_at,
+        )
+
+    def _note_taken(self) -> None:
+        self._taken += 1
+        self._taken_at = time()
+
+    def _note_refused(self, error: str) -> None:
+        self.error = error
+        self._refused += 1
+        self._refused_at = time()
 
     def _take(self, loaded: Loaded) -> None:
         """Go by a configuration from now on; tell what of it is not honoured, each thing once."""

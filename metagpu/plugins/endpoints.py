@@ -13,6 +13,7 @@ from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.plugins.endpoint import Endpoint
 from metagpu.plugins.kubelet_directory import KubeletDirectory
+from metagpu.plugins.record import KubeletRecord
 from metagpu.plugins.registrar import Registrar
 from metagpu.plugins.service import Service
 
@@ -21,11 +22,14 @@ async def serve_offers(
     registry: Registry,
     directory: KubeletDirectory,
     backend: Callable[[ResourceName], Backend],
+    record: KubeletRecord | None = None,
 ) -> None:
     """Serve and register whatever the registry offers, until cancelled.
 
-    A resource that stays on offer is not touched when others come or go.
+    A resource that stays on offer is not touched when others come or go. What passes between the
+    kubelet and us is counted in `record`.
     """
+    record = record or KubeletRecord()
     running: dict[ResourceName, anyio.CancelScope] = {}
     registrar = Registrar(directory)
 
@@ -38,9 +42,9 @@ async def serve_offers(
                 _note_rival(registry, resource, None)
             for resource in resources:
                 if resource not in running:
-                    service = Service(resource, registry, backend)
+                    service = Service(resource, registry, backend, record=record.of(resource))
                     rivalled = partial(_note_rival, registry, resource)
-                    endpoint = Endpoint(service, directory, registrar, rivalled)
+                    endpoint = Endpoint(service, directory, registrar, rivalled, record)
                     running[resource] = _start(group, endpoint)
 
 

@@ -5,6 +5,7 @@ Everything is answered from the registry's snapshot; only `Backend.grant` may wa
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Final, cast
 
 import anyio
@@ -29,6 +30,7 @@ from metagpu.core.model import Failure, ResourceName, Share, Stock
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.plugins import hot, wire
+from metagpu.plugins.record import Call, Outcome, ResourceRecord
 from metagpu.plugins.serving import Calls
 
 if TYPE_CHECKING:
@@ -41,7 +43,11 @@ log = structlog.get_logger()
 
 
 class Service:
-    """Answers for one resource. `backend` is asked for at each call: a reload may change it."""
+    """Answers for one resource. `backend` is asked for at each call: a reload may change it.
+
+    Attributes:
+        record: counts what the kubelet asks; one of its own unless given.
+    """
 
     def __init__(
         self,
@@ -49,11 +55,13 @@ class Service:
         registry: Registry,
         backend: Callable[[ResourceName], Backend],
         clock: Callable[[], float] = time.time,
+        record: ResourceRecord | None = None,
     ) -> None:
         self.resource = resource
         self._registry = registry
         self._backend = backend
         self._clock = clock
+        self.record = record or ResourceRecord()
         self._list = wire.DeviceList(resource)
         self._tellers: set[Callable[[anyio.Event], None]] = set()
         self._log = log.bind(resource=resource)
@@ -77,9 +85,9 @@ class Service:
             for name, call, cardinality in (
                 ("GetDevicePluginOptions", self._answering(self._options), unary),
                 ("ListAndWatch", list_and_watch, streaming),
-                ("GetPreferredAllocation", self._answering(self._preferred), unary),
-                ("Allocate", self._answering(self._allocate), unary),
-                ("PreStartContainer", self._answering(self._pre_start), unary),
+                (Call.PREFERRED, self._counted(Call.PREFERRED, self._preferred), unary),
+                (Call.ALLOCATE, self._counted(Call.ALLOCATE, self._allocate), unary),
+                (Call.PRE_START, self._counted(Call.PRE_START, self._pre_start), unary),
             )
         }
 
@@ -95,6 +103,23 @@ class Service:
 
         return call
 
+    def _counted(
+        self, call: Call, answer: Callable[[bytes], Awaitable[bytes]]
+    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
+        record = self.record.calls[call]
+
+        async def counted(request: bytes) -> bytes:
+            began = perf_counter()
+            try:
+                reply = await answer(request)
+            except BaseException as error:
+                self.record.note_failure(call, perf_counter() - began, error)
+                raise
+            record.note(Outcome.ANSWERED, perf_counter() - began)
+            return reply
+
+        return self._answering(counted)
+
     async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
         sending = anyio.Lock()
 
@@ -102,6 +127,7 @@ class Service:
             async with sending:  # two messages at once would mix on the stream
                 view = self._list.view(self._registry.snapshot)
                 await stream.send_message(self._list.encode(view))
+            self.record.lists += 1
             done.set()
 
         async with anyio.create_task_group() as group:

@@ -19,18 +19,17 @@ from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.model import ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
-from metagpu.plugins.cluster import pod_news
+from metagpu.plugins.cluster import node_news, pod_news
 from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.labelling import Labeller
 from metagpu.plugins.cluster.node_feature import NodeFeature
-from metagpu.plugins.cluster.node_news import KINDS, Tidings, resets_needed, tidings_of
 from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.rival_pods import RivalPod, RivalPods, note_of
 from metagpu.plugins.cluster.settings import Feature, Settings
-from metagpu.plugins.cluster.telling import Teller, look
+from metagpu.plugins.cluster.telling import PROMPT, Teller, look
 from metagpu.plugins.cluster.writing import Writer
 
 if TYPE_CHECKING:
@@ -75,6 +74,7 @@ class Cluster:
         self._rivals = RivalPods(registry, self._tell_rival)
         self._pod_recorder: Recorder | None = None
         self._pods: FollowedPods | None = None
+        self._dropped = self._pods_dropped = 0
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -117,34 +117,33 @@ class Cluster:
         if self._config_map is not None:
             others = self._config_map.problem or self._missing
             problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
-        carrier = self._labeller.node_feature if self._labeller else None
-        if carrier is not None and Feature.NODE_FEATURE in problems:
-            problems[Feature.NODE_FEATURE] = carrier.problem
+        if self._labeller is not None and Feature.NODE_FEATURE in problems:
+            problems[Feature.NODE_FEATURE] = self._labeller.node_feature.problem
         if self._pods is not None:
             problems[Feature.PODS] = self._pods.problem
 
         followed = self._followed or Instruction()
         return {
             "node": self._settings.node,
+            "connected": bool(self._node and self._node.known and not self._node.problem),
             "problem": self._node.problem if self._node else "",
             "uses": dict(sorted(problems.items())),
             "label": followed.label or None,
             "profile": followed.profile,
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
-            "nodeFeature": None
-            if carrier is None or carrier.carried is None
-            else f"{carrier.namespace}/{carrier.name}",
+            **(self._labeller.report() if self._labeller else {}),
             "rivalPods": self._rivals.report(list(self._registry.snapshot.offers)),
-            "labelsMissing": sorted(self._labeller.missing) if self._labeller else [],
-            "eventsDropped": self._recorder.dropped if self._recorder else 0,
-            "podEventsDropped": self._pod_recorder.dropped if self._pod_recorder else 0,
+            "eventsDropped": self._dropped + _dropped_by(self._recorder),
+            "podEventsDropped": self._pods_dropped + _dropped_by(self._pod_recorder),
         }
 
     def _arranged(self, client: "Client") -> Sequence[Callable[[], Awaitable[None]]]:
         """Make what the settings ask for; give what takes back what was told."""
         settings, features = self._settings, self._settings.features
         self._node = Followed(client, NODES, settings.node, self._stir)
+        self._dropped += _dropped_by(self._recorder)
+        self._pods_dropped += _dropped_by(self._pod_recorder)
         self._recorder = Recorder(client, socket.gethostname())
         writer = Writer(client, self._node)
         teller = Teller(writer, self._registry)
@@ -160,11 +159,11 @@ class Cluster:
             Feature.LABELS: self._labeller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
-            Feature.ALLOCATABLE: teller.lower,
         }
 
         self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
         if Feature.ALLOCATABLE in features:
+            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable", teller.lower, PROMPT)))
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
@@ -193,8 +192,8 @@ class Cluster:
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
-            if Feature.EVENTS in self._settings.features:
-                group.start_soon(self._tell_news)
+            if self._recorder is not None and Feature.EVENTS in self._settings.features:
+                group.start_soon(self._tell_news, self._recorder)
             if self._pod_recorder is not None:
                 group.start_soon(self._tell_pods, self._pod_recorder)
 
@@ -243,23 +242,23 @@ class Cluster:
         if (refusal := self._outcome.refusal) is not None:
             self._registry.news.publish(ConfigurationRefused(refusal, time.time()))
         elif self._outcome.misfit:
-            misfit = self._outcome.misfit
-            self._tell(Tidings("MIGLayoutRefused", misfit, "Configure", warning=True))
+            self._tell("MIGLayoutRefused", self._outcome.misfit, "Configure", warning=True)
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, by the label {wanted.label}"
-            self._tell(Tidings("ConfigurationTaken", note, "Configure"))
+            self._tell("ConfigurationTaken", note, "Configure")
 
     def _mig_state(self) -> str | None:
         return mig_state(self._followed, self._outcome, self._registry.snapshot)
 
-    async def _tell_news(self) -> None:
-        with self._registry.news.subscribe(*KINDS) as news:
-            for told in resets_needed(self._registry.snapshot):
-                self._tell(told)
+    async def _tell_news(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*node_news.KINDS) as news:
+            for told in node_news.resets(self._registry.snapshot, self._subject):
+                recorder.tell(told)
             async for event in news:
-                found = tidings_of(event, self._registry.snapshot, self._server_of)
-                if found is not None:
-                    self._tell(found)
+                now, node = self._registry.snapshot, self._subject
+                its = node_news.news_of(event, now, node, self._server_of)
+                if its is not None:
+                    recorder.tell(its)
 
     async def _tell_pods(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*pod_news.KINDS) as news:
@@ -270,20 +269,24 @@ class Cluster:
     def _tell_rival(self, rival: RivalPod) -> None:
         log.warning("another device plugin runs here", program=rival.program, pod=rival.pod)
         note = note_of(rival, self._registry.snapshot.offers)
-        self._tell(Tidings("RivalPlugin", note, "Serve", warning=True))
+        self._tell("RivalPlugin", note, "Serve", warning=True)
+
+    @property
+    def _subject(self) -> Subject:
+        """The Node, for Events about it."""
+        told = self._node.object if self._node else None
+        uid = str(told["metadata"].get("uid", "")) if told else ""
+        return Subject("Node", self._settings.node, uid)
 
     def _server_of(self, resource: ResourceName) -> str:
         named = [str(it) for it in self._rivals.found if it.contested([resource])]
         return " or ".join(named) or "another device plugin"
 
-    def _tell(self, it: Tidings) -> None:
+    def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
-        told = self._node.object if self._node else None
-        uid = str(told["metadata"].get("uid", "")) if told else ""
-        subject = Subject("Node", self._settings.node, uid)
-        self._recorder.tell(News(subject, it.reason, it.note, it.action, warning=it.warning))
+        self._recorder.tell(News(self._subject, reason, note, action, warning=warning))
 
 
 def _loaded() -> "ModuleType":
@@ -291,6 +294,10 @@ def _loaded() -> "ModuleType":
     from metagpu.plugins.cluster import client  # noqa: PLC0415 - as said
 
     return client
+
+
+def _dropped_by(recorder: Recorder | None) -> int:
+    return recorder.dropped if recorder else 0
 
 
 async def _leave(leaving: Sequence[Callable[[], Awaitable[None]]]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -73,6 +73,15 @@ class Labeller:
             await self._retire(node)
         return again
 
+    def report(self) -> dict[str, Any]:
+        """Say what carries the labels, and which are not on the Node yet."""
+        carrier = self.node_feature
+        carries = carrier.carried is not None
+        return {
+            "nodeFeature": f"{carrier.namespace}/{carrier.name}" if carries else None,
+            "labelsMissing": sorted(self.missing),
+        }
+
     async def leave(self) -> None:
         """Take all labels back.
 
@@ -89,11 +98,11 @@ class Labeller:
         self, node: Object, wanted: Mapping[str, str], former: AbstractSet[str]
     ) -> tuple[dict[str, str], float | None]:
         """Give the labels to be patched, all or what NFD does not do; and when to look again."""
-        self.missing = frozenset()
         if self.by_nfd and await self.node_feature.opened():
             beside = await self._carried(node, wanted)
             if beside is not None:
                 return dict(beside), self.node_feature.due(self.missing)
+        self.missing = frozenset()
         return dict(ours_to_write(node, wanted, self._refused, former)), None
 
     async def _carried(self, node: Object, wanted: Mapping[str, str]) -> Mapping[str, str] | None:

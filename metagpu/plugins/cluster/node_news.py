@@ -1,8 +1,7 @@
-"""What is told of the node in Events: pure, from what is heard and known."""
+"""What happened to the node's GPUs, as Events of the node: pure."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from metagpu.core.facts import (
     BackendSuspended,
@@ -15,71 +14,90 @@ from metagpu.core.facts import (
     InstanceFaulted,
     InstanceRecovered,
     RivalMet,
+    StrangerFound,
 )
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import ResourceName
 from metagpu.core.snapshot import Snapshot
+from metagpu.plugins.cluster import pod_news
+from metagpu.plugins.cluster.events import News, Subject
 
-KINDS: Final = (
+KINDS = (
     *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
-    *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended, ConfigurationRefused),
+    *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended, StrangerFound),
+    ConfigurationRefused,
 )
+"""What is told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tidings:
-    """What an Event says: as `News`, without whom it is about."""
+def news_of(
+    event: Event,
+    snapshot: Snapshot,
+    node: Subject,
+    server_of: Callable[[ResourceName], str] = lambda _: "another device plugin",
+) -> News | None:
+    """Say it to who looks after the node; `None` for what is no matter of theirs.
+
+    `server_of` names who serves a resource in our stead.
+    """
+    match event:
+        case ConfigurationRefused(why):
+            note = f"{why}; the last good configuration stays"
+            return News(node, "ConfigurationRefused", note, "Configure", warning=True)
+        case RivalMet(resource, where):
+            note = f"{resource} is served by {server_of(resource)} on {where}, not by us"
+            return News(node, "RivalPlugin", note, "Serve", warning=True)
+        case StrangerFound() if pod_news.news_of(event, snapshot) is None:
+            note = f"{pod_news.note_of(event, snapshot)}; its pod has the uid {event.pod_uid}"
+            return News(node, pod_news.BYPASS, note, "Look", warning=True)
+
+    about = _about_gpu(event)
+    if about is None:
+        return None
+    known = snapshot.gpus.get(about.gpu)
+    note = f"GPU {known.gpu if known else about.gpu}: {about.why}"
+    return News(node, about.reason, note, "Judge", warning=about.warning)
+
+
+class _About(NamedTuple):
+    """What happened to one GPU."""
 
     reason: str
-    note: str
-    action: str
+    gpu: GpuId
+    why: str
     warning: bool = False
 
 
-def tidings_of(
-    event: Event, snapshot: Snapshot, server_of: Callable[[ResourceName], str]
-) -> Tidings | None:
-    """Say of the node what happened, `None` where that is no matter of the node's.
+def _about_gpu(event: Event) -> _About | None:
+    about: _About | None = None
 
-    `server_of` names the other device plugin that serves a resource.
-    """
-    told = None
     match event:
         case GpuFaulted(gpu, reason):
-            told = _of_gpu("GPUOutOfService", gpu, reason, snapshot, warning=True)
+            about = _About("GPUOutOfService", gpu, reason, warning=True)
         case GpuRecovered(gpu, reason):
-            told = _of_gpu("GPUBackInService", gpu, reason, snapshot)
+            about = _About("GPUBackInService", gpu, reason)
         case InstanceFaulted(gpu, device, reason):
             why = f"MIG device {device} alone: {reason}"
-            told = _of_gpu("MIGDeviceOutOfService", gpu, why, snapshot, warning=True)
+            about = _About("MIGDeviceOutOfService", gpu, why, warning=True)
         case InstanceRecovered(gpu, device, reason):
-            told = _of_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}", snapshot)
-        case BackendSuspended(gpu, reason=reason, reset=True):
-            told = _of_gpu("GPUResetNeeded", gpu, reason, snapshot, warning=True)
+            about = _About("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}")
         case GpuCordoned(gpu, reason):
-            told = _of_gpu("GPUCordoned", gpu, reason, snapshot)
+            about = _About("GPUCordoned", gpu, reason)
         case GpuUncordoned(gpu):
-            told = _of_gpu("GPUUncordoned", gpu, "gives new shares again", snapshot)
-        case RivalMet(resource, where):
-            note = f"{resource} is served by {server_of(resource)} on {where}, not by us"
-            told = Tidings("RivalPlugin", note, "Serve", warning=True)
-        case ConfigurationRefused(why):
-            note = f"{why}; the last good configuration stays"
-            told = Tidings("ConfigurationRefused", note, "Configure", warning=True)
-    return told
+            about = _About("GPUUncordoned", gpu, "gives new shares again")
+        case BackendSuspended(gpu, reason=reason, reset=True):
+            about = _About("GPUResetNeeded", gpu, reason, warning=True)
+    return about
 
 
-def resets_needed(snapshot: Snapshot) -> Iterator[Tidings]:
+def resets(snapshot: Snapshot, node: Subject) -> Sequence[News]:
     """Tell of GPUs that wait for a reset already: MIG mode is turned on as a daemon starts."""
-    for gpu, state in snapshot.gpus.items():
-        for pause in state.suspended.values():
-            if pause.reset:
-                yield _of_gpu("GPUResetNeeded", gpu, pause.reason, snapshot, warning=True)
-
-
-def _of_gpu(
-    reason: str, gpu: GpuId, why: str, snapshot: Snapshot, *, warning: bool = False
-) -> Tidings:
-    known = snapshot.gpus.get(gpu)
-    name = str(known.gpu) if known else gpu
-    return Tidings(reason, f"GPU {name}: {why}", "Judge", warning=warning)
+    found = (
+        news_of(
+            BackendSuspended(gpu, backend, pause.reason, pause.since, reset=True), snapshot, node
+        )
+        for gpu, state in snapshot.gpus.items()
+        for backend, pause in state.suspended.items()
+        if pause.reset
+    )
+    return [news for news in found if news is not None]

@@ -23,8 +23,10 @@ from metagpu.plugins.cluster.node import (
 )
 from metagpu.plugins.cluster.writing import CONFLICT, Writer
 
-RISE: Final = 1.0
+RISE: Final = 0.3
 """Seconds that a number waits to rise: until then the kubelet may not know the shares yet."""
+PROMPT: Final = 0.02
+"""Seconds between two looks for what has to be lowered: till then pods are sent by the old one."""
 
 log = structlog.get_logger()
 

@@ -58,7 +58,7 @@ async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Map
 
 def carries(report: Mapping[str, Any]) -> bool:
     """Tell whether the object is known to have the labels."""
-    return bool(report["nodeFeature"] == f"kube-system/{OBJECT[2]}")
+    return bool(report.get("nodeFeature") == f"kube-system/{OBJECT[2]}")
 
 
 def trouble(report: Mapping[str, Any]) -> str:
@@ -201,10 +201,9 @@ async def test_what_nfd_does_not_put_on_the_node_is_patched(
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
         await server.until(lambda: late in owned(server))
-        report = await reports(it, trouble)
+        report = await reports(it, lambda now: trouble(now) and late in now["labelsMissing"])
 
         assert server.labels(NODE)[COUNT] == "2"
-        assert late in report["labelsMissing"]
         assert trouble(report).startswith("nfd-master has not put ")
         assert trouble(report).endswith(
             " …); they are patched. See that it runs, and its denyLabelNs, labelWhiteList and "
