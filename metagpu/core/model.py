@@ -134,12 +134,15 @@ class Stock:
         failed: leases whose shares could not be made.
         blocked: slots that are taken otherwise, and by what.
         alone: whether the GPU is in a mode in which no other backend can give any of it.
+        named: the MIG devices that there are, whoever made them, by all names that CDI knows them
+            by: their uuids, and those of the places where they may be made again.
     """
 
     made: Mapping[ShareId, Made] = field(default_factory=dict)
     failed: Mapping[ShareId, Failure] = field(default_factory=dict)
     blocked: Mapping[str, str] = field(default_factory=dict)
     alone: bool = False
+    named: Mapping[str, Made] = field(default_factory=dict)
 
 
 def gpu_of(share: ShareId) -> GpuId:

@@ -14,17 +14,19 @@ from metagpu.core.registry import Registry
 from metagpu.plugins.endpoint import Endpoint
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.registrar import Registrar
-from metagpu.plugins.service import Service
+from metagpu.plugins.service import Describe, Service, undescribed
 
 
 async def serve_offers(
     registry: Registry,
     directory: KubeletDirectory,
     backend: Callable[[ResourceName], Backend],
+    describe: Describe = undescribed,
 ) -> None:
     """Serve and register whatever the registry offers, until cancelled.
 
-    A resource that stays on offer is not touched when others come or go.
+    A resource that stays on offer is not touched when others come or go. CDI names that containers
+    are told go through `describe` first.
     """
     running: dict[ResourceName, anyio.CancelScope] = {}
     registrar = Registrar(directory)
@@ -38,7 +40,7 @@ async def serve_offers(
                 _note_rival(registry, resource, None)
             for resource in resources:
                 if resource not in running:
-                    service = Service(resource, registry, backend)
+                    service = Service(resource, registry, backend, describe=describe)
                     rivalled = partial(_note_rival, registry, resource)
                     endpoint = Endpoint(service, directory, registrar, rivalled)
                     running[resource] = _start(group, endpoint)

@@ -10,7 +10,7 @@ from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
 from metagpu.backends.mig.ledger import Terms
 from metagpu.backends.mig.mode import MigMode
-from metagpu.backends.mig.options import MigOptions
+from metagpu.backends.mig.options import Create, MigOptions
 from metagpu.backends.mig.placement import Seat, choose
 from metagpu.backends.mig.planner import Misfit
 from metagpu.backends.mig.profiles import Spot
@@ -50,15 +50,20 @@ class MigBackend(Backend):
         """Make it from a pool's options.
 
         Raises:
-            ValueError: if containers are given GPUs by CDI: there is no specification of an
-                instance that was just made.
+            ValueError: if containers are told names that cannot be had for instances made here.
         """
         if not isinstance(options, MigOptions):
             raise TypeError(f"mig cannot read {type(options).__name__}")
-        if injection.strategies & CDI_STRATEGIES:
+        if injection.strategies & CDI_STRATEGIES and not injection.names_here:
             raise ValueError(
-                "MIG instances that are made here cannot be named by CDI yet; "
-                "use deviceListStrategy envvar or volume-mounts"
+                "MIG instances that are made here are in no CDI specification of others; leave "
+                "cdiKind out, or use deviceListStrategy envvar or volume-mounts"
+            )
+        if options.create is Create.START and not injection.names_alone:
+            raise ValueError(
+                "create: start tells a container the name of an instance before it is made, which "
+                "only CDI can; set deviceListStrategy to cdi-cri or cdi-annotations alone, or "
+                "leave create out"
             )
         return cls(options, injection)
 
@@ -71,6 +76,14 @@ class MigBackend(Backend):
     def patience(self) -> float:
         """How long instances may take to be made."""
         return self._options.deadline + _GUARD
+
+    @property
+    def defers(self) -> bool:
+        """Whether containers wait for their instance at their start."""
+        options = self._options
+        if options.layout is not None or options.create is Create.ALLOCATE:
+            return False
+        return self._injection.names_alone
 
     def why_none(self, gpu: Gpu) -> str:
         """Say why a GPU has no instances."""
@@ -166,7 +179,9 @@ class MigBackend(Backend):
                 raise Overlap(one.resource, str(snapshot.gpus[one.gpu].gpu), names)
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give the MIG devices that were made for the shares."""
+        """Give the MIG devices that were made for the shares, or will be when it starts."""
+        if self.defers:
+            return self._injection.grant_places(shares, snapshot)
         return self._injection.grant_made(shares, snapshot)
 
     async def serve(self, served: ServedGpu) -> None:
@@ -178,7 +193,14 @@ class MigBackend(Backend):
 
         fixed = None if options.layout is None else frozenset(map(str, spots))
         replicas = {name: options.replicas_of(name) for name in options.names}
-        terms = Terms(frozenset(options.names), options.warm, options.deadline, fixed, replicas)
+        terms = Terms(
+            frozenset(options.names),
+            options.warm,
+            options.deadline,
+            fixed,
+            replicas,
+            renews=self.defers,
+        )
         await Keeping(served, terms, MigMode(served, enable=options.enable_mig)).run()
 
     def _spots(self, gpu: Gpu) -> tuple[Spot, ...] | Misfit:

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from metagpu.backends.mig.board import board_of, share_ids, slot_in, slot_of
+from metagpu.backends.mig.board import board_of, share_id, share_ids, slot_in, slot_of
 from metagpu.backends.mig.profiles import Profile, Spot
+from metagpu.core.cdi import device_name
 from metagpu.core.mig import MigInstance
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
 from metagpu.core.snapshot import GpuState
@@ -34,6 +35,7 @@ class Terms:
         allowed: the profiles of which instances may be made.
         fixed: the instances that shall be there all the time, `None` if they are made on demand.
         replicas: how many containers may have an instance at once, by profile; one if not said.
+        renews: whether a container whose instance is gone finds another one at its next start.
     """
 
     allowed: frozenset[str]
@@ -41,6 +43,7 @@ class Terms:
     deadline: float
     fixed: frozenset[str] | None = None
     replicas: Mapping[str, int] = field(default_factory=dict)
+    renews: bool = False
 
 
 class Stuck(NamedTuple):
@@ -163,12 +166,15 @@ class Ledger:
         return share_ids(self.state.gpu.id, slot, count)
 
     def waiting(self) -> Iterator[Lease]:
-        """Find the leases of containers that wait for an instance: no pod is told of them yet."""
+        """Find the leases of containers that wait for an instance.
+
+        No pod is told of them yet, or it was told a name that any instance at this place has.
+        """
         for share, lease in self.state.leases.items():
             failure, slot = self.failed.get(share), slot_of(share)
             if (
                 lease.share.backend == self.backend
-                and lease.holder is None
+                and (lease.holder is None or self.terms.renews)
                 and slot not in self.busy
                 and not self.is_ours(slot)
                 and (failure is None or failure.since != lease.since)
@@ -219,13 +225,19 @@ class Ledger:
         """Say all of it."""
         made: dict[ShareId, Made] = {}
         blocked: dict[str, str] = {}
+        named: dict[str, Made] = {}
         held = self.held
 
         for slot, instance in self.present.items():
             if slot in self.busy:
                 continue
-            if self.is_ours(slot) and instance.computes:
+            if instance.computes:
                 first = instance.computes[0]
+                there = Made(first.uuid, instance.number, first.number)
+                named[there.device] = there
+            if self.is_ours(slot) and instance.computes:
+                if self.terms.fixed is None:
+                    named[device_name(share_id(self.state.gpu.id, slot))] = there
                 for share in self.shares(slot):
                     # Who gets another replica of a held instance shares it anyway.
                     idle = share not in self.state.leases and (slot in held or slot in self.idle)
@@ -239,7 +251,7 @@ class Ledger:
             for share, failure in self.failed.items()
             if share in leases and leases[share].since == failure.since
         }
-        return Stock(made, dict(self.failed), blocked, alone)
+        return Stock(made, dict(self.failed), blocked, alone, named)
 
     def _why_blocked(self, slot: str) -> str:
         if slot in self.found:
