@@ -154,7 +154,7 @@ async def test_what_comes_too_late_is_removed(tmp_path: Path) -> None:
     async with mig_at_work(tmp_path, options="deadline: 1s, keepWarm: 0s") as it:
         await it.until(3, 3, TWO)
         it.node.gpus[0].mig.making = Making(takes=1.5)
-        with pytest.raises(AdmissionError, match="no answer from NVML within 1 s"):
+        with pytest.raises(AdmissionError, match=r"no answer from NVML within [\d.]+ s"):
             await it.kubelet.admit(pod("hasty"))
 
         await until(lambda: it.node.handles > 0)
