@@ -5,9 +5,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Self
 
 from metagpu.plugins import control
@@ -121,10 +122,12 @@ def start(
     simulate: str = GPUS,
     pod_resources: Path | None = None,
     kubelet: bool = True,
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
-    Without `kubelet` the caller has one of its own: the daemon serves nothing before one answers.
+    `more` are further options. Without `kubelet` the caller has one of its own: the daemon serves
+    nothing before one answers.
     Its log goes to a file there, at the usual level: what it logs on a measured path is measured.
     """
     file = directory / "config.yaml"
@@ -136,6 +139,7 @@ def start(
         "--kubelet-dir": directory / "kubelet",
         "--pod-resources": pod_resources or directory / "none.sock",
         "--run-dir": directory / "run",
+        **more,
     }
     for name, value in options.items():
         command += [name, str(value)]

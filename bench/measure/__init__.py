@@ -10,6 +10,7 @@ from bench.measure.enforcement import enforcement
 from bench.measure.faults import faults
 from bench.measure.idle import idle
 from bench.measure.memory import memory
+from bench.measure.mig import mig
 from bench.measure.placement import placement
 from bench.measure.registration import restarts, starts
 from bench.plan import Plan
@@ -22,6 +23,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "starts": starts,
     "memory": memory,
     "idle": idle,
+    "mig": mig,
     "placement": placement,
     "enforcement": enforcement,
 }

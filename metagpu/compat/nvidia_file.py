@@ -17,7 +17,7 @@ from metagpu.core.errors import ConfigError
 
 _GFD: Final = "labelled the node (GPU Feature Discovery); metagpu writes no labels"
 _ROOT: Final = "said where the driver's files are; use --dev-root"
-_CDI: Final = "shaped the CDI files that the plugin writes; metagpu names those of NVIDIA's toolkit"
+_CDI: Final = "shaped the CDI files that the plugin writes; metagpu writes its own, metagpu.io/gpu"
 
 _UNHEEDED: Final = {
     "flags.failOnInitError": Unheeded(
