@@ -91,11 +91,12 @@ class CdiFile:
         """
         if self._injection is None:
             return
-        if not names <= self._names or self._seen != self._found(self.registry.snapshot):
-            try:
-                await self._write()
-            except CdiError as error:
-                raise NotNamed(", ".join(sorted(names)), str(error)) from error
+        try:
+            await self._write(anew=False)
+            if not names <= self._names:
+                await self._write()  # its node may be there by now
+        except CdiError as error:
+            raise NotNamed(", ".join(sorted(names)), str(error)) from error
         if missing := sorted(names - self._names):
             raise NotNamed(", ".join(missing), "it has no device node on this machine, or is gone")
 
@@ -104,7 +105,7 @@ class CdiFile:
         async with anyio.create_task_group() as group:
             group.start_soon(self._look_after)
             async for _ in self.registry.watch(self._found):
-                await self._try()
+                await self._try(anew=False)
 
     def report(self) -> dict[str, Any] | None:
         """Say what is written, and what of it is missing; `None` where nothing is."""
@@ -130,12 +131,12 @@ class CdiFile:
                 self._text = ""
                 await self._try()
 
-    async def _try(self) -> None:
+    async def _try(self, *, anew: bool = True) -> None:
         if self._injection is None:
             return
         before = self._problem
         try:
-            await self._write()
+            await self._write(anew=anew)
         except CdiError as error:
             if str(error) != before:
                 log.error("containers may not start", error=str(error))
@@ -185,14 +186,18 @@ class CdiFile:
         else:
             self._edits_of, self._no_libraries = driver, ""
 
-    async def _write(self) -> None:
-        """Write the file, if it is to be another one.
+    async def _write(self, *, anew: bool = True) -> None:
+        """Write the file, if it is to be another one; look at the nodes `anew`, or for new devices.
 
         Raises:
             CdiError: if that cannot be done.
         """
+        if not anew and self._seen == self._found(self.registry.snapshot):
+            return
         async with self._turn:
             found = self._found(self.registry.snapshot)
+            if not anew and self._seen == found:
+                return  # whom we waited for has done it
             try:
                 self._names = await to_thread.run_sync(self._put, found)
             except OSError as error:
