@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint proto mgctl wheel e2e bench clean
+.PHONY: help demo test fuzz lint proto mgctl wheel e2e bench clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -53,6 +53,9 @@ wheel: $(PROGRAMS) ## build the package with everything in it, into dist/
 
 test: $(VENV)/.test $(PROGRAMS) ## run the tests
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/.test ## send the daemon's sockets what nobody should, for a minute (PIECES=60: an hour; PIECE=N: that one)
+	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
 
 lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is what proto/ says
 	$(BIN)/ruff check

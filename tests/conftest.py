@@ -14,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 # To look for more: pytest --hypothesis-profile search
 settings.register_profile("search", deadline=None, max_examples=2000)
+# One piece of `make fuzz`: about a minute on one core, other inputs for each seed.
+settings.register_profile("piece", deadline=None, max_examples=1200, database=None)
 settings.load_profile("same")
 
 _STAT = ("os.stat",)
@@ -37,6 +39,8 @@ _MAY_BLOCK = (
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # Credentials are read in a thread, on a loop of its own that serves nothing else.
     ("metagpu/plugins/cluster/client.py", {"_credentials"}, ()),
+    # It is called when there is something to read, though its descriptor is a blocking one.
+    ("asyncinotify/__init__.py", {"_get"}, ("os.read",)),
     # A node's configuration is a small file, read at start and when an operator says so.
     ("metagpu/sources.py", {"read"}, ("os.stat", "os.listdir", "io.BufferedReader.read")),
 )

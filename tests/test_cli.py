@@ -212,6 +212,30 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_demo_shows_instances_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each pod gets an instance where it costs the others least; who ends makes room."""
+    assert main(["demo", "--json"]) == 0
+
+    steps = json.loads(capsys.readouterr().out)["mig"]["steps"]
+    profiles = ("1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb")
+    assert [
+        (
+            step["what"].partition(" ")[0],
+            step["slices"][0],
+            [step["allocatable"][f"nvidia.com/mig-{profile}"] for profile in profiles],
+        )
+        for step in steps
+    ] == [
+        ("nobody", [0, 0, 0, 0, 0, 0, 0, 0], [7, 3, 2, 1]),
+        ("notebook", [0, 0, 0, 0, 0, 0, 1, 0], [7, 3, 1, 0]),
+        ("serve", [0, 0, 0, 0, 2, 2, 1, 0], [5, 3, 1, 0]),
+        ("train", [3, 3, 3, 3, 2, 2, 1, 0], [1, 1, 1, 0]),
+        ("notebook", [3, 3, 3, 3, 2, 2, 1, 0], [1, 1, 1, 0]),  # it ends: its instance is warm
+        ("serve", [3, 3, 3, 3, 2, 2, 1, 0], [3, 1, 2, 0]),
+        ("finetune", [3, 3, 3, 3, 3, 3, 3, 3], [0, 0, 2, 0]),
+    ]
+
+
 def test_demo_draws_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     """For people the demo draws bars and names the fault."""
     assert main(["demo"]) == 0

@@ -69,7 +69,7 @@ async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
         request = msgspec.json.decode(line, type=dict[str, Any])
         handler = _handler(request, handlers)
         return msgspec.json.encode({"ok": await handler(request)})
-    except (MetagpuError, msgspec.MsgspecError) as error:
+    except (MetagpuError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         text = str(error)
     except Exception as error:
         log.exception("a control command failed")

@@ -1,6 +1,7 @@
 """The main jobs in half a minute, each on a simulated node with a kubelet in it.
 
-Fractions: pods come, and a GPU breaks. A mixed pool: idle GPUs go to whoever asks first.
+Fractions: pods come, and a GPU breaks. A mixed pool: idle GPUs go to whoever asks first. MIG:
+instances are made as pods ask, and go as pods end.
 
 Everything but the hardware and the cluster is the real thing: our daemon's own agent, pynvml over
 the simulated NVML, gRPC over unix sockets.
@@ -19,11 +20,12 @@ import anyio
 from metagpu.app import Agent, Places
 from metagpu.core import report
 from metagpu.core.injection import VISIBLE_DEVICES
+from metagpu.core.snapshot import GpuState
 from metagpu.nvml import Nvml
 from metagpu.plugins.podresources import observed
 from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode
+from metagpu.sim.node import SimGpu, SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools, simulated_companions
 from metagpu.sources import Source
@@ -45,8 +47,27 @@ PODS: Final = (
 )
 
 
-MIXED_BOARDS: Final = "a100-40gb:2"
-MIXED: Final = """\
+@dataclass(frozen=True)
+class Act:
+    """Pods that ask a node for its GPUs and end, one after the other.
+
+    Attributes:
+        idle: what is on offer while nobody has asked.
+        steps: pod, the resource it asks for, and how much of it; a pod of no resource ends.
+    """
+
+    boards: str
+    config: str
+    idle: Mapping[str, int]
+    steps: Sequence[tuple[str, str, int]]
+
+
+SHARED: Final = "nvidia.com/gpu.shared"
+MPS: Final = "nvidia.com/gpu.mps"
+WHOLE: Final = "nvidia.com/gpu"
+POOL: Final = Act(
+    boards="a100-40gb:2",
+    config="""\
 version: metagpu/v1
 pools:
   - name: mixed
@@ -54,17 +75,32 @@ pools:
       - {backend: timeslice, replicas: 4}
       - {backend: mps, unitsPerGpu: 100}
       - {backend: whole}
-"""
-SHARED: Final = "nvidia.com/gpu.shared"
-MPS: Final = "nvidia.com/gpu.mps"
-WHOLE: Final = "nvidia.com/gpu"
-IDLE: Final = {SHARED: 8, MPS: 200, WHOLE: 2}
-"""What the mixed pool offers while nobody has asked."""
-STEPS: Final[tuple[tuple[str, str, int], ...]] = (
-    ("lab", SHARED, 1),
-    ("train", WHOLE, 1),
-    ("lab", "", 0),  # it ends
-    ("serve", MPS, 50),
+""",
+    idle={SHARED: 8, MPS: 200, WHOLE: 2},
+    steps=(("lab", SHARED, 1), ("train", WHOLE, 1), ("lab", "", 0), ("serve", MPS, 50)),
+)
+
+EIGHTH, QUARTER, HALF, FULL = (
+    f"nvidia.com/mig-{profile}" for profile in ("1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb")
+)
+MIG: Final = Act(
+    boards="h100-80gb:1",
+    config="""\
+version: metagpu/v1
+pools:
+  - name: mig
+    backends:
+      - {backend: mig, profiles: [1g.10gb, 2g.20gb, 3g.40gb, 7g.80gb], enableMig: true}
+""",
+    idle={EIGHTH: 7, QUARTER: 3, HALF: 2, FULL: 1},
+    steps=(
+        ("notebook", EIGHTH, 1),
+        ("serve", QUARTER, 1),
+        ("train", HALF, 1),
+        ("notebook", "", 0),
+        ("serve", "", 0),
+        ("finetune", HALF, 1),
+    ),
 )
 
 
@@ -89,29 +125,46 @@ class Scene:
             lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
         )
 
-    async def idle(self) -> None:
-        """Wait until no GPU has an owner any more."""
+    async def rest(self, *, idle: bool = False) -> None:
+        """Wait until nothing is being cleaned; `idle`: until no GPU has an owner any more."""
         await self.status()
-        async for now in self.agent.registry.watch(lambda snapshot: snapshot):
-            if not any(state.owner for state in now.gpus.values()):
+        async for gpus in self.agent.registry.watch(lambda snapshot: snapshot.gpus):
+            if all(_rests(state) and not (idle and state.owner) for state in gpus.values()):
                 return
 
     async def step(self, what: str) -> dict[str, Any]:
         """Say who has which GPU, once the kubelet has heard what is on offer now."""
-        status = await self.status()
-        told = {name: numbers["allocatable"] for name, numbers in status["resources"].items()}
-        await self.kubelet.wait_for(lambda: dict(self.kubelet.allocatable()) == told, within=30)
+        await self.rest()
+        await self.kubelet.wait_for(lambda: self.kubelet.allocatable() == self._told(), within=30)
 
-        return {"what": what, "allocatable": told, "gpus": status["gpus"]}
+        status = report.status(self.agent.registry.snapshot, self.agent.layout)
+        return {
+            "what": what,
+            "allocatable": self._told(),
+            "gpus": status["gpus"],
+            "slices": self._slices(),
+        }
+
+    def _told(self) -> dict[str, int]:
+        """Say how much of each resource the kubelet is to know as allocatable."""
+        status = report.status(self.agent.registry.snapshot, self.agent.layout)
+        return {name: numbers["allocatable"] for name, numbers in status["resources"].items()}
+
+    def _slices(self) -> list[list[int]]:
+        """Give of each GPU's memory slices the compute slices of the MIG instance on it, or 0."""
+        with self.node.changed:
+            return [_sizes(gpu) for gpu in self.node.gpus]
 
 
 def run(*, as_json: bool) -> int:
     """Run the demo and print it; give the exit status."""
     # Sockets stand in it, whose paths may not be long: a TMPDIR's may.
     with tempfile.TemporaryDirectory(prefix="metagpu-demo-", dir="/tmp") as folder:
-        second = Path(folder) / "2"  # a kubelet remembers the resources of its folder
-        second.mkdir()
-        story = {**anyio.run(_play, Path(folder)), "pool": anyio.run(_share, second)}
+        story = {
+            **anyio.run(_play, Path(folder)),
+            "pool": anyio.run(_perform, Path(folder) / "pool", POOL),
+            "mig": anyio.run(_perform, Path(folder) / "mig", MIG),
+        }
 
     if as_json:
         print(json.dumps(story, indent=2))  # noqa: T201 - a command line speaks so
@@ -148,14 +201,14 @@ async def _play(folder: Path) -> dict[str, Any]:
         }
 
 
-async def _share(folder: Path) -> dict[str, Any]:
-    """Let pods ask a mixed pool for its GPUs, each in its own way."""
-    async with _scene(folder, MIXED_BOARDS, MIXED) as scene:
-        await scene.kubelet.wait_for(lambda: scene.kubelet.allocatable() == IDLE, within=30)
+async def _perform(folder: Path, act: Act) -> dict[str, Any]:
+    """Let pods come and go in a folder of their own: a kubelet remembers its resources."""
+    async with _scene(folder, act.boards, act.config) as scene:
+        await scene.kubelet.wait_for(lambda: scene.kubelet.allocatable() == act.idle, within=30)
         steps = [await scene.step("nobody has asked yet")]
         running: dict[str, Pod] = {}
 
-        for name, resource, count in STEPS:
+        for name, resource, count in act.steps:
             if resource:
                 running[name] = Pod.single(name, {resource: count})
                 await scene.kubelet.admit(running[name])
@@ -167,8 +220,10 @@ async def _share(folder: Path) -> dict[str, Any]:
 
         for pod in running.values():
             await scene.kubelet.delete(pod)
-        await scene.idle()  # else MPS's control daemons would outlive the demo, for their clients
-        return {"gpus": MIXED_BOARDS, "steps": steps}
+        await scene.rest(
+            idle=True
+        )  # else MPS's control daemons would outlive the demo, for their clients
+        return {"gpus": act.boards, "steps": steps}
 
 
 @asynccontextmanager
@@ -176,6 +231,7 @@ async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncI
     places = Places(folder / "device-plugins", folder / "pod-resources.sock", folder)
     paths: tuple[Path, ...] = ()
     if config is not None:
+        await anyio.Path(folder).mkdir()
         paths = (folder / "metagpu.yaml",)
         await anyio.Path(paths[0]).write_text(config)
     node = simulated(boards)
@@ -193,6 +249,21 @@ async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncI
             group.start_soon(task)
         yield Scene(node, kubelet, agent, places)
         group.cancel_scope.cancel()
+
+
+def _rests(state: GpuState) -> bool:
+    """Tell whether nothing of a GPU is on its way back from who held it."""
+    made = (made for stock in state.stocks.values() for made in stock.made.items())
+    return not state.cleaning and all(it.idle or share in state.leases for share, it in made)
+
+
+def _sizes(gpu: SimGpu) -> list[int]:
+    sizes = [0] * max((profile.size for profile in gpu.mig.profiles), default=0)
+
+    for instance in gpu.mig.present.values():
+        for n in instance.slices:
+            sizes[n] = instance.profile.slices
+    return sizes
 
 
 async def _admit(kubelet: SimKubelet, name: str, shares: int) -> dict[str, Any]:

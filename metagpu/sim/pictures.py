@@ -1,9 +1,10 @@
 """The demo's story and the simulated node, drawn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from metagpu import tables
@@ -35,7 +36,14 @@ def show(story: Mapping[str, Any]) -> None:
     )
 
     _heading(out, f"In a mixed pool of {story['pool']['gpus']} an idle GPU goes to who asks first")
-    out.print(_steps(story["pool"]["steps"]))
+    out.print(_steps(story["pool"]["steps"], _owners))
+
+    _heading(out, f"On {story['mig']['gpus']} MIG instances are made as pods ask for them")
+    out.print(_steps(story["mig"]["steps"], _slices))
+    out.print(
+        "What nobody holds any more stays warm for a while, for the next pod of its size, and goes "
+        "at once when a pod wants its slices."
+    )
 
 
 def _heading(out: Console, text: str) -> None:
@@ -43,7 +51,7 @@ def _heading(out: Console, text: str) -> None:
     out.print(Text(text, style="bold"))
 
 
-def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
+def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> Table:
     index = {gpu["uuid"]: str(gpu["index"]) for gpu in gpus}
     table = tables.table("POD", "RESOURCE", "SHARES", "GPUS", "MEMORY")
 
@@ -56,21 +64,32 @@ def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) 
     return table
 
 
-def _steps(steps: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
-    """Draw who has each GPU after each step, and how many shares of each kind are on offer."""
+def _steps(
+    steps: Sequence[Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], Sequence[Text]]
+) -> Table:
+    """Draw each GPU after each step, and how many shares of each kind are on offer."""
     first = steps[0]
     gpus = [f"GPU {gpu['index']}" for gpu in first["gpus"]]
     names = [name.rpartition("/")[2] for name in first["allocatable"]]
     table = tables.table("WHAT HAPPENS", *gpus, *names)
 
     for step in steps:
-        owners = [
-            Text(gpu["owner"], style="bold") if gpu["owner"] else Text("idle", style="dim")
-            for gpu in step["gpus"]
-        ]
         counts = [Text(str(count)) for count in step["allocatable"].values()]
-        table.add_row(step["what"], *owners, *counts)
+        table.add_row(step["what"], *cells(step), *counts)
     return table
+
+
+def _owners(step: Mapping[str, Any]) -> Sequence[Text]:
+    """Say who has each GPU."""
+    return [
+        Text(gpu["owner"], style="bold") if gpu["owner"] else Text("idle", style="dim")
+        for gpu in step["gpus"]
+    ]
+
+
+def _slices(step: Mapping[str, Any]) -> Sequence[Text]:
+    """Draw the memory slices of each GPU by the instance that is there: `3g 3g 3g 3g · · 1g`."""
+    return [Text(" ".join(f"{n}g" if n else "· " for n in sizes)) for sizes in step["slices"]]
 
 
 def show_node(node: NodeView) -> None:

@@ -80,7 +80,11 @@ def test_a_crowd_in_a_pod_keeps_nobody_waiting(neighbours: Cluster) -> None:
     crowd = "for i in 1 2 3 4; do (while :; do mgctl version; done >/dev/null 2>&1 &) ; done"
     neighbours.execute("alice", "sh", "-c", crowd)
 
-    assert seen(neighbours, "bob") == [("bob", 1, MIB["bob"])]
+    wait_for(
+        "the neighbour to be answered",
+        lambda: seen(neighbours, "bob") == [("bob", 1, MIB["bob"])],
+        within_s=SOON_S,
+    )
     assert neighbours.run("late", 10).share_ids
 
 

@@ -90,6 +90,7 @@ async def test_several_requests_on_one_connection(tmp_path: Path) -> None:
         (b"{", "Input data was truncated"),
         (b"[]", "Expected `object`, got `array`"),
         (b"\xff", "JSON is malformed: invalid character (byte 0)"),
+        (b'{"\x80":1}', "'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte"),
         (b'{"command":"refuse","gpu":7}', "there is no GPU 7"),
         (
             b'{"command":"fail"}',

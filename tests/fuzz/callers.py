@@ -1,0 +1,75 @@
+"""Who calls the daemon's sockets: plain blocking sockets, from a thread beside the daemon."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from metagpu.plugins.frames import HEAD
+
+PATIENCE_S = 30.0
+"""Longer than any answer may take on the slowest machine."""
+
+
+@contextmanager
+def _connected(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.connect(str(path))
+        yield connection
+
+
+def call_and_go(path: Path, data: bytes) -> None:
+    """Send bytes and hang up without listening."""
+    with suppress(OSError), _connected(path) as connection:
+        connection.sendall(data)
+
+
+def call(path: Path, data: bytes) -> bytes:
+    """Send bytes, then listen until the daemon hangs up; what comes before it does is given.
+
+    Raises:
+        TimeoutError: if neither an answer nor an end comes.
+    """
+    heard = b""
+    with suppress(ConnectionError, BrokenPipeError), _connected(path) as connection:
+        connection.sendall(data)
+        while part := connection.recv(65536):
+            heard += part
+    return heard
+
+
+def converse(path: Path, lines: Sequence[bytes]) -> list[bytes]:
+    """Send lines on one connection, and read a line for each.
+
+    Raises:
+        TimeoutError: if an answer does not come.
+    """
+    with _connected(path) as connection, connection.makefile("rb") as answers:
+        said = []
+        for line in lines:
+            connection.sendall(line)
+            said.append(answers.readline())
+        return said
+
+
+def frames(data: bytes) -> list[tuple[bytes, bytes]]:
+    """Take an answer apart; the status of its end is a text here.
+
+    Raises:
+        ValueError: if it is no sequence of whole frames.
+    """
+    found = []
+    while data:
+        if len(data) < HEAD.size:
+            raise ValueError(f"half a frame: {data!r}")
+        kind, number = HEAD.unpack(data[: HEAD.size])
+        data = data[HEAD.size :]
+        if kind == b"x":
+            found.append((kind, str(number).encode()))
+            continue
+        if kind not in {b"o", b"e"} or len(data) < number:
+            raise ValueError(f"no whole frame: {kind!r} of {number} bytes, {len(data)} are there")
+        found.append((kind, data[:number]))
+        data = data[number:]
+    return found
