@@ -24,6 +24,7 @@ from metagpu.core.registry import Registry
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
+from metagpu.plugins.service import Describe, undescribed
 from metagpu.sim.kubelet import Pod, SimKubelet
 
 METAGPU = "cnvrg.io/metagpu"
@@ -124,6 +125,7 @@ async def node(
     config: str = CONFIG,
     kubelet: SimKubelet | None = None,
     make_directory: bool = True,
+    describe: Describe = undescribed,
 ) -> AsyncIterator[Node]:
     """Serve a node with these GPUs (two by default) while the block lasts."""
     directory = tmp_path / "device-plugins"
@@ -139,6 +141,7 @@ async def node(
             made.registry,
             KubeletDirectory(directory),
             lambda resource: made.layout.backends[resource],
+            describe,
         )
         yield made
         group.cancel_scope.cancel()

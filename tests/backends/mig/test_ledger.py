@@ -1,6 +1,7 @@
 """Whose an instance is, and what follows: the ledger alone, its time given by the test."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,34 @@ def test_what_appears_without_us_is_foreign() -> None:
     )
     assert not it.loose
     assert not it.unwanted(1e9)
+
+
+def test_every_device_has_a_name_and_ours_one_of_its_place() -> None:
+    """By CDI a device goes by its uuid, whoever made it; ours by its place too, made or remade."""
+    it = ledger_of()
+    it.take_in([TWO], 1)
+    assert list(it.stock(alone=True).named) == [it_uuid()]
+
+    it.ours.add(it_uuid())
+    named = it.stock(alone=True).named
+    assert list(named) == [it_uuid(), f"{GPU.id}::2g.10gb:4"]
+    assert {(made.device, made.gpu_instance) for made in named.values()} == {(it_uuid(), 5)}
+
+    it.busy.add("2g.10gb@4")  # it is about to go
+    assert not it.stock(alone=True).named
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_pod_whose_instance_is_gone_waits_where_it_can_use_another(*, renews: bool) -> None:
+    """One that was told a uuid cannot, one that was told a place can."""
+    it = ledger_of(observed("2g.10gb@4"))
+    it.terms = replace(it.terms, renews=renews)
+    it.take_in([], 6)
+
+    assert [lease.holder for lease in it.waiting()] == [POD] * renews
+    [lease] = it.state.leases.values()
+    it.note_failed(lease, "no")
+    assert not list(it.waiting())  # until its container starts
 
 
 def test_what_is_found_at_the_start_is_ours_after_a_while() -> None:
