@@ -132,9 +132,13 @@ class Injection:
         return self._present(CONTROL_NODES)
 
     def nodes_of(self, gpu: Gpu, made: Made | None = None) -> tuple[DeviceNode, ...]:
-        """Give the device nodes of a GPU, or of a MIG device on it."""
-        more = [] if made is None else self._opening(gpu, made)
-        return self._present([*_own(gpu), *more])
+        """Give the device nodes of a GPU, or of a MIG device on it; none if one is missing.
+
+        With a part of them a container could not use it.
+        """
+        paths = [*_own(gpu), *([] if made is None else self._opening(gpu, made))]
+        nodes = self._present(paths)
+        return nodes if len(nodes) == len(paths) else ()
 
     def _grant(
         self,

@@ -26,6 +26,10 @@ from metagpu.core.tools import Tools
 
 LOOK: Final = 30.0
 """Seconds between two looks whether the file is as it was left."""
+NODES_DEADLINE: Final = 1.0
+NODES_PAUSE: Final = 0.05
+"""Seconds that the nodes of a new MIG device are awaited, and between two looks: the driver's
+programs, or udev, make them a moment after the device."""
 _ASKED: Final = ("nvidia-ctk", "cdi", "generate", "--format=json")
 
 Found = Mapping[GpuId, tuple[Gpu, Mapping[str, Made]]]
@@ -91,14 +95,19 @@ class CdiFile:
         """
         if self._injection is None:
             return
+        told = ", ".join(sorted(names))
         try:
             await self._write(anew=False)
-            if not names <= self._names:
-                await self._write()  # its node may be there by now
+            with anyio.move_on_after(NODES_DEADLINE):
+                while not names <= self._names and names <= self._known():
+                    await self._write()
+                    await anyio.sleep(NODES_PAUSE)
         except CdiError as error:
-            raise NotNamed(", ".join(sorted(names)), str(error)) from error
-        if missing := sorted(names - self._names):
-            raise NotNamed(", ".join(missing), "it has no device node on this machine, or is gone")
+            raise NotNamed(told, str(error)) from error
+        if not names <= self._known():
+            raise NotNamed(told, "it is gone")
+        if not names <= self._names:
+            raise NotNamed(told, "not all of its device nodes are on this machine")
 
     async def run(self) -> None:
         """Follow what there is until cancelled; what goes wrong is told, and tried again."""
@@ -143,13 +152,21 @@ class CdiFile:
 
     def _found(self, now: Snapshot) -> Found:
         """Give what is to be named; of a GPU, what a backend tells counts, not the first look."""
-        found = {}
-        for gpu, state in now.gpus.items():
-            if state.stocks:
-                self._listed[gpu] = {}
-            told = {name: it for stock in state.stocks.values() for name, it in stock.named.items()}
-            found[gpu] = state.gpu, told or self._listed.get(gpu, {})
-        return found
+        if self._injection is None:
+            return {}
+        return {
+            gpu: (
+                state.gpu,
+                {name: it for stock in state.stocks.values() for name, it in stock.named.items()}
+                or self._listed.get(gpu, {}),
+            )
+            for gpu, state in now.gpus.items()
+        }
+
+    def _known(self) -> frozenset[str]:
+        """Give the names of all that there is, be there nodes or not."""
+        found = self._found(self.registry.snapshot)
+        return frozenset(found).union(*(devices for _, devices in found.values()))
 
     async def _list_devices(self) -> None:
         """Read which MIG devices are there, of GPUs of which no backend has told yet.
@@ -176,8 +193,10 @@ class CdiFile:
         driver = self.registry.snapshot.versions.driver
         if self._edits_of == driver:
             return
+        root = self._injection.dev_root if self._injection else ""
+        asked = [*_ASKED, *([f"--driver-root={root}"] if root else [])]
         try:
-            self._edits = cdi.edits_in(await self.tools.run(*_ASKED))
+            self._edits = cdi.edits_in(await self.tools.run(*asked))
         except (ToolError, ValueError) as error:
             why = str(error) if isinstance(error, ToolError) else f"`{_ASKED[0]}`: {error}"
             if why != self._no_libraries:
@@ -195,7 +214,9 @@ class CdiFile:
         if not anew and self._seen == self._found(self.registry.snapshot):
             return
         async with self._turn:
-            found = self._found(self.registry.snapshot)
+            now = self.registry.snapshot
+            self._listed |= {gpu: {} for gpu, state in now.gpus.items() if state.stocks}
+            found = self._found(now)
             if not anew and self._seen == found:
                 return  # whom we waited for has done it
             try:

@@ -37,7 +37,8 @@ class Toolkit:
 
     async def run(self, *command: str) -> str:
         """Print it."""
-        assert command == ("nvidia-ctk", "cdi", "generate", "--format=json")
+        assert command[:4] == ("nvidia-ctk", "cdi", "generate", "--format=json")
+        assert command[4].startswith("--driver-root=/")
         return f"time=now level=info\n{json.dumps(TOOLKIT)}\n"
 
 
@@ -117,7 +118,7 @@ async def test_a_name_is_there_when_it_was_asked_for(tmp_path: Path) -> None:
         assert len(resolved(it.folder, "MIG-a")) == 5
 
         it.tell(MIG_b=Made("MIG-b", 6, 0))
-        with pytest.raises(NotNamed, match="CDI has no MIG-a: it has no device node on this mach"):
+        with pytest.raises(NotNamed, match="CDI has no MIG-a: it is gone"):
             await it.file.describe(frozenset({"MIG-a"}))
         with pytest.raises(CdiRefusedError):
             resolved(it.folder, "MIG-a")
@@ -285,15 +286,36 @@ async def test_another_driver_has_other_libraries(tmp_path: Path) -> None:
         assert len(calls) == 2
 
 
-async def test_a_gpu_without_a_node_is_not_named(tmp_path: Path) -> None:
+async def test_a_gpu_without_a_node_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CDI has no device without a node: such a GPU is left out, and the others stay."""
+    monkeypatch.setattr(cdi_file, "NODES_DEADLINE", 0.1)
     async with kept(tmp_path) as it:
         (tmp_path / "dev/nvidia1").unlink()
         await it.file.keep(injection(tmp_path))
 
         assert it.gpus[1].id not in it.names
-        with pytest.raises(NotNamed, match="it has no device node on this machine"):
+        with pytest.raises(NotNamed, match="not all of its device nodes are"):
             await it.file.describe(frozenset({it.gpus[1].id}))
+
+
+async def test_nodes_that_come_a_moment_later_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver makes the nodes of an instance after it; until then it has no name."""
+    monkeypatch.setattr(cdi_file, "NODES_DEADLINE", 60.0)
+    async with kept(tmp_path) as it, anyio.create_task_group() as group:
+        await it.file.keep(injection(tmp_path))
+        node = tmp_path / "dev/nvidia-caps/nvidia-cap49"
+        node.unlink()
+        it.tell(MIG_a=Made("MIG-a", 5, 0))
+        group.start_soon(it.file.describe, frozenset({"MIG-a"}))
+        await anyio.wait_all_tasks_blocked()
+        assert "MIG-a" not in it.names
+        node.touch()
+
+    assert len(resolved(it.folder, "MIG-a")) == 5
 
 
 async def test_no_device_is_no_file(tmp_path: Path) -> None:
