@@ -250,9 +250,10 @@ async def test_an_instance_that_is_gone_is_made_for_the_next_start(tmp_path: Pat
         await it.scene.told()
         [first] = [it.device for it in made(it.scene).values()]
         it.scene.node.recover(it.scene.node.gpus[0])
-        await until(lambda: [m.device for m in made(it.scene).values()] not in ([first], []))
+        await until(lambda: first not in [m.device for m in made(it.scene).values()])
 
         assert await it.started(asking) == before
+        assert [m.device for m in made(it.scene).values()] != [first]
         await it.scene.kubelet.delete(asking)
         await until_placed(it.scene)
 

@@ -86,6 +86,17 @@ class SharesGranted:
 
 
 @dataclass(frozen=True, slots=True)
+class SharesAwaited:
+    """A container that holds these shares starts, and what stands for them is not there.
+
+    Who holds them stays as it was known; of shares that nobody holds this says nothing.
+    """
+
+    shares: tuple[Share, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class SharesReleased:
     """Nobody holds these shares any more: the pod is gone, the grant failed, or was never used."""
 
@@ -222,6 +233,7 @@ Fact = (
     | RivalLeft
     | SharesOffered
     | SharesGranted
+    | SharesAwaited
     | SharesReleased
     | LeasesObserved
     | GpuFact

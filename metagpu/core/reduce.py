@@ -17,13 +17,14 @@ from metagpu.core.facts import (
     LeasesObserved,
     RivalLeft,
     RivalMet,
+    SharesAwaited,
     SharesGranted,
     SharesOffered,
     SharesReleased,
     TopologyRead,
 )
 from metagpu.core.gpu import GpuId, Topology
-from metagpu.core.leasing import observed, with_leases, with_states
+from metagpu.core.leasing import awaited, observed, with_leases, with_states
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
 from metagpu.core.sharing import contended, withheld
 from metagpu.core.snapshot import GpuState, Offer, Snapshot
@@ -54,6 +55,8 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
             return with_leases(
                 snapshot, fact.at, started=[Lease(share, fact.at) for share in fact.shares]
             )
+        case SharesAwaited():
+            return awaited(snapshot, fact)
         case SharesReleased():
             return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case LeasesObserved():

@@ -1,10 +1,11 @@
 """Waiting for what shares stand for, where it has to be made in hardware first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 
 from metagpu.core.errors import NotMade
+from metagpu.core.facts import SharesAwaited
 from metagpu.core.model import Failure, Share, Stock
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Snapshot
@@ -24,8 +25,33 @@ async def made(registry: Registry, shares: Sequence[Share], patience: float) -> 
                         raise NotMade(share.resource, share.id, why.reason)
                 return snapshot
 
-    reason = f"that took longer than {patience:g} s; it may be tried again"
-    raise NotMade(shares[0].resource, shares[0].id, reason)
+    raise _too_late(shares, patience)
+
+
+async def made_anew(
+    registry: Registry, shares: Sequence[Share], patience: float, clock: Callable[[], float]
+) -> Snapshot:
+    """Have made what is missing for containers that hold shares already; as `made` otherwise.
+
+    What failed, or is gone, is tried again: once for each call, as the kubelet repeats it. Who
+    holds a share may not be known yet, after a start of ours.
+
+    Raises:
+        NotMade: as `made`.
+    """
+
+    def known(now: Snapshot) -> bool:
+        return all(is_made(it, now) or it.id in now.gpus[it.gpu].leases for it in shares)
+
+    with anyio.move_on_after(patience):
+        async for held in registry.watch(known):
+            if held:
+                now = registry.snapshot
+                if missing := tuple(it for it in shares if not is_made(it, now)):
+                    registry.apply(SharesAwaited(missing, clock()))
+                return await made(registry, shares, patience)
+
+    raise _too_late(shares, patience)
 
 
 def is_made(share: Share, now: Snapshot) -> bool:
@@ -40,6 +66,11 @@ def failure(share: Share, now: Snapshot) -> Failure | None:
     lease = state.leases.get(share.id)
 
     return found if found and lease and found.since == lease.since else None
+
+
+def _too_late(shares: Sequence[Share], patience: float) -> NotMade:
+    reason = f"that took longer than {patience:g} s; it may be tried again"
+    return NotMade(shares[0].resource, shares[0].id, reason)
 
 
 def _settled(shares: Sequence[Share], now: Snapshot) -> Snapshot | None:

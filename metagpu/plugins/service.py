@@ -28,7 +28,7 @@ from metagpu.core.model import ResourceName, Share
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import hot, wire
-from metagpu.plugins.making import failure, is_made, made
+from metagpu.plugins.making import is_made, made, made_anew
 from metagpu.plugins.serving import Calls
 
 if TYPE_CHECKING:
@@ -161,8 +161,6 @@ class Service:
     async def _begun(self, shares: Sequence[Share], backend: Backend) -> Snapshot:
         """Have what a container is about to use made, and named; give what is known then.
 
-        What failed before is tried again, once for each start: the kubelet asks again by itself.
-
         Raises:
             RequestError: if it cannot be, or not in time.
         """
@@ -171,10 +169,7 @@ class Service:
             state = snapshot.gpus[share.gpu]
             if not state.verdict.healthy and not is_made(share, snapshot):
                 raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
-        if failed := tuple(share for share in shares if failure(share, snapshot)):
-            self._registry.apply(SharesGranted(failed, self._clock()))
-
-        snapshot = await made(self._registry, shares, backend.patience or 0.0)
+        snapshot = await made_anew(self._registry, shares, backend.patience or 0.0, self._clock)
         await self._describe(cdi.names_in(await backend.grant(shares, snapshot)))
         return snapshot
 

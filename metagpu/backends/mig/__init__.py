@@ -179,7 +179,7 @@ class MigBackend(Backend):
                 raise Overlap(one.resource, str(snapshot.gpus[one.gpu].gpu), names)
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give the MIG devices that were made for the shares, or will be when it starts."""
+        """Give the MIG devices that were made for the shares, or will be when containers start."""
         if self.defers:
             return self._injection.grant_places(shares, snapshot)
         return self._injection.grant_made(shares, snapshot)
@@ -193,14 +193,7 @@ class MigBackend(Backend):
 
         fixed = None if options.layout is None else frozenset(map(str, spots))
         replicas = {name: options.replicas_of(name) for name in options.names}
-        terms = Terms(
-            frozenset(options.names),
-            options.warm,
-            options.deadline,
-            fixed,
-            replicas,
-            renews=self.defers,
-        )
+        terms = Terms(frozenset(options.names), options.warm, options.deadline, fixed, replicas)
         await Keeping(served, terms, MigMode(served, enable=options.enable_mig)).run()
 
     def _spots(self, gpu: Gpu) -> tuple[Spot, ...] | Misfit:

@@ -153,8 +153,7 @@ class Keeping:
         for device in self.known.ours - before:
             log.info("instance taken over", gpu=self._name, device=device)
         for share in self.known.lost - lost:
-            then = "its containers find another" if self.terms.renews else "its containers fail"
-            log.warning("the instance of a pod is gone", share=share, then=then)
+            log.warning("the instance of a pod is gone; its containers fail", share=share)
 
     async def _processes(self) -> Mapping[int | None, Sequence[int]]:
         found: defaultdict[int | None, list[int]] = defaultdict(list)

@@ -35,7 +35,6 @@ class Terms:
         allowed: the profiles of which instances may be made.
         fixed: the instances that shall be there all the time, `None` if they are made on demand.
         replicas: how many containers may have an instance at once, by profile; one if not said.
-        renews: whether a container whose instance is gone finds another one at its next start.
     """
 
     allowed: frozenset[str]
@@ -43,7 +42,6 @@ class Terms:
     deadline: float
     fixed: frozenset[str] | None = None
     replicas: Mapping[str, int] = field(default_factory=dict)
-    renews: bool = False
 
 
 class Stuck(NamedTuple):
@@ -166,15 +164,15 @@ class Ledger:
         return share_ids(self.state.gpu.id, slot, count)
 
     def waiting(self) -> Iterator[Lease]:
-        """Find the leases of containers that wait for an instance.
+        """Find the leases of containers that wait for an instance, while admitted or at a start.
 
-        No pod is told of them yet, or it was told a name that any instance at this place has.
+        Any other that a pod is told of is about an instance that was, and no other can replace.
         """
         for share, lease in self.state.leases.items():
             failure, slot = self.failed.get(share), slot_of(share)
             if (
                 lease.share.backend == self.backend
-                and (lease.holder is None or self.terms.renews)
+                and (lease.holder is None or lease.awaited)
                 and slot not in self.busy
                 and not self.is_ours(slot)
                 and (failure is None or failure.since != lease.since)
@@ -232,12 +230,9 @@ class Ledger:
             if slot in self.busy:
                 continue
             if instance.computes:
-                first = instance.computes[0]
-                there = Made(first.uuid, instance.number, first.number)
-                named[there.device] = there
+                named |= self._names(slot, instance)
             if self.is_ours(slot) and instance.computes:
-                if self.terms.fixed is None:
-                    named[device_name(share_id(self.state.gpu.id, slot))] = there
+                first = instance.computes[0]
                 for share in self.shares(slot):
                     # Who gets another replica of a held instance shares it anyway.
                     idle = share not in self.state.leases and (slot in held or slot in self.idle)
@@ -252,6 +247,14 @@ class Ledger:
             if share in leases and leases[share].since == failure.since
         }
         return Stock(made, dict(self.failed), blocked, alone, named)
+
+    def _names(self, slot: str, instance: MigInstance) -> Mapping[str, Made]:
+        """Give the names by which CDI knows an instance; by its place only ours."""
+        first = instance.computes[0]
+        there = Made(first.uuid, instance.number, first.number)
+        by_place = self.terms.fixed is None and self.is_ours(slot)
+        place = device_name(share_id(self.state.gpu.id, slot))
+        return {first.uuid: there, **({place: there} if by_place else {})}
 
     def _why_blocked(self, slot: str) -> str:
         if slot in self.found:

@@ -1,13 +1,12 @@
 """Whose an instance is, and what follows: the ledger alone, its time given by the test."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
 from metagpu.backends.mig import ledger
 from metagpu.backends.mig.ledger import GRACE, LOOK, POLL, Ledger, Terms
-from metagpu.core.facts import Fact, GpusFound, LeasesObserved, SharesGranted
+from metagpu.core.facts import Fact, GpusFound, LeasesObserved, SharesAwaited, SharesGranted
 from metagpu.core.model import Holder, Share
 from metagpu.core.snapshot import GpuState
 from tests.backends.mig.gpus import instance, mig_gpu
@@ -86,17 +85,18 @@ def test_every_device_has_a_name_and_ours_one_of_its_place() -> None:
     assert not it.stock(alone=True).named
 
 
-@pytest.mark.parametrize("renews", [True, False])
-def test_a_pod_whose_instance_is_gone_waits_where_it_can_use_another(*, renews: bool) -> None:
-    """One that was told a uuid cannot, one that was told a place can."""
+def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:
+    """Not before, as it may have been told a uuid; and after a failure not until its next start."""
     it = ledger_of(observed("2g.10gb@4"))
-    it.terms = replace(it.terms, renews=renews)
     it.take_in([], 6)
+    assert not list(it.waiting())
 
-    assert [lease.holder for lease in it.waiting()] == [POD] * renews
-    [lease] = it.state.leases.values()
-    it.note_failed(lease, "no")
-    assert not list(it.waiting())  # until its container starts
+    for at in (7, 8):
+        it.state = state(observed("2g.10gb@4"), SharesAwaited((share("2g.10gb@4"),), at=at))
+        [lease] = it.waiting()
+        assert (lease.holder, lease.since) == (POD, at)
+        it.note_failed(lease, "no")
+        assert not list(it.waiting())
 
 
 def test_what_is_found_at_the_start_is_ours_after_a_while() -> None:
