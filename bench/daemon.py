@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Self
 
 from metagpu.plugins import control
@@ -122,12 +121,12 @@ def start(
     simulate: str = GPUS,
     pod_resources: Path | None = None,
     kubelet: bool = True,
-    more: Mapping[str, object] = MappingProxyType({}),
+    further: Mapping[str, object] | None = None,
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
-    `more` are further options. Without `kubelet` the caller has one of its own: the daemon serves
-    nothing before one answers.
+    Without `kubelet` the caller has one of its own: the daemon serves nothing before one answers.
+    `further` are options beside the usual ones.
     Its log goes to a file there, at the usual level: what it logs on a measured path is measured.
     """
     file = directory / "config.yaml"
@@ -139,9 +138,8 @@ def start(
         "--kubelet-dir": directory / "kubelet",
         "--pod-resources": pod_resources or directory / "none.sock",
         "--run-dir": directory / "run",
-        **more,
     }
-    for name, value in options.items():
+    for name, value in {**options, **(further or {})}.items():
         command += [name, str(value)]
 
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]

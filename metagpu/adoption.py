@@ -66,7 +66,10 @@ class Adoption:
             self._read, self.error = None, str(error)
 
     async def reload(self, *, again: bool = True) -> None:
-        """Read the configuration; `again` also if the files are as they were."""
+        """Read the configuration; `again` also if the files are as they were.
+
+        Whatever goes wrong is told, and what is in force stays.
+        """
         async with self._reading:
             try:
                 read = await to_thread.run_sync(self._source.read)
@@ -83,6 +86,13 @@ class Adoption:
                         error=str(error),
                     )
                 self.error = str(error)
+            except Exception as error:
+                self._read = None
+                log.exception(
+                    "the configuration could not be taken, by a fault of metagpu's own; the last "
+                    "good one stays"
+                )
+                self.error = f"metagpu failed ({type(error).__name__}: {error}); see its log"
             else:
                 self._take(loaded)
                 log.info("configuration read", config=loaded.config.file)
@@ -95,7 +105,9 @@ class Adoption:
         self._source = source
         await self.reload(again=False)
         lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
-        return Outcome(self.error, lays_mig)
+        pools = self.loaded.config.envelope.pools
+        kept = "; ".join(dict.fromkeys(filter(None, (pool.reason for pool in pools))))
+        return Outcome(self.error, lays_mig, kept if lays_mig else "")
 
     async def follow_files(self) -> None:
         """Take what the files say as soon as they say something else."""

@@ -24,7 +24,7 @@ from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
 from metagpu.core.errors import CdiError, ConfigError, MetagpuError
-from metagpu.core.facts import GpuCordoned, GpusFound, GpuUncordoned
+from metagpu.core.facts import BackendSuspended, GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.gpu import GpuId
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
@@ -180,7 +180,12 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        self.registry.apply((await self._laid_out(self.config)).offered)
+        layout = await self._laid_out(self.config)
+        self.registry.apply(layout.offered)
+        for cut in layout.cuts:
+            if why := cut.backend.foreseen(cut.gpu):
+                fact = BackendSuspended(cut.gpu.id, cut.backend.name, why, time.time())
+                self.registry.apply(fact)
 
     async def reload(self) -> None:
         """Read the configuration again; one that is wrong is told, and the present one stays."""
@@ -289,17 +294,26 @@ class Agent:
             await self._lay_out()
         except ConfigError as error:
             log.error("new GPUs are not offered", error=str(error))
+        except Exception:
+            log.exception("new GPUs are not offered, by a fault of metagpu's own")
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
         told = await to_thread.run_sync(checkpoint.read_told, self.places.kubelet)
         self.oversight.remember(told)
         socket = self.places.pod_resources
-        await podresources.follow_leases(self.registry, socket, looked=self._looked)
+        await podresources.follow_leases(
+            self.registry,
+            socket,
+            looked=self._looked,
+            directory=self.places.kubelet,
+            node=self._node,
+        )
 
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {
             **report.status(self.registry.snapshot, self.layout),
+            "enforcement": self.oversight.tally,
             "configuration": self.adoption.report(),
             "cluster": self.cluster.report() if self.cluster else None,
             "cdi": self.cdi.report(),
@@ -323,6 +337,12 @@ class Agent:
         return plan.told(plan.compare(self.registry.snapshot, before, after))
 
     async def _acknowledge(self, request: Mapping[str, Any]) -> object:
+        name = str(request.get("gpu", ""))
+        for state in self.registry.snapshot.gpus.values():
+            if name in state.faults:
+                await self.health.acknowledge(state.gpu.id, name)
+                return f"MIG device {name} of GPU {state.gpu} is back in service"
+
         gpu = self._named(request)
         await self.health.acknowledge(gpu)
         return f"GPU {self._state(gpu).gpu} is back in service"

@@ -173,10 +173,11 @@ def _acknowledge(commands: Any) -> None:  # noqa: ANN401 - as above
     it = _command(
         commands,
         "acknowledge",
-        "take a GPU back into service on your word, if it passes the device check",
+        "take a GPU with its MIG devices, or one of these, back into service on your word, if the "
+        "GPU passes the device check",
         "metagpu acknowledge 3",
     )
-    it.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
+    it.add_argument("gpu", help=f"{_GPU_HELP}; or uuid of a MIG device", metavar="GPU")
     _add_run_dir(it)
 
 

@@ -8,6 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from metagpu.core.usage_report import tally_lines
+
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {
     "NV": "NVLinks, so many, between the two or from each to NVSwitches",
@@ -59,6 +61,7 @@ def show_status(status: Mapping[str, Any]) -> None:
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
             *reasons(status["gpus"]),
             leases_table(status["leases"]),
+            *map(Text, tally_lines(status.get("enforcement"))),
             *map(Text, status.get("remarks", ())),
         )
     )
@@ -211,6 +214,7 @@ def brief_health(gpu: Mapping[str, Any]) -> Text:
     """Say in a word for each what `full_health` gives the reasons of."""
     words = [Text("out of service", style="bold red")] if not gpu["healthy"] else []
     for word, there in (
+        ("instance out", gpu["faults"]),
         ("cordoned", gpu["cordon"]),
         ("suspended", gpu["suspended"]),
         ("cleaning", gpu["cleaning"]),
@@ -237,6 +241,10 @@ def full_health(gpu: Mapping[str, Any]) -> Text:
     lines = []
     if not gpu["healthy"]:
         lines.append(Text(f"{gpu['reason']}, since {_moment(gpu['since'])}", style="bold red"))
+    for fault in gpu["faults"]:
+        slots = ", ".join(share.partition("::")[2] for share in fault["shares"]) or "not of ours"
+        told = f"MIG device {fault['device']} ({slots}): {fault['reason']}"
+        lines.append(Text(f"{told}, since {_moment(fault['since'])}", style="bold red"))
     if cordon := gpu["cordon"]:
         told = f"cordoned: {cordon['reason']}, since {_moment(cordon['since'])}"
         lines.append(Text(told, style="yellow"))

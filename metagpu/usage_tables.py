@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from metagpu.core.usage_report import tally_lines
 from metagpu.sheets import Cell, Sheet
 
 Answer = Mapping[str, Any]
@@ -24,12 +25,16 @@ def devices_table(answer: Answer, *, wide: bool = False) -> Drawing:
 
     for gpu in answer["gpus"]:
         for offer in gpu["shares"] or [None]:
-            rows.add(*_device(gpu, offer), *(_device_more(gpu, offer) if wide else ()))
+            rows.add(
+                *_device(gpu, offer),
+                *(_device_more(gpu, offer) if wide else ()),
+                style="" if gpu["healthy"] else "red",
+            )
 
     memory = sum(gpu["memoryMiB"] for gpu in answer["gpus"])
     shares = sum(offer["capacity"] for gpu in answer["gpus"] for offer in gpu["shares"])
     rows.sum_up(str(len(answer["gpus"])), "", f"{memory} MiB", str(shares))
-    return (rows,)
+    return (rows, *_ills(answer, wide=wide))
 
 
 def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
@@ -68,7 +73,7 @@ def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
 
 def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
     """Draw the containers that hold shares: of which GPU, how much, and how much they use."""
-    more = ("RESOURCE", "LIMIT", "NODE", "POD UID") if wide else ()
+    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "OWNER", "PHASE") if wide else ()
     columns = ("POD", "NS", "CONTAINER", "DEVICE", "REQ", "MEMORY", "GPU", "PROCESSES", "GUARD")
     rows = Sheet((*columns, *more))
 
@@ -89,13 +94,15 @@ def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
                     _mib(part["limitMiB"]),
                     answer["node"],
                     container["podUid"] or _NOTHING,
+                    container["owner"] or _NOTHING,
+                    container["phase"] or _NOTHING,
                 )
                 if wide
                 else ()
             ),
             style="red" if part["over"] else "",
         )
-    return (rows,)
+    return (rows, *(Cell(line) for line in tally_lines(answer.get("enforcement"))))
 
 
 def top_screen(answer: Answer, cpu: Mapping[int, float]) -> Drawing:
@@ -214,6 +221,17 @@ def _notes(answer: Answer, *, wide: bool) -> Sequence[Cell]:
         what = "1 process belongs" if count == 1 else f"{count} processes belong"
         notes.append(f"{what} to nobody who holds a share of the GPU; -o wide says why")
     return [Cell(note, "yellow") for note in notes]
+
+
+def _ills(answer: Answer, *, wide: bool) -> Iterator[Cell]:
+    """Say below the GPUs what the table has no column for."""
+    for gpu in answer["gpus"]:
+        if not gpu["healthy"] and not wide:
+            yield Cell(f"GPU {gpu['index']} is out of service: {gpu['reason']}", "bold red")
+        if gpu["cordon"] and not wide:
+            yield Cell(f"GPU {gpu['index']} is cordoned: {gpu['cordon']}", "yellow")
+        for device, reason in gpu["faults"].items():
+            yield Cell(f"{device} of GPU {gpu['index']} is out of service: {reason}", "bold red")
 
 
 def _relative(process: Answer, part: Answer) -> float | None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from metagpu.backends.mps.control import Control, Folders, control_daemon
+from metagpu.backends.mps_daemon.control import Control, Folders, control_daemon
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError
-from metagpu.core.gpu import GpuId
 from metagpu.host import running
 from metagpu.sim.tools import simulated_companions
 from tests.waiting import until
@@ -22,14 +21,14 @@ COMPANIONS = simulated_companions()
 
 @dataclass
 class StandIn:
-    """Where one GPU's control daemon stands, and ways to disturb it."""
+    """Where the control daemon of a GPU or MIG device stands, and ways to disturb it."""
 
     folders: Folders
-    gpu: GpuId
+    device: str
     daemon: Companion = field(init=False)
 
     def __post_init__(self) -> None:
-        self.daemon = control_daemon(self.gpu, self.folders)
+        self.daemon = control_daemon(self.device, self.folders)
 
     @property
     def control(self) -> Control:
@@ -53,6 +52,14 @@ class StandIn:
             connection.connect(str(self.folders.pipes / "control"))
             yield
 
+    @contextmanager
+    def command(self, words: str) -> Iterator[None]:
+        """Say something on the socket of commands, as root of a container can; wait for nothing."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.folders.pipes / "control_privileged"))
+            connection.sendall(words.encode())
+            yield
+
     async def answers(self) -> None:
         """Wait for its first answer."""
 
@@ -74,7 +81,7 @@ class StandIn:
 @asynccontextmanager
 async def stand_in(folder: Path, gpu: str = "GPU-0") -> AsyncIterator[StandIn]:
     """Give a place for a control daemon; whatever was started there is gone at the end."""
-    made = StandIn(Folders(folder / "mps" / gpu), GpuId(gpu))
+    made = StandIn(Folders(folder / "mps" / gpu), gpu)
     await to_thread.run_sync(made.folders.make)
     try:
         yield made

@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu import app
+from metagpu import adoption, app
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core import endurance, health
@@ -14,9 +14,10 @@ from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuRecovered, SharesReleased
 from metagpu.core.model import ResourceName
-from metagpu.core.report import hindrance
+from metagpu.core.report import explanation, hindrance
 from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
+from metagpu.sim.boards import BOARDS
 from metagpu.sim.kubelet import Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
@@ -155,6 +156,36 @@ async def test_looking_makes_nothing_ready(monkeypatch: pytest.MonkeyPatch) -> N
     assert state.free(ResourceName(METAGPU)) == 100
 
 
+@pytest.mark.parametrize(
+    ("board", "options", "free", "reason"),
+    [
+        ("a100-40gb:1", "", 0, "MIG mode is off; turn it on (`nvidia-smi -i 0 -mig 1`)"),
+        ("a100-40gb:1", ", enableMig: true", 0, "it waits for a reset then"),
+        ("h100-80gb:1", "", 0, "MIG mode is off; turn it on"),
+        ("h100-80gb:1", ", enableMig: true", 7, ""),
+    ],
+)
+async def test_looking_foresees_what_mig_mode_hinders(
+    tmp_path: Path, board: str, options: str, free: int, reason: str
+) -> None:
+    """Nothing is told as free that the daemon would not give before MIG is on."""
+    file = tmp_path / "mig.yaml"
+    profile = "1g.5gb" if "a100" in board else "1g.10gb"
+    cut = f"{{backend: mig, profiles: [{profile}]{options}}}"
+    await anyio.Path(file).write_text(
+        f"version: metagpu/v1\npools: [{{name: a, backends: [{cut}]}}]\n"
+    )
+    agent = Agent(Source((file,)), Nvml(Library(simulated(board))))
+    await agent.look()
+
+    [state] = agent.registry.snapshot.gpus.values()
+    assert state.free(ResourceName(f"nvidia.com/mig-{profile}")) == free
+    pause = state.suspended.get("mig")
+    assert (reason in pause.reason) if pause else not reason
+    told = explanation(agent.registry.snapshot, agent.layout)
+    assert [it["allocatable"] for it in told["resources"].values()] == [free]
+
+
 async def test_old_driver_waits_for_the_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +274,53 @@ async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
 
         assert it.kubelet.lists[METAGPU] == 1
         assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_a_fault_of_our_own_in_a_reload_keeps_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails is told with where it came from, and the next reload is tried as ever."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody thought of that")
+
+        with heard(adoption) as lines, monkeypatch.context() as patched:
+            patched.setattr(FractionBackend, "shares", fail)
+            await it.agent.reload()
+        [line] = [each for each in lines if each["log_level"] == "error"]
+        assert "by a fault of metagpu's own; the last good one stays" in line["event"]
+        assert line["exc_info"]
+        assert it.agent.adoption.report()["error"] == (
+            "metagpu failed (RuntimeError: nobody thought of that); see its log"
+        )
+        await it.until(20, 20)
+
+        await it.agent.reload()
+        await it.until(10, 10)
+        assert it.agent.adoption.report()["error"] is None
+
+
+async def test_a_fault_of_our_own_with_a_new_gpu_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on offer stays so, and the daemon goes on."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody thought of that")
+
+        with heard(app) as lines, monkeypatch.context() as patched:
+            patched.setattr(FractionBackend, "shares", fail)
+            it.node.add_gpu(BOARDS["t4"])
+            with anyio.fail_after(30):
+                while not lines:  # noqa: ASYNC110 - a log line has no event
+                    await anyio.sleep(0.01)
+        assert lines[0]["event"] == "new GPUs are not offered, by a fault of metagpu's own"
+        await it.until(20, 20)
 
 
 async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:

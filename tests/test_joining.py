@@ -6,14 +6,17 @@ import anyio
 import pytest
 
 from metagpu import adoption
+from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
+from metagpu.core.report import explanation
 from metagpu.plugins.cluster.settings import ALL, Feature, Settings
 from metagpu.sim.apiserver import SimApiServer
 from metagpu.sim.kubelet import Pod
 from metagpu.sources import Source
 from tests.agent_rig import METAGPU, QUICK, agent_at_work
 from tests.heard import heard
+from tests.mig_rig import a_node
 
 NODE = "gpu-1"
 PLACE = ("kube-system", "metagpu")
@@ -163,6 +166,37 @@ async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> No
 
         assert it.agent.adoption.error is not None
         assert "all-of-it" in it.agent.adoption.error
+
+
+async def test_a_layout_that_single_cannot_name_has_failed(tmp_path: Path) -> None:
+    """It takes nothing down: the label is answered, an Event says why, the next one is taken."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "balanced"})
+    layouts = """
+version: v1
+mig-configs:
+  balanced: [{devices: all, mig-enabled: true, mig-devices: {1g.5gb: 2, 2g.10gb: 1}}]
+  seven: [{devices: all, mig-enabled: true, mig-devices: {1g.5gb: 7}}]
+"""
+    server.configure(*PLACE, {"default": layouts})
+    state = "nvidia.com/mig.config.state"
+    source = Source(circumstances=Circumstances(environment={"MIG_STRATEGY": "single"}))
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true, count: 2}")
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, node, source=source, joins=joined(server, tmp_path)) as it,
+    ):
+        await server.until(lambda: server.labels(NODE).get(state) == "failed")
+        await server.until(
+            lambda: "MIGLayoutRefused" in [each["reason"] for each in server.events()]
+        )
+        told = explanation(it.agent.registry.snapshot, it.agent.layout)["gpus"]
+        assert ["these have 1g.5gb, 2g.10gb" in gpu["why"] for gpu in told] == [True, True]
+
+        server.label(NODE, {"nvidia.com/mig.config": "seven"})
+        await it.until(14, 14, "nvidia.com/gpu")
+        await server.until(lambda: server.labels(NODE).get(state) == "success")
 
 
 async def test_running_pods_keep_what_they_hold(tmp_path: Path) -> None:

@@ -124,6 +124,23 @@ async def test_wide_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert " ".join(b[4:]) == "- - - - 50/40340 MiB - kill A100-SXM4-40GB XID 79"
 
 
+async def test_a_broken_gpu_does_not_look_like_a_healthy_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MetaGPU's columns say nothing of health: what is wrong stands below them."""
+    broken = answer()["gpus"]
+    broken[0] |= {"cordon": "to be moved", "faults": {"MIG-x": "XID 94"}}
+    broken[1] |= {"healthy": False, "reason": "XID 79"}
+    assert await said(tmp_path, "get", "devices", gpus=broken) == 0
+
+    told = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert told[-3:] == [
+        "GPU 0 is cordoned: to be moved",
+        "MIG-x of GPU 0 is out of service: XID 94",
+        "GPU 1 is out of service: XID 79",
+    ]
+
+
 async def test_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each container and GPU: what it holds, what it uses, what guards it."""
     assert await said(tmp_path, "get", "pods") == 0

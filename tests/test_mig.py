@@ -2,8 +2,10 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import anyio
+import pynvml
 import pytest
 
 from metagpu.backends.mig import keeping, ledger
@@ -11,6 +13,7 @@ from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
+from metagpu.sim.library import Library
 from metagpu.sim.node import SimProcess
 from tests.agent_rig import agent_at_work
 from tests.mig_rig import (
@@ -310,8 +313,32 @@ async def test_mig_waits_for_a_reset_on_ampere(tmp_path: Path) -> None:
     """There the reset that the mode needs is named; after it shares are given."""
     async with mig_at_work(tmp_path, gpus="{board: a100-40gb}", options="enableMig: true") as it:
         await until(lambda: "`nvidia-smi --gpu-reset -i 0`" in why(it))
+        assert it.state(0).suspended["mig"].reset
         it.node.recover(it.node.gpus[0])
         await it.until(3, 3, TWO)
+
+
+async def test_mig_that_cannot_be_turned_on_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's reason is told, other backends may have the GPU, and it is tried again."""
+    refusing = True
+    allowed = Library.nvmlDeviceSetMigMode
+
+    def refuse(*arguments: Any) -> Any:  # noqa: ANN401 - arguments of C
+        return pynvml.NVML_ERROR_NO_PERMISSION if refusing else allowed(*arguments)
+
+    monkeypatch.setattr(Library, "nvmlDeviceSetMigMode", refuse)
+    gpus = "{board: h100-80gb}"
+    async with mig_at_work(
+        tmp_path, gpus=gpus, options="enableMig: true", profiles="2g.20gb"
+    ) as it:
+        await until(lambda: why(it).startswith("MIG mode is off and cannot be turned on: "))
+        assert "Insufficient Permissions" in why(it)
+        assert not any(stock.alone for stock in it.state(0).stocks.values())
+
+        refusing = False
+        await it.until(3, 3, "nvidia.com/mig-2g.20gb")
 
 
 async def test_a_reset_takes_the_instances_of_pods(tmp_path: Path) -> None:

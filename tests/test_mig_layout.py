@@ -269,3 +269,28 @@ def number(it: Scene, place: str) -> tuple[int, int]:
             for instance, compute in gpu.mig.computes
             if foreign.place_of(gpu, instance) == place
         )
+
+
+async def test_gpus_that_are_not_as_single_wants_them_are_kept_alone(tmp_path: Path) -> None:
+    """Wrong instances or no MIG mode cost their own GPU, say so, and are taken up when right."""
+    one = "nvidia.com/gpu"
+    node = await a_node(
+        tmp_path, "{board: a100-40gb, mig: true, count: 2}, {board: a100-40gb, count: 1}"
+    )
+    other = node.gpus[1]
+    number = foreign.make(node, other, "2g.10gb@0")
+    node.add_process(other, SimProcess(7, None, number, 0))
+
+    config = cut("layout: {1g.5gb: 7}, resource: nvidia.com/gpu")
+    async with agent_at_work(tmp_path, node, config) as it:
+        await it.until(21, 7, one)
+        await until(lambda: "MIG mode is off; turn it on" in why(it, 2))
+        kept = "instance 2g.10gb@0 was found here"
+        await until(lambda: kept in why(it, 1))
+        await it.kubelet.admit(Pod.single("served", {one: 7}))
+
+        node.end_process(other, 7)
+        await it.until(21, 14, one)
+        with node.changed:
+            node.gpus[2].mig.enabled = node.gpus[2].mig.pending = True
+        await it.until(21, 21, one)

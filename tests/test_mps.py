@@ -10,10 +10,9 @@ import anyio
 import pytest
 
 from metagpu.app import Agent
-from metagpu.backends.mps.control import Folders
+from metagpu.backends.mps_daemon.control import Folders
 from metagpu.core import report
 from metagpu.core.driver import ComputeMode
-from metagpu.core.gpu import GpuId
 from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
 from metagpu.sim.kubelet import AdmissionError, Pod
@@ -38,7 +37,7 @@ pools:
 def control_of(it: Scene | Daemon, gpu: str) -> StandIn:
     """Give the control daemon of a GPU."""
     folder = it.config_file.parent if isinstance(it, Scene) else it.folder
-    return StandIn(Folders(folder / "mps" / gpu), GpuId(gpu))
+    return StandIn(Folders(folder / "mps" / gpu), gpu)
 
 
 @asynccontextmanager
@@ -145,7 +144,7 @@ async def test_a_daemon_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> 
                     assert await again.wait() == 0
 
                 assert await control.process() == process
-                assert await ends([other for other in others if other.gpu != control.gpu])
+                assert await ends([other for other in others if other.device != control.device])
         finally:
             for other in others:
                 await other.gone()

@@ -9,6 +9,7 @@ from bench.measure.claims import claims
 from bench.measure.enforcement import enforcement
 from bench.measure.faults import faults
 from bench.measure.idle import idle
+from bench.measure.labels import labels
 from bench.measure.memory import memory
 from bench.measure.mig import mig
 from bench.measure.placement import placement
@@ -21,6 +22,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "claims": claims,
     "restarts": restarts,
     "starts": starts,
+    "labels": labels,
     "memory": memory,
     "idle": idle,
     "mig": mig,

@@ -139,7 +139,7 @@ def _serving(way: _Way) -> Iterator[_Node]:
             config=_CONFIG.format(way.strategy, way.create),
             simulate=str(folder / "node.yaml"),
             pod_resources=socket,
-            more={"--dev-root": folder, "--cdi-dir": folder / "cdi"},
+            further={"--dev-root": folder, "--cdi-dir": folder / "cdi"},
         )
         stack.enter_context(subject)
         to = stack.enter_context(client.connected(subject.socket_of(_RESOURCE)))

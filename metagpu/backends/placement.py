@@ -87,6 +87,17 @@ def splits(counts: Iterable[tuple[int, int]], largest: int) -> bool:
     return sum(taken for taken, _ in pairs) <= largest or parts > 1
 
 
+def on_one(
+    size: int, sound: Sequence[Seat], seats: Sequence[Seat], placement: Placement
+) -> list[Share]:
+    """Choose `size` shares of one seat, by preference of a sound one.
+
+    Never fails: what does not fit on one is gathered from several.
+    """
+    placed = place(size, sound, placement, largest=size)
+    return placed or list(dict.fromkeys([*gather(size, sound), *gather(size, seats)]))[:size]
+
+
 def gather(size: int, seats: Sequence[Seat]) -> list[Share]:
     """Choose `size` shares from as few GPUs as possible, when the rule cannot be kept."""
     ordered = sorted(seats, key=lambda s: (not s.required, -len(s.free), s.gpu.index))

@@ -37,8 +37,7 @@ def timeslice(resource: str, replicas: int, *, refuse_several: bool, policy: str
 
 def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
     """Offer equal parts of GPUs under MPS."""
-    placed = {"placement": _PLACEMENTS[policy]} if policy else {}
-    return {"backend": "mps", "resource": resource, "replicas": replicas, **placed}
+    return {"backend": "mps", "resource": resource, "replicas": replicas, **_placed(policy)}
 
 
 def mig_layout(
@@ -54,13 +53,30 @@ def mig_layout(
     """
     named: Data = {} if resource is None else {"resource": resource}
     if shared:
-        names = {profile: name for profile, (name, _) in shared.items()}
         named = {
-            "resource": names if resource is None else next(iter(names.values())),
+            "resource": _names(resource, shared),
             "replicas": {profile: replicas for profile, (_, replicas) in shared.items()},
             **({"failRequestsGreaterThanOne": True} if refuse_several else {}),
         }
     return {"backend": "mig", **named, "layout": dict(layout), "enableMig": True}
+
+
+def mig_mps(
+    layout: Mapping[str, int],
+    resource: str | None,
+    shared: Mapping[str, tuple[str, int]],
+    *,
+    policy: str | None = None,
+) -> Data:
+    """Offer fixed MIG instances, and of those that are shared equal parts under MPS."""
+    replicas = {profile: replicas for profile, (_, replicas) in shared.items()}
+    return {
+        "backend": "mig",
+        "resource": _names(resource, shared),
+        "mps": {"replicas": replicas, **_placed(policy)},
+        "layout": dict(layout),
+        "enableMig": True,
+    }
 
 
 def mig_resource(profile: str) -> str:
@@ -71,3 +87,13 @@ def mig_resource(profile: str) -> str:
 def mig_on_demand(profiles: Sequence[str]) -> Data:
     """Offer MIG instances of these profiles, which are made when asked for."""
     return {"backend": "mig", "profiles": list(profiles), "enableMig": True}
+
+
+def _placed(policy: str | None) -> Data:
+    return {"placement": _PLACEMENTS[policy]} if policy else {}
+
+
+def _names(resource: str | None, shared: Mapping[str, tuple[str, int]]) -> Data | str:
+    """Name what is shared: one name for all if there was one before, else by profile."""
+    names = {profile: name for profile, (name, _) in shared.items()}
+    return names if resource is None else next(iter(names.values()))

@@ -141,12 +141,12 @@ class _Conversion:
                     "has no effect here; under MPS a container may hold several parts of one GPU",
                 )
 
-        if not self.by_mps:
-            self.instances.share(self.entries, self.draft, refuse_several=self._refuses_several())
+        self.instances.by_mps, self.instances.policy = self.by_mps, self.settings.policy
+        self.instances.share(self.entries, self.draft, refuse_several=self._refuses_several())
         known = {name for _, name, _ in self._classes()}
         cut = self.instances.names
         for entry in self.entries:
-            if entry.name in (known - cut if self.by_mps else known | cut):
+            if entry.name in known | cut:
                 continue
             mig = {_full(named.name) for named in self._mig_names()} | cut
             if entry.name.startswith(_MIG) or entry.name in mig:
@@ -225,6 +225,9 @@ class _Conversion:
         )
 
     def _refuses_several(self) -> bool:
+        """Tell whether a container may have one replica; under MPS it may hold several parts."""
+        if self.by_mps:
+            return False
         slicing = self.file.sharing and self.file.sharing.time_slicing
         return bool(slicing and slicing.fail_requests_greater_than_one)
 
@@ -237,25 +240,38 @@ class _Conversion:
     # --- MIG --------------------------------------------------------------------------------------
 
     def _single(self) -> None:
-        """Offer all instances by one name: all GPUs have to be laid out, and all alike."""
-        profiles = {profile for entry in self.wanted for profile in entry.instances}
+        """Offer all instances by one name: all GPUs have to be laid out, and all alike.
 
+        GPUs that are laid out otherwise are offered to nobody, and say why: NVIDIA's plugin would
+        not start, and take all GPUs of the node with it.
+        """
         for entry in self.wanted:
-            if not entry.instances or len(profiles) > 1:
-                many = (
-                    f"has {', '.join(sorted(profiles))}" if entry.instances else "has GPUs without"
+            if wrong := self._wrong(entry):
+                reason = (
+                    "the strategy single wants instances of one profile on all GPUs, and "
+                    f"{wrong}; choose mixed, or another layout"
                 )
-                problem = (
-                    f"the strategy single wants instances of one profile on all GPUs, and this "
-                    f"layout {many}; choose mixed, or another layout"
-                )
-                raise entry.origin.document.error(entry.origin.path, problem)
+                self.draft.pool("not-single", entry.gpus, [], entry.origin, {"reason": reason})
+                self.draft.note(entry.origin, f"its GPUs are offered to nobody: {reason}")
+                continue
             cut = self.instances.cut(entry.instances)
             self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
 
         if not any(entry.gpus is None for entry in self.wanted):
             text = "GPUs that this layout does not name are offered to nobody under single"
             self.draft.note(self.wanted[-1].origin, text)
+
+    def _wrong(self, entry: Wanted) -> str:
+        """Say why an entry's GPUs are none of the strategy single's, empty where they are."""
+        alone = {tuple(each.instances) for each in self.wanted if len(each.instances) == 1}
+        if not entry.instances:
+            return "these have no MIG instances"
+        if len(entry.instances) > 1:
+            return f"these have {', '.join(sorted(entry.instances))}"
+        if len(alone) > 1:  # none of them is any more right than another
+            profiles = sorted(profile for (profile,) in alone)
+            return f"the GPUs of this layout have {', '.join(profiles)}"
+        return ""
 
     def _one_name(self) -> str | None:
         """Give the name of all instances under the strategy single, if there are any."""

@@ -27,12 +27,16 @@ class Instances:
         one_name: the name of all of them, `None` where each profile has its own.
         shared: of names that are shared, under which name and how many times over.
         refuse_several: whether a container may have but one of what is shared.
+        by_mps: whether containers share through MPS, and do not take turns.
+        policy: NVIDIA's word for where they go.
     """
 
     wanted: Sequence[Wanted]
     one_name: str | None
     shared: dict[str, tuple[str, int]] = field(default_factory=dict)
     refuse_several: bool = False
+    by_mps: bool = False
+    policy: str | None = None
 
     @property
     def names(self) -> set[str]:
@@ -59,6 +63,8 @@ class Instances:
         shared = {
             profile: self.shared[name] for profile, name in names.items() if name in self.shared
         }
+        if shared and self.by_mps:
+            return cuts.mig_mps(layout, self.one_name, shared, policy=self.policy)
         return cuts.mig_layout(
             layout, self.one_name, shared=shared, refuse_several=self.refuse_several
         )

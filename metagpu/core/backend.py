@@ -16,6 +16,7 @@ from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import Injection
 from metagpu.core.model import ResourceName, Share
+from metagpu.core.room import Room
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
 
@@ -26,10 +27,12 @@ class Guard(StrEnum):
     """What keeps a container of a backend within its share of a GPU's memory.
 
     The enforcer looks after `ENFORCER` alone: what the hardware or MPS refuses needs no second
-    judge, and who has a GPU alone can take nobody's memory.
+    judge, and who has a GPU alone can take nobody's memory. Where the driver holds such a container
+    to the same limit, its guard is `DRIVER`; no backend says so.
     """
 
     ENFORCER = "enforcer"
+    DRIVER = "driver"
     MPS = "mps"
     MIG = "mig"
     ALONE = "alone"
@@ -97,11 +100,21 @@ class Backend(ABC):
         """Say why a GPU has none of its shares."""
         return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
 
-    def remarks(
+    def foreseen(
         self,
-        states: Sequence[GpuState],  # noqa: ARG002 - for backends that have something to say
-    ) -> Sequence[str]:
-        """Say, in sentences, what an operator cannot read from the shares of its GPUs."""
+        gpu: Gpu,  # noqa: ARG002 - for backends whose GPUs have to be in a mode
+    ) -> str:
+        """Say why nothing of a GPU will be given as it is now, empty if nothing is known of that.
+
+        For those who look at a node that nobody serves: there `serve` says it.
+        """
+        return ""
+
+    def rooms(
+        self,
+        states: Sequence[GpuState],  # noqa: ARG002 - for backends whose shares may overlap
+    ) -> Sequence[Room]:
+        """Say what is left of its GPUs, where that cannot be read from the number of shares."""
         return ()
 
     @abstractmethod

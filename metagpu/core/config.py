@@ -142,13 +142,15 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Some GPUs and the backends that may cut them. A GPU is in the first pool that selects it.
 
-    A pool without backends keeps its GPUs from all others: they are offered to nobody.
+    A pool without backends keeps its GPUs from all others: they are offered to nobody, and `reason`
+    says to people why that is so.
     """
 
     name: str
     backends: tuple[dict[str, Any], ...]
     gpus: Literal["all"] | Selector = "all"
     memory_enforcement: Enforcement = Enforcement()
+    reason: str = ""
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""

@@ -173,10 +173,14 @@ def _offer(facts: NodeFacts) -> Judged:
     if facts.status is None:
         return _NOTE, _UNKNOWN
     resources = facts.status["resources"]
-    if any(numbers["capacity"] for numbers in resources.values()):
-        told = ", ".join(f"{name} {it['allocatable']}" for name, it in resources.items())
-        return _GOOD, f"on offer: {told}"
-    return _BAD, "nothing is on offer", "`metagpu explain` says which GPU is in which pool, and why"
+    if not any(numbers["capacity"] for numbers in resources.values()):
+        mend = "`metagpu explain` says which GPU is in which pool, and why"
+        return _BAD, "nothing is on offer", mend
+    if not any(numbers["allocatable"] for numbers in resources.values()):
+        told = ", ".join(f"0 of {it['capacity']} {name}" for name, it in resources.items())
+        return _BAD, f"no pod can have anything: {told}", "`metagpu status` says why of each GPU"
+    told = ", ".join(f"{name} {it['allocatable']}" for name, it in resources.items())
+    return _GOOD, f"on offer: {told}"
 
 
 def _health(facts: NodeFacts) -> Judged:

@@ -112,7 +112,14 @@ class RecoveryActionChanged:
     gpu: GpuId | None
 
 
-DriverEvent = Xid | EccError | RecoveryActionChanged
+@dataclass(frozen=True, slots=True)
+class GpuUnavailable:
+    """NVML reported that a GPU does not answer; read its `Condition`."""
+
+    gpu: GpuId | None
+
+
+DriverEvent = Xid | EccError | RecoveryActionChanged | GpuUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +268,23 @@ class Driver(Protocol):
 
         Raises:
             DriverError: also if this process is not root's, or the GPU cannot; says which.
+        """
+        ...
+
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Have the driver refuse all processes of a cgroup together more than so many bytes.
+
+        It goes with the cgroup. What they have already stays theirs.
+
+        Args:
+            gpu: which is not in MIG mode.
+            cgroup: its folder, of cgroup v2.
+            limit: bytes of this GPU; `None` takes a limit away.
+
+        Raises:
+            Unsupported: if this driver or GPU knows no such limits.
+            NotThere: if there is no such cgroup, or the kernel does not count GPU memory in it.
+            DriverError: also if this process is not root's, or the limit has no effect; says which.
         """
         ...
 

@@ -36,6 +36,13 @@ class Victims(StrEnum):
     ALL = "all"
 
 
+class Annotation(StrEnum):
+    """What of it a pod may say for itself, by an annotation (`core/wishes.py`)."""
+
+    LIMIT = "limit"
+    POLICY = "policy"
+
+
 class Enforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """What a pool says about the memory of its GPUs.
 
@@ -48,6 +55,9 @@ class Enforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
         victims: whether its largest process is ended, and the next if that was not enough, or all.
         period: how often processes are looked at.
         dry_run: whether signals are only told, and not sent.
+        driver_limits: whether the driver's own limits of memory are set too, where there are some
+            and containers are to be kept within their limits at all.
+        allow_annotations: what pods may say for themselves.
     """
 
     policy: Policy | bool = Policy.WARN
@@ -57,6 +67,8 @@ class Enforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     victims: Victims = Victims.LARGEST
     period: Duration = Duration(0.5)
     dry_run: bool = False
+    driver_limits: bool = True
+    allow_annotations: tuple[Annotation, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy is True:
@@ -69,7 +81,17 @@ class Enforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     @property
     def watches(self) -> bool:
         """Whether somebody has to look all the time."""
+        return self.acts or Annotation.POLICY in self.allow_annotations
+
+    @property
+    def acts(self) -> bool:
+        """Whether an excess is told or ended without being asked for."""
         return self.policy in {Policy.WARN, Policy.KILL}
+
+    @property
+    def by_driver(self) -> bool:
+        """Whether the driver shall refuse what is too much: it may only where it may be ended."""
+        return self.policy is Policy.KILL and self.driver_limits and not self.dry_run
 
 
 @dataclass(frozen=True, slots=True)

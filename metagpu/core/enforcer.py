@@ -1,6 +1,7 @@
 """Watches the memory of containers, and ends processes of those that use too much of it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from signal import Signals
@@ -12,9 +13,10 @@ import structlog
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census
+from metagpu.core.driver_limits import DriverLimits
 from metagpu.core.endurance import enduring
-from metagpu.core.enforcement import Enforcement, Excess, Policy, limit_of, rule
-from metagpu.core.errors import DriverError, HostError
+from metagpu.core.enforcement import Enforcement, Excess, Policy, rule
+from metagpu.core.errors import DriverError, DriverUnavailable, HostError
 from metagpu.core.facts import MemoryExceeded, ProcessSignalled
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.host import Host
@@ -22,6 +24,7 @@ from metagpu.core.model import Holder
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
 from metagpu.core.usage import Process, Usage
+from metagpu.core.wishes import settle
 
 log = structlog.get_logger()
 
@@ -60,6 +63,7 @@ class Enforcer:
 
     Args:
         guards: what guards the containers of each backend, by its name.
+        limits: the driver's own, which are kept beside; `None` for none.
 
     Attributes:
         terms: replaced when the configuration changes.
@@ -73,6 +77,8 @@ class Enforcer:
         registry: Registry,
         terms: Terms,
         guards: Mapping[str, Guard],
+        *,
+        limits: DriverLimits | None = None,
     ) -> None:
         self.terms = terms
         self.tally = Tally()
@@ -80,6 +86,7 @@ class Enforcer:
         self._host = host
         self._registry = registry
         self._guards = guards
+        self._limits = limits
         self._told: dict[GpuId, str] = {}
         self._hinted = False
 
@@ -104,8 +111,15 @@ class Enforcer:
             else:
                 excesses.clear()
                 self.tally.over.pop(gpu, None)
+                await self._limit(gpu, terms)
                 pause = _IDLE_PERIOD
             await anyio.sleep(pause)
+
+    async def _limit(self, gpu: GpuId, terms: Enforcement) -> None:
+        """Have the driver's limits as they should be; what hinders that is told with the look."""
+        if self._limits is not None:
+            with suppress(DriverUnavailable):
+                await self._limits.keep(gpu, terms)
 
     def _has_wards(self, state: GpuState) -> bool:
         """Tell whether a container is on a GPU that only the enforcer keeps within its limit."""
@@ -117,10 +131,13 @@ class Enforcer:
     async def _look(self, gpu: GpuId, terms: Enforcement, excesses: dict[_Key, Excess]) -> float:
         """Look at one GPU and do what follows; give the seconds until the next look."""
         await self._hint()
+        await self._limit(gpu, terms)
         try:
             account = await self._census.account(gpu)
         except DriverError as error:
             self.tally.over.pop(gpu, None)
+            if self._limits is not None and isinstance(error, DriverUnavailable):
+                self._limits.forget(gpu)
             self._tell(gpu, str(error))
             return terms.period
         self._told.pop(gpu, None)
@@ -132,15 +149,16 @@ class Enforcer:
             if guarded(usage, self._guards) is not Guard.ENFORCER:
                 continue
             key = usage.holder, usage.pod_uid
-            limit = limit_of(usage, self._registry.snapshot.gpus[gpu].gpu, terms.headroom)
-            ruling = rule(usage, limit, excesses.get(key), terms, anyio.current_time())
+            settled = settle(usage, self._registry.snapshot, terms)
+            limit, own = settled.limit if settled.terms.acts else None, settled.terms
+            ruling = rule(usage, limit, excesses.get(key), own, anyio.current_time())
 
             if ruling.excess is not None:
                 found[key] = ruling.excess
             if limit is not None and usage.memory > limit:
                 over[usage.holder] = usage.memory - limit
                 if ruling.warn:
-                    self._warn(usage, limit, terms)
+                    self._warn(usage, limit, own)
                 for process, signal in ruling.signals:
                     await self._signal(usage, limit, process, signal, dry=terms.dry_run)
             if ruling.due is not None:

@@ -11,8 +11,8 @@ MetagpuError
 │   ├── NotNamed         the container runtime would not find it by its CDI name
 │   ├── Overlap          the kubelet chose shares that cannot be together
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
-│   ├── OneGpuOnly       the ids are of several GPUs, and MPS serves a container on one
-│   ├── TooManyClients   the GPU serves as many containers through MPS as it can
+│   ├── OneDeviceOnly    the ids are of several devices, and MPS serves a container on one
+│   ├── TooManyClients   the GPU or instance serves as many containers through MPS as it can
 │   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
 ├── DriverError          the machine's: NVML could not do it
 │   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
@@ -20,6 +20,7 @@ MetagpuError
 │   ├── DriverTimeout    this call did not come back in time
 │   ├── InUse            not while programs use it; may be tried again
 │   ├── NoRoom           what is there already leaves no room for it
+│   ├── NotThere         what it is about does not exist, or not any more
 │   └── Unsupported      this GPU, or its driver, cannot do it
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
@@ -71,6 +72,16 @@ class GpuUnhealthy(RequestError):
         super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
 
 
+class InstanceUnhealthy(RequestError):
+    """Raised when a share is asked for whose MIG device is out of service."""
+
+    def __init__(self, resource: str, share: str, gpu: str, reason: str) -> None:
+        super().__init__(
+            f"{resource}: MIG instance {share} of GPU {gpu} is unhealthy: {reason}; it is made "
+            "anew once nobody holds or uses it"
+        )
+
+
 class GpuPaused(RequestError):
     """Raised when no new shares of a GPU are given for now; `why` says what to wait for."""
 
@@ -120,23 +131,35 @@ class FractionSplit(RequestError):
         )
 
 
-class OneGpuOnly(RequestError):
-    """Raised when a container would be a client of MPS on several GPUs."""
+class OneDeviceOnly(RequestError):
+    """Raised when a container would be a client of MPS on several devices.
 
-    def __init__(self, resource: str, wanted: int, chosen: str, free: str) -> None:
+    `kind` is what they are, `larger` what to ask for instead.
+    """
+
+    def __init__(
+        self,
+        resource: str,
+        wanted: int,
+        chosen: str,
+        free: str,
+        *,
+        kind: str = "GPU",
+        larger: str = "whole GPUs",
+    ) -> None:
         super().__init__(
-            f"{resource}: {wanted} units do not fit: MPS serves a container on one GPU, and the "
+            f"{resource}: {wanted} units do not fit: MPS serves a container on one {kind}, and the "
             f"kubelet chose {chosen}; free now: {free}. Ask for less, wait for a pod to end, or "
-            "ask for whole GPUs"
+            f"ask for {larger}"
         )
 
 
 class TooManyClients(RequestError):
-    """Raised when a GPU has as many clients of MPS as it can serve."""
+    """Raised when a GPU or MIG instance has as many clients of MPS as it can serve."""
 
-    def __init__(self, resource: str, gpu: str, most: int) -> None:
+    def __init__(self, resource: str, device: str, most: int) -> None:
         super().__init__(
-            f"{resource}: GPU {gpu} serves {most} containers through MPS and can serve no more, "
+            f"{resource}: {device} serves {most} containers through MPS and can serve no more, "
             "though it has units left; wait for a pod to end"
         )
 
@@ -176,6 +199,10 @@ class InUse(DriverError):
 
 class NoRoom(DriverError):
     """Raised when what is on a GPU already leaves no room for what was asked."""
+
+
+class NotThere(DriverError):
+    """Raised when NVML does not find what a call is about."""
 
 
 class Unsupported(DriverError):

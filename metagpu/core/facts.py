@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Holder, ResourceName, Share, ShareId, Stock
+from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Versions
 
 
@@ -62,6 +63,29 @@ class GpuRecovered:
     """A GPU is fit to serve again; `reason` says what that rests on."""
 
     gpu: GpuId
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFaulted:
+    """A MIG device went out of service, and nothing else of its GPU.
+
+    While it is out, the first reason and time stand.
+    """
+
+    gpu: GpuId
+    device: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRecovered:
+    """A MIG device is fit to serve again, or is no more; `reason` says which."""
+
+    gpu: GpuId
+    device: str
     reason: str
     at: float
 
@@ -127,6 +151,13 @@ class LeasesObserved:
 
 
 @dataclass(frozen=True, slots=True)
+class PodsTold:
+    """The API server's account of this node's pods, complete."""
+
+    pods: tuple[KnownPod, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GpuCordoned:
     """An operator wants no new shares of a GPU to be given. The latest reason stands."""
 
@@ -170,12 +201,17 @@ class GpuLeft:
 
 @dataclass(frozen=True, slots=True)
 class BackendSuspended:
-    """A backend can give no shares of a GPU for now. The latest reason and the first time stand."""
+    """A backend can give no shares of a GPU for now. The latest reason and the first time stand.
+
+    Attributes:
+        reset: whether that lasts until somebody resets the GPU.
+    """
 
     gpu: GpuId
     backend: str
     reason: str
     at: float
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +250,8 @@ class StockTold:
 GpuFact = (
     GpuFaulted
     | GpuRecovered
+    | InstanceFaulted
+    | InstanceRecovered
     | GpuCordoned
     | GpuUncordoned
     | GpuKept
@@ -236,6 +274,7 @@ Fact = (
     | SharesAwaited
     | SharesReleased
     | LeasesObserved
+    | PodsTold
     | GpuFact
 )
 
@@ -299,5 +338,21 @@ class StrangerFound:
     at: float
 
 
-Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound
+@dataclass(frozen=True, slots=True)
+class PodEnded:
+    """A pod has gone, or its containers have ended: what it holds will soon be free."""
+
+    pod: KnownPod
+
+
+@dataclass(frozen=True, slots=True)
+class WishRefused:
+    """A pod wishes something about its GPU memory that it does not get: once for each reason."""
+
+    pod: KnownPod
+    why: str
+    at: float
+
+
+Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound | PodEnded | WishRefused
 """What is heard on the bus: facts that changed something, and news that change nothing we keep."""

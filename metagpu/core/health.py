@@ -9,7 +9,7 @@ operator, or a restart of the daemon, brings the GPU back.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +27,7 @@ from metagpu.core.driver import (
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
 from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
 from metagpu.core.gpu import GpuId
+from metagpu.core.instance_health import InstanceHealth
 from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
@@ -64,8 +65,13 @@ class HealthWatch:
     settings: Health = field(default_factory=Health)
     clock: Callable[[], float] = time.time
     surveyed: anyio.Event = field(default_factory=anyio.Event)
+    instances: InstanceHealth = field(init=False)
     _patients: dict[GpuId, Patient] = field(default_factory=dict)
+    _unplaced: dict[GpuId, list[Heard]] = field(default_factory=dict)
     _corrected: dict[GpuId | None, _Corrected] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.instances = InstanceHealth(self.driver, self.registry, self.clock)
 
     async def run(self) -> None:
         """Watch until cancelled; an NVML that is missing or lost is tried again."""
@@ -87,15 +93,19 @@ class HealthWatch:
                     self._fault(gpu, reason, proof=False)
                 await anyio.sleep(RETRY)
 
-    async def acknowledge(self, gpu: GpuId) -> None:
+    async def acknowledge(self, gpu: GpuId, device: str | None = None) -> None:
         """Take a GPU back into service on an operator's word, if it passes the device check.
 
+        Its MIG devices too, whether the GPU itself was out or not; or one of them, and nothing
+        else.
+
         Raises:
-            MetagpuError: if it is in service already, NVML still says it needs something, or it
-                had a new fault meanwhile.
+            MetagpuError: if all of it is in service already, NVML still says it needs something, or
+                it had a new fault meanwhile.
             DriverError: if it fails the check.
         """
-        if self.registry.snapshot.gpus[gpu].verdict.healthy:
+        state = self.registry.snapshot.gpus[gpu]
+        if state.verdict.healthy and not state.faults:
             raise MetagpuError(f"GPU {gpu} is in service; there is nothing to acknowledge")
 
         patient = self._patients.get(gpu)
@@ -107,7 +117,9 @@ class HealthWatch:
                 f"GPU {gpu} had a new fault during its check; read the daemon's log, and "
                 "acknowledge it again when that is mended"
             )
-        self._recovered(gpu, "acknowledged by an operator")
+        self.instances.acknowledge(gpu, device)
+        if device is None:
+            self._recovered(gpu, "acknowledged by an operator")
 
     async def _session(self) -> None:
         await self.survey()
@@ -171,23 +183,38 @@ class HealthWatch:
                 told.clear()
 
                 # Beside the next wait, not before it: a GPU that hangs delays no news of others.
-                for gpu in dict.fromkeys(gpu for event in events for gpu in self._hear(event)):
+                news = dict.fromkeys(events)  # what NVML says twice at once is told once
+                for gpu in dict.fromkeys(gpu for event in news for gpu in self._hear(event)):
                     checks.start_soon(self._check, gpu)
 
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
         """Act on an event at once; give the GPUs whose condition should now be read."""
         heard = judge_event(event, self.settings)
         if heard.fatal and heard.gpu is not None:
-            self._fault(heard.gpu, heard.reason, proof=True)
+            if heard.inside is None:
+                self._fault(heard.gpu, heard.reason, proof=True)
+            elif not self.instances.hear(heard.gpu, heard):
+                self._unplaced.setdefault(heard.gpu, []).append(heard)
         if event == EccError(heard.gpu, double_bit=False):
             self._tell_corrected(heard)
         else:
-            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason)
+            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, **_where(heard))
 
         if heard.gpu is None:
             # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
             return tuple(self.registry.snapshot.gpus)
         return (heard.gpu,)
+
+    async def _place(self, gpu: GpuId, heard: Heard) -> None:
+        """Find the MIG device that nobody has told of; if NVML cannot, all of the GPU is out."""
+        try:
+            found = await self.instances.seek(gpu, heard)
+        except DriverUnavailable:
+            raise
+        except DriverError:
+            found = False
+        if not found:
+            self._fault(gpu, heard.reason, proof=True)
 
     def _tell_corrected(self, heard: Heard) -> None:
         """Tell a GPU's first corrected error, and of those that follow how many there were.
@@ -207,6 +234,7 @@ class HealthWatch:
         while True:
             await anyio.sleep(self.settings.rescan_period)
             await self.survey()
+            await self.instances.forget()
 
     async def _nurse(self) -> None:
         """Check the GPUs that are out of service until each has recovered."""
@@ -230,6 +258,8 @@ class HealthWatch:
             self._call_for_operator(gpu, patient)
 
     async def _check(self, gpu: GpuId) -> None:
+        for heard in self._unplaced.pop(gpu, ()):
+            await self._place(gpu, heard)
         refusal = await self._refusal(gpu)
         if refusal is not None:
             self._fault(gpu, refusal, proof=False)
@@ -272,6 +302,10 @@ class HealthWatch:
         self._patients.pop(gpu, None)
         if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
             log.info("GPU back in service", gpu=gpu, reason=reason)
+
+
+def _where(heard: Heard) -> Mapping[str, int]:
+    return {"instance": heard.inside.gpu_instance} if heard.inside else {}
 
 
 def _first(group: BaseExceptionGroup[DriverUnavailable]) -> BaseException:

@@ -58,6 +58,15 @@ class Particulars:
     cpu: float
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a container that holds something lives: the folder of its cgroup, of version 2."""
+
+    container: Container
+    holder: Holder
+    cgroup: str
+
+
 class Host(Protocol):
     """This machine's processes as metagpu needs them. Reads happen in worker threads.
 
@@ -89,6 +98,14 @@ class Host(Protocol):
 
     async def holders(self, containers: Collection[Container]) -> Mapping[Container, Holder]:
         """Name containers as the kubelet does; those nobody knows by name are left out."""
+        ...
+
+    async def homes(self, holders: Collection[Holder]) -> Sequence[Home]:
+        """Find the cgroups of running containers by what the kubelet calls them.
+
+        A name may have several, while a pod takes another's place; where cgroups are of version 1,
+        or not ours to see, there are none.
+        """
         ...
 
     async def signal(self, who: Identity, signal: Signals) -> bool:

@@ -8,36 +8,55 @@ from metagpu.core.driver import (
     Condition,
     DriverEvent,
     EccError,
+    GpuUnavailable,
     RecoveryAction,
     RecoveryActionChanged,
     Xid,
 )
 from metagpu.core.gpu import GpuId
-from metagpu.core.xid import Severity, XidRule, rule_for
+from metagpu.core.xid import CONTAINED, Severity, XidRule, rule_for
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A MIG instance as NVML's events name it: by numbers, which another may have later."""
+
+    gpu_instance: int
+    compute_instance: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What an event means: a fault with its reason, or only something to tell."""
+    """What an event means: a fault with its reason, or only something to tell.
+
+    Attributes:
+        inside: the MIG instance that a fault stays in, `None` when it is the whole GPU's.
+    """
 
     gpu: GpuId | None
     reason: str
     fatal: bool
+    inside: Inside | None = None
 
 
 def judge_event(event: DriverEvent, health: Health) -> Heard:
     """Say what an event means for its GPU's verdict. Pure."""
     match event:
-        case Xid(gpu, code, gpu_instance):
+        case Xid(gpu, code, gpu_instance, compute_instance):
             rule: XidRule = rule_for(code, health.xids)
+            fatal = rule.severity is Severity.FATAL
+            if fatal and gpu_instance is not None and code in CONTAINED:
+                inside = Inside(gpu_instance, compute_instance)
+                return Heard(gpu, f"XID {code}: {rule.meaning}", fatal, inside)
             where = "" if gpu_instance is None else f" in MIG instance {gpu_instance}"
-            reason = f"XID {code}{where}: {rule.meaning}"
-            return Heard(gpu, reason, rule.severity is Severity.FATAL)
+            return Heard(gpu, f"XID {code}{where}: {rule.meaning}", fatal)
         case EccError(gpu, double_bit):
             kind = "uncorrected (double-bit)" if double_bit else "corrected (single-bit)"
             return Heard(gpu, f"{kind} memory error", double_bit)
         case RecoveryActionChanged(gpu):
             return Heard(gpu, "the recovery action changed", fatal=False)
+        case GpuUnavailable(gpu):
+            return Heard(gpu, "it does not answer", fatal=False)
         case _:
             assert_never(event)
 

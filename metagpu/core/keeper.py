@@ -19,6 +19,7 @@ from metagpu.core.facts import (
     GpuKept,
     GpuLeft,
     GpuReturned,
+    InstanceRecovered,
     StockTold,
 )
 from metagpu.core.gpu import Gpu
@@ -89,9 +90,9 @@ class _Served:
     async def until(self, is_so: Callable[[GpuState], bool]) -> GpuState:
         return await _until(self._registry, self.gpu, is_so)
 
-    def suspend(self, reason: str) -> None:
+    def suspend(self, reason: str, *, reset: bool = False) -> None:
         if not self._kept.dismissed:
-            fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock())
+            fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock(), reset)
             if self._registry.apply(fact):
                 log.warning("GPU suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
 
@@ -116,6 +117,11 @@ class _Served:
     def tell(self, stock: Stock) -> None:
         if not self._kept.dismissed:
             self._registry.apply(StockTold(self.gpu.id, self.backend, stock, self._clock()))
+
+    def removed(self, device: str) -> None:
+        fact = InstanceRecovered(self.gpu.id, device, "it was removed", self._clock())
+        if self._registry.apply(fact):
+            log.info("MIG instance with a fault removed", gpu=str(self.gpu), device=device)
 
     async def processes(self) -> Sequence[GpuProcess]:
         return await self._driver.processes(self.gpu.id)

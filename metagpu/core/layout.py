@@ -11,6 +11,7 @@ from metagpu.core.facts import SharesOffered
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.model import ResourceName, Share
+from metagpu.core.room import Room
 from metagpu.core.snapshot import GpuState, Snapshot
 
 ID_LIMIT = 63
@@ -49,13 +50,13 @@ class Layout:
         """The fact that tells the registry."""
         return SharesOffered(tuple(self.backends), self.shares)
 
-    def remarks(self, snapshot: Snapshot) -> list[str]:
-        """Collect what backends have to say, each of its GPUs that are known."""
+    def rooms(self, snapshot: Snapshot) -> list[Room]:
+        """Collect what is left of GPUs that are cut as pods ask, each backend's together. Pure."""
         states: dict[Backend, list[GpuState]] = {}
         for cut in self.cuts:
             if (state := snapshot.gpus.get(cut.gpu.id)) is not None:
                 states.setdefault(cut.backend, []).append(state)
-        return [line for backend, its in states.items() for line in backend.remarks(its)]
+        return [room for backend, its in states.items() for room in backend.rooms(its)]
 
 
 def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout:
@@ -78,13 +79,13 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
     cuts: list[Cut] = []
     shares: list[Share] = []
     for gpu in gpus:
-        assignment, cutters = _assign(gpu, pools)
+        assignment, cutters, reason = _assign(gpu, pools)
         cut = [share for backend in cutters for share in backend.shares(gpu)]
         if assignment.pool is not None:
             options = config.options[assignment.pool]
             cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
             if not cut:
-                why = _uncut(gpu, cutters)
+                why = _uncut(gpu, cutters) or reason or "the pool has no backends"
                 assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
         shares += cut
@@ -104,22 +105,23 @@ def rehearse(config: Config) -> None:
         _check_ids(config, [share for backend in cutters for share in backend.shares(gpu)])
 
 
-def _assign(gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]) -> tuple[Assignment, list[Backend]]:
+def _assign(
+    gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]
+) -> tuple[Assignment, list[Backend], str]:
+    """Find the pool of a GPU: with its backends, and why it has none if it says so."""
     refusals = []
 
     for pool, cutters in pools:
         refusal = pool.refusal(gpu)
         if refusal is None:
             why = "all GPUs" if pool.gpus == "all" else f"matches {pool.gpus}"
-            return Assignment(gpu, pool.name, why), cutters
+            return Assignment(gpu, pool.name, why), cutters, pool.reason
         refusals.append(f"{pool.name}: {refusal}")
 
-    return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), []
+    return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), [], ""
 
 
 def _uncut(gpu: Gpu, cutters: list[Backend]) -> str:
-    if not cutters:
-        return "the pool has no backends"
     return "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
 
 

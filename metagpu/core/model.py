@@ -99,10 +99,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Why nothing new is given, and since when; what is held stays held."""
+    """Why nothing new is given, and since when; what is held stays held.
+
+    Attributes:
+        reset: whether it lasts until somebody resets the GPU.
+    """
 
     reason: str
     since: float
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,8 @@ class Stock:
         made: what there is. What nobody holds and is not idle is in the way of others.
         failed: leases whose shares could not be made.
         blocked: slots that are taken otherwise, and by what.
+        paused: shares of which nothing new is given for now, and why; those held are listed
+            Unhealthy too.
         alone: whether the GPU is in a mode in which no other backend can give any of it.
         named: the MIG devices that there are, whoever made them, by all names that CDI knows them
             by: their uuids, and those of the places where they may be made again.
@@ -145,6 +152,7 @@ class Stock:
     made: Mapping[ShareId, Made] = field(default_factory=dict)
     failed: Mapping[ShareId, Failure] = field(default_factory=dict)
     blocked: Mapping[str, str] = field(default_factory=dict)
+    paused: Mapping[ShareId, str] = field(default_factory=dict)
     alone: bool = False
     named: Mapping[str, Made] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from metagpu.core.backend import Guard
 from metagpu.core.census import Census, Looks
 from metagpu.core.config import Config
 from metagpu.core.driver import Driver
+from metagpu.core.driver_limits import DriverLimits
 from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer, Terms
@@ -18,6 +19,7 @@ from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.usage import Told
 from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.core.wishing import WishWatch
 
 
 def terms_in(config: Config, layout: Layout, gpu: GpuId) -> Enforcement:
@@ -42,16 +44,27 @@ class Oversight:
         guards: Mapping[str, Guard],
     ) -> None:
         self._registry = registry
-        self._rules = Rules(terms, guards)
         self._census = Census(driver, host, registry)
-        self._enforcer = Enforcer(self._census, host, registry, terms, guards)
+        self._limits = DriverLimits(driver, host, registry, self._census, guards)
+        self._rules = Rules(terms, guards, self._limits.holds)
+        self._enforcer = Enforcer(self._census, host, registry, terms, guards, limits=self._limits)
         self._looks = Looks(self._census)
         self._strangers = StrangerWatch(self._census, host, registry)
+        self._wishes = WishWatch(registry, terms, guards)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What has to run: memory enforced, strangers told of."""
-        return (self._enforcer.run, partial(enduring, self._strangers.run, "watch for strangers"))
+        """What has to run: memory enforced, strangers told of, and wishes that are refused."""
+        return (
+            self._enforcer.run,
+            partial(enduring, self._strangers.run, "watch for strangers"),
+            partial(enduring, self._wishes.run, "watch over annotations"),
+        )
+
+    @property
+    def tally(self) -> dict[str, Any]:
+        """Say what was done about memory since the daemon's start, and who is over now."""
+        return tally_report(self._enforcer.tally, self._registry.snapshot, self._limits.count)
 
     def remember(self, told: Told) -> None:
         """Take in what containers that are older than this daemon were told of their memory."""
@@ -65,7 +78,7 @@ class Oversight:
         return {
             "at": findings.at,
             **usage_report(snapshot, findings, self._rules),
-            "enforcement": tally_report(self._enforcer.tally, snapshot),
+            "enforcement": self.tally,
         }
 
     async def report_to(self, pod: Pod) -> dict[str, Any]:

@@ -11,10 +11,13 @@ from types import MappingProxyType
 
 from metagpu.core.facts import (
     DriverRead,
+    Event,
     Fact,
     GpuFact,
     GpusFound,
     LeasesObserved,
+    PodEnded,
+    PodsTold,
     RivalLeft,
     RivalMet,
     SharesAwaited,
@@ -26,14 +29,15 @@ from metagpu.core.facts import (
 from metagpu.core.gpu import GpuId, Topology
 from metagpu.core.leasing import awaited, observed, with_leases, with_states
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
+from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import contended, withheld
 from metagpu.core.snapshot import GpuState, Offer, Snapshot
 from metagpu.core.standing import stand
 
 
-def reduce(  # noqa: PLR0911 - one return for each kind of fact
+def reduce(  # noqa: C901, PLR0911 - one return for each kind of fact
     snapshot: Snapshot, fact: Fact
-) -> tuple[Snapshot, tuple[Fact, ...]]:
+) -> tuple[Snapshot, tuple[Event, ...]]:
     """Give the snapshot that follows from a fact, and the news in it.
 
     News are facts that changed something: `LeasesObserved` becomes `SharesReleased` for what ended.
@@ -61,6 +65,8 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
             return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case LeasesObserved():
             return observed(snapshot, fact)
+        case PodsTold():
+            return _peopled(snapshot, fact)
         case _:
             return _of_one_gpu(snapshot, fact)
 
@@ -99,6 +105,19 @@ def _connected(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tuple[
         return snapshot, ()
 
     return replace(snapshot, topology=Topology(MappingProxyType(connections))), (fact,)
+
+
+def _peopled(snapshot: Snapshot, fact: PodsTold) -> tuple[Snapshot, tuple[Event, ...]]:
+    before, after = snapshot.pods.by_uid, {pod.uid: pod for pod in fact.pods}
+    if after == before:
+        return snapshot, ()
+
+    ended = [
+        PodEnded(pod)
+        for uid, pod in before.items()
+        if not pod.ended and (uid not in after or after[uid].ended)
+    ]
+    return replace(snapshot, pods=KnownPods.of(fact.pods)), (fact, *ended)
 
 
 def _of_one_gpu(snapshot: Snapshot, fact: GpuFact) -> tuple[Snapshot, tuple[Fact, ...]]:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from metagpu.core import room
 from metagpu.core.errors import MetagpuError
 from metagpu.core.gpu import MIB, GpuId, bus_id
 from metagpu.core.layout import Layout
@@ -16,6 +17,8 @@ from metagpu.core.snapshot import GpuState, Snapshot
 def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Say what the kubelet is, or would be, offered, and why each GPU is in its pool."""
     why = {assignment.gpu.id: assignment for assignment in layout.assignments}
+    rooms = layout.rooms(snapshot)
+    left = {each.gpu.id: room.told(each) for each in rooms}
 
     return {
         "resources": {
@@ -37,11 +40,12 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "pool": why[gpu].pool if gpu in why else None,
                 "why": why[gpu].why if gpu in why else "not laid out yet",
                 "shares": _shares(snapshot, gpu),
+                "room": left.get(gpu),
             }
             for gpu, state in snapshot.gpus.items()
         ],
         "topology": _topology(snapshot),
-        "remarks": layout.remarks(snapshot),
+        "remarks": list(room.sentences(rooms)),
         "rivals": dict(snapshot.rivals),
     }
 
@@ -142,11 +146,15 @@ def _gpu(state: GpuState) -> Mapping[str, Any]:
         "cleaning": {backend: _moment(since) for backend, since in state.cleaning.items()},
         "suspended": {backend: _pause(pause) for backend, pause in state.suspended.items()},
         "cordon": _pause(state.cordon) if state.cordon else None,
+        "faults": [_fault(state, device) for device in state.faults],
         "made": [
             _made(share, it) for stock in state.stocks.values() for share, it in stock.made.items()
         ],
         "blocked": sorted(
-            {why for stock in state.stocks.values() for why in stock.blocked.values()}
+            {
+                *(why for stock in state.stocks.values() for why in stock.blocked.values()),
+                *state.paused.values(),
+            }
         ),
         "waitsFor": hindrance(state) if state.waits_for else None,
     }
@@ -162,8 +170,24 @@ def _made(share: ShareId, it: Made) -> Mapping[str, Any]:
     }
 
 
-def _pause(it: Pause) -> Mapping[str, str]:
-    return {"reason": it.reason, "since": _moment(it.since)}
+def _fault(state: GpuState, device: str) -> Mapping[str, Any]:
+    """Say what is wrong with a MIG device, and which shares it stands for: none if not ours."""
+    verdict = state.faults[device]
+    return {
+        "device": device,
+        "shares": sorted(
+            share
+            for stock in state.stocks.values()
+            for share, made in stock.made.items()
+            if made.device == device
+        ),
+        "reason": verdict.reason,
+        "since": _moment(verdict.since),
+    }
+
+
+def _pause(it: Pause) -> Mapping[str, str | bool]:
+    return {"reason": it.reason, "since": _moment(it.since), "reset": it.reset}
 
 
 def _moment(at: float) -> str:

@@ -56,10 +56,11 @@ class ServedGpu(Protocol):
         """Wait until the GPU's state is so, and give it; at once, if it is so already."""
         ...
 
-    def suspend(self, reason: str) -> None:
+    def suspend(self, reason: str, *, reset: bool = False) -> None:
         """Give no shares of it for now: they are listed as unhealthy, and refused with the reason.
 
-        Leases stay, and so do shares that other backends offer of it.
+        Leases stay, and so do shares that other backends offer of it. `reset` says that this lasts
+        until somebody resets the GPU: the cluster is told of that.
         """
         ...
 
@@ -81,6 +82,10 @@ class ServedGpu(Protocol):
 
     def tell(self, stock: Stock) -> None:
         """Say what this backend has made of the GPU, all of it."""
+        ...
+
+    def removed(self, device: str) -> None:
+        """Say that a MIG device is no more: what was wrong with it is over."""
         ...
 
     async def processes(self) -> Sequence[GpuProcess]:

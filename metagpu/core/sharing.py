@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from metagpu.core.model import Lease, Share, ShareId, Stock
+from metagpu.core.model import Lease, Share, ShareId, Stock, Verdict
 
 
 def conflicts(a: Share, b: Share) -> bool:
@@ -61,6 +61,21 @@ def withheld(
         for share in shares
         if share.id not in leases
         and (not owners <= {share.backend} or not share.footprint.isdisjoint(taken))
+    )
+
+
+def broken(stocks: Mapping[str, Stock], faults: Mapping[str, Verdict]) -> frozenset[ShareId]:
+    """Find the shares of one GPU that stand for MIG devices which are out of service.
+
+    A verdict belongs to a device by its uuid: what was made later in its place is another.
+    """
+    if not faults:
+        return frozenset()
+    return frozenset(
+        share
+        for stock in stocks.values()
+        for share, made in stock.made.items()
+        if made.device in faults
     )
 
 

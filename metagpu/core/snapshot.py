@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Lease, Pause, ResourceName, Share, ShareId, Stock, Verdict
+from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import strays
 
 
@@ -22,6 +23,7 @@ class GpuState:
         cleans: the backends that clean it when their last lease of it has ended.
         cleaning: those that do so now, and since when.
         stocks: what backends have made of it, where they have to make something.
+        faults: the MIG devices of it that are out of service; `broken` their shares.
         elsewhere: the MIG devices that containers hold through another plugin; the same for every
             GPU, `None` until the kubelet has told.
     """
@@ -37,6 +39,8 @@ class GpuState:
     cleans: frozenset[str] = frozenset()
     cleaning: Mapping[str, float] = field(default_factory=dict)
     stocks: Mapping[str, Stock] = field(default_factory=dict)
+    faults: Mapping[str, Verdict] = field(default_factory=dict)
+    broken: frozenset[ShareId] = frozenset()
     elsewhere: frozenset[str] | None = None
 
     @property
@@ -57,21 +61,36 @@ class GpuState:
         return strays(self.shares, self.leases)
 
     @property
+    def paused(self) -> Mapping[ShareId, str]:
+        """The shares of which a backend gives nothing new for now, and why; others it may give."""
+        return {i: why for stock in self.stocks.values() for i, why in stock.paused.items()}
+
+    @property
     def shut(self) -> frozenset[ShareId]:
         """The shares that are listed Unhealthy, be the GPU as healthy as it may.
 
         A cordon says nothing against those who hold a share: it stays listed as it was, because a
         kubelet that restarts fails pods whose devices are not healthy.
         """
+        lost = self.withheld | self.broken | self.paused.keys()
         if not self.suspended and self.cordon is None:
-            return self.withheld
+            return lost
 
-        return self.withheld | {
+        return lost | {
             share.id
             for share in self.shares
             if share.backend in self.suspended
             or (self.cordon is not None and share.id not in self.leases)
         }
+
+    def fault_of(self, share: ShareId) -> Verdict | None:
+        """Say what is wrong with the MIG device that stands for a share, `None` for nothing."""
+        if share not in self.broken:
+            return None
+        devices = (
+            stock.made[share].device for stock in self.stocks.values() if share in stock.made
+        )
+        return next((self.faults[it] for it in devices if it in self.faults), None)
 
     def open_to(self, backend: str) -> bool:
         """Tell whether a backend may give any share of this GPU now."""
@@ -117,6 +136,7 @@ class Snapshot:
 
     Attributes:
         rivals: the resources that another device plugin serves in our stead, and where.
+        pods: those of this node, where the API server tells them.
     """
 
     gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
@@ -124,3 +144,4 @@ class Snapshot:
     topology: Topology = field(default_factory=Topology)
     versions: Versions = field(default_factory=Versions)
     rivals: Mapping[ResourceName, str] = field(default_factory=dict)
+    pods: KnownPods = field(default_factory=KnownPods)

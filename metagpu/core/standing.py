@@ -16,10 +16,12 @@ from metagpu.core.facts import (
     GpuRecovered,
     GpuReturned,
     GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
     StockTold,
 )
 from metagpu.core.model import Pause, Stock, Verdict
-from metagpu.core.sharing import withheld
+from metagpu.core.sharing import broken, withheld
 from metagpu.core.snapshot import GpuState
 
 NOT_READY: Final = "it is being made ready"
@@ -37,6 +39,8 @@ def stand(  # noqa: C901, PLR0911 - one return for each kind of fact
             return _judged(state, Verdict(healthy=False, since=fact.at, reason=fact.reason))
         case GpuRecovered():
             return _judged(state, Verdict(healthy=True, since=fact.at))
+        case InstanceFaulted() | InstanceRecovered():
+            return _judged_inside(state, fact)
         case GpuCordoned():
             cordon = _paused(state.cordon, fact.reason, fact.at)
             return state if cordon == state.cordon else replace(state, cordon=cordon)
@@ -48,7 +52,7 @@ def stand(  # noqa: C901, PLR0911 - one return for each kind of fact
             left = _resumed(_not_cleaning(state, fact.backend), fact.backend)
             return _stocked(_cleaned(left, fact), fact.backend, Stock())
         case BackendSuspended():
-            return _suspended(state, fact.backend, fact.reason, fact.at)
+            return _suspended(state, fact)
         case BackendResumed():
             return _resumed(state, fact.backend)
         case GpuReturned():
@@ -65,6 +69,18 @@ def _judged(state: GpuState, verdict: Verdict) -> GpuState:
     return state if same else replace(state, verdict=verdict)
 
 
+def _judged_inside(state: GpuState, fact: InstanceFaulted | InstanceRecovered) -> GpuState:
+    """Change the verdict of a MIG device; the same holds as for a GPU."""
+    ill = isinstance(fact, InstanceFaulted)
+    if ill == (fact.device in state.faults):
+        return state
+
+    faults = dict(_without(state.faults, fact.device))
+    if ill:
+        faults[fact.device] = Verdict(healthy=False, since=fact.at, reason=fact.reason)
+    return replace(state, faults=MappingProxyType(faults), broken=broken(state.stocks, faults))
+
+
 def _paused(pause: Pause | None, reason: str, at: float) -> Pause:
     """Begin a pause, or give one that lasts a new reason."""
     return Pause(reason, pause.since if pause else at)
@@ -74,16 +90,16 @@ def _kept(state: GpuState, fact: GpuKept) -> GpuState:
     if fact.cleans and fact.backend not in state.cleans:
         state = replace(state, cleans=state.cleans | {fact.backend})
     if fact.readies:
-        state = _suspended(state, fact.backend, NOT_READY, fact.at)
+        state = _suspended(state, BackendSuspended(fact.gpu, fact.backend, NOT_READY, fact.at))
     return state
 
 
-def _suspended(state: GpuState, backend: str, reason: str, at: float) -> GpuState:
-    known = state.suspended.get(backend)
-    pause = _paused(known, reason, at)
+def _suspended(state: GpuState, fact: BackendSuspended) -> GpuState:
+    known = state.suspended.get(fact.backend)
+    pause = replace(_paused(known, fact.reason, fact.at), reset=fact.reset)
     if pause == known:
         return state
-    return replace(state, suspended=MappingProxyType({**state.suspended, backend: pause}))
+    return replace(state, suspended=MappingProxyType({**state.suspended, fact.backend: pause}))
 
 
 def _resumed(state: GpuState, backend: str) -> GpuState:
@@ -115,7 +131,7 @@ def _stocked(state: GpuState, backend: str, stock: Stock) -> GpuState:
     rest = _without(state.stocks, backend)
     stocks = rest if stock == Stock() else MappingProxyType({**rest, backend: stock})
     lost = withheld(state.shares, state.leases, state.cleaning, stocks)
-    return replace(state, stocks=stocks, withheld=lost)
+    return replace(state, stocks=stocks, withheld=lost, broken=broken(stocks, state.faults))
 
 
 def _without(values: Mapping[str, ValueT], key: str) -> Mapping[str, ValueT]:

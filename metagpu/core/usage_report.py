@@ -10,20 +10,29 @@ from typing import Any
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
-from metagpu.core.enforcement import Enforcement, Policy, limit_of
+from metagpu.core.enforcement import Enforcement
 from metagpu.core.enforcer import Tally, guarded
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.model import Holder, Share, ShareId
+from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.usage import Account, Process, Stranger, Usage
+from metagpu.core.wishes import settle
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds on this node: what the pool of each GPU says, and what guards each backend."""
+    """What holds on this node.
+
+    Attributes:
+        terms: what the pool of each GPU says.
+        guards: what guards the containers of each backend.
+        limited: whether the driver keeps a container within its limit.
+    """
 
     terms: Callable[[GpuId], Enforcement]
     guards: Mapping[str, Guard]
+    limited: Callable[[Usage], bool] = lambda _: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +82,7 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
                 process["pid"] = process["innerPid"]
     return {
         "gpus": [
-            # Why an operator has cordoned it may speak of others.
-            {**_gpu(state, _own(state, its, findings), findings, rules), "cordon": None}
+            _gpu_for(state, _own(state, its, findings), findings, rules)
             for gpu, state in snapshot.gpus.items()
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],
@@ -84,9 +92,13 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
     }
 
 
-def tally_report(tally: Tally, snapshot: Snapshot) -> dict[str, Any]:
-    """Say what the enforcer has done since the daemon's start, and who is over now."""
+def tally_report(tally: Tally, snapshot: Snapshot, limited: int = 0) -> dict[str, Any]:
+    """Say what the enforcer has done since the daemon's start, and who is over now.
+
+    `limited` is how many limits the driver has been given.
+    """
     return {
+        "driverLimits": limited,
         "warnings": tally.warnings,
         "signals": {signal.name: count for signal, count in tally.signals.items()},
         "overMiB": [
@@ -95,6 +107,19 @@ def tally_report(tally: Tally, snapshot: Snapshot) -> dict[str, Any]:
             for holder, above in those.items()
         ],
     }
+
+
+def tally_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
+    """Write what `tally_report` says for people; nothing where nothing was done."""
+    if told is None:
+        return ()
+    sent = [f"{count} {name}" for name, count in told["signals"].items() if count]
+    parts = [f"{told['warnings']} warnings"] if told["warnings"] else []
+    parts += [f"{' and '.join(sent)} sent"] if sent else []
+    lines = [f"memory, since the daemon's start: {', '.join(parts)}"] if parts else []
+    if told["driverLimits"]:
+        lines.append(f"limits of memory that the driver itself keeps: {told['driverLimits']}")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +163,20 @@ def _gpu(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[s
         "shares": _offered(state, use.held),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
+        "faults": {device: verdict.reason for device, verdict in state.faults.items()},
         "cordon": state.cordon and state.cordon.reason,
         "policy": str(rules.terms(gpu.id).policy),
         "failure": failure,
     }
+
+
+def _gpu_for(state: GpuState, use: _Use, findings: Findings, rules: Rules) -> dict[str, Any]:
+    """Say it to a pod: no word of other pods' devices, nor why an operator has cordoned it."""
+    made = [it for stock in state.stocks.values() for it in stock.made.items()]
+    own = {its.device for share, its in made if share in use.held}
+    told = _gpu(state, use, findings, rules)
+    faults = {device: reason for device, reason in told["faults"].items() if device in own}
+    return {**told, "cordon": None, "faults": faults}
 
 
 def _offered(state: GpuState, held: Container[ShareId]) -> list[dict[str, Any]]:
@@ -168,6 +203,8 @@ def _containers(
     for usage in usages:
         # On a GPU that it does not use, nothing tells a pod's uid: it is that of the others.
         uid = usage.pod_uid or told.get(usage.holder)
+        if uid is None and (pod := snapshot.pods.find(usage.holder, None)) is not None:
+            uid = pod.uid
         found.setdefault((usage.holder, uid), []).append(usage)
 
     return [
@@ -176,17 +213,26 @@ def _containers(
             "pod": holder.pod,
             "container": holder.container,
             "podUid": uid,
-            "gpus": [_part(snapshot.gpus[its.gpu], its, findings, rules) for its in parts],
+            **_known(snapshot.pods.find(holder, uid)),
+            "gpus": [_part(snapshot, its, findings, rules) for its in parts],
         }
         for (holder, uid), parts in sorted(found.items(), key=lambda item: str(item[0]))
     ]
 
 
-def _part(state: GpuState, usage: Usage, findings: Findings, rules: Rules) -> dict[str, Any]:
+def _known(pod: KnownPod | None) -> dict[str, Any]:
+    """Say what the API server tells of a pod, nothing where it is not asked."""
+    return {"owner": pod and (pod.owner or None), "phase": pod and (pod.phase or None)}
+
+
+def _part(snapshot: Snapshot, usage: Usage, findings: Findings, rules: Rules) -> dict[str, Any]:
     """Say what one container has of one GPU."""
-    guard, terms = guarded(usage, rules.guards), rules.terms(usage.gpu)
-    judged = guard is Guard.ENFORCER and terms.policy is not Policy.OFF
-    limit = limit_of(usage, state.gpu, terms.headroom) if judged else None
+    state, guard = snapshot.gpus[usage.gpu], guarded(usage, rules.guards)
+    settled = settle(usage, snapshot, rules.terms(usage.gpu))
+    judged = guard is Guard.ENFORCER
+    limit = settled.limit if judged else None
+    if judged and rules.limited(usage):
+        guard = Guard.DRIVER
     resource = usage.shares[0].resource
     capacity = sum(share.resource == resource for share in state.shares)
     busy = findings.busy.get(usage.gpu)
@@ -208,7 +254,7 @@ def _part(state: GpuState, usage: Usage, findings: Findings, rules: Rules) -> di
             None if own is None else round(own * max(capacity, 1) / len(usage.shares))
         ),
         "guard": guard and str(guard),
-        "policy": str(terms.policy) if guard is Guard.ENFORCER else None,
+        "policy": str(settled.terms.policy) if judged else None,
         "processes": [_process(p, busy, findings) for p in usage.processes],
     }
 

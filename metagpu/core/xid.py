@@ -81,6 +81,11 @@ DEFAULT_XIDS: Final[Mapping[int, XidRule]] = MappingProxyType(
 
 UNKNOWN_XID: Final = XidRule(Severity.NOTICE, "not in metagpu's table")
 
+CONTAINED: Final = frozenset((8, 11, 13, 31, 32, 43, 45, 68, 69, 94))
+"""Those that stay in the MIG instance that NVML names with them: faults of a channel, or of memory
+that the hardware has contained, after which NVIDIA's catalogue has the program started again. All
+others are the whole GPU's, whatever instance NVML names (docs/decisions/0036)."""
+
 
 def rule_for(code: int, overrides: Mapping[int, Severity]) -> XidRule:
     """Give the rule for an XID: the configuration's severity, else the table's, else unknown."""

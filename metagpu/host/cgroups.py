@@ -39,6 +39,12 @@ def container_in(text: str) -> Container | None:
     return None
 
 
+def may_be_pod(name: str) -> str | None:
+    """Give the pod's uid in the name of a cgroup, `None` where it is no pod's."""
+    found = _POD.fullmatch(name) or _BOTH.fullmatch(name)
+    return None if found is None else _dashed(found["uid"])
+
+
 def _container_at(path: str) -> Container | None:
     levels = path.split("/")
 

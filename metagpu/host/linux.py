@@ -10,9 +10,10 @@ from typing import Final
 from anyio import CapacityLimiter, to_thread
 
 from metagpu.core.errors import HostError
-from metagpu.core.host import Container, Identity, Particulars
+from metagpu.core.host import Container, Home, Identity, Particulars
 from metagpu.core.model import Holder
-from metagpu.host.logs import DEFAULT_FOLDER, read_holders
+from metagpu.host.homes import DEFAULT_ROOT, counts_devices, find_homes
+from metagpu.host.logs import DEFAULT_FOLDER, read_containers, read_holders
 from metagpu.host.peer import read_peer
 from metagpu.host.process import read_boot_time, read_identity, read_particulars
 
@@ -30,6 +31,7 @@ class LinuxHost:
     Args:
         proc: where the kernel shows processes.
         logs: where the kubelet links the logs of containers.
+        cgroups: where the kernel shows cgroups.
         own_pids: whether pids on GPUs are those of our own pid namespace, whichever that is: so it
             is where the GPUs are simulated.
     """
@@ -38,13 +40,18 @@ class LinuxHost:
         self,
         proc: Path = Path("/proc"),
         logs: Path = DEFAULT_FOLDER,
+        cgroups: Path = DEFAULT_ROOT,
         *,
         own_pids: bool = False,
     ) -> None:
         self._proc = proc
         self._logs = logs
+        self._cgroups = cgroups
         self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
+        # Several at once would wait for each other, at four times the processor time. What people
+        # want to know has a place of its own: a command line may hang while its process does.
+        self._identifying, self._describing = CapacityLimiter(1), CapacityLimiter(1)
         # Whoever calls too often waits for other callers, and nobody else waits for them.
         self._callers = CapacityLimiter(_CALLERS)
 
@@ -54,7 +61,7 @@ class LinuxHost:
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
         """Tell processes apart by their pids on the host; those that we cannot see are left out."""
-        return await to_thread.run_sync(self._identify, pids)
+        return await to_thread.run_sync(self._identify, pids, limiter=self._identifying)
 
     async def peer(self, connection: socket) -> Identity | None:
         """Identify the process that opened the other end of a unix socket."""
@@ -64,7 +71,7 @@ class LinuxHost:
 
     async def describe(self, who: Collection[Identity]) -> Mapping[Identity, Particulars]:
         """Read what people want to know of processes; those that are gone are left out."""
-        return await to_thread.run_sync(self._describe, who)
+        return await to_thread.run_sync(self._describe, who, limiter=self._describing)
 
     async def holders(self, containers: Collection[Container]) -> Mapping[Container, Holder]:
         """Name containers as the kubelet does; those nobody knows by name are left out."""
@@ -72,6 +79,10 @@ class LinuxHost:
         if unknown:
             self._remember(await to_thread.run_sync(self._read_holders, unknown))
         return {one: self._holders[one] for one in containers if one in self._holders}
+
+    async def homes(self, holders: Collection[Holder]) -> Sequence[Home]:
+        """Find the cgroups of running containers by what the kubelet calls them."""
+        return await to_thread.run_sync(self._find_homes, holders)
 
     async def signal(self, who: Identity, signal: Signals) -> bool:
         """Signal exactly this process; tell whether it was still there to get it.
@@ -118,6 +129,16 @@ class LinuxHost:
             return read_holders(self._logs, containers)
         except OSError:
             return {}  # `hints` says so
+
+    def _find_homes(self, holders: Collection[Holder]) -> Sequence[Home]:
+        if not counts_devices(self._cgroups):
+            return ()
+        try:
+            containers = read_containers(self._logs, holders)
+        except OSError:
+            return ()  # `hints` says so
+        found = find_homes(self._cgroups, containers)
+        return [Home(it, containers[it], str(folder)) for it, folder in found.items()]
 
     def _remember(self, found: Mapping[Container, Holder]) -> None:
         self._holders.update(found)

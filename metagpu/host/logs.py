@@ -41,6 +41,33 @@ def read_holders(folder: Path, containers: Collection[Container]) -> Mapping[Con
     return found
 
 
+def read_containers(folder: Path, holders: Collection[Holder]) -> Mapping[Container, Holder]:
+    """Find the containers of these names, running or not; blocks.
+
+    One whose link is cut is not found: its name tells no id.
+
+    Raises:
+        OSError: if there is no such folder.
+    """
+    stems = {f"{it.pod}_{it.namespace}_{it.container}" for it in holders}
+    with os.scandir(folder) as entries:
+        names = [entry.name.removesuffix(_SUFFIX) for entry in entries]
+    found: dict[Container, Holder] = {}
+
+    for name in names:
+        stem, _, id_ = name.rpartition("-")
+        if stem not in stems:
+            continue
+        try:
+            uid = (folder / f"{name}{_SUFFIX}").readlink().parent.parent.name.rpartition("_")[2]
+        except OSError:
+            continue  # removed meanwhile, or no link
+        container = Container(id_, uid)
+        if (holder := _holder(folder, name, container)) is not None and holder in holders:
+            found[container] = holder
+    return found
+
+
 def _holder(folder: Path, stem: str, container: Container) -> Holder | None:
     """Read the names from where a link leads, if name and target both speak of this container."""
     try:

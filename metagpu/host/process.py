@@ -18,6 +18,9 @@ _FILE_LIMIT: Final = 65536
 _COMMAND_LIMIT: Final = 4096
 """Bytes of a command line that are told: a process may make its own as long as it likes."""
 
+_OF_STATUS: Final = ("Name:", "Uid:", "NSpid:")
+"""What is used of the sixty lines of /proc/PID/status."""
+
 # Places in /proc/PID/stat behind the command's name, which may hold anything (proc_pid_stat(5)).
 _UTIME, _STIME, _STARTED, _RESIDENT = 11, 12, 19, 21
 
@@ -95,7 +98,8 @@ def _cgroup(folder: int) -> str:
 
 def _status(folder: int) -> dict[str, str]:
     lines = _read(folder, "status").decode(errors="replace").splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    wanted = (line.partition(":") for line in lines if line.startswith(_OF_STATUS))
+    return {name: value.strip() for name, _, value in wanted}
 
 
 def _told(command: list[bytes]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
     session   the GPUs met so far, and the one event set
     wiring    how the GPUs are connected, read once for each set of them
     activity  how busy processes keep a GPU
+    limits    how much of its memory the driver lets a cgroup have
 """
 
 import ctypes
@@ -28,7 +29,7 @@ from metagpu.core.driver import (
     Condition,
     DriverEvent,
     GpuProcess,
-    RecoveryActionChanged,
+    GpuUnavailable,
     Survey,
     Unreadable,
 )
@@ -38,6 +39,7 @@ from metagpu.core.snapshot import Versions
 from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
+from metagpu.nvml.limits import limit_memory
 from metagpu.nvml.reading import (
     read_compute_mode,
     read_condition,
@@ -171,6 +173,11 @@ class Nvml:
         known = self._known(gpu)
         return await known.lane.call(partial(read_utilisation, known.handle), self._deadline)
 
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Have the driver refuse all processes of a cgroup together more than so many bytes."""
+        known = self._known(gpu)
+        await known.lane.call(partial(limit_memory, known.handle, cgroup, limit), self._deadline)
+
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
         """Read who may use a GPU for computing; `None` when the driver does not say."""
         known = self._known(gpu)
@@ -184,7 +191,7 @@ class Nvml:
     async def events(self) -> Sequence[DriverEvent]:
         """Wait for events of any GPU, at most one second; empty when nothing happened.
 
-        A GPU that is lost is reported as `RecoveryActionChanged`, which asks for its condition.
+        A GPU that is lost is reported as `GpuUnavailable`, which asks for its condition.
         """
         session = self._opened()
 
@@ -221,11 +228,11 @@ class Nvml:
         async with session.registering:
             await self._stop_listening(session, lost)
         if lost:
-            return tuple(RecoveryActionChanged(gpu) for gpu in lost)
+            return tuple(GpuUnavailable(gpu) for gpu in lost)
 
         await anyio.sleep(SLICE)
         # A set that could not be replaced still holds whom we know: that is no news.
-        return () if session.spoiled else (RecoveryActionChanged(None),)
+        return () if session.spoiled else (GpuUnavailable(None),)
 
     async def _stop_listening(self, session: Session, lost: Collection[GpuId]) -> None:
         """Keep lost GPUs out of the event set, and replace it if it is spoiled or holds them.

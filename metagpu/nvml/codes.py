@@ -13,6 +13,7 @@ from metagpu.core.errors import (
     GpuLost,
     InUse,
     NoRoom,
+    NotThere,
     Unsupported,
 )
 
@@ -54,6 +55,7 @@ _LOST: Final = {
 _ANSWERED: Final = {
     pynvml.NVML_ERROR_IN_USE: InUse,
     pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: NoRoom,
+    pynvml.NVML_ERROR_NOT_FOUND: NotThere,
     pynvml.NVML_ERROR_NOT_SUPPORTED: Unsupported,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: Unsupported,
 }

@@ -12,7 +12,13 @@ import anyio
 import pynvml
 import structlog
 
-from metagpu.core.driver import DriverEvent, EccError, RecoveryActionChanged, Xid
+from metagpu.core.driver import (
+    DriverEvent,
+    EccError,
+    GpuUnavailable,
+    RecoveryActionChanged,
+    Xid,
+)
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.mig import MigProfile
 from metagpu.core.snapshot import Versions
@@ -211,4 +217,6 @@ class Session:
             return EccError(gpu, double_bit=False)
         if data.eventType == pynvml.nvmlEventTypeDoubleBitEccError:
             return EccError(gpu, double_bit=True)
+        if data.eventType == pynvml.nvmlEventTypeGpuUnavailableError:
+            return GpuUnavailable(gpu)
         return RecoveryActionChanged(gpu)

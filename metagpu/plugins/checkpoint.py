@@ -1,11 +1,13 @@
-"""What containers that are older than this daemon were told of their memory.
+"""What the kubelet keeps on disk of who holds what, and what they were told; never written here.
 
-The kubelet keeps every answer to Allocate in its checkpoint, and replays it at each start of the
-container: whatever the configuration says today, a container was told what stands there. It is
-read once, at start, and never written.
+It keeps every answer to Allocate, and replays it at each start of the container: whatever the
+configuration says today, a container was told what stands there.
+It knows who holds which id before the API server has told it of a single pod, and forgets an ended
+pod only with its next writing.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,22 +16,34 @@ import structlog
 
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.injection import MEMORY
+from metagpu.core.model import ShareId
 from metagpu.core.usage import NOTHING_TOLD, Told
 from metagpu.plugins.pb import v1beta1
 
 FILE: Final = "kubelet_internal_checkpoint"
+SOCKET: Final = "kubelet.sock"
+"""Stands beside it."""
 
 log = structlog.get_logger()
 
-_ENTRY = {"pod_uid": "PodUID", "container": "ContainerName", "answer": "AllocResp"}
+_ENTRY = {
+    "pod_uid": "PodUID",
+    "container": "ContainerName",
+    "answer": "AllocResp",
+    "devices": "DeviceIDs",
+}
 
 
 class _Entry(msgspec.Struct, frozen=True, rename=_ENTRY):
-    """What one container holds of one resource; `answer` is a ContainerAllocateResponse."""
+    """What one container holds of one resource; `answer` is a ContainerAllocateResponse.
+
+    `devices` are by NUMA node; before Kubernetes 1.20 they were a list.
+    """
 
     pod_uid: str
     container: str
     answer: bytes = b""
+    devices: dict[str, tuple[str, ...] | None] | tuple[str, ...] | None = None
 
 
 class _Data(msgspec.Struct, frozen=True, rename={"entries": "PodDeviceEntries"}):
@@ -38,6 +52,27 @@ class _Data(msgspec.Struct, frozen=True, rename={"entries": "PodDeviceEntries"})
 
 class _Checkpoint(msgspec.Struct, frozen=True, rename={"data": "Data"}):
     data: _Data
+
+
+def read_held(directory: Path) -> frozenset[ShareId] | None:
+    """Read the ids that the kubelet has noted as given to containers; blocks.
+
+    None where that cannot be known: it is not the kubelet's folder, or the file is damaged.
+    """
+    try:
+        return frozenset(_ids((directory / FILE).read_bytes()))
+    except FileNotFoundError:
+        return frozenset() if (directory / SOCKET).exists() else None
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+
+
+def _ids(text: bytes) -> Iterator[ShareId]:
+    for entry in msgspec.json.decode(text, type=_Checkpoint).data.entries or ():
+        devices = entry.devices or ()
+        parts = devices.values() if isinstance(devices, dict) else (devices,)
+        for part in parts:
+            yield from map(ShareId, part or ())
 
 
 def read_told(directory: Path) -> Told:

@@ -5,22 +5,20 @@ The kubelet never says that a share was given back; it only stops listing it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from socket import gethostname
 from typing import Final
 
 import anyio
 import structlog
-from anyio import to_thread
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
-from metagpu.core.model import Holder, ResourceName, ShareId, gpu_of
+from metagpu.core.facts import Event, LeasesObserved, PodEnded, SharesGranted, SharesOffered
+from metagpu.core.model import Holder, ResourceName, ShareId
 from metagpu.core.registry import Registry
-from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.pb import v1
-from metagpu.plugins.serving import identity_of
+from metagpu.plugins.settling import Settling
 
 DEFAULT_SOCKET: Final = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 PERIOD: Final = 10.0
@@ -31,34 +29,8 @@ SETTLE: Final = 0.5
 """Seconds from a grant to the look that finds its pod: the kubelet lists it once it is admitted.
 It also keeps a burst of pods far below the kubelet's limit of 100 questions a second."""
 DEADLINE: Final = 5.0
-UNSETTLED: Final = 60.0
-"""Seconds for which a restarted kubelet is not believed that nobody holds anything: it answers
-before the API server has told it of its pods, and lists none until then."""
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class _Settling:
-    """Tells whether the kubelet that answers knows its pods, by when it came in another's place.
-
-    Attributes:
-        doubted_until: by the event loop's clock; in the past once it has named somebody.
-    """
-
-    socket: Path
-    identity: tuple[int, int, int] | None = field(init=False, default=None)
-    doubted_until: float = 0.0
-
-    async def judged(self, fact: LeasesObserved, snapshot: Snapshot) -> LeasesObserved:
-        identity = await to_thread.run_sync(identity_of, self.socket)
-        if None not in (identity, self.identity) and identity != self.identity:
-            self.doubted_until = anyio.current_time() + UNSETTLED
-        self.identity = identity or self.identity
-
-        if any(gpu_of(share) in snapshot.gpus for share in fact.holders):
-            self.doubted_until = 0.0
-        return replace(fact, settled=anyio.current_time() >= self.doubted_until)
 
 
 async def follow_leases(
@@ -66,24 +38,37 @@ async def follow_leases(
     socket: Path = DEFAULT_SOCKET,
     clock: Callable[[], float] = time.time,
     looked: anyio.Event | None = None,
+    *,
+    directory: Path | None = None,
+    node: str = "",
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
-    Looks at once, after every grant or change of what is on offer, and every `PERIOD` seconds, more
-    often while shares are withheld. A kubelet that cannot be asked changes nothing: what was known
-    stays. So it does for a while under a new kubelet that lists no holder (see `UNSETTLED`).
-    `looked` is set after the first look, whatever came of it.
+    Looks at once, after every grant, change of what is on offer or end of a pod that holds shares
+    (where the API server tells it), and every `PERIOD` seconds, more often while shares are
+    withheld. A kubelet that cannot be asked changes nothing: what was known
+    stays. So it does under a kubelet that does not know its pods yet (`plugins/settling`), and when
+    an answer is not understood.
+
+    Args:
+        registry: told of what is seen.
+        socket: where the kubelet answers.
+        clock: gives the time of day.
+        looked: is set after the first look, whatever came of it.
+        directory: the kubelet's folder for device plugins, where its checkpoint is.
+        node: this node's name, this machine's if it is not said.
     """
     told = ""
     pause = 0.0
-    settling = _Settling(socket)
+    settling = Settling(socket, directory, (node or gethostname()).lower(), clock)
 
-    with registry.news.subscribe(SharesGranted, SharesOffered) as news:
+    with registry.news.subscribe(SharesGranted, SharesOffered, PodEnded) as news:
         stirred = anyio.Event()
 
         async def listen() -> None:
-            async for _ in news:
-                stirred.set()
+            async for event in news:
+                if _concerns_us(event, registry):
+                    stirred.set()
 
         async with anyio.create_task_group() as group:
             group.start_soon(listen)
@@ -91,16 +76,15 @@ async def follow_leases(
             while True:
                 stirred = anyio.Event()
                 try:
-                    seen = await observed(socket, clock)
-                    registry.apply(await settling.judged(seen, registry.snapshot))
+                    seen, pods = await _asked(socket, clock)
+                    registry.apply(await settling.judged(seen, pods, registry.snapshot))
                     told = ""
-                except (OSError, GRPCError, StreamTerminatedError, AssertionError) as error:
-                    # betterproto2 asserts that an answer has a message; a hang has no text.
+                except Exception as error:  # noqa: BLE001 - whatever it says, leases stay
+                    settling.broken()
+                    # A hang has no text.
                     if (why := str(error) or type(error).__name__) != told:
                         told = why
-                        log.warning(
-                            "the kubelet does not say who holds what", socket=str(socket), why=told
-                        )
+                        _tell_failure(error, socket, told)
 
                 if looked is not None:
                     looked.set()
@@ -113,6 +97,19 @@ async def follow_leases(
                 if not waiting.cancelled_caught:
                     await anyio.sleep(SETTLE)
                     pause = 0.0
+
+
+def _concerns_us(event: Event, registry: Registry) -> bool:
+    """Tell whether news may change who holds what: most pods that end held nothing of ours."""
+    if not isinstance(event, PodEnded):
+        return True
+    pod = event.pod
+    return any(
+        lease.holder is not None
+        and (lease.holder.namespace, lease.holder.pod) == (pod.namespace, pod.name)
+        for state in registry.snapshot.gpus.values()
+        for lease in state.leases.values()
+    )
 
 
 def _untold(registry: Registry) -> bool:
@@ -129,6 +126,18 @@ def _sought(registry: Registry) -> bool:
     return any(state.withheld for state in registry.snapshot.gpus.values())
 
 
+def _tell_failure(error: Exception, socket: Path, why: str) -> None:
+    """Log why the kubelet does not say it; with a traceback if nobody has foreseen that."""
+    # betterproto2 asserts that an answer has a message.
+    known = isinstance(error, OSError | GRPCError | StreamTerminatedError | AssertionError)
+    log.warning(
+        "the kubelet does not say who holds what; leases stay as they are",
+        socket=str(socket),
+        why=why,
+        exc_info=None if known else error,
+    )
+
+
 async def observed(socket: Path, clock: Callable[[], float] = time.time) -> LeasesObserved:
     """Ask the kubelet who holds what, of every resource: an id says which GPU it is about.
 
@@ -137,6 +146,11 @@ async def observed(socket: Path, clock: Callable[[], float] = time.time) -> Leas
         GRPCError: if it refuses, as it does above 100 questions a second.
         StreamTerminatedError: if it goes away meanwhile.
     """
+    return (await _asked(socket, clock))[0]
+
+
+async def _asked(socket: Path, clock: Callable[[], float]) -> tuple[LeasesObserved, frozenset[str]]:
+    """Give the answer, and the names of all pods in it: those that hold nothing are named too."""
     asked = clock()
     async with Channel(path=str(socket)) as channel:
         stub = v1.PodResourcesListerStub(channel)
@@ -151,4 +165,5 @@ async def observed(socket: Path, clock: Callable[[], float] = time.time) -> Leas
                 for device in map(ShareId, devices.device_ids):
                     holders[device] = holder
                     resources[device] = ResourceName(devices.resource_name)
-    return LeasesObserved(holders, asked, resources=resources)
+    pods = frozenset(pod.name for pod in answer.pod_resources)
+    return LeasesObserved(holders, asked, resources=resources), pods

@@ -18,6 +18,7 @@ from metagpu.core.backend import Backend
 from metagpu.core.errors import (
     GpuPaused,
     GpuUnhealthy,
+    InstanceUnhealthy,
     RequestError,
     ShareTaken,
     UnknownShare,
@@ -26,7 +27,7 @@ from metagpu.core.facts import SharesGranted, SharesReleased
 from metagpu.core.grant import Grant
 from metagpu.core.model import ResourceName, Share
 from metagpu.core.registry import Registry
-from metagpu.core.snapshot import Snapshot
+from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.plugins import hot, wire
 from metagpu.plugins.making import is_made, made, made_anew
 from metagpu.plugins.serving import Calls
@@ -254,7 +255,16 @@ class Service:
                 raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
             if why := report.pause(state, shares[0].backend):
                 raise GpuPaused(self.resource, str(state.gpu), why)
-            if state.withheld:
+            if state.broken or state.withheld or state.paused:
                 for share in shares:
-                    if share.id in state.withheld:
-                        raise ShareTaken(share.id, report.hindrance(state, share))
+                    if share.gpu == gpu:
+                        self._refuse_if_shut(share, state)
+
+    def _refuse_if_shut(self, share: Share, state: GpuState) -> None:
+        if (fault := state.fault_of(share.id)) is not None:
+            slot = share.id.partition("::")[2]
+            raise InstanceUnhealthy(self.resource, slot, str(state.gpu), fault.reason)
+        if share.id in state.withheld:
+            raise ShareTaken(share.id, report.hindrance(state, share))
+        if (why := state.paused.get(share.id)) is not None:
+            raise GpuPaused(self.resource, str(state.gpu), why)

@@ -14,6 +14,18 @@ from metagpu.core.model import Holder
 from metagpu.host import LinuxHost
 
 _SHOWN: Final = ("stat", "status", "cmdline")
+_UNIFIED: Final = "0::"
+"""Begins the line of cgroup v2 in `/proc/PID/cgroup` (cgroups(7))."""
+
+
+def cgroup_of(pid: int, proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> str:
+    """Give the folder of a process's cgroup, empty where it has none of version 2; blocks."""
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = [line.removeprefix(_UNIFIED) for line in lines if line.startswith(_UNIFIED)]
+    return str(root / paths[0].lstrip("/")) if paths else ""
 
 
 def container_of(holder: Holder, life: int = 0) -> Container:
@@ -25,6 +37,11 @@ def container_of(holder: Holder, life: int = 0) -> Container:
     )
 
 
+def _path_of(container: Container) -> str:
+    uid = container.pod_uid.replace("-", "_")
+    return f"/kubepods.slice/kubepods-pod{uid}.slice/cri-containerd-{container.id}.scope"
+
+
 class SimHost:
     """A folder with a /proc and the links to containers' logs.
 
@@ -32,16 +49,19 @@ class SimHost:
         folder: holds both.
         proc: shows the processes that were put there, and no others.
         logs: as the kubelet's `/var/log/containers`.
+        cgroups: as the kernel's `/sys/fs/cgroup`, with the cgroups of containers.
         host: reads both.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.proc, self.logs = folder / "proc", folder / "containers"
-        self.proc.mkdir()
-        self.logs.mkdir()
+        self.cgroups = folder / "cgroup"
+        for made in (self.proc, self.logs, self.cgroups):
+            made.mkdir()
+        (self.cgroups / "cgroup.controllers").touch()
         (self.proc / "stat").symlink_to("/proc/stat")
-        self.host = LinuxHost(self.proc, self.logs, own_pids=True)
+        self.host = LinuxHost(self.proc, self.logs, self.cgroups, own_pids=True)
 
     def show(self, pid: int, cgroup: str, *, real: int | None = None) -> None:
         """Let a process be seen in a cgroup; one that is seen already moves there.
@@ -50,6 +70,9 @@ class SimHost:
         """
         shown = self.proc / str(pid)
         shown.mkdir(exist_ok=True)
+        if cgroup.startswith(_UNIFIED):
+            path = cgroup.strip().removeprefix(_UNIFIED).lstrip("/")
+            (self.cgroups / path).mkdir(parents=True, exist_ok=True)
         (shown / "cgroup").write_text(cgroup)
         for name in _SHOWN:
             if not (shown / name).is_symlink():
@@ -68,11 +91,21 @@ class SimHost:
     ) -> Container:
         """Let a process run in a container of this name, as containerd below systemd has it."""
         container = container_of(holder, life)
-        uid = container.pod_uid.replace("-", "_")
-        scope = f"cri-containerd-{container.id}.scope"
-        self.show(pid, f"0::/kubepods.slice/kubepods-pod{uid}.slice/{scope}\n", real=real)
+        self.show(pid, f"{_UNIFIED}{_path_of(container)}\n", real=real)
         self.name(holder, container)
         return container
+
+    def start(self, holder: Holder, life: int = 0) -> Path:
+        """Start a container without a process; give its cgroup."""
+        container = container_of(holder, life)
+        cgroup = self.cgroups / _path_of(container).lstrip("/")
+        cgroup.mkdir(parents=True, exist_ok=True)
+        self.name(holder, container)
+        return cgroup
+
+    def cgroup_of(self, pid: int) -> str:
+        """Give the cgroup's folder of a process that was put there."""
+        return cgroup_of(pid, self.proc, self.cgroups)
 
     def forget(self) -> None:
         """Remove all links, as the kubelet does when it removes containers."""

@@ -7,9 +7,10 @@ library too old to have them.
 
 from metagpu.sim.library_activity import Activity
 from metagpu.sim.library_events import Events
+from metagpu.sim.library_limits import Limits
 from metagpu.sim.library_mig import Mig
 from metagpu.sim.library_queries import Queries
 
 
-class Library(Queries, Mig, Events, Activity):
+class Library(Queries, Mig, Events, Activity, Limits):
     """All of the functions; see `LibraryBase` for what it takes."""

@@ -25,6 +25,8 @@ _SINCE: Final = {
     "nvmlDeviceGetMemoryInfo_v2": 510,
     "nvmlDeviceGetComputeRunningProcesses_v3": 535,
     "nvmlDeviceGetGraphicsRunningProcesses_v3": 535,
+    "nvmlDeviceSetMemoryLimits_v1": 615,
+    "nvmlDeviceGetMemoryLimits_v1": 615,
 }  # the branch of the driver whose library has the function first
 
 
@@ -164,7 +166,16 @@ class LibraryBase:
     @property
     def _cuda(self) -> int:
         """The CUDA version of the driver's branch (CUDA toolkit release notes, table 3)."""
-        known = {580: 13000, 575: 12090, 570: 12080, 565: 12070, 560: 12060, 550: 12040, 535: 12020}
+        known = {
+            615: 13040,
+            580: 13000,
+            575: 12090,
+            570: 12080,
+            565: 12070,
+            560: 12060,
+            550: 12040,
+            535: 12020,
+        }
         branch = self.node.driver_branch
 
         return next((cuda for since, cuda in known.items() if branch >= since), 11040)

@@ -228,7 +228,10 @@ class Queries(LibraryBase):
 
     @c_function
     def nvmlDeviceSetComputeMode(self, device: Argument, mode: Argument) -> None:
-        """Say who may compute on a GPU: root alone may; a mode of old drivers is not supported."""
+        """Say who may compute on a GPU: root alone may; a mode of old drivers is not supported.
+
+        In MIG mode none but the default is (NVIDIA/go-nvml#61 has nvidia-smi's words).
+        """
         with self._gpu(device) as gpu:
             wanted = number(mode)
             if not self.node.root:
@@ -236,6 +239,7 @@ class Queries(LibraryBase):
             if not 0 <= wanted < pynvml.NVML_COMPUTEMODE_COUNT:
                 raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
             self._supported(wanted != pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD)
+            self._supported(wanted == pynvml.NVML_COMPUTEMODE_DEFAULT or not gpu.mig.enabled)
             gpu.compute_mode = ComputeMode(wanted)
 
     @c_function

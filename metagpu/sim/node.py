@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -52,6 +53,7 @@ class SimProcess:
 
     Attributes:
         sm: how busy it keeps the GPU's multiprocessors, in percent.
+        cgroup: the folder of its cgroup, empty where limits of cgroups do not matter.
     """
 
     pid: int
@@ -60,6 +62,7 @@ class SimProcess:
     ci: int | None = None
     graphics: bool = False
     sm: int = 0
+    cgroup: str = ""
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class SimGpu:
         nvswitch_links: how many of its NVLinks lead to NVSwitches.
         failure: the NVML code with which every call about it is answered.
         hung_until: until when calls about it block, by `time.monotonic`.
+        limits: bytes that all processes in a cgroup and below it may have together.
     """
 
     slot: int
@@ -89,6 +93,7 @@ class SimGpu:
     failure: int | None = None
     hung_until: float = 0.0
     processes: dict[tuple[int, int | None, int | None], SimProcess] = field(default_factory=dict)
+    limits: dict[Path, int] = field(default_factory=dict)
 
     @property
     def handle(self) -> int:
@@ -108,6 +113,20 @@ class SimGpu:
     def used_in(self, instance: int) -> int:
         """Bytes of memory that processes have in a GPU instance."""
         return sum(it.memory or 0 for it in self.processes.values() if it.gi == instance)
+
+    def used_below(self, cgroup: Path) -> int:
+        """Bytes of memory that processes in a cgroup and below it have."""
+        below = (it for it in self.processes.values() if Path(it.cgroup).is_relative_to(cgroup))
+        return sum(process.memory or 0 for process in below)
+
+    def left_below(self, cgroup: Path) -> int | None:
+        """Bytes that a process in a cgroup may still have, `None` where nothing limits it."""
+        lefts = [
+            hard - self.used_below(limit)
+            for limit, hard in self.limits.items()
+            if cgroup.is_relative_to(limit)
+        ]
+        return min(lefts, default=None)
 
     def restarted(self) -> None:
         """Lose the instances and who ran on them; a mode that was pending begins."""
@@ -304,7 +323,7 @@ class SimNode:
         """Start a process on a GPU, or let one that is there use more or less.
 
         Raises:
-            SimError: if the GPU has less memory than that.
+            SimError: if the GPU has less memory than that, or its cgroup may have less.
         """
         with self._change():
             key = process.pid, process.gi, process.ci
@@ -316,6 +335,12 @@ class SimNode:
 
             if (process.memory or 0) > free:
                 raise SimError(f"GPU {gpu.id} has {free // MIB} MiB left for process {process.pid}")
+            left = gpu.left_below(Path(process.cgroup))
+            if left is not None and (process.memory or 0) > left + before:
+                raise SimError(
+                    f"out of memory: the limit of its cgroup leaves process {process.pid} "
+                    f"{max(0, left + before) // MIB} MiB of GPU {gpu.id}"
+                )
             gpu.processes[key] = process
 
     def end_process(self, gpu: SimGpu, pid: int) -> None:
@@ -341,12 +366,13 @@ class SimNode:
     def restore_driver(self) -> None:
         """Load the driver again; who used the old one has to initialise NVML anew.
 
-        MIG instances do not outlive it, and from Hopper on neither does MIG's mode.
+        Neither limits nor MIG instances outlive it, and from Hopper on neither does MIG's mode.
         """
         with self._change():
             self.failure = None
             self.loads += 1
             for gpu in self.gpus:
+                gpu.limits.clear()
                 gpu.mig.pending &= not gpu.board.mig_at_once
                 gpu.restarted()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from anyio import to_thread
 
 from metagpu.plugins import control
 from metagpu.sim.node import SimNode
@@ -19,7 +20,8 @@ def steering(node: SimNode) -> control.Handler:
 
     async def handle(request: Mapping[str, Any]) -> object:
         command: AnyCommand = msgspec.convert(request.get("steer"), AnyCommand)
-        return msgspec.to_builtins(steer(node, command))
+        # In a thread: it may look where a process of this machine runs.
+        return msgspec.to_builtins(await to_thread.run_sync(steer, node, command))
 
     return handle
 

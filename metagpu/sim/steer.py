@@ -13,6 +13,7 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import cutting, foreign, instances
 from metagpu.sim.boards import BOARDS
+from metagpu.sim.host import cgroup_of
 from metagpu.sim.node import SimError, SimNode, SimProcess
 from metagpu.sim.spec import ACTIONS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
@@ -95,7 +96,10 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
-        node.add_process(gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm))
+        cgroup = cgroup_of(self.pid)
+        node.add_process(
+            gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
+        )
         return f"process {self.pid} is on GPU {self.gpu}"
 
 

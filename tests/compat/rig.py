@@ -13,7 +13,7 @@ from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import Gpu
 from metagpu.core.injection import Injection
-from metagpu.core.layout import lay_out
+from metagpu.core.layout import Layout, lay_out
 from metagpu.sources import written
 from tests.build import BACKENDS
 
@@ -61,8 +61,8 @@ def refusal(*texts: str, **told: Unpack[Told]) -> str:
     return str(caught.value)
 
 
-def offered(conversion: Converted, *gpus: Gpu) -> dict[str, int]:
-    """Count what is offered of some GPUs under each resource name.
+def laid(conversion: Converted, *gpus: Gpu) -> Layout:
+    """Lay the result over some GPUs.
 
     Raises:
         ConfigError: of the line that the fault comes from.
@@ -71,9 +71,14 @@ def offered(conversion: Converted, *gpus: Gpu) -> dict[str, int]:
         raise missing
     try:
         config = Config(Document(written(conversion.data), "<converted>"), BACKENDS)
-        layout = lay_out(config, gpus, Injection())
+        return lay_out(config, gpus, Injection())
     except ConfigError as error:
         raise conversion.retold(error) from None
+
+
+def offered(conversion: Converted, *gpus: Gpu) -> dict[str, int]:
+    """Count what is offered of some GPUs under each resource name; raises as `laid`."""
+    layout = laid(conversion, *gpus)
     return {
         resource: sum(share.resource == resource for share in layout.shares)
         for resource in layout.backends

@@ -9,7 +9,7 @@ from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
 from tests.backends.mig.gpus import mig_gpu
 from tests.build import gpu
-from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
+from tests.compat.rig import FILES, converted, laid, notes, offered, pools, refusal
 
 FOUR: Final = [gpu(n) for n in range(4)]
 MIG_FOUR: Final = [mig_gpu(n) for n in range(4)]
@@ -631,17 +631,50 @@ def test_a_wrong_layout_is_told_of_its_line(
 
 
 def test_single_wants_one_profile_on_all_gpus() -> None:
-    """A layout of several profiles, or without MIG on some GPUs, is refused under single."""
-    some = SEVEN + "  - {devices: [0], mig-enabled: false}\n"
+    """GPUs that are laid out otherwise are offered to nobody and say why; the others are served."""
+    wants = "the strategy single wants instances of one profile on all GPUs, and"
+    choose = "choose mixed, or another layout"
 
-    assert refusal(LAYOUT, mixed("single"), mig_config="2x2g.10gb-3x1g.5gb") == (
-        'f.yaml: 16: mig-configs["2x2g.10gb-3x1g.5gb"][0]: the strategy single wants instances of '
-        "one profile on all GPUs, and this layout has 1g.5gb, 2g.10gb; choose mixed, or another "
-        "layout"
+    conversion = converted(LAYOUT, mixed("single"), mig_config="2x2g.10gb-3x1g.5gb")
+    [why] = {it.why for it in laid(conversion, *MIG_FOUR).assignments}
+    reason = f"{wants} these have 1g.5gb, 2g.10gb; {choose}"
+    assert why == f"all GPUs, but nothing is cut: {reason}"
+    assert offered(conversion, *MIG_FOUR) == {}
+    assert [str(note) for note in conversion.notes] == [
+        'f.yaml: 16: mig-configs["2x2g.10gb-3x1g.5gb"][0]: its GPUs are offered to nobody: '
+        + reason
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "wrong", "count"),
+    [
+        ("mig-enabled: false", "these have no MIG instances", 21),
+        (
+            "mig-enabled: true, mig-devices: {1g.5gb: 1, 2g.10gb: 3}",
+            "these have 1g.5gb, 2g.10gb",
+            21,
+        ),
+        (
+            "mig-enabled: true, mig-devices: {2g.10gb: 3}",
+            "the GPUs of this layout have 1g.5gb, 2g.10gb",
+            0,
+        ),
+    ],
+)
+def test_single_offers_the_gpus_that_are_right(second: str, wrong: str, count: int) -> None:
+    """Only GPUs with another layout are kept; where none is the right one, all are."""
+    text = (
+        "version: v1\nmig-configs:\n  it:\n"
+        "  - {devices: [1, 2, 3], mig-enabled: true, mig-devices: {1g.5gb: 7}}\n"
+        f"  - {{devices: [0], {second}}}\n"
     )
-    assert refusal(some, mixed("single")).endswith(
-        "and this layout has GPUs without; choose mixed, or another layout"
-    )
+    conversion = converted(text, mixed("single"))
+    told = laid(conversion, *MIG_FOUR)
+
+    assert len(told.shares) == count
+    assert wrong in told.assignments[0].why
+    assert {share.resource for share in told.shares} <= {"nvidia.com/gpu"}
 
 
 def test_without_any_instance_single_is_as_none() -> None:
@@ -689,8 +722,40 @@ def test_instances_under_one_name_are_shared() -> None:
     assert notes(plugin, SEVEN) == []
 
 
+def test_instances_are_shared_through_mps() -> None:
+    """What NVIDIA's plugin refuses of MIG devices works here, under the names that it would use."""
+    plugin = slices(way="mps").replace("nvidia.com/gpu", "nvidia.com/mig-1g.5gb")
+    plugin += "flags: {plugin: {sharedDevicesAllocationPolicy: distributed}}\n"
+    [pool] = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+
+    assert pool["backends"] == [
+        {
+            "backend": "mig",
+            "resource": {"1g.5gb": "nvidia.com/mig-1g.5gb"},
+            "mps": {"replicas": {"1g.5gb": 4}, "placement": "spread"},
+            "layout": {"1g.5gb": 3, "2g.10gb": 2},
+            "enableMig": True,
+        }
+    ]
+    conversion = converted(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+    assert offered(conversion, *MIG_FOUR) == {
+        "nvidia.com/mig-1g.5gb": 48,
+        "nvidia.com/mig-2g.10gb": 8,
+    }
+    assert not conversion.notes
+
+
+def test_instances_under_one_name_are_shared_through_mps() -> None:
+    """Under single, parts of nvidia.com/gpu are parts of the instances."""
+    plugin = slices(way="mps", head="    renameByDefault: true\n")
+    plugin += "flags: {migStrategy: single}\n"
+
+    assert offered(converted(plugin, SEVEN), *MIG_FOUR) == {"nvidia.com/gpu.shared": 112}
+    assert notes(plugin, SEVEN) == []
+
+
 def test_what_cannot_be_shared_of_instances_is_told() -> None:
-    """Instances under MPS, some of them, and a second entry for the same are notes."""
+    """Some of the instances, and a second entry for the same, are notes."""
     name = "nvidia.com/mig-1g.5gb"
     plugin = slices("      devices: [0]\n").replace("nvidia.com/gpu", name)
     twice = plugin.replace("      devices: [0]\n", f"    - {{name: {name}, replicas: 2}}\n")
@@ -707,8 +772,8 @@ def test_what_cannot_be_shared_of_instances_is_told() -> None:
             "all of them"
         )
     ]
-    single = slices(way="mps") + "flags: {migStrategy: single}\n"
-    assert notes(single, SEVEN) == [
+    several = slices(way="mps").replace("nvidia.com/gpu", name)
+    assert notes(several) == [
         (
             "f.yaml: 5: sharing.mps.resources[0]: has no effect here; it would have given each MIG "
             "instance to several"

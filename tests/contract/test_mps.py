@@ -13,7 +13,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.backends.mps.control import PROGRAM, Control, Folders, control_daemon
+from metagpu.backends.mps_daemon.control import PROGRAM, Control, Folders, control_daemon
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Companion, Process
 from metagpu.core.errors import ToolError, ToolMissing

@@ -13,7 +13,7 @@ from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
 from metagpu.backends.placement import Placement
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
-from metagpu.core.enforcement import Enforcement, Policy, Victims
+from metagpu.core.enforcement import Annotation, Enforcement, Policy, Victims
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
@@ -187,7 +187,7 @@ pools:
     gpus: {index: 0}
     memoryEnforcement:
       {policy: kill, headroom: 1Gi, grace: 5s, stopTimeout: 10s, victims: all, period: 1s,
-       dryRun: true}
+       dryRun: true, driverLimits: false, allowAnnotations: [limit, policy]}
     backends: [{backend: fraction}]
   - name: rest
     backends: [{backend: fraction}]
@@ -205,6 +205,8 @@ pools:
         victims=Victims.ALL,
         period=Duration(1),
         dry_run=True,
+        driver_limits=False,
+        allow_annotations=(Annotation.LIMIT, Annotation.POLICY),
     )
     assert rest == Enforcement()
     assert never.policy is Policy.OFF
@@ -388,6 +390,13 @@ def selecting(gpus: str) -> str:
                     "{policy: shoot}",
                     ".policy: 'shoot' is not known here; allowed: kill, off, report, warn",
                 ),
+                (
+                    "{allowAnnotations: [limits]}",
+                    (
+                        ".allowAnnotations[0]: 'limits' is not known here; allowed: limit, policy; "
+                        "did you mean limit?"
+                    ),
+                ),
                 ("{policy: on}", ": policy is no switch; allowed: off, report, warn, kill"),
                 ("{victims: some}", ".victims: 'some' is not known here; allowed: all, largest"),
                 ("{period: 0s}", ": period must be longer than 0"),
@@ -398,8 +407,9 @@ def selecting(gpus: str) -> str:
                 (
                     "{dryrun: true}",
                     (
-                        ".dryrun: unknown key; allowed: dryRun, grace, headroom, period, policy, "
-                        "stopTimeout, victims; did you mean dryRun?"
+                        ".dryrun: unknown key; allowed: allowAnnotations, driverLimits, dryRun, "
+                        "grace, headroom, period, policy, stopTimeout, victims; "
+                        "did you mean dryRun?"
                     ),
                 ),
             ]

@@ -32,6 +32,7 @@ SOUND = NodeFacts(
     mps="/usr/bin/nvidia-cuda-mps-control",
 )
 NOTHING: dict[str, Any] = {"resources": {"x/y": {"capacity": 0, "allocatable": 0}}, "gpus": []}
+SHUT = {"resources": {"a/b": {"capacity": 7, "allocatable": 0}}, "gpus": []}
 BROKEN = {**(SOUND.status or {}), "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
 NO_LIBRARIES = {
     **(SOUND.status or {}),
@@ -75,6 +76,7 @@ def test_a_sound_node_is_good() -> None:
         ("MG302", Verdict.BAD, {"pod_resources": "/p (refused)"}, "/p (refused)"),
         ("MG303", Verdict.NOTE, {"rivals": {"MetaGPU": "x.sock"}}, "MetaGPU (x.sock)"),
         ("MG402", Verdict.BAD, {"status": NOTHING}, "nothing is on offer"),
+        ("MG402", Verdict.BAD, {"status": SHUT}, "no pod can have anything: 0 of 7 a/b"),
         ("MG403", Verdict.BAD, {"status": BROKEN}, "GPU 0: XID 79"),
         ("MG501", Verdict.NOTE, {"client": False}, "no program /pod/mgctl"),
         ("MG501", Verdict.BAD, {"noexec": True}, "noexec"),

@@ -61,6 +61,7 @@ class Watched:
         self.refused: list[Identity] = []
         self.before: Callable[[Identity], Any] = lambda _: None
         self.describe, self.holders, self.peer = host.describe, host.holders, host.peer
+        self.homes = host.homes
         self.advice: tuple[str, ...] = ()
 
     async def hints(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from metagpu.core.driver import (
     GpuProcess,
     MigDriver,
     RecoveryAction,
+    RecoveryActionChanged,
     Survey,
     Xid,
 )
@@ -64,6 +65,9 @@ class Told:
     async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
         """Say nothing."""
         return None
+
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Limit nothing."""
 
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
         """Say that anyone may."""
@@ -133,6 +137,19 @@ async def test_what_is_not_corrected_is_told_each_time() -> None:
     logs = await news([fatal], [fatal])
 
     assert [entry["event"] for entry in logs].count("NVML reports") == 2
+
+
+async def test_what_is_said_twice_at_once_is_told_once() -> None:
+    """NVML may tell the same in several ways; another time it is news again."""
+    changed = RecoveryActionChanged(gpu(0).id)
+    logs = await news([changed, Xid(gpu(0).id, 154), changed], [changed])
+
+    told = [entry["news"] for entry in logs if entry["event"] == "NVML reports"]
+    assert told == [
+        "the recovery action changed",
+        "XID 154: GPU recovery action changed",
+        "the recovery action changed",
+    ]
 
 
 async def test_a_fault_during_an_acknowledgement_is_kept() -> None:

@@ -7,13 +7,14 @@ from metagpu.core.driver import (
     Condition,
     DriverEvent,
     EccError,
+    GpuUnavailable,
     RecoveryAction,
     RecoveryActionChanged,
     RemappedRows,
     Xid,
 )
-from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
-from metagpu.core.xid import Severity
+from metagpu.core.judgement import Heard, Inside, Patient, judge_condition, judge_event
+from metagpu.core.xid import CONTAINED, DEFAULT_XIDS, Severity
 from tests.build import gpu
 
 ID = gpu(0).id
@@ -36,6 +37,10 @@ NEEDY = Condition(memory_used=0, recovery_action=RecoveryAction.GPU_RESET)
             Heard(ID, "XID 94 in MIG instance 0: contained memory error", fatal=False),
         ),
         (
+            Xid(ID, 95, 3, 0),
+            Heard(ID, "XID 95 in MIG instance 3: uncontained memory error", fatal=True),
+        ),
+        (
             EccError(ID, double_bit=True),
             Heard(ID, "uncorrected (double-bit) memory error", fatal=True),
         ),
@@ -43,6 +48,7 @@ NEEDY = Condition(memory_used=0, recovery_action=RecoveryAction.GPU_RESET)
             EccError(ID, double_bit=False),
             Heard(ID, "corrected (single-bit) memory error", fatal=False),
         ),
+        (GpuUnavailable(ID), Heard(ID, "it does not answer", fatal=False)),
         (RecoveryActionChanged(ID), Heard(ID, "the recovery action changed", fatal=False)),
     ],
 )
@@ -57,6 +63,32 @@ def test_the_configuration_decides_what_is_fatal(severity: str, *, fatal: bool) 
     health = Health(xids={79: Severity(severity)})
 
     assert judge_event(Xid(ID, 79), health).fatal == fatal
+
+
+@pytest.mark.parametrize(
+    ("code", "instance", "inside"),
+    [
+        (94, (7, 0), Inside(7, 0)),
+        (31, (7, None), Inside(7)),
+        (94, (None, None), None),
+        (79, (7, 0), None),
+        (109, (7, 0), None),
+        (999, (7, 0), None),
+    ],
+)
+def test_a_contained_fault_stays_in_its_instance(
+    code: int, instance: tuple[int | None, int | None], inside: Inside | None
+) -> None:
+    """Only what is known to be contained, and only where NVML names the instance."""
+    heard = judge_event(Xid(ID, code, *instance), Health(xids={code: Severity.FATAL}))
+
+    assert heard.fatal
+    assert heard.inside == inside
+
+
+def test_what_is_contained_is_in_the_table() -> None:
+    """And is an application's fault unless the configuration says otherwise."""
+    assert {DEFAULT_XIDS[code].severity for code in CONTAINED} == {Severity.APPLICATION}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def test_a_pool_without_backends_keeps_its_gpus() -> None:
     )
 
 
+def test_a_pool_without_backends_may_say_why() -> None:
+    """The configuration's reason is what an operator reads of its GPUs."""
+    kept = "- {name: kept, gpus: {index: 0}, backends: [], reason: it is on loan}\n  - name: all"
+    layout = laid_out(gpu(0), gpu(1), text=pool().replace("- name: all", kept))
+
+    assert layout.assignments[0].why == "matches index 0, but nothing is cut: it is on loan"
+
+
 def test_what_is_wrong_on_any_node_is_told_without_one() -> None:
     """A rehearsal finds ids that would be offered twice before there is a GPU."""
     rehearse(config())

@@ -39,6 +39,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "cleaning": {},
             "suspended": {},
             "cordon": None,
+            "faults": [],
             "made": [],
             "blocked": [],
             "waitsFor": None,
@@ -46,6 +47,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
+            "room": None,
         },
         {
             "index": 1,
@@ -62,6 +64,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "cleaning": {},
             "suspended": {},
             "cordon": None,
+            "faults": [],
             "made": [],
             "blocked": [],
             "waitsFor": None,
@@ -69,6 +72,7 @@ def test_an_explanation_says_what_is_offered_and_why() -> None:
             "pool": "all",
             "why": "all GPUs",
             "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+            "room": None,
         },
     ]
 

@@ -1,6 +1,8 @@
 """Who may give shares of a GPU: cordons, backends that are not ready, and cleaning."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from metagpu.core.facts import (
     BackendResumed,
@@ -13,6 +15,8 @@ from metagpu.core.facts import (
     GpuReturned,
     GpusFound,
     GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
     LeasesObserved,
     SharesGranted,
     SharesOffered,
@@ -281,6 +285,19 @@ def test_stock_that_is_idle_or_held_is_in_nobodys_way() -> None:
     assert state(held).withheld == {fraction.id for fraction in FRACTIONS}
 
 
+def test_shares_that_are_paused_are_shut_held_or_not() -> None:
+    """What a backend gives nothing new of is listed Unhealthy, and is in the way of nobody."""
+    paused = Stock(paused={UNITS[0].id: "it hangs"})
+    idle = state(after(StockTold(A.id, "mps", paused, at=7), since=NODE))
+    held = state(after(StockTold(A.id, "mps", paused, at=7), since=HELD))
+
+    assert idle.shut == {UNITS[0].id}
+    assert not idle.withheld
+    assert idle.paused == {UNITS[0].id: "it hangs"}
+    assert UNITS[0].id in held.leases
+    assert held.shut == held.withheld | {UNITS[0].id}
+
+
 def test_what_is_held_elsewhere_is_known_once_the_kubelet_has_told() -> None:
     """MIG devices that another plugin gave are remembered; other devices are nobody's business."""
     held = {ShareId("MIG-x"): HOLDER, ShareId("rdma0"): HOLDER}
@@ -288,3 +305,68 @@ def test_what_is_held_elsewhere_is_known_once_the_kubelet_has_told() -> None:
     assert state(NODE).elsewhere is None
     assert state(after(LeasesObserved({}, at=9), since=NODE)).elsewhere == frozenset()
     assert state(after(LeasesObserved(held, at=9), since=NODE)).elsewhere == frozenset(["MIG-x"])
+
+
+# --- verdicts on MIG devices ----------------------------------------------------------------------
+
+DEVICES = ("MIG-a", "MIG-b", "MIG-c")
+MANY = tuple(share(A, number, backend="mig", resource="x/mig") for number in range(4))
+ON_OFFER = after(GpusFound((A, B), at=1), offer(*MANY))
+
+stocks = st.dictionaries(st.sampled_from([it.id for it in MANY]), st.sampled_from(DEVICES)).map(
+    lambda made: StockTold(
+        A.id, "mig", Stock({i: Made(device, 1, 0, idle=True) for i, device in made.items()}), at=5
+    )
+)
+verdicts = st.builds(
+    lambda kind, device: kind(A.id, device, "XID 94", at=6),
+    st.sampled_from((InstanceFaulted, InstanceRecovered)),
+    st.sampled_from(DEVICES),
+)
+
+
+@given(st.lists(stocks | verdicts, max_size=20))
+def test_a_fault_of_a_device_is_of_its_shares_alone(told: list[Fact]) -> None:
+    """Whatever is made, faulted and mended in whatever order: only what stands for it is shut."""
+    made: dict[ShareId, str] = {}
+    ill: set[str] = set()
+    for fact in told:
+        match fact:
+            case StockTold():
+                made = {i: it.device for i, it in fact.stock.made.items()}
+            case InstanceFaulted():
+                ill.add(fact.device)
+            case InstanceRecovered():
+                ill.discard(fact.device)
+
+    snapshot = after(*told, since=ON_OFFER)
+    expected = {i for i, device in made.items() if device in ill}
+    assert state(snapshot).shut == expected
+    assert state(snapshot).broken == expected
+    assert state(snapshot).verdict.healthy
+    assert snapshot.gpus[B.id] is ON_OFFER.gpus[B.id]
+    assert all((state(snapshot).fault_of(it.id) is None) == (it.id not in expected) for it in MANY)
+
+
+def test_the_first_fault_of_a_device_stands() -> None:
+    """A second one says nothing new; one that is over, or of no device known, neither."""
+    first = InstanceFaulted(A.id, "MIG-a", "XID 94", at=6)
+    faulted = after(first, since=ON_OFFER)
+
+    assert reduce(faulted, InstanceFaulted(A.id, "MIG-a", "XID 31", at=7)) == (faulted, ())
+    assert reduce(faulted, InstanceRecovered(A.id, "MIG-b", "gone", at=7)) == (faulted, ())
+    assert state(faulted).faults["MIG-a"].reason == "XID 94"
+
+
+def test_a_held_share_that_is_broken_is_listed_so() -> None:
+    """Unlike what is withheld, a broken device is Unhealthy for its holder too."""
+    made = Stock({MANY[0].id: Made("MIG-a", 1, 0)})
+    snapshot = after(
+        StockTold(A.id, "mig", made, at=5),
+        SharesGranted(MANY[:1], at=6),
+        InstanceFaulted(A.id, "MIG-a", "XID 94", at=7),
+        since=ON_OFFER,
+    )
+
+    assert state(snapshot).shut == {MANY[0].id}
+    assert state(snapshot).leases

@@ -10,15 +10,31 @@ import pytest
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
 from metagpu.core.driver import GpuProcess
-from metagpu.core.enforcement import Enforcement, Policy
+from metagpu.core.enforcement import Annotation, Enforcement, Policy
 from metagpu.core.enforcer import Tally
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpusFound, LeasesObserved
+from metagpu.core.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpusFound,
+    InstanceFaulted,
+    LeasesObserved,
+    PodsTold,
+    StockTold,
+)
 from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity, Particulars
-from metagpu.core.model import Holder
+from metagpu.core.model import Holder, Made, Stock
+from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.usage import account
-from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.core.usage_report import (
+    Pod,
+    Rules,
+    pod_report,
+    tally_lines,
+    tally_report,
+    usage_report,
+)
 from metagpu.sheets import PLAIN
 from metagpu.sim.host import container_of
 from metagpu.usage_text import written
@@ -178,6 +194,23 @@ def test_a_pod_does_not_hear_why_its_gpu_was_cordoned() -> None:
     assert "alice" not in str(pod_report(snapshot, findings, RULES, pod(BOB)))
 
 
+def test_a_pod_hears_of_faults_of_its_own_devices_alone() -> None:
+    """Which MIG device of its GPU is broken is its business if it holds a share of it."""
+    snapshot, findings = node()
+    mine, bobs = (
+        next(i for i, lease in snapshot.gpus[A.id].leases.items() if lease.holder == holder)
+        for holder in (ALICE, BOB)
+    )
+    stock = Stock({mine: Made("MIG-mine", 1, 0), bobs: Made("MIG-bobs", 2, 0)})
+    faults = [InstanceFaulted(A.id, it, "XID 94", at=5) for it in ("MIG-mine", "MIG-bobs")]
+    snapshot = after(StockTold(A.id, "fraction", stock, at=4), *faults, since=snapshot)
+
+    whole = usage_report(snapshot, findings, RULES)["gpus"][0]
+    own = pod_report(snapshot, findings, RULES, pod(ALICE))["gpus"][0]
+    assert whole["faults"] == {"MIG-mine": "XID 94", "MIG-bobs": "XID 94"}
+    assert own["faults"] == {"MIG-mine": "XID 94"}
+
+
 def test_a_pod_knows_its_own_pids() -> None:
     """The host's pids mean nothing in a pod: they are told to nobody there."""
     alice, *_ = pod_report(*node(), RULES, pod(ALICE))["containers"]
@@ -222,13 +255,66 @@ def test_each_container_says_what_guards_it(
     assert not part["over"]
 
 
+def test_the_tally_is_written_for_people() -> None:
+    """What was done is a line, and nothing is none."""
+    snapshot, _ = node()
+    tally = Tally(warnings=3)
+    assert tally_lines(tally_report(Tally(), snapshot)) == []
+    tally.signals[Signals.SIGTERM] = 2
+
+    assert tally_lines(tally_report(tally, snapshot, 4)) == [
+        "memory, since the daemon's start: 3 warnings, 2 SIGTERM sent",
+        "limits of memory that the driver itself keeps: 4",
+    ]
+
+
+def test_a_container_that_the_driver_limits_says_so() -> None:
+    """The driver guards it, at the same limit; the policy still says what the enforcer would do."""
+    rules = replace(RULES, limited=lambda usage: usage.holder == ALICE)
+    alice, bob = report(rules=rules)["containers"]
+
+    part = alice["gpus"][0]
+    assert (part["guard"], part["policy"], part["limitMiB"]) == ("driver", "kill", 12102 + 512)
+    assert bob["gpus"][0]["guard"] == "enforcer"
+
+
+def test_what_the_api_server_knows_of_a_pod_is_told() -> None:
+    """Uid, owner and phase; the uid also of a pod that has no process."""
+    snapshot, findings = node()
+    pods = (
+        KnownPod("u-bob", "team", "bob", "Running", "ReplicaSet/bob-1"),
+        KnownPod("u-old", "team", "bob", "Failed", "ReplicaSet/bob-0"),
+    )
+    told = usage_report(after(PodsTold(pods), since=snapshot), findings, RULES)
+    alice, bob = told["containers"]
+
+    assert (bob["podUid"], bob["owner"], bob["phase"]) == ("u-bob", "ReplicaSet/bob-1", "Running")
+    assert (alice["owner"], alice["phase"]) == (None, None)
+
+
+def test_a_pods_wish_is_in_its_limit_and_policy() -> None:
+    """What a container may use, and what follows, are as its pod wished where it may."""
+    snapshot, findings = node()
+    wishes = {"gpu-mem-limit.cnvrg.io/metagpu": "10", "metagpu.io/memory-policy": "report"}
+    pod = KnownPod(container_of(ALICE).pod_uid, "team", "alice", wishes=wishes)
+    terms = Enforcement(policy=Policy.KILL, allow_annotations=tuple(Annotation))
+    told = usage_report(
+        after(PodsTold((pod,)), since=snapshot), findings, replace(RULES, terms=lambda _: terms)
+    )
+    part = told["containers"][0]["gpus"][0]
+
+    # 10 of the 5 it holds, 3 of them here: twice its part of this GPU.
+    assert (part["limitMiB"], part["policy"], part["over"]) == (2 * 12102 + 512, "report", False)
+
+
 def test_the_tally_is_told() -> None:
     """What the enforcer did since the start, and who is over now."""
     snapshot, _ = node()
     tally = Tally(warnings=3, over={B.id: {ALICE: 700 * MIB}})
     tally.signals[Signals.SIGTERM] = 2
 
-    assert tally_report(tally, snapshot) == {
+    assert tally_report(tally, snapshot, 4) == {
+        "driverLimits": 4,
         "warnings": 3,
         "signals": {"SIGTERM": 2, "SIGKILL": 0},
         "overMiB": [{"gpu": 1, "container": "team/alice (main)", "mib": 700}],

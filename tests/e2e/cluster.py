@@ -128,21 +128,28 @@ class Cluster:
         self.daemon = daemon
         self.kubectl = node.kubectl
 
-    def repair(self) -> None:
-        """Whatever the test before did: no pods, everything running, every share on offer."""
-        self.kubectl(
-            *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
-            *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
-        )
+    def repair(self, *options: str) -> None:
+        """Whatever the test before did: no pods, everything running, every share on offer.
+
+        OPTIONS are what the daemon shall have been started with beside its own.
+        """
+        self.clear()
         if not self.node.containerd.alive:
             self.node.power_on()
         if not self.node.kubelet.alive:
             self.node.start_kubelet()
-        if self.node.resource(RESOURCE) != (ALL_SHARES, ALL_SHARES):
+        sound = self.node.resource(RESOURCE) == (ALL_SHARES, ALL_SHARES)
+        if not (sound and self.daemon.runs_with(*options)):
             self.daemon.stop()  # its simulated GPUs are new ones then
-        if not self.daemon.alive:
-            self.daemon.start()
+            self.daemon.start(*options)
         self.await_amounts(ALL_SHARES, ALL_SHARES)
+
+    def clear(self) -> None:
+        """Delete all pods, and wait until they are gone."""
+        self.kubectl(
+            *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
+            *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
+        )
 
     def await_amounts(self, capacity: int, allocatable: int, resource: str = RESOURCE) -> None:
         """Wait until the node has these amounts of a resource."""

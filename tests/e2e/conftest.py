@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
+from tests.e2e.joined import Joined, credentials, joined
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.tools import Tools
@@ -61,3 +62,16 @@ def cluster(node: Node, daemon: Daemon) -> Cluster:
     cluster = Cluster(node, daemon)
     cluster.repair()
     return cluster
+
+
+@pytest.fixture(scope="session")
+def account(node: Node) -> tuple[str, ...]:
+    """What joins the daemon to the API server, with the rights of deploy/rbac.yaml."""
+    return credentials(node)
+
+
+@pytest.fixture
+def member(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[Joined]:
+    """Node and daemon as in `cluster`, the daemon joined to the API server."""
+    with joined(Cluster(node, daemon), account) as member:
+        yield member

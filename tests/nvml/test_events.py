@@ -11,7 +11,7 @@ import pynvml
 import pytest
 from structlog.testing import capture_logs
 
-from metagpu.core.driver import EccError, RecoveryAction, RecoveryActionChanged, Xid
+from metagpu.core.driver import EccError, GpuUnavailable, RecoveryAction, RecoveryActionChanged, Xid
 from metagpu.core.errors import DriverError
 from metagpu.nvml import Nvml
 from metagpu.sim.boards import BOARDS
@@ -77,7 +77,7 @@ async def test_a_lost_gpu_is_named_by_the_wait_once() -> None:
     async with opened() as (node, nvml, survey):
         node.lose(node.gpu(1))
 
-        assert await nvml.events() == (RecoveryActionChanged(survey.gpus[1].id),)
+        assert await nvml.events() == (GpuUnavailable(survey.gpus[1].id),)
         node.raise_xid(node.gpu(2), 31)
         assert await nvml.events() == (Xid(survey.gpus[2].id, 31),)
         assert set(node.event_sets[0].registered) == {0, 2}
@@ -95,6 +95,16 @@ async def test_a_gpu_that_comes_back_is_heard_again() -> None:
 
         node.raise_xid(node.gpu(1), 31)
         assert await nvml.events() == (Xid(gpu, 31),)
+
+
+async def test_a_gpu_that_falls_off_the_bus_changes_its_action_once() -> None:
+    """What follows from its being lost is another event, not the same one again."""
+    async with opened() as (node, nvml, survey):
+        gpu = survey.gpus[0].id
+        node.raise_xid(node.gpu(0), 79)
+
+        assert await nvml.events() == (Xid(gpu, 79), RecoveryActionChanged(gpu))
+        assert await nvml.events() == (GpuUnavailable(gpu),)
 
 
 async def test_a_gpu_that_was_reset_is_heard_again() -> None:
@@ -196,7 +206,7 @@ async def test_a_lost_gpu_that_nobody_finds_does_not_spin() -> None:
     async with nvml.session():
         await nvml.survey()
         began = time.monotonic()
-        assert await nvml.events() == (RecoveryActionChanged(None),)
+        assert await nvml.events() == (GpuUnavailable(None),)
         assert time.monotonic() - began > 0.5
 
 
@@ -297,7 +307,7 @@ async def test_a_gpu_that_hangs_while_it_is_lost_leaves_the_set() -> None:
         survey = await nvml.survey()
         lost = True
 
-        assert await nvml.events() == (RecoveryActionChanged(survey.gpus[0].id),)
+        assert await nvml.events() == (GpuUnavailable(survey.gpus[0].id),)
         node.raise_xid(node.gpu(1), 31)
         assert await nvml.events() == (Xid(survey.gpus[1].id, 31),)
         released.set()

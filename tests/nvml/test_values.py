@@ -147,11 +147,15 @@ async def test_a_compute_mode_is_read_and_set() -> None:
 
 
 async def test_a_compute_mode_that_is_refused_says_why() -> None:
-    """Only root may set a mode, and one that GPUs have no more cannot be set."""
+    """Only root may set a mode; one that GPUs have no more, or not under MIG, cannot be set."""
     async with opened() as (node, nvml, survey):
         gpu = survey.gpus[0].id
         with pytest.raises(DriverError, match=r"nvmlDeviceSetComputeMode: Not Supported"):
             await nvml.set_compute_mode(gpu, ComputeMode.EXCLUSIVE_THREAD)
+
+        node.gpu(0).mig.enabled = True
+        with pytest.raises(DriverError, match=r"nvmlDeviceSetComputeMode: Not Supported"):
+            await nvml.set_compute_mode(gpu, ComputeMode.EXCLUSIVE_PROCESS)
 
         node.root = False
         with pytest.raises(DriverError) as refused:

@@ -4,15 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import grpclib
 import pytest
 
 from metagpu.backends.mig import MigBackend
 from metagpu.core.errors import NotNamed
-from metagpu.core.facts import StockTold
+from metagpu.core.facts import InstanceFaulted, StockTold
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
 from metagpu.sim.kubelet import AdmissionError, ContainerStartError
 from tests.backends.mig.gpus import mig_gpu
-from tests.plugins.rig import Node, node, pod
+from tests.plugins.rig import Node, allocate, endpoint_of, node, pod
 
 GPU = mig_gpu()
 WHOLE = "nvidia.com/mig-7g.40gb"
@@ -85,6 +86,24 @@ async def test_a_share_that_is_not_made_is_given_back(
         assert not it.registry.snapshot.gpus[GPU.id].leases
 
 
+async def test_a_share_that_is_paused_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """It is Unhealthy while its backend says so; a kubelet that has not heard reads why."""
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        made = {SHARE: Made("MIG-x", 0, 0, idle=True)}
+        tell(it, Stock(made, paused={SHARE: "instance 7g.40gb@0: MPS hangs"}))
+        await it.until(1, 0, WHOLE)
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError) as refused:
+                await allocate(stub, [SHARE])
+        assert refused.value.message == (
+            f"{WHOLE}: GPU {GPU} gives no new shares: instance 7g.40gb@0: MPS hangs"
+        )
+
+        tell(it, Stock(made))
+        await it.until(1, 1, WHOLE)
+
+
 async def test_an_older_failure_is_not_this_ones(tmp_path: Path) -> None:
     """Who asks after somebody whose share failed waits for its own."""
     async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
@@ -138,3 +157,20 @@ async def test_a_start_on_a_gpu_out_of_service_says_why(tmp_path: Path) -> None:
 
         tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
         assert (await it.kubelet.start_container(train, "main")).cdi_devices
+
+
+async def test_a_broken_instance_is_refused_in_words(tmp_path: Path) -> None:
+    """Whoever asks for it nevertheless reads which instance it is, why, and until when."""
+    async with node(tmp_path, GPU, config=CONFIG) as it, it.kubelet.running():
+        tell(it, Stock({SHARE: Made("MIG-x", 0, 0, idle=True)}))
+        it.registry.apply(InstanceFaulted(GPU.id, "MIG-x", "XID 94", at=2))
+        await it.until(1, 0, WHOLE)
+
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError) as refused:
+                await allocate(stub, [SHARE])
+        assert refused.value.message == (
+            f"{WHOLE}: MIG instance 7g.40gb@0 of GPU {GPU} is unhealthy: XID 94; it is made anew "
+            "once nobody holds or uses it"
+        )
+        assert not it.registry.snapshot.gpus[GPU.id].leases

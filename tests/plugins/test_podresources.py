@@ -1,22 +1,29 @@
 """Who holds what, read from the kubelet: what it tells, and what it refuses to tell."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import pytest
 from grpclib.client import Channel
+from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Server
 
-from metagpu.core.facts import Fact, LeasesObserved
+from metagpu.core.facts import Fact, LeasesObserved, PodsTold
 from metagpu.core.model import Holder
-from metagpu.plugins import podresources
+from metagpu.core.pods import KnownPod
+from metagpu.plugins import podresources, settling
+from metagpu.plugins.checkpoint import FILE
 from metagpu.plugins.pb import v1
 from metagpu.plugins.podresources import follow_leases, observed
 from metagpu.sim.kubelet import Container, Pod
+from tests.heard import heard
 from tests.plugins.rig import METAGPU, Node, gpu, ids, node, pod
 
 SHARED_POOL = f"""
@@ -33,7 +40,9 @@ pools:
 async def following(it: Node, tmp_path: Path) -> AsyncIterator[None]:
     """Follow the leases while the block lasts."""
     async with anyio.create_task_group() as group:
-        group.start_soon(follow_leases, it.registry, tmp_path / "pod-resources.sock")
+        socket, directory = tmp_path / "pod-resources.sock", tmp_path / "device-plugins"
+        follow = partial(follow_leases, directory=directory, node="node-1")
+        group.start_soon(follow, it.registry, socket)
         yield
         group.cancel_scope.cancel()
 
@@ -120,6 +129,38 @@ async def test_released_soon_where_others_want_the_gpu(
         await held(it, 0)
 
 
+async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pod held is free soon after the API server tells its end; other pods wake nobody."""
+    monkeypatch.setattr(podresources, "PERIOD", 1e9)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    looks: list[Fact] = []
+
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        known = KnownPod("t", "default", "train", "Running")
+        others = KnownPod("o", "default", "other", "Running")
+        it.registry.apply(PodsTold((known, others)))
+        apply = it.registry.apply
+
+        def look(fact: Fact) -> bool:
+            looks.append(fact)
+            return apply(fact)
+
+        await anyio.wait_all_tasks_blocked()
+        monkeypatch.setattr(it.registry, "apply", look)
+        apply(PodsTold((known,)))
+        await anyio.sleep(0.05)
+        await anyio.wait_all_tasks_blocked()
+        assert looks == []
+
+        await it.kubelet.delete(train)
+        apply(PodsTold((replace(known, phase="Succeeded"),)))
+        await held(it, 0)
+
+
 async def test_throttled_reader_keeps_what_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,35 +225,174 @@ async def test_absent_kubelet_changes_nothing(
         assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
 
 
-@pytest.mark.parametrize("doubt", [1e9, 0.0])
-async def test_a_new_kubelet_that_knows_no_pods_yet_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubt: float
-) -> None:
-    """A restarted kubelet answers before it has its pods; only later is it believed."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.01)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    monkeypatch.setattr(podresources, "UNSETTLED", doubt)
-    answers = 0
+@dataclass
+class Answering:
+    """A kubelet that names these pods, of which none holds anything, and may be mute or mad."""
 
-    class Unknowing(v1.PodResourcesListerBase):
-        async def list(self, message: v1.ListPodResourcesRequest) -> v1.ListPodResourcesResponse:  # noqa: ARG002  it is empty
-            nonlocal answers
-            answers += 1
-            return v1.ListPodResourcesResponse()
+    socket: Path
+    pods: tuple[str, ...] = ()
+    answers: int = 0
+    fails: Exception | None = None
 
-    async with node(tmp_path) as it, following(it, tmp_path):
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer while the block lasts."""
+        outer = self
+
+        class Lister(v1.PodResourcesListerBase):
+            async def list(
+                self,
+                message: v1.ListPodResourcesRequest,  # noqa: ARG002 - it is empty
+            ) -> v1.ListPodResourcesResponse:
+                outer.answers += 1
+                if outer.fails is not None:
+                    raise outer.fails
+                pods = [v1.PodResources(name=name, namespace="n") for name in outer.pods]
+                return v1.ListPodResourcesResponse(pod_resources=pods)
+
+        server = Server([Lister()])
+        await server.start(path=str(self.socket))
+        try:
+            yield
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    async def asked(self, times: int = 3) -> None:
+        """Wait until it was asked so often from now on, and its answers were heard."""
+        until = self.answers + times + 1
+        with anyio.fail_after(30):
+            while self.answers < until:
+                await anyio.lowlevel.checkpoint()
+
+
+@asynccontextmanager
+async def restarted(it: Node, tmp_path: Path, *pods: str) -> AsyncIterator[Answering]:
+    """Have a pod hold three shares, and another kubelet in the place of the one that told of it."""
+    async with following(it, tmp_path):
         async with it.kubelet.running():
             await it.until(20, 20)
             await it.kubelet.admit(pod("train", 3))
             await held(it, 3)
+        new = Answering(tmp_path / "pod-resources.sock", pods)
+        async with new.running():
+            yield new
 
-        server = Server([Unknowing()])
-        await server.start(path=str(tmp_path / "pod-resources.sock"))
-        try:
-            with anyio.fail_after(10):
-                while answers < 3:
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody wait for the next look."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.01)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+
+
+CHECKPOINT = f"device-plugins/{FILE}"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("pods", [(), ("kube-proxy-node-1",)], ids=["none", "static"])
+async def test_a_new_kubelet_that_knows_no_pods_yet_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pods: tuple[str, ...]
+) -> None:
+    """However long that lasts: its checkpoint names whom it does not list."""
+    monkeypatch.setattr(settling, "UNSETTLED", 0.0)
+    async with node(tmp_path) as it, restarted(it, tmp_path, *pods) as new:
+        await new.asked()
+        await held(it, 3)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_new_kubelet_is_believed_once_it_knows_its_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lists pods of the API server's, and had the time to list all: who is not there is gone."""
+    async with node(tmp_path) as it, restarted(it, tmp_path, "web-7f9c") as new:
+        await new.asked()
+        await held(it, 3)
+        monkeypatch.setattr(settling, "UNSETTLED", 0.0)
+        await held(it, 0)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_kubelet_that_has_forgotten_them_is_believed(tmp_path: Path) -> None:
+    """What its checkpoint does not name any more nobody holds."""
+    async with node(tmp_path) as it, restarted(it, tmp_path) as new:
+        await new.asked()
+        empty = {"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1}
+        await anyio.Path(tmp_path / CHECKPOINT).write_text(json.dumps(empty))
+        await held(it, 0)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_without_a_checkpoint_only_unbroken_answers_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet that does not answer says nothing: the time begins anew when it does."""
+    now = 0.0
+    monkeypatch.setattr(settling, "_now", lambda: now)
+    async with node(tmp_path) as it, restarted(it, tmp_path) as new:
+        await anyio.Path(tmp_path / CHECKPOINT).write_text("damaged")
+        await new.asked()
+        new.fails = GRPCError(Status.UNAVAILABLE, "not now")
+        await new.asked()
+        now = 1000.0
+        new.fails = None
+        await new.asked()
+        await held(it, 3)
+        now = 1059.0
+        await new.asked()
+        await held(it, 3)
+        now = 1060.0
+        await held(it, 0)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_answer_that_nobody_foresaw_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once, with where it came from, and the kubelet is asked again."""
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        await it.kubelet.admit(pod("train", 3))
+        await held(it, 3)
+
+        parse = v1.ListPodResourcesResponse.parse
+        asked = 0
+
+        def mad(data: bytes) -> v1.ListPodResourcesResponse:
+            nonlocal asked
+            asked += 1
+            if asked > 3:
+                return parse(data)
+            raise ValueError("garbage")
+
+        with heard(podresources) as logs:
+            monkeypatch.setattr(v1.ListPodResourcesResponse, "parse", mad)
+            with anyio.fail_after(30):
+                while asked <= 3:
                     await anyio.lowlevel.checkpoint()
-            await held(it, 3 if doubt else 0)
-        finally:
-            server.close()
-            await server.wait_closed()
+            await held(it, 3)
+        [entry] = logs
+        assert entry["why"] == "garbage"
+        assert isinstance(entry["exc_info"], ValueError)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_daemon_that_starts_beside_a_new_kubelet_takes_nothing_for_free(
+    tmp_path: Path,
+) -> None:
+    """Both have just started and the API server is away: what the checkpoint names stays held."""
+    async with node(tmp_path) as it:
+        async with it.kubelet.running():
+            await it.until(20, 20)
+            await it.kubelet.admit(pod("train", 3))
+        new = Answering(tmp_path / "pod-resources.sock")
+        async with new.running(), following(it, tmp_path):
+            await new.asked()
+            assert it.registry.snapshot.gpus[gpu(0).id].elsewhere is None
+            empty = {"Data": {"PodDeviceEntries": None}, "Checksum": 1}
+            await anyio.Path(tmp_path / CHECKPOINT).write_text(json.dumps(empty))
+            with anyio.fail_after(30):
+                async for told in it.registry.watch(lambda now: now.gpus[gpu(0).id].elsewhere):
+                    if told is not None:
+                        break

@@ -37,11 +37,12 @@ from metagpu.core.facts import (
     GpusFound,
     GpuUncordoned,
     LeasesObserved,
+    StockTold,
 )
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import Holder, ResourceName, Share, ShareId
+from metagpu.core.model import Holder, ResourceName, Share, ShareId, Stock
 from metagpu.core.registry import Registry
 from metagpu.core.sharing import conflicts
 from metagpu.plugins import wire
@@ -104,6 +105,7 @@ class Sharing(RuleBasedStateMachine):
         self.sick: set[GpuId] = set()
         self.cordoned: set[GpuId] = set()
         self.suspended: set[GpuId] = set()
+        self.paused: set[ShareId] = set()
         self.cleaning: dict[GpuId, float] = {}
         self.kept: set[GpuId] = set()
 
@@ -222,6 +224,17 @@ class Sharing(RuleBasedStateMachine):
             self.suspended.add(which.id)
             self.apply(BackendSuspended(which.id, "careful", "died", at=self.tick()))
 
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        """Let a backend give nothing new of some of its shares, or of all again."""
+        one = data.draw(st.sampled_from(sorted(self.kept)))
+        its = [ShareId(f"{one}::c{number}") for number in range(2)]
+        which = data.draw(st.sets(st.sampled_from(its)))
+        self.paused = (self.paused - set(its)) | which
+        stock = Stock(paused=dict.fromkeys(which, "its helper died"))
+        self.apply(StockTold(one, "careful", stock, at=self.tick()))
+
     @precondition(lambda self: self.cleaning)
     @rule(data=st.data(), late=st.booleans())
     def clean(self, data: st.DataObject, *, late: bool) -> None:
@@ -311,6 +324,7 @@ class Sharing(RuleBasedStateMachine):
             share.gpu in self.sick
             or (share.gpu in self.cordoned and not spared)
             or (share.backend == "careful" and share.gpu in self.suspended)
+            or share.id in self.paused
             or (share.backend != "careful" and share.gpu in self.cleaning)
             or strays
             or any(conflicts(share, it) for it in others)
@@ -328,6 +342,7 @@ class Sharing(RuleBasedStateMachine):
         self.apply(GpuLeft(one, "careful", at=self.tick()))
         self.kept.discard(one)
         self.suspended.discard(one)
+        self.paused = {it for it in self.paused if not it.startswith(one)}
         self.cleaning.pop(one, None)
 
     def carefully_held(self, one: GpuId) -> bool:

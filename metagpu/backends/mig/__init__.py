@@ -5,25 +5,33 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
-from metagpu.backends.mig.board import board_of, profile_of, replica_of, share_ids
+import structlog
+
+from metagpu.backends.mig import clients
+from metagpu.backends.mig.board import board_of, profile_of, share_id
+from metagpu.backends.mig.division import MpsTerms, through_mps, with_ending
 from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
 from metagpu.backends.mig.ledger import Terms
-from metagpu.backends.mig.mode import MigMode
+from metagpu.backends.mig.mode import MigMode, foreseen
 from metagpu.backends.mig.options import Create, MigOptions
 from metagpu.backends.mig.placement import Seat, choose
 from metagpu.backends.mig.planner import Misfit
 from metagpu.backends.mig.profiles import Spot
-from metagpu.backends.mig.remarks import remarks
+from metagpu.backends.mig.rooms import rooms
+from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.errors import Overlap, TooManyReplicas
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model import ResourceName, Share, Stock, by_gpu
+from metagpu.core.room import Room
 from metagpu.core.served import ServedGpu
 from metagpu.core.sharing import conflicts
 from metagpu.core.snapshot import GpuState, Snapshot
+
+log = structlog.get_logger()
 
 _GUARD: Final = 3.0
 """Seconds that Allocate waits longer than an instance may take: it tells why it was not made."""
@@ -32,7 +40,8 @@ _GUARD: Final = 3.0
 class MigBackend(Backend):
     """Cuts a GPU in MIG mode. Ids are `GPU-<uuid>::2g.10gb@4`: profile and slice.
 
-    Those of an instance that several containers may have end in the replica: `...@4-t1`.
+    Those of an instance that several containers may have end in the replica, `...@4-t1`, or in the
+    unit under MPS, `...@4-p1`.
     """
 
     name: ClassVar[str] = "mig"
@@ -40,6 +49,8 @@ class MigBackend(Backend):
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
     guard: ClassVar[Guard] = Guard.MIG
+    timing: ClassVar[Timing] = Timing(period=30.0)
+    """Of control daemons of MPS: their ends are heard at once, and there may be seven to a GPU."""
 
     def __init__(self, options: MigOptions, injection: Injection) -> None:
         self._options = options
@@ -94,12 +105,16 @@ class MigBackend(Backend):
         has = ", ".join(profile.name for profile in gpu.mig_profiles)
         return f"it has none of the MIG profiles {', '.join(self._options.names)}; it has {has}"
 
-    def remarks(self, states: Sequence[GpuState]) -> Sequence[str]:
+    def foreseen(self, gpu: Gpu) -> str:
+        """Say that MIG mode is off, where that will last."""
+        return foreseen(gpu, enable=self._options.enable_mig)
+
+    def rooms(self, states: Sequence[GpuState]) -> Sequence[Room]:
         """Say what is left of GPUs whose instances are made on demand, and what would help."""
         if self._options.layout is not None:
             return ()
         those = [state for state in states if state.gpu.mig_profiles]
-        return list(remarks(those, frozenset(self._options.names), self.name))
+        return rooms(those, frozenset(self._options.names), self.name)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Offer every placement of every profile that is allowed, or each instance of the layout.
@@ -110,24 +125,22 @@ class MigBackend(Backend):
             return ()
 
         options = self._options
-        memory = {profile.name: profile.memory for profile in gpu.mig_profiles}
+        divisions = options.divisions(gpu)
         counted = Counter[ResourceName]()
         shares = []
         for spot in spots:
             profile = spot.profile.name
-            resource, replicas = options.resource_of(profile), options.replicas_of(profile)
-            for at, each in enumerate(share_ids(gpu.id, str(spot), replicas)):
+            resource, division = options.resource_of(profile), divisions[profile]
+            for ending in division.endings:
                 shares.append(
                     Share(
-                        id=each,
+                        id=share_id(gpu.id, f"{spot}{ending}"),
                         gpu=gpu.id,
                         resource=resource,
                         backend=self.name,
                         number=counted[resource],
-                        footprint=spot.footprint
-                        if replicas == 1
-                        else replica_of(spot.footprint, at),
-                        memory=memory[profile] // replicas,
+                        footprint=with_ending(spot.footprint, ending),
+                        memory=division.memory,
                     )
                 )
                 counted[resource] += 1
@@ -142,10 +155,13 @@ class MigBackend(Backend):
     ) -> Sequence[Share]:
         """Choose the placements that leave the most valuable future; GPUs that are shut come last.
 
-        Of a layout, instances that the fewest containers have. Which shares are free is asked of
-        the snapshot: the kubelet may not have heard yet.
+        Of a layout, instances that the fewest containers have, or units of one that is shared
+        through MPS. Which shares are free is asked of the snapshot: the kubelet may not have heard
+        yet.
         """
         if self._options.layout is not None:
+            if any(through_mps(share.id) for share in (*required, *available)):
+                return clients.choose(size, available, required, snapshot, self._mps)
             return fairest(size, available, required, snapshot)
 
         must = by_gpu(required)
@@ -163,12 +179,17 @@ class MigBackend(Backend):
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse instances that cannot be together, as two that want one media engine.
 
-        And several replicas for one container, where the pool says so.
+        And several replicas for one container, where the pool says so; units of several instances
+        under MPS, and one container more than an instance serves.
 
         Raises:
             Overlap: naming them.
             TooManyReplicas: in the words of NVIDIA's device plugin.
+            OneDeviceOnly: saying what is free where.
+            TooManyClients: saying how many there are.
         """
+        if any(through_mps(share.id) for share in shares):
+            clients.check(shares, snapshot, self._mps)
         if self._options.fail_requests_greater_than_one and len(shares) > 1:
             for share in shares:
                 if self._options.replicas_of(profile_of(share.id)) > 1:
@@ -179,10 +200,16 @@ class MigBackend(Backend):
                 raise Overlap(one.resource, str(snapshot.gpus[one.gpu].gpu), names)
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give the MIG devices that were made for the shares, or will be when containers start."""
+        """Give the MIG devices that were made for the shares, or will be when containers start.
+
+        Or a part of one under MPS.
+        """
         if self.defers:
             return self._injection.grant_places(shares, snapshot)
-        return self._injection.grant_made(shares, snapshot)
+        grant = self._injection.grant_made(shares, snapshot)
+        if not any(through_mps(share.id) for share in shares):
+            return grant
+        return clients.as_client(grant, shares, snapshot, self._injection.run_dir)
 
     async def serve(self, served: ServedGpu) -> None:
         """Make what is held, and remove what is not; or have a layout there, come what may."""
@@ -191,10 +218,32 @@ class MigBackend(Backend):
             await _stay_away(served, self._refusal(spots))
             return
 
+        self._say_what_is_less(served.gpu)
         fixed = None if options.layout is None else frozenset(map(str, spots))
-        replicas = {name: options.replicas_of(name) for name in options.names}
-        terms = Terms(frozenset(options.names), options.warm, options.deadline, fixed, replicas)
-        await Keeping(served, terms, MigMode(served, enable=options.enable_mig)).run()
+        endings = {name: it.endings for name, it in options.divisions(served.gpu).items()}
+        shared = frozenset(filter(options.shares_by_mps, options.names))
+        names = frozenset(options.names)
+        terms = Terms(names, options.warm, options.deadline, fixed, endings, shared)
+        mode = MigMode(served, enable=options.enable_mig)
+        await Keeping(served, terms, mode, self._injection.run_dir, self.timing).run()
+
+    def _say_what_is_less(self, gpu: Gpu) -> None:
+        """Tell of replicas under MPS that an instance cannot serve."""
+        for profile in gpu.mig_profiles:
+            shared = self._options.shares_by_mps(profile.name)
+            if shared and self._mps.too_many(profile, gpu):
+                log.warning(
+                    "an instance serves fewer clients than the pool has replicas; so many are "
+                    "offered",
+                    gpu=str(gpu),
+                    profile=profile.name,
+                    offered=self._mps.clients(profile, gpu),
+                )
+
+    @property
+    def _mps(self) -> MpsTerms:
+        """What holds of units: another pool may have cut them, under the same name."""
+        return self._options.mps or MpsTerms()
 
     def _spots(self, gpu: Gpu) -> tuple[Spot, ...] | Misfit:
         """Give the instances that may be, or those that the layout has."""

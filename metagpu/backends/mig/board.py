@@ -12,7 +12,6 @@ from metagpu.core.model import ResourceName, ShareId
 _MEDIA: Final = "me"
 _ALL: Final = "+me.all"
 _NONE: Final = "-me"
-_REPLICA: Final = "-t"
 
 
 def resource_of(profile: str) -> ResourceName:
@@ -25,21 +24,10 @@ def share_id(gpu: GpuId, slot: str) -> ShareId:
     return ShareId(f"{gpu}::{slot}")
 
 
-def share_ids(gpu: GpuId, slot: str, replicas: int) -> list[ShareId]:
-    """Name the shares of an instance that several containers may have: `...::1g.5gb@4-t2`."""
-    if replicas == 1:
-        return [share_id(gpu, slot)]
-    return [share_id(gpu, f"{slot}{_REPLICA}{number}") for number in range(replicas)]
-
-
-def replica_of(footprint: Iterable[str], number: int) -> frozenset[str]:
-    """Give the slots of one replica: those of no other, for replicas of an instance go together."""
-    return frozenset(f"{slot}{_REPLICA}{number}" for slot in footprint)
-
-
 def slot_of(share: ShareId) -> str:
-    """Tell which instance an id is about: `2g.10gb@4`, also of a replica."""
-    return share.partition("::")[2].partition(_REPLICA)[0]
+    """Tell which instance an id is about: `2g.10gb@4`, also of a part of it, `2g.10gb@4-t1`."""
+    profile, at, rest = share.partition("::")[2].partition("@")
+    return f"{profile}{at}{rest.partition('-')[0]}"
 
 
 def profile_of(share: ShareId) -> str:

@@ -14,10 +14,13 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from metagpu.backends.mig import daemons
 from metagpu.backends.mig.board import slot_of
+from metagpu.backends.mig.daemons import Daemons, Device
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
-from metagpu.backends.mig.mode import MigMode
+from metagpu.backends.mig.mode import Hindrance, MigMode
 from metagpu.backends.mig.standing import Standing
+from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
 from metagpu.core.mig import MigInstance, Placement
 from metagpu.core.model import Lease
@@ -38,6 +41,8 @@ class Keeping:
     """Keeps one GPU; all of it lives as long as `Backend.serve`.
 
     Attributes:
+        run_dir: where control daemons of MPS have their folders.
+        timing: of control daemons.
         turn: held from asking NVML until what it answered is in the ledger.
         over: set when what is being made or removed is no more.
         poked: set when there may be something to do.
@@ -46,12 +51,15 @@ class Keeping:
     served: ServedGpu
     terms: Terms
     mode: MigMode
+    run_dir: str
+    timing: Timing
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     over: dict[str, anyio.Event] = field(default_factory=dict)
     poked: anyio.Event = field(default_factory=anyio.Event)
     alone: bool = False
     complaint: str = ""
     known: Ledger = field(init=False)
+    daemons: Daemons = field(init=False)
 
     def __post_init__(self) -> None:
         kind = Ledger if self.terms.fixed is None else Standing
@@ -61,6 +69,9 @@ class Keeping:
         """Keep the GPU until cancelled; then remove what nobody holds, unless it is a layout's."""
         try:
             async with anyio.create_task_group() as group:
+                self.daemons = Daemons(
+                    self.served, self.run_dir, self.timing, self._told_of_clients, group
+                )
                 while True:
                     self.poked = anyio.Event()
                     seen = _rests_on(self.served.state)
@@ -98,10 +109,10 @@ class Keeping:
         dirty_since = self.served.since_last_lease  # what ends later is not seen by this look
         try:
             hindrance = self._nothing() or await self.mode.hindrance()
-            self.alone = not hindrance
+            self.alone = hindrance is None
             await self._look()
-            if hindrance:
-                self.served.suspend(hindrance)
+            if hindrance is not None:
+                self.served.suspend(hindrance.why, reset=hindrance.reset)
                 return LOOK
         except DriverError as error:
             self._complain(error)
@@ -126,10 +137,12 @@ class Keeping:
             self.served.returned(dirty_since)
         return self._ledger.pause(anyio.current_time())
 
-    def _nothing(self) -> str:
+    def _nothing(self) -> Hindrance | None:
         """Say if the GPU has nothing to offer here: then its mode is nobody's business."""
         names = {profile.name for profile in self.served.state.gpu.mig_profiles}
-        return "" if names & self.terms.allowed else "it has none of the MIG profiles of its pool"
+        if names & self.terms.allowed:
+            return None
+        return Hindrance("it has none of the MIG profiles of its pool")
 
     def _complain(self, error: DriverError) -> None:
         if str(error) != self.complaint:
@@ -148,6 +161,8 @@ class Keeping:
             self._ledger.take_in(listed, anyio.current_time())
         pids = await self._processes() if self._ledger.loose else {}
         self._ledger.see(pids, anyio.current_time())
+        self.daemons.follow(daemons.present(self._ledger), daemons.wanted(self._ledger))
+        self.daemons.tidy(self._ledger.users)
         self._tell()
 
         for device in self.known.ours - before:
@@ -250,6 +265,7 @@ class Keeping:
         self._begin(slot)
         self._tell()  # before the driver is asked: nobody shall be given what is going
         try:
+            await self.daemons.end(slot)
             async with self.turn:
                 if self.known.present.get(slot) != instance:
                     return None  # it went while we waited, and its number may be another's by now
@@ -261,6 +277,7 @@ class Keeping:
             for known in (self.known.idle, self.known.users, self.known.stuck):
                 known.pop(slot, None)
             device = identity(instance)
+            self.served.removed(device)
             log.info("instance removed", gpu=self._name, instance=slot, device=device)
             return None
         finally:
@@ -278,6 +295,17 @@ class Keeping:
         if self.known.note_stuck(slot, str(error), anyio.current_time()):
             log.warning("an instance stays", gpu=self._name, instance=slot, error=str(error))
         return error
+
+    def _told_of_clients(self, device: Device, why: str) -> None:
+        """Take in whether the control daemon of an instance takes clients."""
+        if self.known.control.get(device.uuid) == why:
+            return
+        self.known.control[device.uuid] = why
+        if why:
+            log.warning("MPS suspended", gpu=self._name, instance=device.slot, reason=why)
+        else:
+            log.info("MPS ready", gpu=self._name, instance=device.slot)
+        self._tell()
 
     def _begin(self, slot: str) -> None:
         """Begin to make or remove an instance."""
@@ -299,4 +327,4 @@ class Keeping:
 def _rests_on(state: GpuState) -> object:
     """Give what a round rests on: if it changes, there may be something to do."""
     leases = frozenset((i, it.since, it.holder is None) for i, it in state.leases.items())
-    return leases, state.elsewhere, state.gpu, state.verdict.healthy
+    return leases, state.elsewhere, state.gpu, state.verdict.healthy, state.faults

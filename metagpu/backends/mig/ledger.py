@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from metagpu.backends.mig.board import board_of, share_id, share_ids, slot_in, slot_of
+from metagpu.backends.mig.board import board_of, share_id, slot_in, slot_of
+from metagpu.backends.mig.division import WHOLE
 from metagpu.backends.mig.profiles import Profile, Spot
 from metagpu.core.cdi import device_name
 from metagpu.core.mig import MigInstance
@@ -25,6 +26,7 @@ POLL: Final = 2.0
 GRACE: Final = 30.0
 """Seconds that an instance found at the start must be left alone to be taken for ours: longer than
 the kubelet takes to tell of a pod that was admitted while nobody was here."""
+_NOT_YET: Final = "its MPS control daemon is not there yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,17 @@ class Terms:
     Attributes:
         allowed: the profiles of which instances may be made.
         fixed: the instances that shall be there all the time, `None` if they are made on demand.
-        replicas: how many containers may have an instance at once, by profile; one if not said.
+        endings: what ids of an instance's shares end in, by profile; one container has it if
+            nothing is said.
+        shared: the profiles of which instances are shared through MPS.
     """
 
     allowed: frozenset[str]
     keep_warm: float
     deadline: float
     fixed: frozenset[str] | None = None
-    replicas: Mapping[str, int] = field(default_factory=dict)
+    endings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
 
 class Stuck(NamedTuple):
@@ -67,6 +72,7 @@ class Ledger:
         late: what NVML was asked to make and did not answer in time.
         failed: leases whose shares could not be made.
         lost: shares that pods hold and whose instances are gone.
+        control: why the MPS control daemon of a device takes no clients, empty where it does.
     """
 
     terms: Terms
@@ -82,6 +88,7 @@ class Ledger:
     late: set[str] = field(default_factory=set)
     failed: dict[ShareId, Failure] = field(default_factory=dict)
     lost: frozenset[ShareId] = frozenset()
+    control: dict[str, str] = field(default_factory=dict)
     looked: bool = False
 
     def take_in(self, listed: Sequence[MigInstance], now: float) -> None:
@@ -106,6 +113,8 @@ class Ledger:
                 known.pop(slot)
         for slot in told & self.found.keys():
             del self.found[slot]
+        devices = {it.uuid for instance in listed for it in instance.computes}
+        self.control = {uuid: why for uuid, why in self.control.items() if uuid in devices}
         self.late.clear()
         self.looked = True
         self.lost = frozenset(
@@ -153,6 +162,11 @@ class Ledger:
         """Tell whether there is an instance of ours that nobody holds."""
         return self.is_ours(slot) and slot not in self.held
 
+    def is_broken(self, slot: str) -> bool:
+        """Tell whether there is an instance that is out of service."""
+        instance = self.present.get(slot)
+        return instance is not None and identity(instance) in self.state.faults
+
     @property
     def held(self) -> set[str]:
         """The instances that leases are about."""
@@ -160,8 +174,12 @@ class Ledger:
 
     def shares(self, slot: str) -> list[ShareId]:
         """Give the ids of the shares that an instance stands for."""
-        count = self.terms.replicas.get(slot.rpartition("@")[0], 1)
-        return share_ids(self.state.gpu.id, slot, count)
+        endings = self.terms.endings.get(slot.rpartition("@")[0], WHOLE)
+        return [share_id(self.state.gpu.id, f"{slot}{ending}") for ending in endings]
+
+    def through_mps(self, slot: str) -> bool:
+        """Tell whether the shares of an instance are for clients of MPS."""
+        return slot.rpartition("@")[0] in self.terms.shared
 
     def waiting(self) -> Iterator[Lease]:
         """Find the leases of containers that wait for an instance, while admitted or at a start.
@@ -224,6 +242,7 @@ class Ledger:
         made: dict[ShareId, Made] = {}
         blocked: dict[str, str] = {}
         named: dict[str, Made] = {}
+        paused: dict[ShareId, str] = {}
         held = self.held
 
         for slot, instance in self.present.items():
@@ -235,8 +254,11 @@ class Ledger:
                 first = instance.computes[0]
                 for share in self.shares(slot):
                     # Who gets another replica of a held instance shares it anyway.
-                    idle = share not in self.state.leases and (slot in held or slot in self.idle)
+                    free = share not in self.state.leases and (slot in held or slot in self.idle)
+                    idle = free and not self.is_broken(slot)
                     made[share] = Made(first.uuid, instance.number, first.number, idle=idle)
+                if self.through_mps(slot) and (why := self.control.get(first.uuid, _NOT_YET)):
+                    paused |= dict.fromkeys(self.shares(slot), f"instance {slot}: {why}")
             if why := self._why_blocked(slot):
                 blocked |= dict.fromkeys(self.taken(slot), why)
 
@@ -246,7 +268,7 @@ class Ledger:
             for share, failure in self.failed.items()
             if share in leases and leases[share].since == failure.since
         }
-        return Stock(made, dict(self.failed), blocked, alone, named)
+        return Stock(made, dict(self.failed), blocked, paused, alone, named)
 
     def _names(self, slot: str, instance: MigInstance) -> Mapping[str, Made]:
         """Give the names by which CDI knows an instance; by its place only ours."""
@@ -261,6 +283,11 @@ class Ledger:
             return f"instance {slot} was found here; it is taken over if nobody uses it for a while"
         if not self.is_ours(slot):
             return f"instance {slot} is there, which metagpu did not make"
+        if self.is_loose(slot) and self.is_broken(slot):
+            whose = f"; {self.users[slot]} still runs on it" if slot in self.users else ""
+            stays = f"; it cannot be removed: {self.stuck[slot].why}" if slot in self.stuck else ""
+            fault = self.state.faults[identity(self.present[slot])].reason
+            return f"instance {slot} is out of service ({fault}) and is made anew{whose}{stays}"
         if self.is_loose(slot) and slot in self.users:
             return f"instance {slot} was given back, and {self.users[slot]} still runs on it"
         if self.is_loose(slot) and slot in self.stuck:
@@ -271,8 +298,8 @@ class Ledger:
         """Say when an idle instance is to be removed."""
         if slot in self.stuck:
             return self.stuck[slot].again
-        kept = self.terms.keep_warm if self.present[slot].computes else 0.0
-        return self.idle[slot] + kept
+        useful = self.present[slot].computes and not self.is_broken(slot)
+        return self.idle[slot] + (self.terms.keep_warm if useful else 0.0)
 
     def _could_be_ours(self, slot: str, instance: MigInstance) -> bool:
         """Tell whether this may be what an earlier daemon made, which the first look shows.

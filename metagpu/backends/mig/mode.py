@@ -1,13 +1,46 @@
 """MIG mode: turned on where the configuration says so and nobody has the GPU; never off again."""
 
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import structlog
 
+from metagpu.core.errors import DriverError
+from metagpu.core.gpu import Gpu
 from metagpu.core.model import Stock
 from metagpu.core.served import ServedGpu
 
+_RESETS: Final = frozenset(("ampere",))
+"""Architectures on which a change of the mode waits for a reset, as NVIDIA's MIG guide says; from
+Hopper on it takes effect at once."""
+
 log = structlog.get_logger()
+
+
+class Hindrance(NamedTuple):
+    """Why MIG is off, and whether it stays so until somebody resets the GPU."""
+
+    why: str
+    reset: bool = False
+
+
+def foreseen(gpu: Gpu, *, enable: bool) -> str:
+    """Say why a GPU will give no instances as it is now, before anybody touches it. Pure.
+
+    Empty where MIG is on, or will be as soon as nobody uses the GPU.
+    """
+    if gpu.mig_enabled is None:
+        return _NONE
+    if gpu.mig_enabled:
+        return ""
+    if not enable:
+        return _off(gpu)
+    if gpu.architecture in _RESETS:
+        return (
+            "MIG mode is off; metagpu turns it on once nobody uses the GPU, and it waits for a "
+            f"reset then: {_command(gpu)}"
+        )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +50,8 @@ class MigMode:
     served: ServedGpu
     enable: bool
 
-    async def hindrance(self) -> str:
-        """Say why MIG is off, having turned it on where that may and can be; empty when it is on.
+    async def hindrance(self) -> Hindrance | None:
+        """Say why MIG is off, having turned it on where that may and can be; `None` when it is on.
 
         Raises:
             DriverError: if NVML cannot tell.
@@ -27,36 +60,41 @@ class MigMode:
         mode = await self.served.mig.mode(gpu.id)
 
         if mode is None:
-            return "there is no MIG on this GPU"
+            return Hindrance(_NONE)
         if mode.enabled:
-            return ""
+            return None
         if mode.pending:
-            return self._reset("it is switched on")
+            return _reset(gpu, "it is switched on")
         if not self.enable:
-            return (
-                f"MIG mode is off; turn it on (`nvidia-smi -i {gpu.index} -mig 1`), "
-                "or let metagpu do so for idle GPUs with `enableMig: true`"
-            )
+            return Hindrance(_off(gpu))
         return await self._turn_on()
 
-    async def _turn_on(self) -> str:
-        served = self.served
+    async def _turn_on(self) -> Hindrance | None:
+        served, gpu = self.served, self.served.state.gpu
         if served.state.elsewhere is None:
-            return "MIG mode is off; it is turned on once the kubelet has told who holds the GPU"
+            return Hindrance(
+                "MIG mode is off; it is turned on once the kubelet has told who holds the GPU"
+            )
 
         # Before anybody is asked: who had a share in this moment is seen, and nobody gets another.
         served.tell(Stock(alone=True))
-        why = await self._used()
-        if why:
-            served.tell(Stock())
-            return f"MIG mode is off, and turned on once nobody uses the GPU: {why}"
+        try:
+            if why := await self._used():
+                served.tell(Stock())
+                why = f"MIG mode is off, and turned on once nobody uses the GPU: {why}"
+                return Hindrance(why)
+            mode = await served.mig.set_mode(gpu.id, enabled=True)
+        except DriverError as error:
+            served.tell(Stock())  # others may have the GPU for as long as this fails
+            return Hindrance(f"MIG mode is off and cannot be turned on: {error}")
 
-        mode = await served.mig.set_mode(served.gpu.id, enabled=True)
         if mode.enabled:
-            log.info("MIG mode turned on", gpu=str(served.gpu))
-            return ""
+            log.info("MIG mode turned on", gpu=str(gpu))
+            return None
         served.tell(Stock())
-        return self._reset(f"it was switched on, but {mode.hindrance}")
+        if not mode.pending:
+            return Hindrance(f"MIG mode is off and cannot be turned on: {mode.hindrance}")
+        return _reset(gpu, f"it was switched on, but {mode.hindrance}")
 
     async def _used(self) -> str:
         for lease in self.served.state.leases.values():
@@ -67,9 +105,23 @@ class MigMode:
             return f"process {process.pid} runs on it"
         return ""
 
-    def _reset(self, why: str) -> str:
-        index = self.served.state.gpu.index
-        return (
-            f"MIG mode waits for a reset: {why}; when no program uses the GPU, run "
-            f"`nvidia-smi --gpu-reset -i {index}`, or reboot the node"
-        )
+
+_NONE: Final = "there is no MIG on this GPU"
+
+
+def _off(gpu: Gpu) -> str:
+    return (
+        f"MIG mode is off; turn it on (`nvidia-smi -i {gpu.index} -mig 1`), "
+        "or let metagpu do so for idle GPUs with `enableMig: true`"
+    )
+
+
+def _reset(gpu: Gpu, why: str) -> Hindrance:
+    return Hindrance(f"MIG mode waits for a reset: {why}; {_command(gpu)}", reset=True)
+
+
+def _command(gpu: Gpu) -> str:
+    return (
+        "when no program uses the GPU, run "
+        f"`nvidia-smi --gpu-reset -i {gpu.index}`, or reboot the node"
+    )

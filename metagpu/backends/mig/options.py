@@ -6,7 +6,9 @@ from enum import StrEnum
 from typing import Final
 
 from metagpu.backends.mig.board import resource_of
+from metagpu.backends.mig.division import Division, MpsTerms, turns, units
 from metagpu.core.backend import Options
+from metagpu.core.gpu import Gpu
 from metagpu.core.model import ResourceName
 from metagpu.core.units import Duration
 
@@ -35,6 +37,8 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
         resource: names for the instances of a layout, by profile, or one for all.
         replicas: how many containers may have an instance of a layout at once, by profile, or of
             all; they take turns on it.
+        mps: of which instances of a layout containers compute at the same time, each within its
+            part.
         fail_requests_greater_than_one: whether to refuse a container that asks for several
             replicas.
         enable_mig: whether to turn MIG mode on, on GPUs that nobody uses.
@@ -48,6 +52,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     layout: dict[str, int] | None = None
     resource: str | dict[str, str] | None = None
     replicas: int | dict[str, int] = 1
+    mps: MpsTerms | None = None
     fail_requests_greater_than_one: bool = False
     enable_mig: bool = False
     create: Create | None = None
@@ -91,12 +96,27 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             return ResourceName(self.resource)
         if self.resource is not None and profile in self.resource:
             return ResourceName(self.resource[profile])
-        shared = ".shared" if self.replicas_of(profile) > 1 else ""
+        several = self.replicas_of(profile) > 1 or self.shares_by_mps(profile)
+        shared = ".shared" if several else ""
         return ResourceName(f"{resource_of(profile)}{shared}")
 
     def replicas_of(self, profile: str) -> int:
         """Say how many containers may have an instance of a profile at once."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.get(profile, 1)
+
+    def shares_by_mps(self, profile: str) -> bool:
+        """Tell whether instances of a profile are shared through MPS."""
+        return self.mps is not None and self.mps.has(profile)
+
+    def divisions(self, gpu: Gpu) -> Mapping[str, Division]:
+        """Say how instances on a GPU are divided, by profile."""
+        return {
+            it.name: units(self.mps, it, gpu)
+            if self.mps is not None and self.mps.has(it.name)
+            else turns(self.replicas_of(it.name), it.memory)
+            for it in gpu.mig_profiles
+            if it.name in self.names
+        }
 
     def _check_profiles(self) -> None:
         if not self.names:
@@ -112,6 +132,8 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
                 "replicas and failRequestsGreaterThanOne are for a layout; an instance made when "
                 "a pod asks is that pod's"
             )
+        if self.mps is not None:
+            raise ValueError("mps is for a layout; an instance made when a pod asks is that pod's")
 
     def _check_layout(self, layout: Mapping[str, int]) -> None:
         if not layout:
@@ -143,6 +165,13 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
         for name in layout:
             if not 1 <= (count := self.replicas_of(name)) <= _MOST_REPLICAS:
                 raise ValueError(f"replicas is {count}; allowed: 1 to {_MOST_REPLICAS}")
+            if count > 1 and self.shares_by_mps(name):
+                raise ValueError(
+                    f"containers of a {name} either take turns (replicas) or compute at the same "
+                    "time (mps); name other profiles in one of the two"
+                )
+        for key, names in (self.mps.named if self.mps else {}).items():
+            _check_named(key, names, layout)
 
 
 def _check_named(key: str, names: Iterable[str], layout: Mapping[str, int]) -> None:

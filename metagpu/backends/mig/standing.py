@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from metagpu.backends.mig.board import replica_of, slot_of
+from metagpu.backends.mig.board import slot_of
+from metagpu.backends.mig.division import with_ending
 from metagpu.backends.mig.ledger import Ledger, Stuck, identity, later
 from metagpu.core.mig import MigInstance
 from metagpu.core.model import Stock
@@ -98,10 +99,10 @@ class Standing(Ledger):
         return replace(stock, blocked=blocked)
 
     def taken(self, slot: str) -> frozenset[str]:
-        """Give the slots that shares have, replicas too, which an instance is in the way of."""
+        """Give the slots, of whatever ending, that an instance is in the way of."""
         footprint = self.footprint(slot)
-        most = max(self.terms.replicas.values(), default=0)
-        return footprint.union(*(replica_of(footprint, number) for number in range(most)))
+        endings = {ending for its in self.terms.endings.values() for ending in its}
+        return footprint.union(*(with_ending(footprint, ending) for ending in endings))
 
     def _gaps(self) -> Iterator[str]:
         """Find what is missing. What a pod held and lost is not: it could not use another one."""
@@ -129,7 +130,8 @@ class Standing(Ledger):
 
     def _removal(self, slot: str) -> float:
         """Say when an idle instance is to be removed: at once, if the layout can then be had."""
-        if self.hindrances() or (slot in self.fixed and self.present[slot].computes):
+        wanted = slot in self.fixed and self.present[slot].computes and not self.is_broken(slot)
+        if wanted or self.hindrances():
             return inf
         return self.stuck[slot].again if slot in self.stuck else self.idle[slot]
 

@@ -5,41 +5,23 @@ through a folder that they share, and the container's environment says how much 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import structlog
 
-from metagpu.backends.mps.control import PIPES, SHM, Folders
 from metagpu.backends.mps.keeping import keep
-from metagpu.backends.mps.supervisor import Timing
-from metagpu.backends.placement import Placement, Seat, gather, place
+from metagpu.backends.mps_daemon import parts
+from metagpu.backends.mps_daemon.control import Folders
+from metagpu.backends.mps_daemon.supervisor import Timing
+from metagpu.backends.placement import Placement, Seat, on_one
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
-from metagpu.core.errors import OneGpuOnly, TooManyClients
+from metagpu.core.errors import OneDeviceOnly, TooManyClients
 from metagpu.core.gpu import MIB, Gpu, GpuId
-from metagpu.core.grant import Grant, Mount
-from metagpu.core.injection import memory_mib
+from metagpu.core.grant import Grant
 from metagpu.core.model import Share, ShareId, by_gpu
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.units import Bytes
-
-DEFAULT_UNITS: Final = 100
-_MOST_UNITS: Final = 100
-"""Of one GPU: threads are given in whole percents."""
-SERVER_MEMORY: Final = Bytes(64 * MIB)
-"""For the MPS server itself: more than twice the 27 MiB seen on a V100 (nebuly-ai/nos#39)."""
-
-_VOLTA: Final = (7, 0)
-_CLIENTS: Final = 48
-_CLIENTS_BEFORE_VOLTA: Final = 16
-_MOST_CLIENTS: Final = 60
-"""Client contexts of one GPU, by NVIDIA's documentation of MPS: 16 before Volta, then 48, and 60
-with CUDA 13.1 and newer."""
-
-THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 log = structlog.get_logger()
 
@@ -65,18 +47,14 @@ class MpsOptions(
     replicas: int | None = None
     placement: Placement = Placement.BINPACK
     max_clients: int | None = None
-    server_memory: Bytes = SERVER_MEMORY
+    server_memory: Bytes = parts.SERVER_MEMORY
 
     def __post_init__(self) -> None:
         if self.units_per_gpu is not None and self.replicas is not None:
             raise ValueError("unitsPerGpu and replicas contradict each other; give one of them")
-        for name, value, most in (
-            ("unitsPerGpu", self.units_per_gpu, _MOST_UNITS),
-            ("replicas", self.replicas, _MOST_CLIENTS),
-            ("maxClients", self.max_clients, _MOST_CLIENTS),
-        ):
-            if value is not None and not 1 <= value <= most:
-                raise ValueError(f"{name} is {value}; allowed: 1 to {most}")
+        parts.check_number("unitsPerGpu", self.units_per_gpu, parts.MOST_UNITS)
+        parts.check_number("replicas", self.replicas, parts.MOST_CLIENTS)
+        parts.check_number("maxClients", self.max_clients, parts.MOST_CLIENTS)
 
 
 class MpsBackend(OneResourceBackend[MpsOptions]):
@@ -94,7 +72,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
 
         A GPU has no more replicas than it serves clients.
         """
-        units, replicas = self.options.units_per_gpu or DEFAULT_UNITS, self.options.replicas
+        units, replicas = self.options.units_per_gpu or parts.UNITS, self.options.replicas
         count = units if replicas is None else min(replicas, self.clients(gpu))
         memory = self._usable(gpu) // count
         if gpu.mig_enabled or memory < MIB:
@@ -115,8 +93,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
 
     def clients(self, gpu: Gpu) -> int:
         """Say how many containers a GPU serves at once; one process of each, that is."""
-        old = gpu.compute_capability is not None and gpu.compute_capability < _VOLTA
-        return self.options.max_clients or (_CLIENTS_BEFORE_VOLTA if old else _CLIENTS)
+        return parts.clients_of(gpu, self.options.max_clients)
 
     def prefer(
         self,
@@ -137,15 +114,13 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             for gpu, free in by_gpu([*available, *required]).items()
         ]
         sound = [it for it in seats if it.required or self._takes_more(snapshot.gpus[it.gpu.id])]
-        placed = place(size, sound, self.options.placement, largest=size)
-
-        return placed or list(dict.fromkeys([*gather(size, sound), *gather(size, seats)]))[:size]
+        return on_one(size, sound, seats, self.options.placement)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse units of several GPUs, and one container more than a GPU serves.
 
         Raises:
-            OneGpuOnly: saying what is free where.
+            OneDeviceOnly: saying what is free where.
             TooManyClients: saying how many there are.
         """
         taken = by_gpu(shares)
@@ -157,38 +132,22 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
                 for state in snapshot.gpus.values()
                 if state.gpu.id in on_offer
             }
-            raise OneGpuOnly(self.resource, len(shares), _told(chosen), _told(free))
+            raise OneDeviceOnly(self.resource, len(shares), _told(chosen), _told(free))
 
         for gpu, those in taken.items():
             state = snapshot.gpus[gpu]
             # What an init container had is handed on, and not one container more.
             others = state.leases.keys() - {share.id for share in those}
             if self._clients_now(state, others) >= self.clients(state.gpu):
-                raise TooManyClients(self.resource, str(state.gpu), self.clients(state.gpu))
+                raise TooManyClients(self.resource, f"GPU {state.gpu}", self.clients(state.gpu))
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPU, the way to its control daemon, and the part of it that the units are."""
         base = self.injection.grant_shares(shares, snapshot)
         [(gpu, held)] = by_gpu(shares).items()
         # Another pool may have cut it, under the same name.
-        parts = len(snapshot.offers[self.resource].by_gpu[gpu])
-        folders = self._folders(gpu)
-
-        return replace(
-            base,
-            envs={
-                **base.envs,
-                PIPES: str(folders.pipes),
-                THREADS: str(max(1, 100 * len(held) // parts)),
-                # The container sees one GPU, so MPS knows it as number 0.
-                MEMORY: f"0={memory_mib(held)}M",
-            },
-            mounts=(
-                *base.mounts,
-                Mount(str(folders.pipes), str(folders.pipes), read_only=False),
-                Mount(str(SHM), str(folders.shm), read_only=False),
-            ),
-        )
+        units = len(snapshot.offers[self.resource].by_gpu[gpu])
+        return parts.as_client(base, self._folders(gpu), held, units)
 
     async def serve(self, served: ServedGpu) -> None:
         """Keep a control daemon for the GPU, as long as there are clients or a pool wants it."""
@@ -203,22 +162,19 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
         await keep(served, self._folders(served.gpu.id), self.timing)
 
     def _usable(self, gpu: Gpu) -> int:
-        """Say how much memory there is for clients, in whole MiB: so no rounding adds to it."""
-        usable = gpu.memory - (gpu.reserved or 0) - self.options.server_memory
-        return max(0, usable // MIB * MIB)
+        return parts.usable(gpu.memory - (gpu.reserved or 0), self.options.server_memory)
 
     def _folders(self, gpu: GpuId) -> Folders:
-        return Folders(Path(self.injection.run_dir) / "mps" / gpu)
+        return Folders.of(self.injection.run_dir, gpu)
 
     def _takes_more(self, state: GpuState) -> bool:
         now = self._clients_now(state, state.leases.keys())
         return state.open_to(self.name) and now < self.clients(state.gpu)
 
     def _clients_now(self, state: GpuState, ids: Iterable[ShareId]) -> int:
-        """Count the containers that hold these; one whose name is not known yet by when it came."""
+        """Count the containers that hold these shares, of those that are ours."""
         leases = [state.leases[share_id] for share_id in ids]
-        mine = [lease for lease in leases if lease.share.backend == self.name]
-        return len({lease.holder or lease.since for lease in mine})
+        return parts.containers(it for it in leases if it.share.backend == self.name)
 
 
 def _told(by_index: Mapping[int, int]) -> str:

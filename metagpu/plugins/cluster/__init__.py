@@ -15,15 +15,26 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, GpuUncordoned, RivalMet
+from metagpu.core.facts import (
+    BackendSuspended,
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
+    RivalMet,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
+from metagpu.plugins.cluster import pod_news
 from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
+from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.plugins.cluster.telling import Teller, look
 
@@ -48,10 +59,12 @@ class Outcome:
     Attributes:
         refusal: why it was not taken, `None` if it was.
         lays_mig: whether layouts of mig-parted are part of the configuration.
+        misfit: why GPUs of such a layout are offered to nobody, empty if none are kept.
     """
 
     refusal: str | None = None
     lays_mig: bool = False
+    misfit: str = ""
 
 
 class Cluster:
@@ -78,6 +91,8 @@ class Cluster:
         self._node: Followed | None = None
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
+        self._pod_recorder: Recorder | None = None
+        self._pods: FollowedPods | None = None
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -120,6 +135,8 @@ class Cluster:
         if self._config_map is not None:
             others = self._config_map.problem or self._missing
             problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
+        if self._pods is not None:
+            problems[Feature.PODS] = self._pods.problem
 
         followed = self._followed or Instruction()
         return {
@@ -131,6 +148,7 @@ class Cluster:
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
             "eventsDropped": self._recorder.dropped if self._recorder else 0,
+            "podEventsDropped": self._pod_recorder.dropped if self._pod_recorder else 0,
         }
 
     def _arranged(self, client: "Client") -> Teller:
@@ -152,6 +170,12 @@ class Cluster:
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
+        if Feature.POD_EVENTS in features:
+            # Pods that misbehave must not use up what is meant for news of the node.
+            self._pod_recorder = Recorder(client, socket.gethostname(), name=Feature.POD_EVENTS)
+            self._chores.append((Feature.POD_EVENTS, self._pod_recorder.chore))
+        if Feature.PODS in features:
+            self._pods = FollowedPods(client, settings.node, self._registry)
         if settings.config_map is not None:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
@@ -164,15 +188,19 @@ class Cluster:
             group.start_soon(self._node.run)
             if self._config_map is not None:
                 group.start_soon(self._config_map.run)
+            if self._pods is not None:
+                group.start_soon(self._pods.run)
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
             if Feature.EVENTS in self._settings.features:
                 group.start_soon(self._tell_news)
+            if self._pod_recorder is not None:
+                group.start_soon(self._tell_pods, self._pod_recorder)
 
     def _stir(self) -> None:
         for feature, chore in self._chores:
-            if feature is not Feature.EVENTS:
+            if feature not in {Feature.EVENTS, Feature.POD_EVENTS}:
                 chore.stir()
 
     async def _stir_on_news(self) -> None:
@@ -214,6 +242,8 @@ class Cluster:
         if self._outcome.refusal is not None:
             note = f"{self._outcome.refusal}; the last good configuration stays"
             self._tell("ConfigurationRefused", note, "Configure", warning=True)
+        elif self._outcome.misfit:
+            self._tell("MIGLayoutRefused", self._outcome.misfit, "Configure", warning=True)
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, by the label {wanted.label}"
             self._tell("ConfigurationTaken", note, "Configure")
@@ -228,20 +258,33 @@ class Cluster:
             return "failed" if ours or wanted.mig_config in outcome.refusal else None
         if not ours:
             return None
+        if outcome.misfit:
+            return "failed"
         waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
         return "pending" if waiting else "success"
 
     async def _tell_news(self) -> None:
-        kinds = (GpuFaulted, GpuRecovered, GpuCordoned, GpuUncordoned, RivalMet)
+        kinds = (
+            *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
+            *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended),
+        )
         with self._registry.news.subscribe(*kinds) as news:
+            self._tell_resets()
             async for fact in news:
                 match fact:
                     case GpuFaulted(gpu, reason):
                         self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
                     case GpuRecovered(gpu, reason):
                         self._tell_gpu("GPUBackInService", gpu, reason)
+                    case InstanceFaulted(gpu, device, reason):
+                        why = f"MIG device {device} alone: {reason}"
+                        self._tell_gpu("MIGDeviceOutOfService", gpu, why, warning=True)
+                    case InstanceRecovered(gpu, device, reason):
+                        self._tell_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}")
                     case GpuCordoned(gpu, reason):
                         self._tell_gpu("GPUCordoned", gpu, reason)
+                    case BackendSuspended(gpu, reason=reason, reset=True):
+                        self._tell_gpu("GPUResetNeeded", gpu, reason, warning=True)
                     case RivalMet(resource, where):
                         note = (
                             f"{resource} is served by another device plugin on {where}, not by us"
@@ -249,6 +292,19 @@ class Cluster:
                         self._tell("RivalPlugin", note, "Serve", warning=True)
                     case GpuUncordoned(gpu):
                         self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
+
+    def _tell_resets(self) -> None:
+        """Tell of GPUs that wait for a reset already: MIG mode is turned on as a daemon starts."""
+        for gpu, state in self._registry.snapshot.gpus.items():
+            for pause in state.suspended.values():
+                if pause.reset:
+                    self._tell_gpu("GPUResetNeeded", gpu, pause.reason, warning=True)
+
+    async def _tell_pods(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*pod_news.KINDS) as news:
+            async for event in news:
+                if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
+                    recorder.tell(told)
 
     def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
         known = self._registry.snapshot.gpus.get(gpu)
@@ -274,7 +330,7 @@ def _loaded() -> "ModuleType":
 
 def _waits(state: GpuState) -> bool:
     """Tell whether a GPU is not yet as the configuration wants it."""
-    blocked = any(stock.blocked for stock in state.stocks.values())
+    blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
     return bool(state.waits_for or state.suspended or blocked)
 
 

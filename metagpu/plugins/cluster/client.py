@@ -136,8 +136,11 @@ class Client:
                     _preload_content=False,
                     _request_timeout=timeout,
                 )
-            except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError) as error:
-                # aiohttp's RuntimeError: another request has closed the session meanwhile.
+            except (RuntimeError, AssertionError) as error:
+                # So aiohttp tells that another request has closed the session meanwhile.
+                await self._drop(api)
+                raise self._unreachable(ConnectionError("the connection was closed")) from error
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 await self._drop(api)  # another address or certificate may have been written
                 raise self._unreachable(error) from error
             if last or response.status != _UNAUTHORIZED:

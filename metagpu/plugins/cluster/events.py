@@ -44,6 +44,9 @@ class Subject:
     namespace: str = ""
 
 
+Sameness = tuple[Subject, str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class News:
     """Something to tell.
@@ -53,6 +56,7 @@ class News:
         note: the sentence.
         action: what was done.
         warning: whether somebody should look.
+        key: tells it from other news of this reason; the note does, where it is empty.
     """
 
     subject: Subject
@@ -60,6 +64,12 @@ class News:
     note: str
     action: str
     warning: bool = False
+    key: str = ""
+
+    @property
+    def sameness(self) -> Sameness:
+        """What news have in common that are one Event and its count."""
+        return self.subject, self.reason, self.key or self.note
 
 
 @dataclass(slots=True)
@@ -75,20 +85,22 @@ class Recorder:
     """Tells news to the API server: new ones at once, repeated ones as a count.
 
     Attributes:
+        name: of the use that it is.
         dropped: news that were not told because there were too many.
     """
 
     client: "Client"
     instance: str
     clock: Callable[[], float] = time.time
+    name: str = "events"
     dropped: int = 0
     _waiting: deque[News] = field(default_factory=lambda: deque(maxlen=WAITING))
-    _told: "OrderedDict[News, _Told]" = field(default_factory=OrderedDict)
+    _told: "OrderedDict[Sameness, _Told]" = field(default_factory=OrderedDict)
     _tokens: float = BURST
     _refilled: float = 0.0
 
     def __post_init__(self) -> None:
-        self.chore = Chore("events", self._send)
+        self.chore = Chore(self.name, self._send)
         self._refilled = self.clock()
 
     def tell(self, news: News) -> None:
@@ -114,7 +126,7 @@ class Recorder:
     async def _write(self, news: News) -> None:
         now = self.clock()
         self._forget(now)
-        told = self._told.get(news)
+        told = self._told.get(news.sameness)
 
         if told is None:
             if self._may(now):
@@ -140,10 +152,10 @@ class Recorder:
 
     def _forget(self, now: float) -> None:
         while self._told:
-            news, told = next(iter(self._told.items()))
+            oldest, told = next(iter(self._told.items()))
             if now - told.first < MEMORY:
                 return
-            del self._told[news]
+            del self._told[oldest]
 
     async def _create(self, news: News, now: float) -> None:
         subject = news.subject
@@ -170,8 +182,8 @@ class Recorder:
         }
         await self.client.call("POST", _PATH.format(namespace), body=body)
         self._tokens -= 1
-        self._told.pop(news, None)
-        self._told[news] = _Told(name, now, now)
+        self._told.pop(news.sameness, None)
+        self._told[news.sameness] = _Told(name, now, now)
 
     async def _count(self, news: News, told: _Told, now: float) -> None:
         path = f"{_PATH.format(news.subject.namespace or 'default')}/{told.name}"

@@ -1,7 +1,7 @@
-"""One object of the API server, followed: listed once, then watched, and again when that ends."""
+"""Objects of the API server, followed: listed once, then watched, and again when that ends."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -22,28 +22,23 @@ GONE: Final = 410
 log = structlog.get_logger()
 
 
-@dataclass(eq=False)
-class Followed:
-    """What the API server told last of one object.
+class Following(ABC):
+    """Those objects of a collection that a field selector names.
 
     Attributes:
-        path: of the collection that it is in.
-        stir: called at each change.
-        object: as it was told, `None` while it does not exist or nothing was told yet.
-        known: whether anything was told yet.
+        path: of the collection.
         problem: why nothing is heard now.
     """
 
-    client: "Client"
-    path: str
-    name: str
-    stir: Callable[[], None]
-    object: "Object | None" = None
-    known: bool = False
-    problem: str = ""
+    def __init__(self, client: "Client", path: str, selector: str, about: str) -> None:
+        self.path = path
+        self.problem = ""
+        self._client = client
+        self._query = {"fieldSelector": selector}
+        self._about = about
 
     async def run(self) -> None:
-        """Follow it until cancelled; what was told stays while nothing is heard."""
+        """Follow them until cancelled; what was told stays while nothing is heard."""
         pauses = Pauses()
 
         while True:
@@ -60,14 +55,22 @@ class Followed:
                     self._trouble(str(error))
                 await anyio.sleep(pauses.next(error.retry_after))
 
-    @property
-    def _query(self) -> dict[str, str]:
-        return {"fieldSelector": f"metadata.name={self.name}"}
+    @abstractmethod
+    def listed(self, items: "Sequence[Object]") -> None:
+        """Take in all of them as they are now."""
+
+    @abstractmethod
+    def changed(self, it: "Object") -> None:
+        """Take in one that is new or another than before."""
+
+    @abstractmethod
+    def deleted(self, it: "Object") -> None:
+        """Take in that one is no more."""
 
     async def _list(self) -> str:
-        answer = await self.client.call("GET", self.path, query=self._query)
-        items = answer.get("items") or ()
-        self._take(items[0] if items else None)
+        answer = await self._client.call("GET", self.path, query=self._query)
+        self._well()
+        self.listed(answer.get("items") or ())
         return str(answer["metadata"]["resourceVersion"])
 
     async def _watch(self, version: str) -> str:
@@ -80,28 +83,62 @@ class Followed:
             "timeoutSeconds": str(WATCH),
         }
 
-        async for event in self.client.watch(self.path, query):
+        async for event in self._client.watch(self.path, query):
             it: Any = event["object"]
             if event["type"] == "ERROR":
                 problem = f"the watch of {self.path} ended: {it.get('message', '')}"
                 raise ClusterError(problem, status=int(it.get("code", 0)))
             version = str(it["metadata"]["resourceVersion"])
+            self._well()
             if event["type"] == "DELETED":
-                self._take(None)
+                self.deleted(it)
             elif event["type"] != "BOOKMARK":
-                self._take(it)
+                self.changed(it)
         return version
 
-    def _take(self, told: "Object | None") -> None:
+    def _well(self) -> None:
         if self.problem:
-            log.info("the API server answers again", about=f"{self.path}/{self.name}")
+            log.info("the API server answers again", about=self._about)
         self.problem = ""
-        changed = not self.known or told != self.object
-        self.object, self.known = told, True
-        if changed:
-            self.stir()
 
     def _trouble(self, problem: str) -> None:
         if problem != self.problem:
             self.problem = problem
-            log.warning("what is known stays", about=f"{self.path}/{self.name}", error=problem)
+            log.warning("what is known stays", about=self._about, error=problem)
+
+
+class Followed(Following):
+    """What the API server told last of one object.
+
+    Args:
+        stir: called at each change.
+
+    Attributes:
+        object: as it was told, `None` while it does not exist or nothing was told yet.
+        known: whether anything was told yet.
+    """
+
+    def __init__(self, client: "Client", path: str, name: str, stir: Callable[[], None]) -> None:
+        super().__init__(client, path, f"metadata.name={name}", f"{path}/{name}")
+        self.name = name
+        self.object: Object | None = None
+        self.known = False
+        self._stir = stir
+
+    def listed(self, items: "Sequence[Object]") -> None:
+        """Take in what it is now, if it is."""
+        self._take(items[0] if items else None)
+
+    def changed(self, it: "Object") -> None:
+        """Take in what it is now."""
+        self._take(it)
+
+    def deleted(self, it: "Object") -> None:  # noqa: ARG002 - there is only one
+        """Take in that it is no more."""
+        self._take(None)
+
+    def _take(self, told: "Object | None") -> None:
+        new = not self.known or told != self.object
+        self.object, self.known = told, True
+        if new:
+            self._stir()

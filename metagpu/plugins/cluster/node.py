@@ -1,6 +1,6 @@
 """The Node object as we read it, and what we want it to say: pure functions on plain data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -15,6 +15,8 @@ TAINT: Final = "metagpu.io/starting"
 """Put on a node by who makes it, so that nothing is scheduled there before we are ready."""
 CONDITION: Final = "GPUProblem"
 """True when a GPU is out of service, as MemoryPressure is when memory is short."""
+RESET: Final = "GPUResetNeeded"
+"""True, and there, while a GPU gives nothing before somebody resets it."""
 STAMP: Final = f"{NVIDIA}gfd.timestamp"
 """The label that GPU Feature Discovery alone writes."""
 _PRODUCT: Final = f"{NVIDIA}gpu.product"
@@ -137,24 +139,48 @@ def healthy_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     }
 
 
-def condition_of(snapshot: Snapshot) -> Mapping[str, str] | None:
-    """Say how the GPUs are, as a condition of the node; `None` before they are known."""
+def conditions_of(snapshot: Snapshot) -> Sequence[Mapping[str, str]]:
+    """Say how the GPUs are, as conditions of the node; none before they are known."""
     if not snapshot.gpus:
-        return None
+        return ()
 
+    waiting = [
+        (pause.since, f"GPU {state.gpu}: {pause.reason}")
+        for state in snapshot.gpus.values()
+        for pause in state.suspended.values()
+        if pause.reset
+    ]
+    if not waiting:
+        return (_problem(snapshot),)
+    said = "; ".join(reason for _, reason in waiting)
+    reset = _condition("True", "MIGModePending", said, max(waiting)[0], RESET)
+    return _problem(snapshot), reset
+
+
+def _problem(snapshot: Snapshot) -> Mapping[str, str]:
     out = [state for state in snapshot.gpus.values() if not state.verdict.healthy]
     since = max(state.verdict.since for state in out or snapshot.gpus.values())
     if out:
         said = "; ".join(f"GPU {state.gpu}: {state.verdict.reason}" for state in out)
         return _condition("True", "GPUOutOfService", said, since)
-    count = len(snapshot.gpus)
-    return _condition("False", "GPUsInService", f"all {count} GPUs are in service", since)
+    said = f"all {len(snapshot.gpus)} GPUs are in service"
+    faults = [
+        (verdict.since, f"MIG device {device} of GPU {state.gpu}: {verdict.reason}")
+        for state in snapshot.gpus.values()
+        for device, verdict in state.faults.items()
+    ]
+    if faults:  # no problem of the node: who drained it for that would end everybody else's pods
+        said = "; ".join([said, *(fault for _, fault in faults)])
+        return _condition("False", "MIGDevicesOutOfService", said, max(faults)[0])
+    return _condition("False", "GPUsInService", said, since)
 
 
-def _condition(status: str, reason: str, message: str, since: float) -> Mapping[str, str]:
+def _condition(
+    status: str, reason: str, message: str, since: float, kind: str = CONDITION
+) -> Mapping[str, str]:
     moment = datetime.fromtimestamp(since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
-        "type": CONDITION,
+        "type": kind,
         "status": status,
         "reason": reason,
         "message": message,
@@ -163,9 +189,10 @@ def _condition(status: str, reason: str, message: str, since: float) -> Mapping[
     }
 
 
-def condition_differs(node: Object, wanted: Mapping[str, str]) -> bool:
-    """Tell whether the node's condition does not say what is wanted."""
-    return not any(
-        all(each.get(key) == wanted[key] for key in ("type", "status", "reason", "message"))
-        for each in (node.get("status") or {}).get("conditions") or ()
-    )
+def conditions_differ(node: Object, wanted: Sequence[Mapping[str, str]]) -> bool:
+    """Tell whether the node's conditions of ours do not say what is wanted."""
+    keys = ("type", "status", "reason", "message")
+    shown = (node.get("status") or {}).get("conditions") or ()
+    ours = [[each.get(key) for key in keys] for each in shown if each["type"] in (CONDITION, RESET)]
+    said = [[each[key] for key in keys] for each in wanted]
+    return sorted(ours) != sorted(said)

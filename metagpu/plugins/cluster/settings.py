@@ -24,6 +24,8 @@ class Feature(StrEnum):
     CONDITION = "condition"
     EVENTS = "events"
     ALLOCATABLE = "allocatable"
+    PODS = "pods"
+    POD_EVENTS = "pod-events"
 
 
 ALL: Final = frozenset(Feature)

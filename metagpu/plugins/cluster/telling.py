@@ -18,11 +18,12 @@ from metagpu.plugins.cluster.node import (
     MANAGER,
     Object,
     capacity_of,
-    condition_differs,
-    condition_of,
+    conditions_differ,
+    conditions_of,
     healthy_of,
     labels_differ,
     ours_to_write,
+    owned_labels,
     stale_amounts,
     taints_left,
 )
@@ -61,14 +62,18 @@ class Teller:
         node = self.node.object
         if node is None:
             return
-        wanted = dict(labels(self.registry.snapshot))
-        if not wanted and not self._labelled:
-            return  # what an earlier daemon said stays until we know better
-        if (state := self.mig_state()) is not None:
+        wanted, state = dict(labels(self.registry.snapshot)), self.mig_state()
+        self._labelled |= bool(wanted)
+        if not self._labelled:
+            if state is None:
+                return
+            # What an earlier daemon said stays until we know better.
+            given = node["metadata"].get("labels") or {}
+            wanted = {name: given[name] for name in owned_labels(node) & given.keys()}
+        if state is not None:
             wanted[MIG_STATE] = state
 
         mine = ours_to_write(node, wanted, self._refused)
-        self._labelled = True
         if not labels_differ(node, mine):
             return
         try:
@@ -101,11 +106,12 @@ class Teller:
         log.info("the startup taint is lifted")
 
     async def judge(self) -> None:
-        """Say in a condition how the GPUs are."""
-        node, wanted = self.node.object, condition_of(self.registry.snapshot)
-        if node is None or wanted is None or not condition_differs(node, wanted):
+        """Say in conditions how the GPUs are."""
+        node, wanted = self.node.object, conditions_of(self.registry.snapshot)
+        if node is None or not wanted or not conditions_differ(node, wanted):
             return
-        await self._apply("/status", {"status": {"conditions": [dict(wanted)]}}, force=True)
+        conditions = [dict(each) for each in wanted]
+        await self._apply("/status", {"status": {"conditions": conditions}}, force=True)
 
     async def lower(self) -> None:
         """Take from the node's allocatable amounts what cannot be had any more, at once."""
@@ -172,7 +178,8 @@ def look(snapshot: Snapshot) -> object:
     """Give what has to change for a look at the node to be worth it; cheap, it is taken often."""
     gpus = tuple(
         (
-            *(state.gpu, state.verdict, state.withheld, state.suspended),
+            *(state.gpu, state.verdict, state.withheld, state.suspended, state.paused),
+            *(state.faults, state.broken),
             (state.cordon, state.leases) if state.cordon else None,  # what is free is shut then
         )
         for state in snapshot.gpus.values()

@@ -1,4 +1,4 @@
-"""A small API server on a loopback port: Nodes, ConfigMaps and Events, watched, and nothing else.
+"""A small API server on a loopback port: Nodes, Pods, ConfigMaps, Events, watched, nothing else.
 
 What a client may meet can be had at will: no answer, refusals, throttling, watches that end, a
 history that is forgotten, tokens that are renewed.
@@ -16,11 +16,12 @@ import anyio
 import yaml
 from aiohttp import web
 
-from metagpu.sim.apiserver.objects import Key, Object, Refusal, Store
+from metagpu.sim.apiserver.objects import Object, Refusal, Selection, Store
 
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 _NODE: Final = "/api/v1/nodes"
+_PODS: Final = "/api/v1/pods"
 _CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
@@ -101,6 +102,32 @@ class SimApiServer:
         """Write a ConfigMap."""
         self.store.put(("configmaps", namespace, name), {"data": dict(data)})
 
+    def add_pod(
+        self,
+        namespace: str,
+        name: str,
+        node: str,
+        annotations: Mapping[str, str] | None = None,
+        *,
+        uid: str = "",
+        phase: str = "Running",
+        owner: tuple[str, str] | None = None,
+    ) -> Object:
+        """Add a Pod that is bound to a node, or put another in its place."""
+        metadata: Object = {"annotations": dict(annotations or {})}
+        if uid:
+            metadata["uid"] = uid
+        if owner is not None:
+            metadata["ownerReferences"] = [
+                {"kind": owner[0], "name": owner[1], "controller": True, "uid": "of-the-owner"}
+            ]
+        content = {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": phase}}
+        return self.store.put(("pods", namespace, name), content)
+
+    def delete_pod(self, namespace: str, name: str) -> None:
+        """Delete a Pod, as the API server does once its kubelet has ended it."""
+        self.store.delete(("pods", namespace, name))
+
     def events(self) -> list[Object]:
         """Give all Events, the oldest first."""
         return [it for key, it in self.store.objects.items() if key[0] == "events"]
@@ -136,7 +163,7 @@ class SimApiServer:
     async def running(self) -> AsyncIterator["SimApiServer"]:
         """Answer on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
-        for path in (_NODE, _CONFIG_MAPS):
+        for path in (_NODE, _PODS, _CONFIG_MAPS):
             app.router.add_get(path, self._list)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
@@ -200,21 +227,23 @@ class SimApiServer:
                 raise Refusal(403, "Forbidden", message)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=") or None
-        collection = request.path.rpartition("/")[2]
-        key = (collection, request.match_info.get("namespace", ""), name or "")
+        selection = Selection.of(
+            request.path.rpartition("/")[2],
+            request.match_info.get("namespace", ""),
+            request.query.get("fieldSelector", ""),
+        )
         if request.query.get("watch"):
-            return await self._watch(request, key)
+            return await self._watch(request, selection)
         return web.json_response(
             {
                 "kind": "List",
                 "metadata": {"resourceVersion": str(self.store.version)},
-                "items": list(self.store.listed(key[0], key[1], name)),
+                "items": list(self.store.listed(selection)),
             }
         )
 
-    async def _watch(self, request: web.Request, key: Key) -> web.StreamResponse:
-        """Send what happens to one object from a version on."""
+    async def _watch(self, request: web.Request, selection: Selection) -> web.StreamResponse:
+        """Send what happens to some objects from a version on."""
         seen = int(request.query["resourceVersion"])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
@@ -230,7 +259,7 @@ class SimApiServer:
                     await send("ERROR", Refusal(410, "Expired", "too old resource version").status)
                     break
                 for version, kind, about, it in list(self.store.history):
-                    if version > seen and about == key:
+                    if version > seen and selection.has(about, it):
                         await send(kind, it)
                 seen = self.store.version
                 if bookmarks != self._bookmarks:

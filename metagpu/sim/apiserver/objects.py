@@ -13,9 +13,37 @@ from uuid import uuid4
 
 Object = dict[str, Any]
 Key = tuple[str, str, str]
-"""Collection (`nodes`, `configmaps`, `events`), namespace (empty for none), name."""
+"""Collection (`nodes`, `pods`, `configmaps`, `events`), namespace (empty for none), name."""
 
 _LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some objects of a collection: of a namespace, or of all; with these fields."""
+
+    collection: str
+    namespace: str
+    fields: Mapping[str, str]
+
+    @classmethod
+    def of(cls, collection: str, namespace: str, selector: str) -> "Selection":
+        """Read a field selector such as `spec.nodeName=gpu-1`."""
+        return cls(
+            collection, namespace, dict(part.split("=") for part in selector.split(",") if part)
+        )
+
+    def has(self, key: Key, it: Object) -> bool:
+        """Tell whether it has this object."""
+        if key[0] != self.collection or self.namespace not in {"", key[1]}:
+            return False
+        return all(_field(it, path) == value for path, value in self.fields.items())
+
+
+def _field(it: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
+    for name in path.split("."):
+        it = it.get(name) or {}
+    return it
 
 
 class Refusal(Exception):
@@ -88,10 +116,10 @@ class Store:
             raise Refusal(404, "NotFound", f'{key[0]} "{key[2]}" not found')
         return self.objects[key]
 
-    def listed(self, collection: str, namespace: str, name: str | None) -> Iterator[Object]:
-        """Give the objects of a collection, of one name if given."""
+    def listed(self, selection: Selection) -> Iterator[Object]:
+        """Give the objects of a selection."""
         for key, it in self.objects.items():
-            if key[:2] == (collection, namespace) and name in (None, key[2]):
+            if selection.has(key, it):
                 yield it
 
     def merge(self, key: Key, patch: Mapping[str, Any], *, status: bool, manager: str) -> Object:

@@ -1,6 +1,8 @@
 """Whatever comes and goes, no instance leaks: a GPU in MIG's hands, on a simulated node."""
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -8,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagpu.backends.mig import keeping, ledger
+from metagpu.backends.mig import MigBackend, keeping, ledger
+from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.facts import LeasesObserved
+from metagpu.core.injection import Injection
 from metagpu.core.model import Share
 from metagpu.sim.instances import Making
 from metagpu.sim.node import SimProcess
@@ -28,6 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LOOK", 0.02)
     monkeypatch.setattr(keeping, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(keeping, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(MigBackend, "timing", Timing(period=0.1, retry=0.02, deadline=2.0))
 
 
 class Node:
@@ -117,8 +122,27 @@ def test_a_layout_is_there_whatever_happened(acts: Sequence[tuple[str, int]]) ->
     anyio.run(_all_of, acts, cut("layout: {3g.20gb: 1, 2g.10gb: 1, 1g.5gb: 2}"), layout)
 
 
-async def _all_of(acts: Sequence[tuple[str, int]], text: str, at_last: set[str]) -> None:
-    async with in_care(text, boards="a100-40gb:1", enabled=True) as care:
+@settings(max_examples=6)
+@given(_acts)
+def test_control_daemons_are_where_instances_are(acts: Sequence[tuple[str, int]]) -> None:
+    """When all has ended each instance has one of its own that answers, and no other is left."""
+    layout = {"3g.20gb@4", "1g.5gb@2", "1g.5gb@3"}
+    options = "layout: {3g.20gb: 1, 1g.5gb: 2}, mps: {replicas: {1g.5gb: 2, 3g.20gb: 3}}"
+    with tempfile.TemporaryDirectory(prefix="mg", dir="/tmp") as folder:
+        anyio.run(_all_of, acts, cut(options), layout, folder)
+        assert not _running(folder)
+
+
+def _running(folder: str) -> set[str]:
+    """Say which devices have a control daemon; it writes its number down, and takes it along."""
+    return {file.parts[-3] for file in Path(folder).glob("mps/*/pipe/*.pid")}
+
+
+async def _all_of(
+    acts: Sequence[tuple[str, int]], text: str, at_last: set[str], folder: str = "/nowhere"
+) -> None:
+    injection = Injection(run_dir=folder)
+    async with in_care(text, boards="a100-40gb:1", enabled=True, injection=injection) as care:
         node = Node(care)
         care.registry.apply(LeasesObserved({}, at=0))
         await _until(lambda: "mig" not in care.state().suspended)
@@ -131,11 +155,14 @@ async def _all_of(acts: Sequence[tuple[str, int]], text: str, at_last: set[str])
             care.release(share)
         node.end(0)
         node.gpu.mig.making = Making()
-        await _until(lambda: node.present() == at_last and not care.state().withheld)
+        await _until(lambda: node.present() == at_last and not care.state().shut)
+        if folder != "/nowhere":
+            devices = {made.device for made in care.state().stocks["mig"].made.values()}
+            await _until(lambda: _running(folder) == devices)
 
 
 async def _until(is_so: object) -> None:
     assert callable(is_so)
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while not is_so():  # noqa: ASYNC110 - the node tells nobody
             await anyio.sleep(0.005)

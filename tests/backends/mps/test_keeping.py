@@ -12,9 +12,11 @@ from anyio import to_thread
 
 from metagpu.backends import mps as mps_backend
 from metagpu.backends.mps import MpsBackend, keeping
-from metagpu.backends.mps.control import Folders
-from metagpu.backends.mps.supervisor import Timing
+from metagpu.backends.mps_daemon import supervision
+from metagpu.backends.mps_daemon.control import Folders
+from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.companions import HostCompanions
+from metagpu.core import keeper
 from metagpu.core.companions import Process
 from metagpu.core.driver import ComputeMode
 from metagpu.core.facts import GpuFaulted, GpuRecovered
@@ -102,6 +104,14 @@ class Scene:
 
         await until(is_so)
 
+    async def another(self, process: Process, index: int = 0) -> None:
+        """Wait until another control daemon than this one runs."""
+
+        async def is_so() -> bool:
+            return await self.at(index).process() not in (None, process)
+
+        await until(is_so, 30)
+
     async def process(self, index: int = 0) -> Process:
         """Give the control daemon that runs."""
         found = await self.at(index).process()
@@ -159,27 +169,51 @@ async def test_each_gpu_has_its_own(tmp_path: Path) -> None:
         first, second = await it.process(0), await it.process(1)
         assert first != second
 
+        it.at(0).steer("refuse")
         await COMPANIONS.kill(first)
-        await it.suspended("the MPS control daemon ended (", 0)
+        await it.suspended("steered to refuse", 0)
         assert it.care.state(1).suspended == {}
+        it.at(0).steer("")
         await it.ready(0)
         assert await it.process(1) == second
         assert await it.process(0) != first
 
 
 async def test_one_that_crashes_is_started_again(tmp_path: Path) -> None:
-    """Its end is known at once and told with what happens next."""
+    """Its end is known at once; while it does not last, the pauses grow and are told."""
     async with mps(tmp_path) as it:
         await it.ready()
         first = await it.process()
         it.at().steer("refuse")
         await COMPANIONS.kill(first)
-        await it.suspended("the MPS control daemon ended (it printed nothing); it is tried again")
         await it.suspended("(steered to refuse); it is tried again in 0.2 s")
 
         it.at().steer("")
         await it.ready()
         assert await it.process() != first
+
+
+async def test_one_that_a_container_told_to_quit_is_there_again_at_once(tmp_path: Path) -> None:
+    """A container's root may say `quit`: another is started without a pause, and the log says so.
+
+    The first ends when its last client does; no container keeps a GPU without a control daemon.
+    """
+    with heard(supervision) as lines, heard(keeper) as told:
+        async with mps(tmp_path) as it:
+            await it.ready()
+            first = await it.process()
+            it.care.grant(it.care.share("mps"))
+            with it.at().client(), it.at().command("quit"):
+                pass
+            await it.another(first)
+            await it.ready()
+
+    assert [line["event"] for line in lines].count("MPS control daemon started") == 2
+    [suspended] = [line for line in told if line["event"] == "GPU suspended"]
+    assert suspended["reason"] == (
+        "the MPS control daemon ended (it was told to quit, and not by metagpu: a container's root "
+        "can do so; it printed nothing); it is started again at once"
+    )
 
 
 async def test_one_that_hangs_is_told_and_heals(tmp_path: Path) -> None:
@@ -411,7 +445,7 @@ async def test_the_next_daemon_adopts(tmp_path: Path) -> None:
         await first.mode(EXCLUSIVE)
 
     assert await first.process() == process
-    with heard(keeping) as logs:
+    with heard(supervision) as logs:
         async with mps(tmp_path, care=first.care) as second:
             await second.ready()
             assert await second.process() == process

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.backends.mps import MpsBackend
-from metagpu.core.errors import ConfigError, OneGpuOnly, TooManyClients
+from metagpu.core.errors import ConfigError, OneDeviceOnly, TooManyClients
 from metagpu.core.facts import BackendSuspended, GpuFaulted, GpusFound, SharesGranted
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.grant import Grant, Mount
@@ -199,7 +199,7 @@ def test_units_of_two_gpus_are_refused() -> None:
     snapshot = held(snapshot, units(snapshot.gpus[A.id], *range(98)))
     chosen = [*units(snapshot.gpus[A.id], 98, 99), *units(snapshot.gpus[B.id], 0)]
 
-    with pytest.raises(OneGpuOnly) as caught:
+    with pytest.raises(OneDeviceOnly) as caught:
         backend().check(chosen, snapshot)
     assert str(caught.value) == (
         f"{NAME}: 3 units do not fit: MPS serves a container on one GPU, and the kubelet chose "

@@ -29,6 +29,7 @@ class Daemon:
         self._configuration = places.home / "metagpu.yaml"
         self._device_root = places.home / "devices"
         self._run_folder = places.home / "metagpu"
+        self._options: tuple[str, ...] = ()
         command = [sys.executable, "-m", "metagpu", "run"]
         command += ["--config", str(self._configuration)]
         command += ["--simulate", f"{model}:{count}"]
@@ -68,9 +69,22 @@ class Daemon:
         """
         self._program.require_alive()
 
-    def start(self) -> None:
-        """Start the daemon; what it offers shows on the node a little later."""
-        self._program.start()
+    @property
+    def pid(self) -> int | None:
+        """Its process: another one after a restart."""
+        return self._program.pid
+
+    def start(self, *options: str) -> None:
+        """Start the daemon; what it offers shows on the node a little later.
+
+        Of an option that is given twice the later one counts, so OPTIONS may also replace.
+        """
+        self._options = options
+        self._program.start(*options)
+
+    def runs_with(self, *options: str) -> bool:
+        """Whether it runs, and was started with just these further options."""
+        return self.alive and self._options == options
 
     def stop(self) -> int | None:
         """Stop the daemon as systemd would, and return its exit status."""

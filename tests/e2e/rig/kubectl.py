@@ -2,7 +2,9 @@
 
 import json
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tests.e2e.rig.errors import RigError
@@ -53,6 +55,24 @@ class Kubectl:
         items: list[Document] = json.loads(answer)["items"]
         return items
 
+    @contextmanager
+    def watching(self, kind: str, name: str) -> Iterator[Callable[[], Sequence[Document]]]:
+        """Give what tells every state of an object that was seen since the block began."""
+        command = [*self._command, "get", kind, name, "--watch", "-o", "json"]
+        with tempfile.TemporaryFile("a+") as output:
+            watch = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
+
+            def seen() -> Sequence[Document]:
+                output.seek(0)
+                return _documents(output.read())
+
+            try:
+                wait_for("the watch to begin", seen, within_s=CALL_S)
+                yield seen
+            finally:
+                watch.kill()
+                watch.wait()
+
     def apply(self, *manifests: str | Mapping[str, object]) -> None:
         """Create or change objects, given as YAML text or as documents, in one call."""
         texts = [m if isinstance(m, str) else json.dumps(m) for m in manifests]
@@ -73,6 +93,18 @@ class Kubectl:
             ),
             within_s=NAMESPACE_S,
         )
+
+
+def _documents(text: str) -> Sequence[Document]:
+    """Read one object after the other; the last may not have come in whole yet."""
+    decoder, found, at = json.JSONDecoder(), list[Document](), 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            document, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            break
+        found.append(document)
+    return found
 
 
 def _in(namespace: str) -> tuple[str, ...]:

@@ -8,12 +8,13 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.programs import end_processes, running_processes
-from tests.e2e.rig.settings import KUBELET_HOME, NETWORK, Places
+from tests.e2e.rig.settings import KUBELET_HOME, LOOPBACK, NETWORK, Places
 from tests.e2e.rig.waiting import wait_for
 
 SYSCTLS = (
@@ -35,6 +36,39 @@ MARK = KUBELET_HOME / ".metagpu-e2e"
 CONTAINER_LOGS = Path("/var/log/containers")
 NETWORK_RESULTS = Path("/var/lib/cni/results")
 SHIM_SOCKETS = Path("/run/containerd")
+
+
+Lock = socket.socket
+"""What one run holds as long as it has a node; to be closed."""
+
+
+def lock() -> Lock:
+    """Hold a name that the kernel forgets with its holder, whatever becomes of that.
+
+    Raises:
+        RigError: another run has it.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind("\0metagpu-e2e")
+    except OSError:
+        held.close()
+        raise RigError("another run of the rig has a node on this machine") from None
+    return held
+
+
+def refuse_taken(port: int) -> None:
+    """Make sure that a port of the loopback interface is free.
+
+    Raises:
+        RigError: it is not.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise RigError(f"port {port} of {LOOPBACK} is taken") from error
 
 
 def refuse_foreign_kubelet() -> None:

@@ -6,25 +6,23 @@ as nodes are in real life: its kubelet restarted, its power cut.
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.e2e.rig import machine, settings
+from tests.e2e.rig import health, machine, numa, settings
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import write_images
 from tests.e2e.rig.kubectl import Document, Kubectl
 from tests.e2e.rig.pki import Pki
-from tests.e2e.rig.programs import Program, end_leftovers, tail
+from tests.e2e.rig.programs import Program, end_leftovers
 from tests.e2e.rig.settings import API_URL, NODE_NAME, Places
 from tests.e2e.rig.tools import Tools
 from tests.e2e.rig.waiting import wait_for
@@ -46,7 +44,7 @@ class Node:
         self.kubeconfig = self._pki.kubeconfig("admin")
         cache = self.places.home / "kubectl-cache"
         self.kubectl = Kubectl(tools.path("kubectl"), self.kubeconfig, str(cache))
-        self._lock: socket.socket | None = None
+        self._lock: machine.Lock | None = None
         places, pki = self.places, self._pki
         self.etcd = self._program("etcd", settings.etcd_command(places, tools))
         self.apiserver = self._program(
@@ -64,11 +62,20 @@ class Node:
         self.kubelet = self._program("kubelet", settings.kubelet_command(places, tools, pki))
 
     def _program(
-        self, name: str, command: Iterable[str], environment: dict[str, str] | None = None
+        self,
+        name: str,
+        command: Iterable[str],
+        environment: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> Program:
-        places = self.places
+        logs, pids = self.places.logs, self.places.pids
         return Program(
-            name, list(command), logs=places.logs, pids=places.pids, environment=environment
+            name,
+            list(command),
+            logs=logs,
+            pids=pids,
+            environment=environment,
+            launcher=launcher,
         )
 
     def __enter__(self) -> Self:
@@ -112,12 +119,12 @@ class Node:
                 f"not prepared: {', '.join(missing)} missing; "
                 "run `python -m tests.e2e.rig prepare` first"
             )
-        self._lock = _lock_the_machine()
+        self._lock = machine.lock()
         end_leftovers(self.places.pids)
         machine.refuse_foreign_kubelet()
         machine.clean(self.places)
         for port in settings.PORTS:
-            _refuse_taken(port)
+            machine.refuse_taken(port)
 
     def _start(self) -> None:
         places = self.places
@@ -161,7 +168,7 @@ class Node:
         """Start the kubelet, and wait until it has told the API server that it is Ready."""
         started = time.time()
         self.kubelet.start()
-        self._await_healthy(self.kubelet, _kubelet_is_healthy)
+        self._await_healthy(self.kubelet, health.kubelet_is_healthy)
         wait_for(
             "the kubelet to report Ready", lambda: self._ready_since(started), within_s=READY_S
         )
@@ -174,6 +181,48 @@ class Node:
         """What `systemctl restart kubelet` does."""
         self.stop_kubelet()
         self.start_kubelet()
+
+    @contextmanager
+    def aligning_kubelet(self, changes: Mapping[str, object]) -> Iterator[None]:
+        """Have a kubelet with CHANGES of its configuration, on a machine of two NUMA nodes.
+
+        For the length of the block, and without pods before and after it.
+        """
+        usual, nodes = self.kubelet, self.places.home / "numa"
+        numa.write_nodes(nodes, numa.halves())
+        self.stop_kubelet()
+        numa.share_home()
+        self.kubelet = self._program("kubelet", usual.command, launcher=numa.launcher(nodes))
+        try:
+            self._configure_kubelet(changes)
+            self.start_kubelet()
+            yield
+        finally:
+            self.stop_kubelet()
+            self.kubelet = usual
+            machine.unmount_under(settings.KUBELET_HOME)
+            shutil.rmtree(nodes)
+            self._configure_kubelet({})
+            self.start_kubelet()
+
+    def _configure_kubelet(self, changes: Mapping[str, object]) -> None:
+        settings.write_kubelet_configuration(self.places, self._pki, changes)
+        # A kubelet does not start on what another policy has noted.
+        (settings.KUBELET_HOME / "cpu_manager_state").unlink(missing_ok=True)
+
+    def credentials(self, namespace: str, account: str) -> str:
+        """Write a kubeconfig with a ServiceAccount's token; give its path."""
+        token = self.kubectl("create", "token", account, f"--namespace={namespace}")
+        return self._pki.token_kubeconfig(account, token.strip())
+
+    def stop_api(self) -> None:
+        """End the API server alone, as a crash of its machine does."""
+        self.apiserver.kill()
+
+    def start_api(self) -> None:
+        """Start the API server again, and wait until it is ready."""
+        self.apiserver.start()
+        self._await_healthy(self.apiserver, self._api_is_ready)
 
     def power_off(self) -> None:
         """Cut the power: kubelet, containerd and every container are gone at once.
@@ -205,19 +254,10 @@ class Node:
 
     def diagnose(self) -> str:
         """What a person wants to see first when something went wrong."""
-        parts = []
-        if self.apiserver.alive:
-            logs: tuple[str, ...] = ("kubelet", "metagpu")
-            for question in (("pods", "-o=wide"), ("events", "--sort-by=.lastTimestamp")):
-                try:
-                    answer = self.kubectl("get", *question, "--all-namespaces")
-                except RigError as error:
-                    answer = str(error)
-                parts.append(f"--- {question[0]}\n{_last_lines(answer)}")
-        else:
-            logs = ("etcd", "containerd", "kube-apiserver")
-        parts += [f"--- {name}.log\n{tail(self.places.logs / f'{name}.log')}" for name in logs]
-        return "\n".join(parts)
+        if not self.apiserver.alive:
+            return health.logged(self.places.logs, ("etcd", "containerd", "kube-apiserver"))
+        logs = health.logged(self.places.logs, ("kubelet", "metagpu"))
+        return f"{health.told(self.kubectl)}\n{logs}"
 
     def _load_images(self) -> None:
         archive = self.places.home / "images.tar"
@@ -255,36 +295,3 @@ class Node:
             return probe()
 
         wait_for(f"{program.name} to be healthy", healthy, within_s=START_S)
-
-
-def _last_lines(text: str, count: int = 40) -> str:
-    return "\n".join(text.splitlines()[-count:])
-
-
-def _kubelet_is_healthy() -> bool:
-    url = f"http://{settings.LOOPBACK}:{settings.KUBELET_HEALTH_PORT}/healthz"
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _lock_the_machine() -> socket.socket:
-    """Hold a name that the kernel forgets with its holder, whatever becomes of that."""
-    lock = socket.socket(socket.AF_UNIX)
-    try:
-        lock.bind("\0metagpu-e2e")
-    except OSError:
-        lock.close()
-        raise RigError("another run of the rig has a node on this machine") from None
-    return lock
-
-
-def _refuse_taken(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.LOOPBACK, port))
-        except OSError as error:
-            raise RigError(f"port {port} of {settings.LOOPBACK} is taken") from error

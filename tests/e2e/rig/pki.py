@@ -75,6 +75,11 @@ class Pki:
         """The kubeconfig with which NAME talks to the API server."""
         return str(self._folder / f"{name}.kubeconfig")
 
+    def token_kubeconfig(self, name: str, token: str) -> str:
+        """Write a kubeconfig for who shows a token, as a ServiceAccount does; give its path."""
+        self._write_kubeconfig(name, {"token": token})
+        return self.kubeconfig(name)
+
     def _certificate(
         self, name: str, subject: str, extensions: list[str], issuer: str | None = None
     ) -> None:
@@ -90,8 +95,11 @@ class Pki:
         )
 
     def _kubeconfig(self, name: str) -> None:
-        cluster = {"server": self._api_url, "certificate-authority": self.certificate("ca")}
         user = {"client-certificate": self.certificate(name), "client-key": self.key(name)}
+        self._write_kubeconfig(name, user)
+
+    def _write_kubeconfig(self, name: str, user: dict[str, str]) -> None:
+        cluster = {"server": self._api_url, "certificate-authority": self.certificate("ca")}
         document = {
             "apiVersion": "v1",
             "kind": "Config",

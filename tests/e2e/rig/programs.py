@@ -61,23 +61,27 @@ class Program:
         pids: Path,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
+        """Say how it is started: LAUNCHER, if any, becomes COMMAND in the same process."""
         self.name = name
         self.command = list(command)
         self.log = logs / f"{name}.log"
         self._pid_file = pids / f"{name}.json"
         self._environment = environment
         self._folder = folder
+        self._launcher = list(launcher)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start the program; its log goes on where an earlier run's ended."""
+    def start(self, *options: str) -> None:
+        """Start the program, with further options; its log goes on where an earlier run's ended."""
         if self.alive:
             raise RigError(f"{self.name} is running already")
+        command = [*self.command, *options]
         environment = dict(os.environ) | dict(self._environment or {})
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command,
+                [*self._launcher, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -85,13 +89,18 @@ class Program:
                 cwd=self._folder,
                 start_new_session=True,  # a person's Ctrl-C is for the rig alone
             )
-        record = {"pid": self._process.pid, "command": self.command}
+        record = {"pid": self._process.pid, "command": command}
         self._pid_file.write_text(json.dumps(record))
 
     @property
     def alive(self) -> bool:
         """Whether the program runs, started by this object."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, None when it was not started."""
+        return None if self._process is None else self._process.pid
 
     def require_alive(self) -> None:
         """Make sure that the program runs, started by this object.

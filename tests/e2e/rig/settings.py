@@ -7,6 +7,7 @@ nobody can lower an OOM score, so nobody is asked to.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,11 @@ class Places:
         return self.home / "configuration"
 
     @property
+    def static_pods(self) -> Path:
+        """Manifests of pods that the kubelet runs without being told by the API server."""
+        return self.home / "static-pods"
+
+    @property
     def network(self) -> Path:
         """The network's configuration, the only file in it."""
         return self.home / "network"
@@ -74,7 +80,10 @@ class Places:
     def make(self) -> None:
         """Make the folders that programs expect to find; only root may look inside."""
         self.home.mkdir(mode=0o700)
-        for folder in (self.logs, self.pids, self.configuration, self.network):
+        for folder in (
+            *(self.logs, self.pids, self.configuration),
+            *(self.static_pods, self.network),
+        ):
             folder.mkdir()
 
 
@@ -83,8 +92,17 @@ def write_configuration(places: Places, tools: Tools, pki: Pki) -> None:
     folder = places.configuration
     (folder / "resolv.conf").touch()
     (folder / "containerd.toml").write_text(_containerd(places, tools))
-    (folder / "kubelet.json").write_text(json.dumps(_kubelet(places, pki), indent=1))
+    write_kubelet_configuration(places, pki)
     (places.network / "bridge.conflist").write_text(json.dumps(_network(places), indent=1))
+
+
+def write_kubelet_configuration(
+    places: Places, pki: Pki, changes: Mapping[str, object] | None = None
+) -> None:
+    """Write the kubelet's configuration, with CHANGES to the usual one."""
+    configuration = _kubelet(places, pki) | dict(changes or {})
+    path = places.configuration / "kubelet.json"
+    path.write_text(json.dumps(configuration, indent=1))
 
 
 def _containerd(places: Places, tools: Tools) -> str:
@@ -136,6 +154,7 @@ def _kubelet(places: Places, pki: Pki) -> dict[str, object]:
         "makeIPTablesUtilChains": False,
         "nodeStatusUpdateFrequency": STATUS_PERIOD,
         "resolvConf": str(places.configuration / "resolv.conf"),
+        "staticPodPath": str(places.static_pods),
         "podLogsDir": str(places.home / "pod-logs"),
         "volumePluginDir": str(places.home / "volume-plugins"),
         # The machine's disk may well be fuller than a kubelet likes; its images stay.
@@ -232,4 +251,6 @@ def kubelet_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
         f"--kubeconfig={pki.kubeconfig('kubelet')}",
         f"--cert-dir={places.home}/kubelet-certificates",
         f"--hostname-override={NODE_NAME}",
+        # Its client of device plugins says each message of a list: `Node.messages` counts them.
+        "--vmodule=client=2",
     ]

@@ -88,6 +88,29 @@ async def test_server_that_is_away_is_told_with_its_address(tmp_path: Path) -> N
             await client.call("GET", NODES)
 
 
+async def test_requests_that_fail_together_fail_alike(tmp_path: Path) -> None:
+    """One that closes the connection takes no other down but as a server that cannot be reached."""
+    server = SimApiServer()
+    async with server.running():
+        path = server.kubeconfig(tmp_path)
+    refusals: list[str] = []
+
+    async with connected(path) as client, anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            for _ in range(20):
+                try:
+                    await client.call("GET", NODES)
+                except ClusterError as error:
+                    refusals.append(str(error))
+
+        for _ in range(5):
+            group.start_soon(ask)
+
+    assert len(refusals) == 100
+    assert all(it.startswith("the API server cannot be reached at ") for it in refusals)
+
+
 async def test_throttling_says_how_long_to_wait(tmp_path: Path) -> None:
     """What the server asks for is in the error, and so is what was asked of it."""
     server = SimApiServer()

@@ -13,6 +13,8 @@ from metagpu.core.facts import (
     GpuFaulted,
     GpuRecovered,
     GpusFound,
+    InstanceFaulted,
+    InstanceRecovered,
     SharesGranted,
     SharesOffered,
     SharesReleased,
@@ -456,6 +458,26 @@ async def test_health_is_told_as_events(tmp_path: Path) -> None:
         assert told == [
             ("GPUOutOfService", "Warning", f"GPU {gpu(0)}: XID 79"),
             ("GPUBackInService", "Normal", f"GPU {gpu(0)}: acknowledged"),
+        ]
+
+
+async def test_a_reset_that_is_needed_is_told_with_its_command(tmp_path: Path) -> None:
+    """Also if it was before the API server was there; other suspensions are no Events."""
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
+        it.offer()
+        await it.server.until(lambda: any("?watch" in each.what for each in it.server.requests))
+        first, second = gpu(0).id, gpu(1).id
+        it.registry.apply(BackendSuspended(first, "mig", "MIG mode is off", at=1))
+        it.registry.apply(BackendSuspended(first, "mig", "reset it", at=2, reset=True))
+        it.registry.apply(InstanceFaulted(second, "MIG-x", "XID 94", at=3))
+        it.registry.apply(InstanceRecovered(second, "MIG-x", "it was removed", at=4))
+        await it.server.until(lambda: len(it.server.events()) == 3)
+
+        told = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
+        assert told == [
+            ("GPUResetNeeded", "Warning", f"GPU {gpu(0)}: reset it"),
+            ("MIGDeviceOutOfService", "Warning", f"GPU {gpu(1)}: MIG device MIG-x alone: XID 94"),
+            ("MIGDeviceFaultOver", "Normal", f"GPU {gpu(1)}: MIG device MIG-x: it was removed"),
         ]
 
 

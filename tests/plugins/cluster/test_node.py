@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from metagpu.core.facts import GpuFaulted, RivalLeft, RivalMet
+from metagpu.core.facts import BackendSuspended, GpuFaulted, InstanceFaulted, RivalLeft, RivalMet
 from metagpu.core.model import ResourceName
 from metagpu.plugins.cluster.node import (
     amount,
     capacity_of,
-    condition_of,
+    conditions_differ,
+    conditions_of,
     discovered_elsewhere,
     healthy_of,
     owned_labels,
@@ -103,9 +104,35 @@ def test_condition_tells_since_when() -> None:
     """Its times are those of the verdict, so that it changes only with it."""
     _, snapshot = offered(gpu(0), gpu(1))
     broken = after(GpuFaulted(gpu(1).id, "XID 79", at=60), since=snapshot)
-    said = condition_of(broken)
+    [said] = conditions_of(broken)
 
-    assert said is not None
     assert said["reason"] == "GPUOutOfService"
     assert said["lastTransitionTime"] == "1970-01-01T00:01:00Z"
-    assert condition_of(after()) is None
+    assert conditions_of(after()) == ()
+
+
+def test_a_faulted_instance_is_no_problem_of_the_node() -> None:
+    """It is named, but nobody shall drain a node for what concerns one pod."""
+    _, snapshot = offered(gpu(0))
+    [said] = conditions_of(after(InstanceFaulted(gpu(0).id, "MIG-x", "XID 94", 60), since=snapshot))
+
+    assert (said["status"], said["reason"]) == ("False", "MIGDevicesOutOfService")
+    assert said["message"] == (
+        f"all 1 GPUs are in service; MIG device MIG-x of GPU {gpu(0)}: XID 94"
+    )
+
+
+def test_a_reset_that_is_needed_is_a_condition_while_it_is() -> None:
+    """With the GPU and the command; a node that shows it longer differs from what is wanted."""
+    _, snapshot = offered(gpu(0))
+    facts = (BackendSuspended(gpu(0).id, "mig", "run nvidia-smi", at=60, reset=True),)
+    waiting = conditions_of(after(*facts, since=snapshot))
+
+    assert [each["type"] for each in waiting] == ["GPUProblem", "GPUResetNeeded"]
+    assert waiting[1]["status"] == "True"
+    assert waiting[1]["message"] == f"GPU {gpu(0)}: run nvidia-smi"
+    shown = node(conditions=[*waiting, {"type": "Ready", "status": "True"}])
+    assert not conditions_differ(shown, waiting)
+    assert conditions_differ(shown, conditions_of(snapshot))
+    suspended = BackendSuspended(gpu(0).id, "mig", "MIG mode is off", at=60)
+    assert len(conditions_of(after(suspended, since=snapshot))) == 1

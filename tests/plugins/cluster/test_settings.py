@@ -39,7 +39,7 @@ def test_unknown_use_is_named() -> None:
         features_of("all,-taints")
     assert str(refusal.value) == (
         "--cluster: 'taints' is no use of the API server; allowed: all, none, config, labels, "
-        "taint, condition, events, allocatable"
+        "taint, condition, events, allocatable, pods, pod-events"
     )
 
 

@@ -3,15 +3,15 @@
 The commands are those of `nvidia-cuda-mps-control(1)`.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from metagpu.core.companions import Companion, Companions
 from metagpu.core.errors import ToolError
-from metagpu.core.gpu import GpuId
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
 PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -21,9 +21,14 @@ SHM: Final = Path("/dev/shm")  # noqa: S108 - where MPS has its shared memory
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """What one GPU's control daemon has to itself, below the run directory."""
+    """What the control daemon of a GPU or MIG instance has to itself, below the run directory."""
 
     home: Path
+
+    @classmethod
+    def of(cls, run_dir: str, device: str) -> Self:
+        """Give those of a device, which have its name."""
+        return cls(Path(run_dir) / "mps" / device)
 
     @property
     def pipes(self) -> Path:
@@ -66,6 +71,14 @@ class Folders:
         except (OSError, ValueError):
             return None
 
+    def note_gpu(self, gpu: str) -> None:
+        """Note which GPU the device is an instance of: its own name does not tell."""
+        self._gpu.write_text(gpu, encoding="ascii")
+
+    def forget(self) -> None:
+        """Remove them with all that is in them: the device is gone."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
     def note_mode(self, mode: str) -> None:
         """Note the compute mode to put back, unless one is noted already."""
         with suppress(FileExistsError), self._mode.open("x", encoding="ascii") as file:
@@ -83,14 +96,31 @@ class Folders:
         self._mode.unlink(missing_ok=True)
 
     @property
+    def _gpu(self) -> Path:
+        return self.home / "gpu"
+
+    @property
     def _mode(self) -> Path:
         return self.home / "compute-mode"
 
 
-def control_daemon(gpu: GpuId, folders: Folders) -> Companion:
-    """Describe the control daemon of one GPU: in the foreground, blind for all other GPUs."""
+def devices_left_by(run_dir: str, gpu: str) -> list[str]:
+    """Find the instances of a GPU that have folders, be they there still or not."""
+    found = []
+    for note in Path(run_dir).glob("mps/*/gpu"):
+        with suppress(OSError):  # it is going
+            if note.read_text(encoding="ascii") == gpu:
+                found.append(note.parent.name)
+    return found
+
+
+def control_daemon(device: str, folders: Folders) -> Companion:
+    """Describe the control daemon of a GPU or MIG device: in the foreground, blind for all others.
+
+    One for each MIG device, named like this, is NVIDIA's own way (NVIDIA/k8s-device-plugin#572).
+    """
     env: Mapping[str, str] = {
-        "CUDA_VISIBLE_DEVICES": gpu,
+        "CUDA_VISIBLE_DEVICES": device,
         PIPES: str(folders.pipes),
         _LOGS: str(folders.logs),
     }

@@ -1,6 +1,13 @@
 """What an operator is told of what is left of GPUs in MIG's hands."""
 
-from metagpu.core.facts import GpusFound, LeasesObserved, SharesGranted, StockTold
+from metagpu.core.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpusFound,
+    LeasesObserved,
+    SharesGranted,
+    StockTold,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import Holder, ShareId, Stock
 from metagpu.core.report import explanation
@@ -73,4 +80,52 @@ def test_a_fixed_layout_has_nothing_to_tell() -> None:
     """What its GPUs have is what they shall have."""
     pool = "{name: a, backends: [{backend: mig, layout: {1g.5gb: 7}}]}"
     fixed = laid_out(A, text=f"version: metagpu/v1\npools: [{pool}]")
-    assert fixed.remarks(after(GpusFound((A,), at=0), fixed.offered)) == []
+    assert fixed.rooms(after(GpusFound((A,), at=0), fixed.offered)) == []
+
+
+def test_room_is_told_in_numbers() -> None:
+    """By GPU: the largest profile and its slices, what is free, and the move that would help."""
+    snapshot = node(held(A.id, "1g.5gb@0", "1g.5gb@4"), held(B.id, "2g.10gb@0", "3g.20gb@4"))
+    first, second = (gpu["room"] for gpu in explanation(snapshot, LAYOUT)["gpus"])
+
+    move = {
+        "profile": "3g.20gb",
+        "opens": "3g.20gb@0",
+        "holder": "default/1g.5gb@0 (main)",
+        "from": "1g.5gb@0",
+        "to": "1g.5gb@6",
+        "toGpu": 0,
+    }
+    assert first == {
+        "largest": "2g.10gb",
+        "largestSlices": 2,
+        "freeSlices": 6,
+        "slices": 8,
+        "moves": [move],
+    }
+    assert second == {**first, "freeSlices": 2, "moves": []}
+    empty = explanation(node(), LAYOUT)["gpus"][0]["room"]
+    assert (empty["largest"], empty["largestSlices"], empty["freeSlices"]) == ("7g.40gb", 8, 8)
+
+
+def test_a_full_gpu_has_no_largest_profile() -> None:
+    """What does not fit has no name and no slices, whatever is free."""
+    [first, _] = LAYOUT.rooms(node(held(A.id, "7g.40gb@0")))
+
+    assert (first.largest, first.largest_slices, first.free_slices) == (None, 0, 0)
+
+
+def test_a_gpu_that_gives_nothing_has_no_room() -> None:
+    """A GPU that is cordoned or out of service is named so, and is nobody's way out."""
+    crowded = node(held(A.id, "1g.5gb@0", "1g.5gb@4"), held(B.id, "1g.5gb@0", "1g.5gb@4"))
+    snapshot = after(
+        GpuFaulted(A.id, "XID 79", at=6), GpuCordoned(B.id, "riser", at=6), since=crowded
+    )
+    first, second = LAYOUT.rooms(snapshot)
+
+    assert (first.largest, first.shut, first.free_slices) == (None, True, 6)
+    assert (second.largest, second.shut, second.reliefs) == (None, True, ())
+    assert told(snapshot) == [
+        "GPU 0: it gives no instances now",
+        "GPU 1: it gives no instances now",
+    ]

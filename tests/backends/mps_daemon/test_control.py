@@ -4,22 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.backends.mps.control import Folders, control_daemon
+from metagpu.backends.mps_daemon.control import Folders, control_daemon
 from metagpu.core.errors import ToolError
-from metagpu.core.gpu import GpuId
 from tests.companions_rig import serving
 
-GPU = GpuId("GPU-00000000-0000-0000-0000-000000000000")
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+MIG = "MIG-00000000-0000-0000-0000-000000000000"
 
 
-def test_a_control_daemon_is_of_one_gpu() -> None:
-    """It sees its GPU alone, runs in the foreground, and has pipes, logs and /dev/shm to itself."""
-    home = Path("/run/metagpu/mps") / GPU
-    daemon = control_daemon(GPU, Folders(home))
+@pytest.mark.parametrize("device", [GPU, MIG])
+def test_a_control_daemon_is_of_one_device(device: str) -> None:
+    """It sees nothing else, runs in the foreground, and has pipes, logs and /dev/shm to itself."""
+    home = Path("/run/metagpu/mps") / device
+    daemon = control_daemon(device, Folders(home))
 
     assert (daemon.program, daemon.arguments) == ("nvidia-cuda-mps-control", ("-f",))
     assert daemon.env == {
-        "CUDA_VISIBLE_DEVICES": GPU,
+        "CUDA_VISIBLE_DEVICES": device,
         "CUDA_MPS_PIPE_DIRECTORY": f"{home}/pipe",
         "CUDA_MPS_LOG_DIRECTORY": f"{home}/log",
     }

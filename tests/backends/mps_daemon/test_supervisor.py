@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.backends.mps.supervisor import (
+from metagpu.backends.mps_daemon.supervisor import (
     Decision,
     Look,
     Step,
@@ -72,12 +72,21 @@ def test_three_failed_probes_suspend() -> None:
     assert after(GOOD, watch=decision.watch).step is Step.SERVE
 
 
-def test_one_that_ended_is_started_again_after_a_pause() -> None:
-    """Its end is told at once; it is started when the pause is over, not before."""
+def test_one_that_ended_is_started_again_at_once() -> None:
+    """Whatever ended it: clients that come now find another."""
     ended = after(GOOD, GONE)
 
+    assert (ended.step, ended.wait) == (Step.SUSPEND, 0.0)
+    assert ended.reason == "the MPS control daemon ended (no such GPU); it is started again at once"
+    assert after(GONE, watch=ended.watch).step is Step.START
+
+
+def test_one_that_ends_again_is_started_after_a_pause() -> None:
+    """Its end is told at once; it is started when the pause is over, not before."""
+    ended = after(GOOD, GONE, GONE, GOOD, GONE)
+
     assert (ended.step, ended.wait) == (Step.SUSPEND, 1.0)
-    assert ended.reason == ("the MPS control daemon ended (no such GPU); it is tried again in 1 s")
+    assert ended.reason == "the MPS control daemon ended (no such GPU); it is tried again in 1 s"
     assert after(replace(GONE, at=0.5), watch=ended.watch) == Decision(Step.STAY, ended.watch, 0.5)
     assert after(replace(GONE, at=1.0), watch=ended.watch).step is Step.START
 
@@ -91,15 +100,15 @@ def test_the_pause_doubles_while_it_does_not_last() -> None:
         pauses.append(decision.wait)
         at, watch = at + decision.wait, decision.watch
 
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_one_that_lasted_is_started_soon_again() -> None:
     """After a minute of good answers an end counts as the first."""
     watch = Watch(since=0.0, answered=True, ends=5)
 
-    assert after(replace(GONE, at=59.0), watch=watch).wait == 32
-    assert after(replace(GONE, at=60.0), watch=watch).wait == 1
+    assert after(replace(GONE, at=59.0), watch=watch).wait == 16
+    assert after(replace(GONE, at=60.0), watch=watch).wait == 0
 
 
 def test_what_could_not_be_started_is_tried_again() -> None:

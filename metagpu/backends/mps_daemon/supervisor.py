@@ -17,7 +17,8 @@ class Timing:
         retry: between two probes of one that does not, or not yet.
         deadline: for the answer to one command.
         patience: how long one that was started may take until its first answer.
-        first_pause: before it is started again; twice as long each time, up to `longest_pause`.
+        first_pause: before it is started again when it has ended twice; twice as long each time, up
+            to `longest_pause`. After a first end it is started at once.
         steady: how long it must have run for its next end to count as a first one.
     """
 
@@ -103,13 +104,7 @@ def decide(watch: Watch, look: Look, timing: Timing) -> Decision:
 
 def not_started(watch: Watch, at: float, problem: str, timing: Timing) -> Decision:
     """Say what follows when it could not be started."""
-    pause = _pause(watch.ends, timing)
-    return Decision(
-        Step.SUSPEND,
-        Watch(ends=watch.ends + 1, start_at=at + pause),
-        pause,
-        f"{problem}; it is tried again in {pause:g} s",
-    )
+    return _later(watch.ends, at, problem, _pause(watch.ends, timing))
 
 
 def _absent(watch: Watch, look: Look, timing: Timing) -> Decision:
@@ -117,7 +112,7 @@ def _absent(watch: Watch, look: Look, timing: Timing) -> Decision:
         steady = watch.answered and look.at - watch.since >= timing.steady
         ends = 0 if steady else watch.ends
         problem = f"the MPS control daemon ended ({look.problem})"
-        return not_started(replace(watch, ends=ends), look.at, problem, timing)
+        return _later(ends, look.at, problem, _pause(ends - 1, timing) if ends else 0.0)
 
     if look.at < watch.start_at:
         return Decision(Step.STAY, watch, watch.start_at - look.at)
@@ -142,6 +137,12 @@ def _silent(watch: Watch, look: Look, timing: Timing) -> Decision:
     reason = f"the MPS control daemon failed {watch.failures} probes: {look.problem}"
     step = Step.SUSPEND if look.used else Step.END
     return Decision(step, watch, timing.retry, reason)
+
+
+def _later(ends: int, at: float, problem: str, pause: float) -> Decision:
+    when = f"it is tried again in {pause:g} s" if pause else "it is started again at once"
+    again = Watch(ends=ends + 1, start_at=at + pause)
+    return Decision(Step.SUSPEND, again, pause, f"{problem}; {when}")
 
 
 def _pause(ends: int, timing: Timing) -> float:

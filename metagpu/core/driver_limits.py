@@ -1,0 +1,190 @@
+"""Has the driver itself refuse what a container may not have, where it can.
+
+Its limit is the enforcer's, set on the container's cgroup as soon as that is there. The enforcer
+goes on looking: what a container had before, and managed memory, the driver does not refuse.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+import structlog
+
+from metagpu.core.backend import Guard
+from metagpu.core.census import Census
+from metagpu.core.driver import Driver
+from metagpu.core.enforcement import Annotation, Enforcement
+from metagpu.core.errors import DriverError, DriverUnavailable, Unsupported
+from metagpu.core.gpu import MIB, GpuId
+from metagpu.core.host import Container, Home, Host
+from metagpu.core.model import Holder, Lease, Share, ShareId
+from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Versions
+from metagpu.core.usage import Usage
+from metagpu.core.wishes import settle
+
+RESTARTS: Final = 2.0
+"""Seconds between two looks for containers that were started anew in their pods."""
+EAGER: Final = 30.0
+"""Seconds after a change of leases in which a container may start at any moment: until then each
+look looks for those that have not."""
+AGAIN: Final = 10.0
+"""Seconds until a limit is tried again that could not be set."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is known of one GPU.
+
+    Attributes:
+        limits: in bytes, of the containers that the driver limits, and what they are called.
+        homes: of the containers that hold shares, as they were found at `at`.
+        leases: as they were then, and have been `since`.
+        without: the driver's version that knows no limits on this GPU.
+        later: when to try a container again.
+    """
+
+    limits: dict[Container, tuple[Holder, int]] = field(default_factory=dict)
+    homes: Sequence[Home] = ()
+    leases: Mapping[ShareId, Lease] | None = None
+    at: float = 0.0
+    since: float = 0.0
+    without: Versions | None = None
+    later: dict[Container, float] = field(default_factory=dict)
+
+
+class DriverLimits:
+    """The limits that the driver was given, of all GPUs.
+
+    Args:
+        guards: what guards the containers of each backend, by its name: those that the enforcer
+            guards are limited.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        host: Host,
+        registry: Registry,
+        census: Census,
+        guards: Mapping[str, Guard],
+    ) -> None:
+        self._driver = driver
+        self._host = host
+        self._registry = registry
+        self._census = census
+        self._guards = guards
+        self._kept: defaultdict[GpuId, _Kept] = defaultdict(_Kept)
+        self._told: set[tuple[GpuId, str]] = set()
+
+    @property
+    def count(self) -> int:
+        """How many limits are in force: of a container on two GPUs there are two."""
+        return sum(len(kept.limits) for kept in self._kept.values())
+
+    def holds(self, usage: Usage) -> bool:
+        """Tell whether the driver keeps a container within its limit on a GPU."""
+        return any(
+            holder == usage.holder and usage.pod_uid in (None, container.pod_uid)
+            for container, (holder, _) in self._kept[usage.gpu].limits.items()
+        )
+
+    def forget(self, gpu: GpuId) -> None:
+        """Know nothing of a GPU any more: a driver that is loaded again knows no limits."""
+        self._kept.pop(gpu, None)
+
+    async def keep(self, gpu: GpuId, terms: Enforcement) -> None:
+        """Limit the containers on a GPU as they are to be now, and no others.
+
+        Raises:
+            DriverUnavailable: if NVML is gone; nothing is known to be limited then.
+        """
+        kept = self._kept[gpu]
+        versions = self._registry.snapshot.versions
+        wanted = terms.by_driver or Annotation.POLICY in terms.allow_annotations
+        if kept.without == versions or not (wanted or kept.limits):
+            return
+
+        try:
+            for home, limit in await self._due(gpu, kept, terms):
+                await self._limit(gpu, kept, home, limit)
+        except Unsupported as error:
+            self._kept[gpu] = _Kept(without=versions)
+            log.info("the driver does not limit memory; it is enforced without", why=str(error))
+        except DriverUnavailable:
+            self.forget(gpu)
+            raise
+
+    async def _due(
+        self, gpu: GpuId, kept: _Kept, terms: Enforcement
+    ) -> Sequence[tuple[Home, int | None]]:
+        """Find the containers whose limit is not what it should be, and what it should be."""
+        snapshot, now = self._registry.snapshot, anyio.current_time()
+        shares = self._wards(gpu)
+        await self._find(gpu, kept, shares)
+
+        due: list[tuple[Home, int | None]] = []
+        for home in kept.homes:
+            uid, holder = home.container.pod_uid, home.holder
+            if holder not in shares or kept.later.get(home.container, 0.0) > now:
+                continue
+            told = self._census.told.get((uid, holder.container, gpu))
+            usage = Usage(gpu, holder, uid, tuple(shares[holder]), told=told)
+            settled = settle(usage, snapshot, terms)
+            limit = settled.limit if settled.terms.by_driver else None
+            if limit != kept.limits.get(home.container, (holder, None))[1]:
+                due.append((home, limit))
+        return due
+
+    async def _find(self, gpu: GpuId, kept: _Kept, shares: Mapping[Holder, list[Share]]) -> None:
+        """Find the cgroups of containers, if there may be others than those known."""
+        leases, now = self._registry.snapshot.gpus[gpu].leases, anyio.current_time()
+        if leases is not kept.leases:
+            kept.leases, kept.since = leases, now
+        elif now - kept.at < RESTARTS:
+            unknown = shares.keys() - {home.holder for home in kept.homes}
+            if not unknown or now - kept.since > EAGER:
+                return
+
+        kept.homes, kept.at = await self._host.homes(shares.keys()), now
+        here = {home.container for home in kept.homes}
+        kept.limits = {it: limit for it, limit in kept.limits.items() if it in here}
+        kept.later = {it: at for it, at in kept.later.items() if it in here}
+
+    async def _limit(self, gpu: GpuId, kept: _Kept, home: Home, limit: int | None) -> None:
+        try:
+            await self._driver.limit_memory(gpu, home.cgroup, limit)
+        except (Unsupported, DriverUnavailable):
+            raise
+        except DriverError as error:
+            kept.limits.pop(home.container, None)
+            kept.later[home.container] = anyio.current_time() + AGAIN
+            self._tell(gpu, str(error))
+            return
+
+        if limit is None:
+            del kept.limits[home.container]
+            log.info("the driver limits a container no more", container=str(home.holder))
+        else:
+            kept.limits[home.container] = home.holder, limit
+            mib = limit // MIB
+            log.info("the driver limits a container", container=str(home.holder), limit_mib=mib)
+
+    def _wards(self, gpu: GpuId) -> Mapping[Holder, list[Share]]:
+        """Give what containers hold of a GPU whom nothing else keeps within their shares."""
+        found: defaultdict[Holder, list[Share]] = defaultdict(list)
+        for lease in self._registry.snapshot.gpus[gpu].leases.values():
+            guard = self._guards.get(lease.share.backend)
+            if lease.holder is not None and guard is Guard.ENFORCER:
+                found[lease.holder].append(lease.share)
+        return found
+
+    def _tell(self, gpu: GpuId, why: str) -> None:
+        """Say that a container is not limited by the driver, once for each reason."""
+        if (gpu, why) not in self._told:
+            self._told.add((gpu, why))
+            log.warning("the driver does not limit a container; it is looked at", why=why)

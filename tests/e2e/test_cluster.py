@@ -1,0 +1,148 @@
+"""The configuration that a cluster chooses, on a real API server with the rights of deploy/."""
+
+from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, idle_pod
+from tests.e2e.joined import OUR_LABEL, SOON_S, Joined
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.waiting import wait_for
+
+SHARED = "nvidia.com/gpu.shared"
+SMALL, LARGE = "nvidia.com/mig-1g.10gb", "nvidia.com/mig-3g.40gb"
+NEW = "cnvrg.io/metagpu-new"
+STARTING = "metagpu.io/starting"
+
+FRACTIONS = """\
+version: metagpu/v1
+health: {{quietPeriod: 1s}}
+pools:
+  - name: all
+    backends: [{{backend: fraction, resource: {resource}, sharesPerGpu: {shares}}}]
+"""
+TWO_POOLS = f"""\
+version: metagpu/v1
+health: {{quietPeriod: 1s}}
+pools:
+  - name: fractions
+    gpus: {{index: 0-3}}
+    backends: [{{backend: fraction, resource: {RESOURCE}, sharesPerGpu: 100}}]
+  - name: other
+    gpus: {{index: 4-7}}
+    backends: [OTHER]
+"""
+SLICES = TWO_POOLS.replace("OTHER", "{backend: timeslice, replicas: 4}")
+MIG = TWO_POOLS.replace(
+    "OTHER", "{backend: mig, layout: {1g.10gb: 4, 3g.40gb: 1}, enableMig: true}"
+)
+
+
+def fractions(shares: int, resource: str = RESOURCE) -> str:
+    """A profile that cuts every GPU into so many shares."""
+    return FRACTIONS.format(shares=shares, resource=resource)
+
+
+def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) -> None:
+    """Nothing is scheduled before the node tells all there is to schedule."""
+    cluster = member.cluster
+    wait_for(
+        "the daemon's labels", lambda: "nvidia.com/gpu.product" in member.labels, within_s=SOON_S
+    )
+    assert member.labels["nvidia.com/gpu.count"] == "8"
+    assert member.labels["metagpu.io/gpu.numa-nodes"] == "2"
+
+    member.daemon.stop()
+    member.profiles(default=fractions(10, NEW))
+    member.kubectl("taint", "node", member.node.name, f"{STARTING}:NoSchedule")
+    cluster.kubectl.apply(idle_pod("early", 3, NEW))
+    wait_for(
+        "the scheduler to mind the taint",
+        lambda: "untolerated taint" in cluster.reasons("early", "FailedScheduling"),
+        within_s=SOON_S,
+    )
+
+    with member.kubectl.watching("node", member.node.name) as versions:
+        member.daemon.start(*member.options)
+        cluster.await_running()
+        wait_for("the watch to see it", lambda: not tainted(versions()[-1]), within_s=SOON_S)
+        seen = versions()
+
+    assert tainted(seen[0])
+    open_with = {it["status"]["allocatable"].get(NEW) for it in seen if not tainted(it)}
+    assert open_with == {"80"}
+
+
+def tainted(node: Document) -> bool:
+    """Tell whether nothing is scheduled on a node before it is ready."""
+    return STARTING in [taint["key"] for taint in node["spec"].get("taints", ())]
+
+
+def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
+    """Set, changed, wrong, right, edited, removed: what is wrong changes nothing but an Event."""
+    cluster, pid = member.cluster, member.daemon.pid
+    member.profiles(tens=fractions(10), slices=SLICES, bad=fractions(0))
+
+    member.label("tens")
+    cluster.await_amounts(80, 80)
+    member.label("slices")
+    cluster.await_amounts(400, 400)
+    cluster.await_amounts(16, 16, SHARED)
+    member.await_event("ConfigurationTaken", f"profile slices, by the label {OUR_LABEL}")
+
+    member.label("bad")
+    member.await_event(
+        "ConfigurationRefused",
+        "ConfigMap kube-system/metagpu: bad: 5: pools[0].backends[0]",
+        "sharesPerGpu is 0; allowed: 1 to 100000; the last good configuration stays",
+    )
+    member.label("nobodys")
+    unknown = (
+        "ConfigMap kube-system/metagpu: there is no profile 'nobodys' (label metagpu.io/config); "
+        "there are: bad, slices, tens"
+    )
+    member.await_event("ConfigurationRefused", unknown)
+    assert member.report["refusal"] == unknown
+    assert cluster.node.resource(RESOURCE) == (400, 400)
+    assert cluster.node.resource(SHARED) == (16, 16)
+
+    member.label("tens")
+    cluster.await_amounts(80, 80)
+    wait_for("no refusal", lambda: member.report["refusal"] is None, within_s=SOON_S)
+    member.profiles(tens=fractions(20), slices=SLICES)
+    cluster.await_amounts(160, 160)
+    member.label(None)
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+    assert member.daemon.pid == pid
+
+
+def test_one_pool_goes_from_time_slices_to_mig_and_the_other_goes_on(member: Joined) -> None:
+    """The other pool's list hears nothing, its pod runs on; a held GPU waits for its own pod."""
+    cluster = member.cluster
+    member.profiles(slices=SLICES, mig=MIG)
+    member.label("slices")
+    cluster.await_amounts(16, 16, SHARED)
+    cluster.await_amounts(400, 400)
+    cluster.start(idle_pod("on-the-other", 30), idle_pod("slice", 1, SHARED))
+    (device,) = cluster.look_inside("slice").gpu_devices
+    held = int(device.removeprefix("nvidia"))
+    before, heard = cluster.incarnations(), member.messages(RESOURCE)
+
+    try:
+        member.label("mig")
+        cluster.await_amounts(16, 12, SMALL)
+        cluster.await_amounts(4, 3, LARGE)
+        cluster.await_amounts(0, 0, SHARED)
+        held_by = f"is held by {NAMESPACE}/slice (main) under {SHARED}, which is not on offer"
+        wait_for(
+            "status to name the pod that is waited for",
+            lambda: held_by in (member.gpu(held)["waitsFor"] or ""),
+            within_s=SOON_S,
+        )
+        cluster.start(idle_pod("instance", 1, LARGE))
+        assert cluster.look_inside("instance").environment["NVIDIA_VISIBLE_DEVICES"][:4] == "MIG-"
+        cluster.delete("slice")
+        cluster.await_amounts(16, 16, SMALL)
+        assert member.gpu(held)["waitsFor"] is None
+
+        after = cluster.incarnations()
+        assert after["on-the-other"] == before["on-the-other"]
+        assert member.messages(RESOURCE) == heard
+    finally:
+        member.daemon.stop()  # its GPUs are in MIG mode: who comes next has new ones

@@ -1,0 +1,113 @@
+"""What goes wrong in a cluster beside a daemon that serves, on a real API server."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.cluster import ALL_SHARES, NAMESPACE, SHARES_PER_GPU, idle_pod
+from tests.e2e.joined import EVENTS, RULES, SOON_S, Joined, listening
+from tests.e2e.rig.waiting import wait_for
+from tests.e2e.test_cluster import SHARED, SLICES
+
+FELL_OFF_THE_BUS = 79
+OUTAGE_S = 10.0
+RECOVERED_S = 150.0
+"""Kubernetes' own clients wait up to a minute between two tries."""
+
+
+def test_a_fault_is_told_of_and_a_missing_right_costs_its_own_use(member: Joined) -> None:
+    """Without the right to Events the condition and amounts go on; with it the Event comes."""
+    cluster = member.cluster
+    member.await_condition("False", "all 8 GPUs are in service")
+    member.kubectl("delete", "rolebinding", "metagpu-events", f"--namespace={EVENTS}")
+
+    member.daemon.fault(2, FELL_OFF_THE_BUS)
+    member.await_condition("True", "GPU 2", "XID 79")
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES - SHARES_PER_GPU)
+    wait_for("status to name the use", lambda: member.problems().keys() == {"events"}, within_s=30)
+    assert "docs/permissions.md has the rule to add" in member.problems()["events"]
+
+    member.kubectl.apply(RULES.read_text())
+    member.await_event("GPUOutOfService", "GPU 2", "XID 79")
+    wait_for("status to be clear", lambda: not member.problems(), within_s=SOON_S)
+
+    member.daemon.recover(2)
+    member.await_condition("False", "all 8 GPUs are in service")
+    member.await_event("GPUBackInService", "GPU 2")
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+
+
+def test_a_resource_of_another_plugin_is_named_and_left_to_it(member: Joined) -> None:
+    """While it listens we do not register that resource, and serve it when it has gone."""
+    cluster = member.cluster
+    member.profiles(slices=SLICES, other="")
+    registered, _ = member.messages(SHARED)
+
+    with listening("nvidia-gpu.shared.sock") as rival:
+        member.label("slices")
+        cluster.await_amounts(400, 400)
+        member.await_event("RivalPlugin", f"{SHARED} is served by another device plugin on {rival}")
+        assert member.daemon.status()["rivals"] == {SHARED: str(rival)}
+        assert member.messages(SHARED)[0] == registered
+
+    cluster.await_amounts(16, 16, SHARED)
+    assert member.daemon.status()["rivals"] == {}
+
+
+def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
+    """Pods run on, the kubelet's new pod is given its shares, and the cluster is heard again."""
+    cluster = member.cluster
+    member.profiles(slices=SLICES, other="")
+    cluster.start(idle_pod("before", 30))
+    before, process = cluster.incarnations(), cluster.first_process("before")
+
+    member.node.stop_api()
+    stopped = time.monotonic()
+    wait_for("status to say so", lambda: "cannot be reached" in problem(member), within_s=SOON_S)
+    with static_pod(member, "static", 40) as holder:
+        wait_for("a pod to be given shares", lambda: holder in holders(member), within_s=SOON_S)
+        wait_for(
+            f"{OUTAGE_S:g} s to pass",
+            lambda: time.monotonic() - stopped > OUTAGE_S,
+            within_s=2 * OUTAGE_S,
+        )
+        assert Path(f"/proc/{process}").exists()
+
+        member.node.start_api()
+        wait_for("the API server to be heard", lambda: not problem(member), within_s=SOON_S)
+        member.label("slices")
+        cluster.await_amounts(400, 400)
+        cluster.kubectl.apply(idle_pod("after", 1, SHARED))
+        wait_for(
+            "scheduler and kubelet to hear of pods again",
+            lambda: "after" in cluster.incarnations(),
+            within_s=RECOVERED_S,
+        )
+        assert cluster.incarnations()["before"] == before["before"]
+
+
+def problem(member: Joined) -> str:
+    """Why the daemon hears nothing of the node, empty when it does."""
+    return str(member.report["problem"])
+
+
+def holders(member: Joined) -> set[str]:
+    """Who holds shares, by what the kubelet told the daemon."""
+    return {lease["holder"] for lease in member.daemon.status()["leases"]}
+
+
+@contextmanager
+def static_pod(member: Joined, name: str, shares: int) -> Iterator[str]:
+    """Have the kubelet run a pod that no API server told it of; give whom its shares are held by.
+
+    It is what a kubelet does alone: it admits the pod, which asks us for its shares.
+    """
+    folder = member.node.places.static_pods
+    manifest = folder / f"{name}.json"
+    manifest.write_text(json.dumps(idle_pod(name, shares)))
+    try:
+        yield f"{NAMESPACE}/{name}-{member.node.name} (main)"
+    finally:
+        manifest.unlink()

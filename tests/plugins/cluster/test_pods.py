@@ -1,0 +1,140 @@
+"""This node's Pods as the registry hears of them."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.core.facts import PodEnded
+from metagpu.core.pods import KnownPod, KnownPods
+from metagpu.core.registry import Registry
+from metagpu.plugins.cluster import chore, following
+from metagpu.plugins.cluster.pods import FollowedPods, known_pod
+from metagpu.plugins.cluster.settings import Feature
+from metagpu.sim.apiserver import SimApiServer
+from tests.plugins.cluster.rig import NODE, client_of, cluster_at_work
+
+KEY = "gpu-mem-limit.cnvrg.io/metagpu"
+
+
+@asynccontextmanager
+async def followed(
+    server: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Registry]:
+    """Tell a registry of a server's pods while the block lasts."""
+    monkeypatch.setattr(chore, "PAUSE", (0.01, 0.05))
+    monkeypatch.setattr(following, "SHORT", 0.01)
+    registry = Registry()
+    async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
+        group.start_soon(FollowedPods(client, NODE, registry).run)
+        yield registry
+        group.cancel_scope.cancel()
+
+
+async def knows(registry: Registry, seen: Callable[[KnownPods], bool]) -> None:
+    """Wait until the registry knows pods that are so."""
+    with anyio.fail_after(30):
+        async for pods in registry.watch(lambda now: now.pods):
+            if seen(pods):
+                return
+
+
+def phases(pods: KnownPods) -> dict[str, str]:
+    """Give the phase of each pod."""
+    return {str(pod): pod.phase for pod in pods.by_uid.values()}
+
+
+async def test_pods_of_this_node_are_known_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are there, those that come, change and go; of all namespaces, of one node."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, uid="a")
+    server.add_pod("team", "elsewhere", "gpu-2")
+
+    async with followed(server, tmp_path, monkeypatch) as registry:
+        await knows(registry, lambda pods: phases(pods) == {"team/alice": "Running"})
+        with registry.news.subscribe(PodEnded) as news:
+            server.add_pod("other", "bob", NODE, uid="b", phase="Pending")
+            server.add_pod("other", "carol", "gpu-2")
+            await knows(registry, lambda pods: phases(pods).get("other/bob") == "Pending")
+            server.add_pod("other", "bob", NODE, uid="b", phase="Succeeded")
+            await knows(registry, lambda pods: phases(pods).get("other/bob") == "Succeeded")
+            server.delete_pod("other", "bob")
+            server.delete_pod("team", "alice")
+            await knows(registry, lambda pods: not pods.by_uid)
+            with anyio.fail_after(30):
+                ended = [await anext(aiter(news)) for _ in range(2)]
+
+    assert [str(it.pod) for it in ended if isinstance(it, PodEnded)] == ["other/bob", "team/alice"]
+
+
+async def test_a_pod_that_went_while_nobody_looked_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a history that was forgotten, the list tells who is no more."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE)
+
+    async with followed(server, tmp_path, monkeypatch) as registry:
+        await knows(registry, lambda pods: len(pods.by_uid) == 1)
+        server.delete_pod("team", "alice")
+        server.store.compact()
+        server.end_watches()
+        await knows(registry, lambda pods: not pods.by_uid)
+
+
+async def test_a_change_of_something_else_wakes_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods change all the time; what we do not keep of them is no news."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, uid="a")
+
+    async with followed(server, tmp_path, monkeypatch) as registry:
+        await knows(registry, lambda pods: "a" in pods.by_uid)
+        before = registry.snapshot
+        server.add_pod("team", "alice", NODE, {"unrelated": "x"}, uid="a")
+        server.add_pod("team", "bob", NODE, uid="b")
+        await knows(registry, lambda pods: "b" in pods.by_uid)
+
+    assert registry.snapshot.pods.by_uid["a"] is before.pods.by_uid["a"]
+
+
+def test_of_a_pod_we_keep_what_we_use() -> None:
+    """Names, phase, who made it, and its annotations about GPU memory."""
+    owners = [{"kind": "Node", "name": "n"}, {"kind": "Job", "name": "j", "controller": True}]
+    metadata = {
+        "uid": "u",
+        "namespace": "team",
+        "name": "alice",
+        "annotations": {KEY: "50", "metagpu.io/memory-policy": "warn", "other": "x"},
+        "ownerReferences": owners,
+    }
+
+    assert known_pod(
+        {"metadata": metadata, "spec": {"much": 1}, "status": {"phase": "Failed"}}
+    ) == (
+        KnownPod(
+            "u", "team", "alice", "Failed", "Job/j", {KEY: "50", "metagpu.io/memory-policy": "warn"}
+        )
+    )
+    bare = {"uid": "u", "namespace": "team", "name": "alice"}
+    assert known_pod({"metadata": bare}) == KnownPod("u", "team", "alice")
+
+
+async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Without the right to list Pods the use says so, and the next good answer ends that."""
+    server = SimApiServer()
+    server.denied.append(("GET", "/pods"))
+
+    async with cluster_at_work(tmp_path, Feature.PODS, server=server) as it:
+        with anyio.fail_after(30):
+            while not (why := it.cluster.report()["uses"]["pods"]):  # noqa: ASYNC110 - no event
+                await anyio.sleep(0.005)
+        assert why == (
+            'the API server does not allow it: User "sim" cannot get /api/v1/pods; '
+            "docs/permissions.md has the rule to add, or take the use out of --cluster"
+        )

@@ -1,0 +1,296 @@
+"""MPS on the instances of a fixed layout: the whole agent, real processes in place of NVIDIA's."""
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from metagpu.backends.mig import MigBackend, keeping, ledger
+from metagpu.backends.mps_daemon.control import Folders
+from metagpu.backends.mps_daemon.supervisor import Timing
+from metagpu.core import report
+from metagpu.core.driver import ComputeMode
+from metagpu.plugins import podresources
+from metagpu.sim import foreign
+from metagpu.sim.instances import Making
+from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
+from metagpu.sim.node import SimNode, SimProcess
+from tests.agent_rig import Scene, agent_at_work
+from tests.companions_rig import COMPANIONS, StandIn
+from tests.mig_rig import a_node, cut, made, places
+from tests.waiting import until
+
+SHARED, TWO = "nvidia.com/mig-1g.5gb.shared", "nvidia.com/mig-2g.10gb"
+LAYOUT = "layout: {2g.10gb: 2, 1g.5gb: 3}"
+QUARTERS = f"{LAYOUT}, mps: {{replicas: {{1g.5gb: 4}}}}"
+UNITS = f"{LAYOUT}, mps: {{unitsPerInstance: {{1g.5gb: 10}}}}"
+LIMIT = 30.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody wait for what takes seconds on a real node."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.05)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    for module in (ledger, keeping):
+        monkeypatch.setattr(module, "POLL", 0.05)
+        monkeypatch.setattr(module, "LOOK", 0.2)
+    monkeypatch.setattr(ledger, "GRACE", 0.2)
+    timing = Timing(period=0.1, retry=0.05, deadline=2.0, first_pause=0.05, longest_pause=0.2)
+    monkeypatch.setattr(MigBackend, "timing", timing)
+
+
+@asynccontextmanager
+async def shared(
+    folder: Path,
+    options: str = QUARTERS,
+    *,
+    node: SimNode | None = None,
+    kubelet: SimKubelet | None = None,
+) -> AsyncIterator[Scene]:
+    """Share instances through MPS while the block lasts."""
+    node = node or await a_node(folder, "{board: a100-40gb, mig: true}")
+    async with agent_at_work(folder, node, cut(options), kubelet=kubelet) as it:
+        await it.settles(lambda now: bool(now.gpus))
+        yield it
+
+
+@pytest.fixture
+async def left(tmp_path: Path) -> AsyncIterator[None]:
+    """Leave no control daemon behind."""
+    yield
+    for device in await devices(tmp_path):
+        await control(tmp_path, device).gone()
+
+
+async def devices(folder: Path) -> list[str]:
+    """List the devices that have folders."""
+    return await to_thread.run_sync(
+        lambda: sorted(os.listdir(folder / "mps")) if (folder / "mps").exists() else []  # noqa: PTH208
+    )
+
+
+def control(folder: Path, device: str) -> StandIn:
+    """Give the control daemon of a device."""
+    return StandIn(Folders.of(str(folder), device), device)
+
+
+async def becomes(is_so: Callable[[], bool]) -> None:
+    """Wait for what nothing tells of."""
+
+    async def so() -> bool:
+        return is_so()
+
+    await until(so, LIMIT)
+
+
+def paused(it: Scene) -> dict[str, str]:
+    """Say which shares are given to nobody, and why, by instance and unit."""
+    return {share.partition("::")[2]: why for share, why in it.state(0).paused.items()}
+
+
+def pod(name: str, count: int = 1) -> Pod:
+    """Make a pod that asks for parts of instances."""
+    return Pod.single(name, {SHARED: count})
+
+
+pytestmark = pytest.mark.usefixtures("left")
+
+
+async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:
+    """Each instance has a control daemon of its own; a pod has a quarter of one, and its way."""
+    async with shared(tmp_path) as it:
+        await it.until(12, 12, SHARED)
+        await it.until(2, 2, TWO)
+        here = {i: m.device for i, m in made(it).items()}
+        assert await devices(tmp_path) == sorted({d for i, d in here.items() if i[0] == "1"})
+
+        told = [(await it.kubelet.admit(pod(f"pod{n}")))["main"] for n in range(4)]
+        [device] = {one.envs["NVIDIA_VISIBLE_DEVICES"] for one in told}
+        home = f"{tmp_path}/mps/{device}"
+        assert told[0].envs == {
+            "NVIDIA_VISIBLE_DEVICES": device,
+            "METAGPU_MEMORY_MIB": f"{device}=1200",
+            "CUDA_MPS_PIPE_DIRECTORY": f"{home}/pipe",
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1200M",
+        }
+        assert {mount.container_path: mount.host_path for mount in told[0].mounts} == {
+            f"{home}/pipe": f"{home}/pipe",
+            "/dev/shm": f"{home}/shm",  # noqa: S108 - MPS's own place
+        }
+        assert it.node.gpus[0].compute_mode == ComputeMode.DEFAULT  # no other there is under MIG
+
+
+async def test_one_that_fails_costs_the_shares_of_its_instance(tmp_path: Path) -> None:
+    """They are Unhealthy, held ones too, and refused with the reason; no other is."""
+    async with shared(tmp_path) as it:
+        await it.until(12, 12, SHARED)
+        device = (await it.kubelet.admit(pod("held")))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        control(tmp_path, device).steer("refuse")
+        process = await control(tmp_path, device).process()
+        assert process is not None
+        await COMPANIONS.kill(process)
+        await it.until(12, 8, SHARED)
+        await it.until(2, 2, TWO)
+
+        await becomes(lambda: any("steered to refuse" in why for why in paused(it).values()))
+        [slot] = {i.partition("-p")[0] for i, m in made(it).items() if m.device == device}
+        assert set(paused(it)) == {f"{slot}-p{n}" for n in range(4)}
+        [told] = report.status(it.agent.registry.snapshot, it.agent.layout)["gpus"]
+        assert any(why.startswith(f"instance {slot}: ") for why in told["blocked"])
+
+        control(tmp_path, device).steer("")
+        await it.until(12, 12, SHARED)
+
+
+async def test_a_container_has_units_of_one_instance(tmp_path: Path) -> None:
+    """Unequal parts of one; what is larger than is free on one is refused, with what is free."""
+    async with shared(tmp_path, UNITS) as it:
+        await it.until(30, 30, SHARED)
+        large = (await it.kubelet.admit(pod("large", 7)))["main"].envs
+        small = (await it.kubelet.admit(pod("small", 3)))["main"].envs
+        assert large["NVIDIA_VISIBLE_DEVICES"] == small["NVIDIA_VISIBLE_DEVICES"]
+        assert large["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "70"
+        assert small["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=1440M"
+
+        with pytest.raises(AdmissionError, match="MPS serves a container on one MIG inst") as no:
+            await it.kubelet.admit(pod("huge", 11))
+        free = "free now: GPU 0 1g.5gb@0: 0, GPU 0 1g.5gb@1: 10, GPU 0 1g.5gb@6: 10."
+        assert f"{free} Ask for less, wait for a pod to end, or ask for larger" in no.value.message
+
+
+async def test_the_next_daemon_adopts(tmp_path: Path) -> None:
+    """Clients of instances feel nothing of a restart; what nobody uses ends with the daemon."""
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true}")
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    async with kubelet.running():
+        async with shared(tmp_path, node=node, kubelet=kubelet) as it:
+            await it.until(12, 12, SHARED)
+            options = (await kubelet.admit(pod("kept")))["main"]
+            await it.told()
+            device = options.envs["NVIDIA_VISIBLE_DEVICES"]
+            process = await control(tmp_path, device).process()
+        for one in await devices(tmp_path):
+            assert (await control(tmp_path, one).process() is not None) == (one == device)
+
+        with control(tmp_path, device).client():
+            async with shared(tmp_path, node=node, kubelet=kubelet) as it:
+                await it.until(12, 12, SHARED)
+                assert await control(tmp_path, device).process() == process
+                assert len(await control(tmp_path, device).control.servers()) == 1
+
+
+async def test_a_server_that_nobody_uses_is_no_program_on_its_instance(tmp_path: Path) -> None:
+    """With the last pod of an instance its MPS server ends, and all of it is given again."""
+    async with shared(tmp_path, "layout: {7g.40gb: 1}, mps: {unitsPerInstance: 2}") as it:
+        name = "nvidia.com/mig-7g.40gb.shared"
+        await it.until(2, 2, name)
+        last = Pod.single("last", {name: 1})
+        device = (await it.kubelet.admit(last))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await it.told()
+        beside = control(tmp_path, device)
+        with beside.client():
+            [server] = await beside.control.servers()
+            [(instance, compute)] = it.node.gpus[0].mig.computes
+            on = SimProcess(server, None, instance.number, compute.number)
+            it.node.add_process(it.node.gpus[0], on)
+            await it.kubelet.delete(last)
+            await it.until(2, 0, name)
+            assert await beside.control.servers() == [server]
+
+        async def ended() -> bool:
+            return await beside.control.servers() == []
+
+        await until(ended, LIMIT)
+        it.node.end_process(it.node.gpus[0], server)
+        await it.until(2, 2, name)
+        await becomes(lambda: it.state(0).owner is None)
+
+
+async def test_a_change_of_the_layout_ends_those_of_instances_that_go(tmp_path: Path) -> None:
+    """Not before: the pod that has a unit keeps its control daemon under the new configuration."""
+    async with shared(tmp_path) as it:
+        await it.until(12, 12, SHARED)
+        last = pod("last")
+        device = (await it.kubelet.admit(last))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await it.told()
+        process = await control(tmp_path, device).process()
+
+        await anyio.Path(it.config_file).write_text(cut("layout: {3g.20gb: 2}"))
+        await it.agent.reload()
+        await it.until(2, 0, "nvidia.com/mig-3g.20gb")
+        await until(lambda: alone(tmp_path, device), LIMIT)
+        assert await control(tmp_path, device).process() == process
+
+        await it.kubelet.delete(last)
+        await it.until(2, 2, "nvidia.com/mig-3g.20gb")
+        assert places(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        await until(lambda: none(tmp_path), LIMIT)
+
+
+async def test_an_instance_that_is_made_again_gets_another(tmp_path: Path) -> None:
+    """After a reset its device has another name; what served the old one is gone."""
+    async with shared(tmp_path) as it:
+        await it.until(12, 12, SHARED)
+        before = await devices(tmp_path)
+        it.node.gpus[0].mig.making = Making(failures=1000)
+        it.node.recover(it.node.gpus[0])
+        await it.until(12, 0, SHARED)
+        it.node.gpus[0].mig.making = Making()
+        await it.until(12, 12, SHARED)
+
+        async def only_new() -> bool:
+            now = await devices(tmp_path)
+            return len(now) == len(before) and not set(now) & set(before)
+
+        await until(only_new, LIMIT)
+
+
+async def test_what_a_killed_daemon_left_of_instances_that_are_gone_ends(tmp_path: Path) -> None:
+    """A control daemon whose MIG device is nowhere any more is found by its folder, and ended."""
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true}")
+    gone, other = control(tmp_path, "MIG-gone"), control(tmp_path, "MIG-of-another-gpu")
+    for one, gpu in ((gone, node.gpus[0].id), (other, "GPU-other")):
+        await to_thread.run_sync(one.folders.make)
+        await to_thread.run_sync(one.folders.note_gpu, gpu)
+    process = await COMPANIONS.start(gone.daemon)
+    await gone.answers()
+
+    async with shared(tmp_path, node=node) as it:
+        await it.until(12, 12, SHARED)
+        with anyio.fail_after(LIMIT):
+            await COMPANIONS.ended(process)
+
+        async def forgotten() -> bool:
+            return gone.device not in await devices(tmp_path)
+
+        await until(forgotten, LIMIT)
+        assert other.device in await devices(tmp_path)
+
+
+async def test_an_instance_removed_by_hand_takes_its_own_along(tmp_path: Path) -> None:
+    """Its shares are Unhealthy until it is made again; the others' control daemons stay."""
+    async with shared(tmp_path) as it:
+        await it.until(12, 12, SHARED)
+        before = set(await devices(tmp_path))
+        it.node.gpus[0].mig.making = Making(failures=1000)
+        foreign.end(it.node, it.node.gpus[0], "1g.5gb@6")
+        await it.until(12, 8, SHARED)
+        it.node.gpus[0].mig.making = Making()
+        await it.until(12, 12, SHARED)
+        assert len(before & set(await devices(tmp_path))) == 2
+
+
+async def alone(folder: Path, device: str) -> bool:
+    """Tell whether this device has folders, and no other."""
+    return await devices(folder) == [device]
+
+
+async def none(folder: Path) -> bool:
+    """Tell whether no device has folders any more."""
+    return await devices(folder) == []

@@ -1,0 +1,139 @@
+"""The whole agent with an API server and enforcement: what pods wish, and what they are told."""
+
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+
+from metagpu.app import Agent
+from metagpu.core.gpu import MIB
+from metagpu.core.model import Holder
+from metagpu.plugins.cluster.settings import Feature, Settings
+from metagpu.sim.apiserver import SimApiServer
+from metagpu.sim.host import SimHost, container_of
+from metagpu.sim.kubelet import Container, Pod
+from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.spec import board
+from tests.agent_rig import METAGPU, agent_at_work
+from tests.host_rig import running
+
+NODE: Final = "gpu-1"
+ALICE: Final = Holder("team", "alice", "main")
+UID: Final = container_of(ALICE).pod_uid
+POD: Final = Pod("alice", "team", uid=UID, containers=(Container("main", {METAGPU: 25}),))
+PERCENT: Final = 40960 * MIB // 100
+WISH: Final = {"gpu-mem-limit.cnvrg.io/metagpu": "50"}
+STRICT: Final = """
+version: metagpu/v1
+pools:
+  - name: all
+    memoryEnforcement:
+      {policy: kill, headroom: 1Gi, period: 20ms, grace: 20ms, allowAnnotations: [limit]}
+    backends: [{backend: fraction, sharesPerGpu: 100}]
+"""
+
+
+def joined(server: SimApiServer, tmp_path: Path) -> Settings:
+    """Use the running server for pods, and nothing else."""
+    uses = frozenset({Feature.PODS, Feature.POD_EVENTS})
+    return Settings(NODE, server.kubeconfig(tmp_path), features=uses)
+
+
+async def until(seen: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    with anyio.fail_after(15):
+        while not seen():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await anyio.sleep(0.01)
+
+
+async def asked(agent: Agent, command: str) -> Mapping[str, Any]:
+    """Give what the agent answers on its control socket."""
+    answer = await agent.commands[command]({})
+    assert isinstance(answer, dict)
+    return answer
+
+
+async def test_a_pod_has_the_limit_that_it_wishes_and_is_told_of_its_end(tmp_path: Path) -> None:
+    """25 shares are requested and 50 allowed: more than 25 is left alone, more than 50 ends."""
+    server, machine = SimApiServer(), SimHost(tmp_path)
+    server.add_node(NODE)
+    server.add_pod("team", "alice", NODE, WISH, uid=UID, owner=("Job", "train"))
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, "a100-40gb:1", STRICT, joins=joined(server, tmp_path), host=machine.host
+        ) as it,
+        running() as greedy,
+    ):
+        await it.until(100, 100)
+        await it.settles(lambda now: UID in now.pods.by_uid)
+        await it.kubelet.admit(POD)
+        await it.told()
+        machine.house(greedy.pid, ALICE)
+        gpu = it.node.gpu(0)
+        it.node.add_process(gpu, SimProcess(greedy.pid, 45 * PERCENT))
+
+        [container] = (await asked(it.agent, "usage"))["containers"]
+        [part] = container["gpus"]
+        assert (container["podUid"], container["owner"]) == (UID, "Job/train")
+        assert (container["phase"], part["limitMiB"]) == ("Running", 20170 + 1024)
+        assert not part["over"]
+        assert (await asked(it.agent, "status"))["enforcement"]["warnings"] == 0
+        assert greedy.returncode is None
+
+        it.node.add_process(gpu, SimProcess(greedy.pid, 60 * PERCENT))
+        assert await greedy.wait() == -signal.SIGTERM
+        await server.until(lambda: len(server.events()) == 2)
+        done = (await asked(it.agent, "status"))["enforcement"]
+
+    assert (done["warnings"], done["signals"]) == (1, {"SIGTERM": 1, "SIGKILL": 0})
+    exceeded, ended = server.events()
+    assert (exceeded["reason"], ended["reason"]) == ("GPUMemoryExceeded", "GPUMemoryProcessEnded")
+    assert ended["regarding"]["name"] == "alice"
+    assert "its share is 10240 MiB, its limit 21194 MiB" in ended["note"]
+
+
+async def test_a_wish_that_nobody_understands_is_an_event_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    """The pod is told what is wrong; its limit is that of its shares."""
+    server, machine = SimApiServer(), SimHost(tmp_path)
+    server.add_node(NODE)
+    server.add_pod("team", "alice", NODE, {"gpu-mem-limit.cnvrg.io/metagpu": "lots"}, uid=UID)
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, "a100-40gb:1", STRICT, joins=joined(server, tmp_path), host=machine.host
+        ) as it,
+    ):
+        await it.until(100, 100)
+        await it.kubelet.admit(POD)
+        await server.until(server.events)
+        await it.told()
+        [container] = (await asked(it.agent, "usage"))["containers"]
+
+    assert container["gpus"][0]["limitMiB"] == 10085 + 1024
+    [told] = server.events()
+    assert told["reason"] == "GPUMemoryWishRefused"
+    assert told["note"].startswith("gpu-mem-limit.cnvrg.io/metagpu: 'lots' is neither a number")
+
+
+async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> None:
+    """With a driver that knows limits, `mgctl` names it as the guard, at the same limit."""
+    node, machine = SimNode("615.71.09"), SimHost(tmp_path)
+    node.add_gpu(board("a100-40gb"))
+    machine.start(ALICE)
+
+    async with agent_at_work(tmp_path, node, STRICT, host=machine.host) as it:
+        await it.until(100, 100)
+        await it.kubelet.admit(POD)
+        await until(lambda: list(node.gpu(0).limits.values()) == [(10085 + 1024) * MIB])
+        await until(lambda: it.agent.oversight.tally["driverLimits"] == 1)
+        [container] = (await asked(it.agent, "usage"))["containers"]
+
+    [part] = container["gpus"]
+    assert (part["guard"], part["policy"], part["limitMiB"]) == ("driver", "kill", 10085 + 1024)
