@@ -101,7 +101,8 @@ class CdiFile:
             with anyio.move_on_after(NODES_DEADLINE):
                 while not names <= self._names and names <= self._known():
                     await self._write()
-                    await anyio.sleep(NODES_PAUSE)
+                    if not names <= self._names:
+                        await anyio.sleep(NODES_PAUSE)
         except CdiError as error:
             raise NotNamed(told, str(error)) from error
         if not names <= self._known():
@@ -138,9 +139,11 @@ class CdiFile:
             await anyio.sleep(LOOK)
             if self._names and await to_thread.run_sync(_read, self._file) != self._text:
                 self._text = ""
+            if self._problem or not self._text:
                 await self._try()
 
     async def _try(self, *, anew: bool = True) -> None:
+        """Write, where there is something to write; tell what goes wrong, once."""
         if self._injection is None:
             return
         before = self._problem

@@ -47,8 +47,8 @@ async def made_anew(
         async for held in registry.watch(known):
             if held:
                 now = registry.snapshot
-                if missing := tuple(it for it in shares if not is_made(it, now)):
-                    registry.apply(SharesAwaited(missing, clock()))
+                if unwished := tuple(it for it in shares if not _under_way(it, now)):
+                    registry.apply(SharesAwaited(unwished, clock()))
                 return await made(registry, shares, patience)
 
     raise _too_late(shares, patience)
@@ -66,6 +66,14 @@ def failure(share: Share, now: Snapshot) -> Failure | None:
     lease = state.leases.get(share.id)
 
     return found if found and lease and found.since == lease.since else None
+
+
+def _under_way(share: Share, now: Snapshot) -> bool:
+    """Tell whether what stands for a held share is there, or is being made."""
+    if is_made(share, now):
+        return True
+    lease = now.gpus[share.gpu].leases[share.id]
+    return not failure(share, now) and (lease.holder is None or lease.awaited)
 
 
 def _too_late(shares: Sequence[Share], patience: float) -> NotMade:
