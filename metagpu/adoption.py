@@ -1,6 +1,7 @@
 """The configuration in force: read, taken if it is good, and replaced by the next good one."""
 
 from collections.abc import Awaitable, Callable
+from time import time
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Instruction
 from metagpu.plugins.cluster import Outcome
 from metagpu.plugins.config_files import changes
+from metagpu.plugins.metrics.sources import Configuration
 from metagpu.sources import NOTHING, Backends, Loaded, Source, Text
 
 log = structlog.get_logger()
@@ -48,6 +50,8 @@ class Adoption:
             ConfigError: if the configuration is wrong.
         """
         self.error: str | None = None
+        self._taken = self._refused = 0
+        self._taken_at = self._refused_at = 0.0
         self._source = source
         self._backends = backends
         self._adopt = adopt
@@ -58,12 +62,14 @@ class Adoption:
         try:
             self._read = source.read()
             self._take(source.understand(self._read, backends))
+            self._note_taken()
         except ConfigError as error:
             if not patient:
                 raise
             log.warning("nothing is offered before the cluster says what", error=str(error))
             self._take(source.understand((Text("<nothing>", NOTHING),), backends))
-            self._read, self.error = None, str(error)
+            self._read = None
+            self._note_refused(str(error))
 
     async def reload(self, *, again: bool = True) -> None:
         """Read the configuration; `again` also if the files are as they were.
@@ -85,16 +91,17 @@ class Adoption:
                         "the configuration was not taken; the last good one stays",
                         error=str(error),
                     )
-                self.error = str(error)
+                self._note_refused(str(error))
             except Exception as error:
                 self._read = None
                 log.exception(
                     "the configuration could not be taken, by a fault of metagpu's own; the last "
                     "good one stays"
                 )
-                self.error = f"metagpu failed ({type(error).__name__}: {error}); see its log"
+                self._note_refused(f"metagpu failed ({type(error).__name__}: {error}); see its log")
             else:
                 self._take(loaded)
+                self._note_taken()
                 log.info("configuration read", config=loaded.config.file)
 
     async def follow(self, told: Instruction) -> Outcome:
@@ -123,6 +130,29 @@ class Adoption:
             "notes": [str(note) for note in self.loaded.notes],
             "error": self.error,
         }
+
+    def measured(self) -> Configuration:
+        """Say the same in numbers, and how often the source was read with what outcome."""
+        return Configuration(
+            file=self.loaded.config.file,
+            forms=self.loaded.formats,
+            profiles=self.loaded.profiles,
+            notes=len(self.loaded.notes),
+            good=self.error is None,
+            taken=self._taken,
+            taken_at=self._taken_at,
+            refused=self._refused,
+            refused_at=self._refused_at,
+        )
+
+    def _note_taken(self) -> None:
+        self._taken += 1
+        self._taken_at = time()
+
+    def _note_refused(self, error: str) -> None:
+        self.error = error
+        self._refused += 1
+        self._refused_at = time()
 
     def _take(self, loaded: Loaded) -> None:
         """Go by a configuration from now on; tell what of it is not honoured, each thing once."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import structlog
@@ -33,6 +33,7 @@ from metagpu.core.keeper import Keeper
 from metagpu.core.layout import Layout, lay_out
 from metagpu.core.model import ResourceName
 from metagpu.core.oversight import Oversight, terms_in
+from metagpu.core.parts import Parts
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
@@ -44,8 +45,13 @@ from metagpu.plugins import checkpoint, control, kubelet_directory, podresources
 from metagpu.plugins.cdi_file import CdiFile
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.endpoints import serve_offers
+from metagpu.plugins.metrics.address import Address
+from metagpu.plugins.record import KubeletRecord
 from metagpu.sources import Source
 from metagpu.tools import DRIVER_ROOT, HostTools
+
+if TYPE_CHECKING:
+    from metagpu.plugins.metrics.exporter import Exporter
 
 NODES_PERIOD: Final = 10.0
 """Seconds between two looks at the host's device nodes."""
@@ -79,6 +85,7 @@ class Agent:
         companions: likewise those that run for long.
         host: processes of the host; those of this one unless given.
         joins: what of the API server is used, `None` for nothing.
+        metrics: where monitoring may ask, `None` for nowhere.
     """
 
     source: Source
@@ -90,6 +97,7 @@ class Agent:
     companions: Companions | None = None
     host: Host | None = None
     joins: Settings | None = None
+    metrics: Address | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -121,6 +129,9 @@ class Agent:
             self.oversight.report_to,
             lambda: self.config.envelope.mgctl.in_pods,
         )
+        self.parts = Parts()
+        self.record = KubeletRecord()
+        self.exporter = self._exporter(self.metrics) if self.metrics else None
         self._pods = ""
         self._backends: dict[ResourceName, Backend] = {}
         self._nodes = DeviceNodes()
@@ -145,13 +156,18 @@ class Agent:
         """What has to run side by side to serve the node.
 
         Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed,
-        containers answered, CDI's names kept, and the cluster's side where there is one.
+        containers answered, CDI's names kept, and monitoring and the cluster's side where there
+        are any. Who counts news comes first, so that none is missed.
         """
+        main = {
+            "health": self.health.run,
+            "offers": self._offer,
+            "keeper": self.keeper.run,
+            "leases": self._leases,
+        }
         return (
-            self.health.run,
-            self._offer,
-            self.keeper.run,
-            self._leases,
+            *((self.exporter.run,) if self.exporter else ()),
+            *(self.parts.noted(name, work) for name, work in main.items()),
             *self.oversight.tasks,
             partial(enduring, self.adoption.follow_files, "following of files"),
             partial(enduring, self.inside.run, "mgctl in containers"),
@@ -275,7 +291,8 @@ class Agent:
         async with anyio.create_task_group() as group:
             directory = kubelet_directory.KubeletDirectory(self.places.kubelet)
             describe = self.cdi.describe
-            group.start_soon(serve_offers, self.registry, directory, self.backend, describe)
+            offers = partial(serve_offers, self.registry, directory, self.backend, self.record)
+            group.start_soon(partial(offers, describe=describe))
             group.start_soon(self._follow_nodes)
 
             with self.registry.news.subscribe(GpusFound) as news:
@@ -362,6 +379,26 @@ class Agent:
             raise MetagpuError(f"GPU {self._state(gpu).gpu} is not cordoned")
         log.info("GPU uncordoned", gpu=gpu)
         return f"GPU {self._state(gpu).gpu} gives new shares again"
+
+    def _exporter(self, address: Address) -> "Exporter":
+        """Make what monitoring asks: the libraries for it are loaded for who wants it alone."""
+        from metagpu.plugins.metrics.exporter import Exporter  # noqa: PLC0415 - as said
+        from metagpu.plugins.metrics.sources import Driver, Sources  # noqa: PLC0415
+
+        sources = Sources(
+            registry=self.registry,
+            kubelet=self.record,
+            kinds=[it for backend in self._kinds.values() for it in backend.tells],
+            rules=self.oversight.rules,
+            layout=lambda: self.layout,
+            findings=self.oversight.latest,
+            configuration=self.adoption.measured,
+            driver=lambda: Driver(self.health.unusable, len(self.driver.overdue)),
+            driver_limits=lambda: self.oversight.driver_limits,
+            cluster=lambda: self.cluster.report() if self.cluster else None,
+            ended=lambda: self.parts.ended,
+        )
+        return Exporter(address, sources)
 
     def _named(self, request: Mapping[str, Any]) -> GpuId:
         return report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))

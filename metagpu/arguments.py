@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.core import cdi
-from metagpu.options import Variable, add_choice, add_cluster, add_source
+from metagpu.options import Variable, add_choice, add_cluster, add_metrics, add_source
 from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
 
 SIMULATE_HELP: Final = (
@@ -95,6 +95,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="json, or console for people; auto asks whether a terminal listens",
     )
     _add_run_dir(it)
+    add_metrics(it)
     add_cluster(it)
 
 

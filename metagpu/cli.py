@@ -15,9 +15,10 @@ import anyio
 from metagpu import configuring
 from metagpu.arguments import parser
 from metagpu.core.errors import MetagpuError
-from metagpu.options import cluster_of, settle, source_of
+from metagpu.options import cluster_of, metrics_of, settle, source_of
 from metagpu.plugins import control, pod_folder
 from metagpu.plugins.cluster.settings import Settings
+from metagpu.plugins.metrics.address import Address
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
@@ -82,13 +83,13 @@ def _ours(error: BaseException) -> MetagpuError | None:
 def _run(args: argparse.Namespace) -> int:
     from metagpu.app import Places
 
-    joins = cluster_of(args)
+    joins, metrics = cluster_of(args), metrics_of(args)
     _log(args.log_level, args.log_format)
     pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
     places = Places(
         args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods, args.cdi_dir
     )
-    args.agent = _agent(source_of(args), args.simulate, places, joins)
+    args.agent = _agent(source_of(args), args.simulate, places, joins, metrics)
     anyio.run(args.agent.run)
     return 0
 
@@ -197,13 +198,14 @@ def _agent(
     simulate: str | None,
     places: "Places | None" = None,
     joins: Settings | None = None,
+    metrics: Address | None = None,
 ) -> "Agent":
     from metagpu.app import Agent, Places
     from metagpu.nvml import Nvml
 
     places = places or Places()
     if simulate is None:
-        return Agent(source, Nvml(), places, joins=joins)
+        return Agent(source, Nvml(), places, joins=joins, metrics=metrics)
 
     from metagpu.host import LinuxHost
     from metagpu.sim.library import Library
@@ -221,6 +223,7 @@ def _agent(
         companions=simulated_companions(),
         host=LinuxHost(own_pids=True),
         joins=joins,
+        metrics=metrics,
     )
 
 

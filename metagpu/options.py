@@ -11,6 +11,7 @@ from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
 from metagpu.plugins.cluster.settings import Settings, settings_of
+from metagpu.plugins.metrics.address import Address, address_of
 from metagpu.sources import Source
 
 CONFIG_HELP: Final = (
@@ -130,6 +131,26 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         ),
         help="take the node's labels and condition back at the end",
     )
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where monitoring may ask."""
+    parser.add_argument(
+        "--metrics",
+        metavar="ADDRESS",
+        default=Variable(("METAGPU_METRICS",)),
+        help="serve metrics for Prometheus and the probes /healthz and /readyz here, as in "
+        "127.0.0.1:9400; :9400 is every address of the node (default: nowhere)",
+    )
+
+
+def metrics_of(args: argparse.Namespace) -> Address | None:
+    """Give the address that settled arguments name, `None` if there is none.
+
+    Raises:
+        ConfigError: if it is no address.
+    """
+    return address_of(args.metrics) if args.metrics else None
 
 
 def cluster_of(args: argparse.Namespace) -> Settings | None:

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from metagpu.core.usage_report import tally_lines
+from metagpu.core.tally import tally_lines
 
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from metagpu.core.usage_report import tally_lines
+from metagpu.core.tally import tally_lines
 from metagpu.sheets import Cell, Sheet
 
 Answer = Mapping[str, Any]
@@ -73,7 +73,7 @@ def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
 
 def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
     """Draw the containers that hold shares: of which GPU, how much, and how much they use."""
-    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "OWNER", "PHASE") if wide else ()
+    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "POD OWNER", "PHASE") if wide else ()
     columns = ("POD", "NS", "CONTAINER", "DEVICE", "REQ", "MEMORY", "GPU", "PROCESSES", "GUARD")
     rows = Sheet((*columns, *more))
 
@@ -94,8 +94,8 @@ def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
                     _mib(part["limitMiB"]),
                     answer["node"],
                     container["podUid"] or _NOTHING,
-                    container["owner"] or _NOTHING,
-                    container["phase"] or _NOTHING,
+                    container["podOwner"] or _NOTHING,
+                    container["podPhase"] or _NOTHING,
                 )
                 if wide
                 else ()

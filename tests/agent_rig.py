@@ -14,6 +14,7 @@ from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
 from metagpu.plugins.cluster.settings import Settings
+from metagpu.plugins.metrics.address import Address
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
@@ -53,7 +54,8 @@ class Scene:
                     self.kubelet.allocatable().get(resource, 0),
                 )
                 == (capacity, allocatable)
-            )
+            ),
+            within=30,
         )
 
     async def settles(self, predicate: Callable[[Snapshot], bool]) -> None:
@@ -91,12 +93,14 @@ async def agent_at_work(
     host: Host | None = None,
     pods: Path | None = None,
     cdi: Path | None = None,
+    metrics: Address | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
     `boards` is a node, or what `--simulate` says of one.
     `drivers=False` starts without NVML; `source` is where the configuration is if not in a file;
-    `pods` is the folder that containers see, `cdi` the one of CDI specifications.
+    `pods` is the folder that containers see, `cdi` the one of CDI specifications; `metrics` where
+    monitoring may ask.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -119,6 +123,7 @@ async def agent_at_work(
         joins=joins,
         companions=simulated_companions(),
         host=host,
+        metrics=metrics,
     )
     own = SimKubelet(places.kubelet, pod_resources=places.pod_resources)
 

@@ -32,8 +32,8 @@ class StandIn:
 
     @property
     def control(self) -> Control:
-        """Ways to ask it, as the backend has them."""
-        return Control(COMPANIONS, self.daemon, deadline=1.0)
+        """Ways to ask it, as the backend has them; a busy machine is given time."""
+        return Control(COMPANIONS, self.daemon, deadline=30.0)
 
     async def process(self) -> Process | None:
         """Give the process that wrote down its number last, if it still runs."""
@@ -69,7 +69,7 @@ class StandIn:
                 return True
             return False
 
-        await until(is_so)
+        await until(is_so, 30)
 
     async def gone(self) -> None:
         """End it, by force, if it still runs."""

@@ -9,7 +9,7 @@ import pytest
 from metagpu import adoption, app
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
-from metagpu.core import endurance, health
+from metagpu.core import health
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError, MetagpuError
 from metagpu.core.facts import GpuRecovered, SharesReleased
@@ -213,7 +213,7 @@ async def test_lost_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
     async with agent_at_work(tmp_path, boards="a100-40gb:4") as it:
         await it.until(40, 40)
         it.node.lose(it.node.gpu("2"))
-        await it.until(40, 30)
+        await it.until(40, 20)
 
         assert [it.state(n).verdict.healthy for n in range(4)] == [True, True, False, True]
 
@@ -408,7 +408,9 @@ async def test_gpu_taken_out_of_the_node(tmp_path: Path) -> None:
         it.node.remove_gpu(it.node.gpu("1"))
         await it.until(20, 10)
 
-        assert it.state(1).verdict.reason == "NVML does not list it any more"
+        # Who counted it just before it went hears that its index is none.
+        reasons = ("NVML does not list it any more", "Invalid Argument")
+        assert it.state(1).verdict.reason.endswith(reasons)
 
 
 def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
@@ -544,22 +546,24 @@ async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
 async def test_a_fault_over_a_changed_file_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nobody thought of in a new configuration leaves the node as it is, and is told."""
+    """What nobody thought of leaves the node as it is, and the next change is taken at once."""
 
     async def faulty(_: object) -> None:
         raise KeyError("a fault of ours")
 
-    with heard(endurance) as entries:
-        async with agent_at_work(tmp_path) as it:
-            await it.until(20, 20)
-            monkeypatch.setattr(it.agent.adoption, "_adopt", faulty)
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        adopts = it.agent.adoption
+        with monkeypatch.context() as patched:
+            patched.setattr(adopts, "_adopt", faulty)
             await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
-            with anyio.fail_after(10):
-                while not entries:  # noqa: ASYNC110 - a line of the log has no event of its own
+            with anyio.fail_after(30):
+                while adopts.error is None:  # noqa: ASYNC110 - it is no fact, and has no event
                     await anyio.sleep(0.005)
-            await it.kubelet.admit(Pod.single("train", {METAGPU: 5}))
+        await it.kubelet.admit(Pod.single("train", {METAGPU: 5}))
 
-    assert [entry["part"] for entry in entries] == ["following of files"]
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
+        await it.until(40, 20)
 
 
 async def test_recovery_is_news(tmp_path: Path) -> None:

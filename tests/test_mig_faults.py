@@ -1,5 +1,6 @@
 """An XID inside a MIG instance: the whole agent, a node and a kubelet."""
 
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from metagpu.backends.mig import keeping, ledger
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.facts import GpuFaulted, InstanceFaulted
+from metagpu.core.model import ShareId
 from metagpu.core.report import status
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
@@ -231,6 +233,38 @@ async def test_some_faults_are_the_whole_gpus_wherever_they_are(tmp_path: Path, 
         await it.until(2, 0, THREE)
         assert not it.state(0).verdict.healthy
         assert out(it) == {}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_whoever_breaks_neighbours_do_not_notice(tmp_path: Path, seed: int) -> None:
+    """Of seven full instances some break and are made anew; the others' devices stay the same."""
+    one, chance = "nvidia.com/mig-1g.5gb", random.Random(seed)  # noqa: S311 - chance, no secret
+    async with at_work(tmp_path, "profiles: [1g.5gb], keepWarm: 1h") as it:
+        await it.until(7, 7, one)
+        pods = {f"pod{n}": pod(f"pod{n}", "1g.5gb") for n in range(7)}
+        for each in pods.values():
+            await it.kubelet.admit(each)
+        await it.told()
+        before = {slot: m.device for slot, m in made(it).items()}
+        ill = set(chance.sample(sorted(before), 3))
+        for slot in sorted(ill):
+            fault(it, slot)
+
+        await it.until(7, 4, one)
+        assert it.state(0).broken == {f"{it.state(0).gpu.id}::{slot}" for slot in ill}
+        holders = {i: lease.holder for i, lease in it.state(0).leases.items()}
+        for slot in ill:
+            holder = holders[ShareId(f"{it.state(0).gpu.id}::{slot}")]
+            assert holder is not None
+            await it.kubelet.delete(pods[holder.pod])
+        await it.until(7, 7, one)
+
+        assert it.state(0).verdict.healthy
+        stayed = {slot: m.device for slot, m in made(it).items()}
+        assert stayed == {slot: device for slot, device in before.items() if slot not in ill}
+        for n in range(3):
+            await it.kubelet.admit(pod(f"new{n}", "1g.5gb"))
+        assert {m.device for m in made(it).values()}.isdisjoint({before[slot] for slot in ill})
 
 
 async def test_a_recovery_action_after_a_contained_fault_is_the_gpus(tmp_path: Path) -> None:

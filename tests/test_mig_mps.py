@@ -9,6 +9,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
+from metagpu.backends import mig
 from metagpu.backends.mig import MigBackend, keeping, ledger
 from metagpu.backends.mps_daemon.control import Folders
 from metagpu.backends.mps_daemon.supervisor import Timing
@@ -21,6 +22,7 @@ from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.node import SimNode, SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
+from tests.heard import heard
 from tests.mig_rig import a_node, cut, made, places
 from tests.waiting import until
 
@@ -40,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "POLL", 0.05)
         monkeypatch.setattr(module, "LOOK", 0.2)
     monkeypatch.setattr(ledger, "GRACE", 0.2)
-    timing = Timing(period=0.1, retry=0.05, deadline=2.0, first_pause=0.05, longest_pause=0.2)
+    timing = Timing(period=0.1, retry=0.05, deadline=20.0, first_pause=0.05, longest_pause=0.2)
     monkeypatch.setattr(MigBackend, "timing", timing)
 
 
@@ -98,7 +100,10 @@ def pod(name: str, count: int = 1) -> Pod:
     return Pod.single(name, {SHARED: count})
 
 
-pytestmark = pytest.mark.usefixtures("left")
+pytestmark = [
+    pytest.mark.usefixtures("left"),
+    pytest.mark.timeout(120),  # each starts some processes, on a machine that may be busy
+]
 
 
 async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:
@@ -124,6 +129,30 @@ async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:
             "/dev/shm": f"{home}/shm",  # noqa: S108 - MPS's own place
         }
         assert it.node.gpus[0].compute_mode == ComputeMode.DEFAULT  # no other there is under MIG
+
+
+async def test_a_fault_inside_an_instance_is_of_its_units_alone(tmp_path: Path) -> None:
+    """All of them, until it is made anew with another control daemon; then they are given again."""
+    fatal = cut(QUARTERS).replace("health: {", "health: {xids: {94: fatal}, ")
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true}")
+    async with agent_at_work(tmp_path, node, fatal) as it:
+        await it.until(12, 12, SHARED)
+        one = pod("one")
+        device = (await it.kubelet.admit(one))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await it.told()
+        [(gi, ci)] = {
+            (m.gpu_instance, m.compute_instance) for m in made(it).values() if m.device == device
+        }
+        node.raise_xid(node.gpus[0], 94, gi, ci)
+        await it.until(12, 8, SHARED)
+        await it.until(2, 2, TWO)
+        assert list(it.state(0).faults) == [device]
+
+        await it.kubelet.delete(one)
+        await it.until(12, 12, SHARED)
+        assert not it.state(0).faults
+        assert device not in {m.device for m in made(it).values()}
+        assert device not in await devices(tmp_path)
 
 
 async def test_one_that_fails_costs_the_shares_of_its_instance(tmp_path: Path) -> None:
@@ -162,6 +191,17 @@ async def test_a_container_has_units_of_one_instance(tmp_path: Path) -> None:
             await it.kubelet.admit(pod("huge", 11))
         free = "free now: GPU 0 1g.5gb@0: 0, GPU 0 1g.5gb@1: 10, GPU 0 1g.5gb@6: 10."
         assert f"{free} Ask for less, wait for a pod to end, or ask for larger" in no.value.message
+
+
+async def test_replicas_that_cannot_be_served_are_told(tmp_path: Path) -> None:
+    """A pool that asks for more than an instance serves gets what there is, and a line."""
+    with heard(mig) as logs:
+        async with shared(tmp_path, "layout: {1g.5gb: 1}, mps: {replicas: 9}") as it:
+            await it.until(6, 6, SHARED)
+
+    [line] = logs
+    assert line["event"].startswith("an instance serves fewer clients than the pool has replicas")
+    assert (line["profile"], line["offered"]) == ("1g.5gb", 6)
 
 
 async def test_the_next_daemon_adopts(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ async def test_a_pod_has_the_limit_that_it_wishes_and_is_told_of_its_end(tmp_pat
 
         [container] = (await asked(it.agent, "usage"))["containers"]
         [part] = container["gpus"]
-        assert (container["podUid"], container["owner"]) == (UID, "Job/train")
-        assert (container["phase"], part["limitMiB"]) == ("Running", 20170 + 1024)
+        assert (container["podUid"], container["podOwner"]) == (UID, "Job/train")
+        assert (container["podPhase"], part["limitMiB"]) == ("Running", 20170 + 1024)
         assert not part["over"]
         assert (await asked(it.agent, "status"))["enforcement"]["warnings"] == 0
         assert greedy.returncode is None

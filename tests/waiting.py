@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 
-async def until(is_so: Callable[[], Awaitable[bool]], deadline: float = 10) -> None:
+async def until(is_so: Callable[[], Awaitable[bool]], deadline: float = 30) -> None:
     """Look again and again until it is so."""
     with anyio.fail_after(deadline):
         while not await is_so():  # noqa: ASYNC110 - nobody rings when a file or a process changes

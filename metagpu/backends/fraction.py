@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Final
 
-from metagpu.backends.placement import Placement, Seat, gather, place, splits
+from metagpu.backends.placement import Placement, Seat, placed_or_gathered, splits
 from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import FractionSplit
 from metagpu.core.gpu import MIB, Gpu, GpuId
 from metagpu.core.grant import Grant
 from metagpu.core.injection import memory_mib
-from metagpu.core.model import Share, ShareId, by_gpu
+from metagpu.core.model import Share, by_gpu
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.units import Bytes
 
@@ -72,19 +72,8 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         number_of = gpu.memory // unit if unit else count or DEFAULT_SHARES
         memory = unit or gpu.memory // number_of
 
-        return [
-            Share(
-                # Two digits at least and never more than needed: an id outlives a change of count.
-                id=ShareId(f"{gpu.id}::m{number:02d}"),
-                gpu=gpu.id,
-                resource=self.resource,
-                backend=self.name,
-                number=number,
-                footprint=frozenset((f"m{number:02d}",)),
-                memory=memory,
-            )
-            for number in range(number_of)
-        ]
+        # Two digits at least and never more than needed: an id outlives a change of count.
+        return self.equal(gpu, (f"m{number:02d}" for number in range(number_of)), memory)
 
     def prefer(
         self,
@@ -102,9 +91,7 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         sound = [s for s in seats if s.required or snapshot.gpus[s.gpu.id].open_to(self.name)]
 
         largest = max(map(len, snapshot.offers[self.resource].by_gpu.values()), default=0)
-        placed = place(size, sound, self.options.placement, largest)
-
-        return placed or list(dict.fromkeys([*gather(size, sound), *gather(size, seats)]))[:size]
+        return placed_or_gathered(size, sound, seats, self.options.placement, largest)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse a set that spreads one fraction over several GPUs, unless it is to be accepted.

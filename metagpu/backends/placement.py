@@ -87,14 +87,14 @@ def splits(counts: Iterable[tuple[int, int]], largest: int) -> bool:
     return sum(taken for taken, _ in pairs) <= largest or parts > 1
 
 
-def on_one(
-    size: int, sound: Sequence[Seat], seats: Sequence[Seat], placement: Placement
+def placed_or_gathered(
+    size: int, sound: Sequence[Seat], seats: Sequence[Seat], placement: Placement, largest: int
 ) -> list[Share]:
-    """Choose `size` shares of one seat, by preference of a sound one.
+    """Choose `size` shares by the rule from seats that give some now, or as well as can be.
 
-    Never fails: what does not fit on one is gathered from several.
+    Never fails: those of other seats come last, and with fewer than `size` it gives what there is.
     """
-    placed = place(size, sound, placement, largest=size)
+    placed = place(size, sound, placement, largest)
     return placed or list(dict.fromkeys([*gather(size, sound), *gather(size, seats)]))[:size]
 
 

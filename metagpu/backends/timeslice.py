@@ -17,7 +17,7 @@ from metagpu.core.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import ToolError, ToolMissing, TooManyReplicas
 from metagpu.core.gpu import Gpu
 from metagpu.core.injection import Injection
-from metagpu.core.model import Share, ShareId, Verdict, by_gpu
+from metagpu.core.model import Share, Verdict, by_gpu
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
 
@@ -91,20 +91,8 @@ class TimesliceBackend(OneResourceBackend[TimesliceOptions]):
         if gpu.mig_enabled:
             return ()
 
-        memory = gpu.memory // self.options.replicas
-
-        return [
-            Share(
-                id=ShareId(f"{gpu.id}::t{number}"),
-                gpu=gpu.id,
-                resource=self.resource,
-                backend=self.name,
-                number=number,
-                footprint=frozenset((f"t{number}",)),
-                memory=memory,
-            )
-            for number in range(self.options.replicas)
-        ]
+        replicas = self.options.replicas
+        return self.equal(gpu, (f"t{at}" for at in range(replicas)), gpu.memory // replicas)
 
     def prefer(
         self,

@@ -5,17 +5,18 @@ name is its `name` and what a pool's `backend:` says. Built-in ones come through
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import msgspec
 
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import Injection
-from metagpu.core.model import ResourceName, Share
+from metagpu.core.model import ResourceName, Share, ShareId
 from metagpu.core.room import Room
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
@@ -54,6 +55,7 @@ class Backend(ABC):
         readies: whether `serve` makes a GPU ready: its shares begin suspended, until it resumes.
         cleans: whether `serve` cleans a GPU after its last lease; nobody else gets it before.
         guard: what keeps its containers within `Share.memory`.
+        tells: the kinds of its `figures`.
     """
 
     name: ClassVar[str]
@@ -62,6 +64,7 @@ class Backend(ABC):
     readies: ClassVar[bool] = False
     cleans: ClassVar[bool] = False
     guard: ClassVar[Guard] = Guard.ENFORCER
+    tells: ClassVar[tuple[FigureKind, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -115,6 +118,16 @@ class Backend(ABC):
         states: Sequence[GpuState],  # noqa: ARG002 - for backends whose shares may overlap
     ) -> Sequence[Room]:
         """Say what is left of its GPUs, where that cannot be read from the number of shares."""
+        return ()
+
+    def figures(
+        self,
+        states: Sequence[GpuState],  # noqa: ARG002 - as above
+    ) -> Iterable[Figure]:
+        """Tell numbers of its GPUs, of the kinds in `tells`, that their shares do not tell. Pure.
+
+        It is called in a thread, each time that monitoring asks.
+        """
         return ()
 
     @abstractmethod
@@ -224,6 +237,21 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
     def resources(self) -> tuple[ResourceName, ...]:
         """The one resource name of this pool's shares."""
         return (self.resource,)
+
+    def equal(self, gpu: Gpu, slots: Iterable[str], memory: int) -> list[Share]:
+        """Cut a GPU into equal shares, one for each slot, of so many bytes; ids are their slots."""
+        return [
+            Share(
+                id=ShareId(f"{gpu.id}::{slot}"),
+                gpu=gpu.id,
+                resource=self.resource,
+                backend=self.name,
+                number=number,
+                footprint=frozenset((slot,)),
+                memory=memory,
+            )
+            for number, slot in enumerate(slots)
+        ]
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give each GPU once, and say how much of its memory the shares stand for."""

@@ -23,13 +23,15 @@ class Subscription(Generic[EventT]):
         self._arrived = anyio.Event()
         self.lost = 0
 
-    def _offer(self, event: EventT) -> None:
+    def _offer(self, event: EventT) -> bool:
+        """Take an event in, if it is of a kind; tell whether another was lost by that."""
         if self._kinds and not isinstance(event, self._kinds):
-            return
-        if len(self._waiting) == self._waiting.maxlen:
-            self.lost += 1
+            return False
+        full = len(self._waiting) == self._waiting.maxlen
+        self.lost += full
         self._waiting.append(event)
         self._arrived.set()
+        return full
 
     async def __aiter__(self) -> AsyncIterator[EventT]:
         while True:
@@ -41,15 +43,20 @@ class Subscription(Generic[EventT]):
 
 
 class Bus(Generic[EventT]):
-    """A typed fan-out inside one event loop."""
+    """A typed fan-out inside one event loop.
+
+    Attributes:
+        lost: events that any listener has lost so far, also those that listen no more.
+    """
 
     def __init__(self) -> None:
+        self.lost = 0
         self._subscriptions: list[Subscription[EventT]] = []
 
     def publish(self, event: EventT) -> None:
         """Give an event to every subscription; a full one loses its oldest and counts it."""
         for subscription in self._subscriptions:
-            subscription._offer(event)  # noqa: SLF001 - the two classes are one mechanism
+            self.lost += subscription._offer(event)  # noqa: SLF001 - the two classes are one mechanism
 
     @contextmanager
     def subscribe(self, *kinds: type, depth: int = 1024) -> Iterator[Subscription[EventT]]:

@@ -249,7 +249,7 @@ def _mps(facts: NodeFacts) -> Judged:
         return _GOOD, f"MPS: {facts.mps}"
     return (
         _NOTE,
-        "no nvidia-cuda-mps-control; only the backend mps needs it",
+        "no nvidia-cuda-mps-control; only pools that share through MPS need it",
         "install the driver's programs, or mount them where metagpu looks",
     )
 

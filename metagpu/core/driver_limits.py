@@ -79,7 +79,7 @@ class DriverLimits:
         self._census = census
         self._guards = guards
         self._kept: defaultdict[GpuId, _Kept] = defaultdict(_Kept)
-        self._told: set[tuple[GpuId, str]] = set()
+        self._told: dict[GpuId, str] = {}
 
     @property
     def count(self) -> int:
@@ -88,9 +88,10 @@ class DriverLimits:
 
     def holds(self, usage: Usage) -> bool:
         """Tell whether the driver keeps a container within its limit on a GPU."""
-        return any(
+        kept = self._kept.get(usage.gpu)
+        return kept is not None and any(
             holder == usage.holder and usage.pod_uid in (None, container.pod_uid)
-            for container, (holder, _) in self._kept[usage.gpu].limits.items()
+            for container, (holder, _) in kept.limits.items()
         )
 
     def forget(self, gpu: GpuId) -> None:
@@ -161,7 +162,8 @@ class DriverLimits:
         except (Unsupported, DriverUnavailable):
             raise
         except DriverError as error:
-            kept.limits.pop(home.container, None)
+            if limit is not None:
+                kept.limits.pop(home.container, None)  # one that is to go may well be there still
             kept.later[home.container] = anyio.current_time() + AGAIN
             self._tell(gpu, str(error))
             return
@@ -185,6 +187,6 @@ class DriverLimits:
 
     def _tell(self, gpu: GpuId, why: str) -> None:
         """Say that a container is not limited by the driver, once for each reason."""
-        if (gpu, why) not in self._told:
-            self._told.add((gpu, why))
+        if self._told.get(gpu) != why:
+            self._told[gpu] = why
             log.warning("the driver does not limit a container; it is looked at", why=why)

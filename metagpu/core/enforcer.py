@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from signal import Signals
 from time import time
@@ -23,6 +22,7 @@ from metagpu.core.host import Host
 from metagpu.core.model import Holder
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
+from metagpu.core.tally import Tally
 from metagpu.core.usage import Process, Usage
 from metagpu.core.wishes import settle
 
@@ -34,22 +34,6 @@ Terms = Callable[[GpuId], Enforcement]
 _Key = tuple[Holder, str | None]
 _IDLE_PERIOD: Final = 0.5
 """Seconds between two glances at a GPU that nobody has to be kept within limits on."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was done since the daemon's start.
-
-    Attributes:
-        signals: how often each signal was sent.
-        over: bytes above its limit, of each container that is so now, by GPU.
-    """
-
-    warnings: int = 0
-    signals: dict[Signals, int] = field(
-        default_factory=lambda: {Signals.SIGTERM: 0, Signals.SIGKILL: 0}
-    )
-    over: dict[GpuId, Mapping[Holder, int]] = field(default_factory=dict)
 
 
 def guarded(usage: Usage, guards: Mapping[str, Guard]) -> Guard | None:

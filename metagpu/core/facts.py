@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
-from metagpu.core.model import Holder, ResourceName, Share, ShareId, Stock
+from metagpu.core.model import Fault, Holder, ResourceName, Share, ShareId, Stock
 from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Versions
 
@@ -51,11 +51,12 @@ class RivalLeft:
 
 @dataclass(frozen=True, slots=True)
 class GpuFaulted:
-    """A GPU went out of service. While it is out, the first reason and time stand."""
+    """A GPU went out of service. While it is out, the first reason, kind and time stand."""
 
     gpu: GpuId
     reason: str
     at: float
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,24 @@ class StrangerFound:
 
 
 @dataclass(frozen=True, slots=True)
+class XidHeard:
+    """NVML told of an XID, be it fatal or not; `gpu` is `None` when it did not say of which GPU."""
+
+    gpu: GpuId | None
+    code: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryErrorHeard:
+    """NVML told of a memory error, once for each event; `gpu` as of `XidHeard`."""
+
+    gpu: GpuId | None
+    corrected: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class PodEnded:
     """A pod has gone, or its containers have ended: what it holds will soon be free."""
 
@@ -354,5 +373,14 @@ class WishRefused:
     at: float
 
 
-Event = Fact | MemoryExceeded | ProcessSignalled | StrangerFound | PodEnded | WishRefused
+Event = (
+    Fact
+    | MemoryExceeded
+    | ProcessSignalled
+    | StrangerFound
+    | XidHeard
+    | MemoryErrorHeard
+    | PodEnded
+    | WishRefused
+)
 """What is heard on the bus: facts that changed something, and news that change nothing we keep."""

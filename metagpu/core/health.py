@@ -9,7 +9,7 @@ operator, or a restart of the daemon, brings the GPU back.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,12 +23,29 @@ from metagpu.core.driver import (
     DriverEvent,
     EccError,
     Survey,
+    Xid,
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
-from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
+from metagpu.core.facts import (
+    DriverRead,
+    GpuFaulted,
+    GpuRecovered,
+    GpusFound,
+    MemoryErrorHeard,
+    TopologyRead,
+    XidHeard,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.instance_health import InstanceHealth
-from metagpu.core.judgement import Heard, Patient, judge_condition, judge_event
+from metagpu.core.judgement import (
+    Heard,
+    Patient,
+    fault_in,
+    judge_condition,
+    judge_event,
+    without_echoes,
+)
+from metagpu.core.model import Fault
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
 
@@ -58,6 +75,7 @@ class HealthWatch:
     Attributes:
         settings: the rules; a reload replaces them.
         surveyed: set once NVML has been read for the first time.
+        unusable: why NVML as a whole cannot be used now, empty while it can.
     """
 
     driver: Driver
@@ -65,6 +83,7 @@ class HealthWatch:
     settings: Health = field(default_factory=Health)
     clock: Callable[[], float] = time.time
     surveyed: anyio.Event = field(default_factory=anyio.Event)
+    unusable: str = "NVML was not asked yet"
     instances: InstanceHealth = field(init=False)
     _patients: dict[GpuId, Patient] = field(default_factory=dict)
     _unplaced: dict[GpuId, list[Heard]] = field(default_factory=dict)
@@ -75,22 +94,20 @@ class HealthWatch:
 
     async def run(self) -> None:
         """Watch until cancelled; an NVML that is missing or lost is tried again."""
-        told = ""
-
         while True:
             try:
                 async with self.driver.session():
-                    told = ""
+                    self.unusable = ""
                     await self._session()
             except* DriverUnavailable as group:
                 reason = str(_first(group))
-                if reason != told:
-                    told = reason
+                if reason != self.unusable:
+                    self.unusable = reason
                     log.error(
                         "NVML cannot be used; trying again", error=reason, every=f"{RETRY:g}s"
                     )
                 for gpu in self.registry.snapshot.gpus:
-                    self._fault(gpu, reason, proof=False)
+                    self._fault(gpu, reason, Fault.DRIVER)
                 await anyio.sleep(RETRY)
 
     async def acknowledge(self, gpu: GpuId, device: str | None = None) -> None:
@@ -108,11 +125,12 @@ class HealthWatch:
         if state.verdict.healthy and not state.faults:
             raise MetagpuError(f"GPU {gpu} is in service; there is nothing to acknowledge")
 
-        patient = self._patients.get(gpu)
+        patient, before = self._patients.get(gpu), self.instances.heard[gpu]
         refusal = judge_condition(await self.driver.condition(gpu))
         if refusal is not None:
             raise MetagpuError(f"GPU {gpu} cannot come back: {refusal}")
-        if self._patients.get(gpu, patient) is not patient:
+        new = self._patients.get(gpu, patient) is not patient
+        if new or self.instances.heard[gpu] != before:
             raise MetagpuError(
                 f"GPU {gpu} had a new fault during its check; read the daemon's log, and "
                 "acknowledge it again when that is mended"
@@ -133,7 +151,7 @@ class HealthWatch:
     async def survey(self) -> None:
         """Read all GPUs once, inside a session of the driver, and judge each by its condition."""
         survey = await self.driver.survey()
-        refusals: dict[GpuId, str] = {}
+        refusals: dict[GpuId, tuple[str, Fault]] = {}
 
         async def check(gpu: GpuId) -> None:
             refusal = await self._refusal(gpu)
@@ -151,8 +169,10 @@ class HealthWatch:
         for unreadable in survey.unreadable:
             if unreadable.gpu is None:  # one that is known is told as out of service below
                 log.warning("a GPU cannot be read", index=unreadable.index, why=unreadable.reason)
-        for gpu, reason in [*refusals.items(), *self._missing(survey)]:
-            self._fault(gpu, reason, proof=False)
+        for gpu, refusal in refusals.items():
+            self._fault(gpu, *refusal)
+        for gpu, reason in self._missing(survey):
+            self._fault(gpu, reason, Fault.NOT_LISTED)
 
     def _missing(self, survey: Survey) -> list[tuple[GpuId, str]]:
         """Find GPUs that were known and are not there now: their ids stay listed, unhealthy."""
@@ -183,38 +203,38 @@ class HealthWatch:
                 told.clear()
 
                 # Beside the next wait, not before it: a GPU that hangs delays no news of others.
-                news = dict.fromkeys(events)  # what NVML says twice at once is told once
-                for gpu in dict.fromkeys(gpu for event in news for gpu in self._hear(event)):
+                heard = (gpu for event in without_echoes(events) for gpu in self._hear(event))
+                for gpu in dict.fromkeys(heard):
                     checks.start_soon(self._check, gpu)
 
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
         """Act on an event at once; give the GPUs whose condition should now be read."""
         heard = judge_event(event, self.settings)
+        self._publish(event)
         if heard.fatal and heard.gpu is not None:
             if heard.inside is None:
-                self._fault(heard.gpu, heard.reason, proof=True)
+                fault = Fault.XID if isinstance(event, Xid) else Fault.MEMORY
+                self._fault(heard.gpu, heard.reason, fault, proof=True)
             elif not self.instances.hear(heard.gpu, heard):
                 self._unplaced.setdefault(heard.gpu, []).append(heard)
         if event == EccError(heard.gpu, double_bit=False):
             self._tell_corrected(heard)
         else:
-            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, **_where(heard))
+            where = {"instance": heard.inside.gpu_instance} if heard.inside else {}
+            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, **where)
 
         if heard.gpu is None:
             # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
             return tuple(self.registry.snapshot.gpus)
         return (heard.gpu,)
 
-    async def _place(self, gpu: GpuId, heard: Heard) -> None:
-        """Find the MIG device that nobody has told of; if NVML cannot, all of the GPU is out."""
-        try:
-            found = await self.instances.seek(gpu, heard)
-        except DriverUnavailable:
-            raise
-        except DriverError:
-            found = False
-        if not found:
-            self._fault(gpu, heard.reason, proof=True)
+    def _publish(self, event: DriverEvent) -> None:
+        match event:
+            case Xid(gpu, code):
+                self.registry.news.publish(XidHeard(gpu, code, self.clock()))
+            case EccError(gpu, double_bit):
+                news = MemoryErrorHeard(gpu, corrected=not double_bit, at=self.clock())
+                self.registry.news.publish(news)
 
     def _tell_corrected(self, heard: Heard) -> None:
         """Tell a GPU's first corrected error, and of those that follow how many there were.
@@ -259,19 +279,22 @@ class HealthWatch:
 
     async def _check(self, gpu: GpuId) -> None:
         for heard in self._unplaced.pop(gpu, ()):
-            await self._place(gpu, heard)
+            if not await self.instances.seek(gpu, heard):
+                self._fault(gpu, heard.reason, Fault.XID, proof=True)
         refusal = await self._refusal(gpu)
         if refusal is not None:
-            self._fault(gpu, refusal, proof=False)
+            self._fault(gpu, *refusal)
 
-    async def _refusal(self, gpu: GpuId) -> str | None:
+    async def _refusal(self, gpu: GpuId) -> tuple[str, Fault] | None:
         """Read a GPU's condition and say why it may not serve, `None` when it may."""
         try:
-            return judge_condition(await self.driver.condition(gpu))
+            condition = await self.driver.condition(gpu)
         except DriverUnavailable:
             raise
         except DriverError as error:
-            return str(error)
+            return str(error), Fault.NO_ANSWER
+        refusal = judge_condition(condition)
+        return None if refusal is None else (refusal, fault_in(condition))
 
     async def _condition(self, gpu: GpuId) -> Condition | None:
         try:
@@ -281,12 +304,12 @@ class HealthWatch:
         except DriverError:
             return None
 
-    def _fault(self, gpu: GpuId, reason: str, *, proof: bool) -> None:
+    def _fault(self, gpu: GpuId, reason: str, fault: Fault, *, proof: bool = False) -> None:
         known = self._patients.get(gpu, Patient())
         # A new one each time, so that who waits for a check can tell that there was a fault.
         self._patients[gpu] = Patient(proof=known.proof or proof, told=known.told)
 
-        if self.registry.apply(GpuFaulted(gpu, reason, self.clock())):
+        if self.registry.apply(GpuFaulted(gpu, reason, self.clock(), fault)):
             log.error("GPU out of service", gpu=gpu, reason=reason)
 
     def _call_for_operator(self, gpu: GpuId, patient: Patient) -> None:
@@ -302,10 +325,6 @@ class HealthWatch:
         self._patients.pop(gpu, None)
         if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
             log.info("GPU back in service", gpu=gpu, reason=reason)
-
-
-def _where(heard: Heard) -> Mapping[str, int]:
-    return {"instance": heard.inside.gpu_instance} if heard.inside else {}
 
 
 def _first(group: BaseExceptionGroup[DriverUnavailable]) -> BaseException:

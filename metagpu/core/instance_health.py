@@ -5,13 +5,14 @@ by its uuid. A device is well again when it was made anew, which is its backend'
 has it, or on an operator's word.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from metagpu.core.driver import Driver
-from metagpu.core.errors import DriverError
+from metagpu.core.errors import DriverError, DriverUnavailable
 from metagpu.core.facts import InstanceFaulted, InstanceRecovered
 from metagpu.core.gpu import GpuId
 from metagpu.core.judgement import Heard, Inside
@@ -23,11 +24,16 @@ log = structlog.get_logger()
 
 @dataclass
 class InstanceHealth:
-    """Keeps the registry's verdicts on MIG devices true."""
+    """Keeps the registry's verdicts on MIG devices true.
+
+    Attributes:
+        heard: how many faults of each GPU's devices there were.
+    """
 
     driver: Driver
     registry: Registry
     clock: Callable[[], float]
+    heard: Counter[GpuId] = field(default_factory=Counter)
 
     def hear(self, gpu: GpuId, heard: Heard) -> bool:
         """Take the devices out of service that an event names; tell whether they are known."""
@@ -37,18 +43,24 @@ class InstanceHealth:
         return bool(devices)
 
     async def seek(self, gpu: GpuId, heard: Heard) -> bool:
-        """Ask NVML which devices an event names; tell whether it means instances at all.
+        """Ask NVML which devices an event names; false if it means none, or NVML cannot tell.
 
         Raises:
-            DriverError: if NVML cannot tell.
+            DriverUnavailable: if NVML as a whole is gone.
         """
-        mode = await self.driver.mig.mode(gpu)
-        if heard.inside is None or mode is None or not mode.enabled:
+        try:
+            mode = await self.driver.mig.mode(gpu)
+            if heard.inside is None or mode is None or not mode.enabled:
+                return False
+            instances = await self.driver.mig.instances(gpu)
+        except DriverUnavailable:
+            raise
+        except DriverError:
             return False
 
         devices = [
             compute.uuid
-            for instance in await self.driver.mig.instances(gpu)
+            for instance in instances
             for compute in instance.computes
             if _is(heard.inside, instance.number, compute.number) and compute.uuid
         ]
@@ -77,6 +89,7 @@ class InstanceHealth:
                 self._recovered(gpu, device, "acknowledged by an operator")
 
     def _fault(self, gpu: GpuId, devices: Sequence[str], reason: str) -> None:
+        self.heard[gpu] += len(devices)
         for device in devices:
             if self.registry.apply(InstanceFaulted(gpu, device, reason, self.clock())):
                 log.error("MIG instance out of service", gpu=gpu, device=device, reason=reason)

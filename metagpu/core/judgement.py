@@ -1,5 +1,6 @@
 """What an event or a condition means for a GPU's verdict: pure rules, no clock and no waiting."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -14,6 +15,7 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.gpu import GpuId
+from metagpu.core.model import Fault
 from metagpu.core.xid import CONTAINED, Severity, XidRule, rule_for
 
 
@@ -61,6 +63,16 @@ def judge_event(event: DriverEvent, health: Health) -> Heard:
             assert_never(event)
 
 
+def without_echoes(events: Sequence[DriverEvent]) -> Iterator[DriverEvent]:
+    """Leave out what NVML says a second time at once and that only asks for a look. Pure."""
+    said = set[DriverEvent]()
+    for event in events:
+        if event not in said:
+            yield event
+        if isinstance(event, RecoveryActionChanged | GpuUnavailable):
+            said.add(event)
+
+
 def judge_condition(condition: Condition) -> str | None:
     """Say why a GPU in this condition may not serve, `None` when it may. Pure."""
     action = condition.recovery_action
@@ -69,6 +81,12 @@ def judge_condition(condition: Condition) -> str | None:
     if condition.remapped_rows is not None and condition.remapped_rows.failed:
         return "a row of its memory could not be remapped"
     return None
+
+
+def fault_in(condition: Condition) -> Fault:
+    """Say what kind of thing keeps a GPU in this condition from serving, if something does."""
+    asked = condition.recovery_action not in (None, RecoveryAction.NONE)
+    return Fault.RECOVERY_ACTION if asked else Fault.MEMORY
 
 
 @dataclass(slots=True)

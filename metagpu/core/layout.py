@@ -1,6 +1,6 @@
 """The configuration laid over the GPUs: which GPU is in which pool, and what is offered of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
@@ -8,6 +8,7 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
 from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
+from metagpu.core.figures import Figure
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.injection import Injection
 from metagpu.core.model import ResourceName, Share
@@ -52,11 +53,20 @@ class Layout:
 
     def rooms(self, snapshot: Snapshot) -> list[Room]:
         """Collect what is left of GPUs that are cut as pods ask, each backend's together. Pure."""
+        states = self._by_backend(snapshot)
+        return [room for backend, its in states.items() for room in backend.rooms(its)]
+
+    def figures(self, snapshot: Snapshot) -> list[Figure]:
+        """Collect the numbers that backends tell, each of its GPUs that are known."""
+        states = self._by_backend(snapshot)
+        return [figure for backend, its in states.items() for figure in backend.figures(its)]
+
+    def _by_backend(self, snapshot: Snapshot) -> Mapping[Backend, Sequence[GpuState]]:
         states: dict[Backend, list[GpuState]] = {}
         for cut in self.cuts:
             if (state := snapshot.gpus.get(cut.gpu.id)) is not None:
                 states.setdefault(cut.backend, []).append(state)
-        return [room for backend, its in states.items() for room in backend.rooms(its)]
+        return states
 
 
 def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout:
@@ -85,7 +95,7 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
             options = config.options[assignment.pool]
             cuts += [Cut(gpu, said, cutter) for said, cutter in zip(options, cutters, strict=True)]
             if not cut:
-                why = _uncut(gpu, cutters) or reason or "the pool has no backends"
+                why = _uncut(gpu, cutters, reason)
                 assignment = replace(assignment, why=f"{assignment.why}, but nothing is cut: {why}")
         assignments.append(assignment)
         shares += cut
@@ -121,7 +131,9 @@ def _assign(
     return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), [], ""
 
 
-def _uncut(gpu: Gpu, cutters: list[Backend]) -> str:
+def _uncut(gpu: Gpu, cutters: list[Backend], reason: str) -> str:
+    if not cutters:
+        return reason or "the pool has no backends"
     return "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
 
 

@@ -22,6 +22,7 @@ Times are seconds since the epoch, memory is in bytes.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final, NewType
 
 import msgspec
@@ -88,13 +89,33 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     awaited: bool = False
 
 
+class Fault(StrEnum):
+    """What kind of thing takes a GPU out of service: for counting, `reason` is for reading.
+
+    - xid: an XID that is fatal.
+    - memory: an uncorrected memory error, or a row that could not be remapped.
+    - recovery_action: NVML says that the GPU needs one.
+    - no_answer: NVML does not answer about it.
+    - not_listed: NVML does not list it any more.
+    - driver: NVML as a whole cannot be used.
+    """
+
+    XID = "xid"
+    MEMORY = "memory"
+    RECOVERY_ACTION = "recovery_action"
+    NO_ANSWER = "no_answer"
+    NOT_LISTED = "not_listed"
+    DRIVER = "driver"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a GPU may serve; `reason` says why not, `since` when that began."""
+    """Whether a GPU may serve; `reason` says why not, `since` when that began, `fault` its kind."""
 
     healthy: bool
     since: float
     reason: str = ""
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +139,15 @@ class Made:
         device: the name that programs know it by, such as `MIG-<uuid>`.
         gpu_instance: the numbers by which NVML knows it, as `compute_instance` is.
         idle: nobody holds it, and no program was found on it: it may be reused, or removed.
+        again: once its holder has gone, the share may be had again before that is known: whoever
+            comes next is sent before the kubelet tells of the end.
     """
 
     device: str
     gpu_instance: int
     compute_instance: int
     idle: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +163,7 @@ class Stock:
     """What a backend has made of a GPU, complete; shares are made once they are held.
 
     Attributes:
-        made: what there is. What nobody holds and is not idle is in the way of others.
+        made: what there is. What nobody holds and is not idle is in the way of other shares.
         failed: leases whose shares could not be made.
         blocked: slots that are taken otherwise, and by what.
         paused: shares of which nothing new is given for now, and why; those held are listed
@@ -147,6 +171,7 @@ class Stock:
         alone: whether the GPU is in a mode in which no other backend can give any of it.
         named: the MIG devices that there are, whoever made them, by all names that CDI knows them
             by: their uuids, and those of the places where they may be made again.
+        late: shares that are not on offer yet, though nothing may be in their way any more.
     """
 
     made: Mapping[ShareId, Made] = field(default_factory=dict)
@@ -155,6 +180,7 @@ class Stock:
     paused: Mapping[ShareId, str] = field(default_factory=dict)
     alone: bool = False
     named: Mapping[str, Made] = field(default_factory=dict)
+    late: frozenset[ShareId] = frozenset()
 
 
 def gpu_of(share: ShareId) -> GpuId:

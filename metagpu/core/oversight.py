@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from metagpu.core.backend import Guard
-from metagpu.core.census import Census, Looks
+from metagpu.core.census import Census, Findings, Looks
 from metagpu.core.config import Config
 from metagpu.core.driver import Driver
 from metagpu.core.driver_limits import DriverLimits
@@ -17,8 +17,9 @@ from metagpu.core.host import Host
 from metagpu.core.layout import Layout
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
+from metagpu.core.tally import tally_report
 from metagpu.core.usage import Told
-from metagpu.core.usage_report import Pod, Rules, pod_report, tally_report, usage_report
+from metagpu.core.usage_report import Pod, Rules, pod_report, usage_report
 from metagpu.core.wishing import WishWatch
 
 
@@ -66,9 +67,23 @@ class Oversight:
         """Say what was done about memory since the daemon's start, and who is over now."""
         return tally_report(self._enforcer.tally, self._registry.snapshot, self._limits.count)
 
+    @property
+    def driver_limits(self) -> int:
+        """How many limits of memory the driver keeps."""
+        return self._limits.count
+
     def remember(self, told: Told) -> None:
         """Take in what containers that are older than this daemon were told of their memory."""
         self._census.told = told
+
+    @property
+    def rules(self) -> Rules:
+        """What holds on this node, for who judges findings."""
+        return self._rules
+
+    async def latest(self) -> Findings:
+        """Say who is on all GPUs, by a look that others of the same second share."""
+        return await self._looks.latest()
 
     async def report(self) -> dict[str, Any]:
         """Look at all GPUs and say who uses what, and what was done about it so far."""
@@ -83,6 +98,6 @@ class Oversight:
 
     async def report_to(self, pod: Pod) -> dict[str, Any]:
         """Say to a pod what concerns it, by a look that others of the same second share."""
-        findings = await self._looks.latest()
+        findings = await self.latest()
         told = pod_report(self._registry.snapshot, findings, self._rules, pod)
         return {"at": findings.at, **told}

@@ -11,6 +11,8 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.gpu import MIB, GpuId, bus_id
 from metagpu.core.layout import Layout
 from metagpu.core.model import Made, Pause, ResourceName, Share, ShareId
+from metagpu.core.pods import KnownPod
+from metagpu.core.sharing import conflicts
 from metagpu.core.snapshot import GpuState, Snapshot
 
 
@@ -53,7 +55,7 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
 def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Say what `explanation` does, and who holds what."""
     held = Counter(
-        (str(lease.share.resource), lease.share.gpu, str(lease.holder) if lease.holder else "")
+        (str(lease.share.resource), lease.share.gpu, lease.holder)
         for state in snapshot.gpus.values()
         for lease in state.leases.values()
     )
@@ -66,11 +68,19 @@ def status(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "gpu": snapshot.gpus[gpu].gpu.index,
                 "uuid": gpu,
                 "shares": count,
-                "holder": holder or None,
+                "holder": str(holder) if holder else None,
+                **(_pod(snapshot.pods.find(holder, None)) if holder else {}),
             }
             for (resource, gpu, holder), count in held.items()
         ],
     }
+
+
+def _pod(known: KnownPod | None) -> Mapping[str, str]:
+    """Say what the API server tells of a holder's pod, nothing where it is not asked."""
+    if known is None:
+        return {}
+    return {"podUid": known.uid, "podOwner": known.owner, "podPhase": known.phase}
 
 
 def hindrance(state: GpuState, share: Share | None = None) -> str:
@@ -99,6 +109,10 @@ def _blocked(state: GpuState, share: Share | None) -> Iterator[str]:
             yield stock.blocked[slot]
         if share.id in stock.made and share.id not in state.leases:
             yield f"{share.id} was just given back, and is looked at"
+        if share.id in stock.late and not any(
+            conflicts(share, lease.share) for lease in state.leases.values()
+        ):
+            yield f"{share.id} has just become free, and has its turn in some seconds"
 
 
 def pause(state: GpuState, backend: str) -> str:

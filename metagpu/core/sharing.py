@@ -34,7 +34,8 @@ def withheld(
 ) -> frozenset[ShareId]:
     """Find the shares of one GPU that nobody may have while these leases and cleanings last.
 
-    What a backend has made and nobody holds is in the way too, until it is known to be idle.
+    What a backend has made and nobody holds is in the way too, until it is known to be idle; of
+    itself it is not, if it may be had again. What is late is not had yet.
 
     While there are strays, nobody can say what of the GPU is left: all of it waits for their end.
     A backend that cleans the GPU excludes all others, as one that has leases does.
@@ -50,17 +51,26 @@ def withheld(
     owners = {share.backend for share in held} | set(cleaning)
     taken = {slot for share in held for slot in share.footprint}
     owners |= {backend for backend, stock in stocks.items() if stock.alone}
+    left, again, late = set[ShareId](), set[ShareId](), set[ShareId]()
     for stock in stocks.values():
         taken.update(stock.blocked)
-        left = {i for i, made in stock.made.items() if i not in leases and not made.idle}
-        taken.update(slot for share in shares if share.id in left for slot in share.footprint)
+        left |= {i for i, made in stock.made.items() if i not in leases and not made.idle}
+        again |= {i for i in left & stock.made.keys() if stock.made[i].again}
+        late |= stock.late
+    taken.update(slot for share in shares if share.id in left - again for slot in share.footprint)
+    leaving = {slot for share in shares if share.id in again for slot in share.footprint}
 
     # `conflicts` with any of the held shares, or with who cleans, said for all of them at once.
     return frozenset(
         share.id
         for share in shares
         if share.id not in leases
-        and (not owners <= {share.backend} or not share.footprint.isdisjoint(taken))
+        and (
+            not owners <= {share.backend}
+            or not share.footprint.isdisjoint(taken)
+            or (share.id not in again and not share.footprint.isdisjoint(leaving))
+            or share.id in late
+        )
     )
 
 

@@ -36,7 +36,8 @@ def stand(  # noqa: C901, PLR0911 - one return for each kind of fact
     """Give the state that follows from a fact, the same object if it says nothing new."""
     match fact:
         case GpuFaulted():
-            return _judged(state, Verdict(healthy=False, since=fact.at, reason=fact.reason))
+            verdict = Verdict(healthy=False, since=fact.at, reason=fact.reason, fault=fact.fault)
+            return _judged(state, verdict)
         case GpuRecovered():
             return _judged(state, Verdict(healthy=True, since=fact.at))
         case InstanceFaulted() | InstanceRecovered():

@@ -11,7 +11,7 @@ from typing import Any
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
 from metagpu.core.enforcement import Enforcement
-from metagpu.core.enforcer import Tally, guarded
+from metagpu.core.enforcer import guarded
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.model import Holder, Share, ShareId
 from metagpu.core.pods import KnownPod
@@ -90,36 +90,6 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
         "strangers": [],
         "hints": [],
     }
-
-
-def tally_report(tally: Tally, snapshot: Snapshot, limited: int = 0) -> dict[str, Any]:
-    """Say what the enforcer has done since the daemon's start, and who is over now.
-
-    `limited` is how many limits the driver has been given.
-    """
-    return {
-        "driverLimits": limited,
-        "warnings": tally.warnings,
-        "signals": {signal.name: count for signal, count in tally.signals.items()},
-        "overMiB": [
-            {"gpu": snapshot.gpus[gpu].gpu.index, "container": str(holder), "mib": _mib(above)}
-            for gpu, those in tally.over.items()
-            for holder, above in those.items()
-        ],
-    }
-
-
-def tally_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
-    """Write what `tally_report` says for people; nothing where nothing was done."""
-    if told is None:
-        return ()
-    sent = [f"{count} {name}" for name, count in told["signals"].items() if count]
-    parts = [f"{told['warnings']} warnings"] if told["warnings"] else []
-    parts += [f"{' and '.join(sent)} sent"] if sent else []
-    lines = [f"memory, since the daemon's start: {', '.join(parts)}"] if parts else []
-    if told["driverLimits"]:
-        lines.append(f"limits of memory that the driver itself keeps: {told['driverLimits']}")
-    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +192,7 @@ def _containers(
 
 def _known(pod: KnownPod | None) -> dict[str, Any]:
     """Say what the API server tells of a pod, nothing where it is not asked."""
-    return {"owner": pod and (pod.owner or None), "phase": pod and (pod.phase or None)}
+    return {"podOwner": pod and (pod.owner or None), "podPhase": pod and (pod.phase or None)}
 
 
 def _part(snapshot: Snapshot, usage: Usage, findings: Findings, rules: Rules) -> dict[str, Any]:

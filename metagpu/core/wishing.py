@@ -43,7 +43,8 @@ class WishWatch:
                 for pod in pods
                 for why in refusals(pod, self._registry.snapshot, self._terms, self._guards)
             }
-            told &= {(pod.uid, why) for pod in pods for uid, why in told if uid == pod.uid}
+            here = {pod.uid for pod in pods}
+            told = {(uid, why) for uid, why in told if uid in here}
             for (uid, why), pod in refused.items():
                 if (uid, why) not in told:
                     told.add((uid, why))

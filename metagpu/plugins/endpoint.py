@@ -12,6 +12,7 @@ from grpclib.exceptions import StreamTerminatedError
 from metagpu.core.errors import KubeletError
 from metagpu.plugins import wire
 from metagpu.plugins.kubelet_directory import KubeletDirectory
+from metagpu.plugins.record import KubeletRecord
 from metagpu.plugins.registrar import Line, Registrar
 from metagpu.plugins.rivals import rival_of
 from metagpu.plugins.service import Service
@@ -30,11 +31,7 @@ log = structlog.get_logger()
 
 
 class Endpoint:
-    """Keeps one service registered.
-
-    Attributes:
-        registrations: how often the kubelet accepted it.
-    """
+    """Keeps one service registered."""
 
     def __init__(
         self,
@@ -42,8 +39,9 @@ class Endpoint:
         directory: KubeletDirectory,
         registrar: Registrar,
         rivalled: Callable[[Path | None], None] = lambda _: None,
+        record: KubeletRecord | None = None,
     ) -> None:
-        self.registrations = 0
+        self._record = record or KubeletRecord()
         self._rivalled = rivalled
         self._pause = 0.0
         self._service = service
@@ -92,6 +90,7 @@ class Endpoint:
             async with serving(path, self._service.methods(calls), calls):
                 await self._register(line, path)
                 line.close()
+                self._record.meet(kubelet)
                 await self._lost(path, kubelet, calls)
         except KubeletError as error:
             self._log.warning("the kubelet refuses the registration", error=str(error))
@@ -122,7 +121,7 @@ class Endpoint:
         await line.register(
             wire.register_request(service.resource, path.name, pre_start=service.pre_start)
         )
-        self.registrations += 1
+        self._service.record.registrations += 1
         self._log.info("registered", socket=path.name)
 
     async def _lost(self, path: Path, kubelet: tuple[int, int, int] | None, calls: Calls) -> None:
@@ -147,9 +146,13 @@ class Endpoint:
                 await self._directory.changed()
 
         if not reason:
-            async with anyio.create_task_group() as group:
-                group.start_soon(first, calls.ended)
-                group.start_soon(first, changed)
+            self._service.record.listed = True
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(first, calls.ended)
+                    group.start_soon(first, changed)
+            finally:
+                self._service.record.listed = False
 
             if self._directory.kubelet() not in (None, kubelet):
                 reason = "there is a new kubelet"

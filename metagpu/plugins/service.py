@@ -6,6 +6,7 @@ Allocate, or at the container's start, and then named in the CDI specification.
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Final, cast
 
 import anyio
@@ -30,6 +31,7 @@ from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.plugins import hot, wire
 from metagpu.plugins.making import is_made, made, made_anew
+from metagpu.plugins.record import Call, Outcome, ResourceRecord
 from metagpu.plugins.serving import Calls
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ async def undescribed(_: frozenset[str]) -> None:
 class Service:
     """Answers for one resource. `backend` is asked for at each call: a reload may change it.
 
+    Attributes:
+        record: counts what the kubelet asks; one of its own unless given.
+
     Args:
         describe: makes CDI names known to the container runtime.
     """
@@ -61,7 +66,9 @@ class Service:
         registry: Registry,
         backend: Callable[[ResourceName], Backend],
         clock: Callable[[], float] = time.time,
+        *,
         describe: Describe = undescribed,
+        record: ResourceRecord | None = None,
     ) -> None:
         self.resource = resource
         self._registry = registry
@@ -69,6 +76,7 @@ class Service:
         self._clock = clock
         self._describe = describe
         self._calls_before_start = False
+        self.record = record or ResourceRecord()
         self._list = wire.DeviceList(resource)
         self._tellers: set[Callable[[anyio.Event], None]] = set()
         self._log = log.bind(resource=resource)
@@ -93,9 +101,9 @@ class Service:
             for name, call, cardinality in (
                 ("GetDevicePluginOptions", self._answering(self._options), unary),
                 ("ListAndWatch", list_and_watch, streaming),
-                ("GetPreferredAllocation", self._answering(self._preferred), unary),
-                ("Allocate", self._answering(self._allocate), unary),
-                ("PreStartContainer", self._answering(self._pre_start), unary),
+                (Call.PREFERRED, self._counted(Call.PREFERRED, self._preferred), unary),
+                (Call.ALLOCATE, self._counted(Call.ALLOCATE, self._allocate), unary),
+                (Call.PRE_START, self._counted(Call.PRE_START, self._pre_start), unary),
             )
         }
 
@@ -111,6 +119,23 @@ class Service:
 
         return call
 
+    def _counted(
+        self, call: Call, answer: Callable[[bytes], Awaitable[bytes]]
+    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
+        record = self.record.calls[call]
+
+        async def counted(request: bytes) -> bytes:
+            began = perf_counter()
+            try:
+                reply = await answer(request)
+            except BaseException as error:
+                self.record.note_failure(call, perf_counter() - began, error)
+                raise
+            record.note(Outcome.ANSWERED, perf_counter() - began)
+            return reply
+
+        return self._answering(counted)
+
     async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
         sending = anyio.Lock()
 
@@ -118,6 +143,7 @@ class Service:
             async with sending:  # two messages at once would mix on the stream
                 view = self._list.view(self._registry.snapshot)
                 await stream.send_message(self._list.encode(view))
+            self.record.lists += 1
             done.set()
 
         async with anyio.create_task_group() as group:

@@ -80,9 +80,7 @@ def make(node: SimNode, gpu: SimGpu, number: int, start: int, size: int) -> SimI
         raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     making.begun += 1
-    until = time.monotonic() + making.takes
-    while (left := until - time.monotonic()) > 0:
-        node.changed.wait(left)
+    _take(node, making.takes)
     if gpu.failure is not None:
         raise Refusal(gpu.failure)
     _check_idle(gpu)
@@ -99,10 +97,16 @@ def make(node: SimNode, gpu: SimGpu, number: int, start: int, size: int) -> SimI
 
 
 def make_compute(node: SimNode, gpu: SimGpu, instance: SimInstance, kind: int) -> SimCompute:
-    """Make a compute instance at the first slices of a GPU instance that are free."""
+    """Make a compute instance at the first slices of a GPU instance that are free.
+
+    Takes as long as `Making` says, and lets others in meanwhile.
+    """
     slices, making = COMPUTES.get(kind, 0), gpu.mig.making
     if not 0 < slices <= instance.profile.slices:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    _take(node, making.compute_takes)
+    if gpu.mig.present.get(instance.number) is not instance:
+        raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
     if making.compute_failures > 0:
         making.compute_failures -= 1
         raise Refusal(pynvml.NVML_ERROR_UNKNOWN)
@@ -134,6 +138,13 @@ def end(gpu: SimGpu, instance: SimInstance) -> None:
     if instance.computes or any(key[1] == instance.number for key in gpu.processes):
         raise Refusal(pynvml.NVML_ERROR_IN_USE)
     del gpu.mig.present[instance.number]
+
+
+def _take(node: SimNode, seconds: float) -> None:
+    """Let time pass, and others in."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        node.changed.wait(left)
 
 
 def _check_idle(gpu: SimGpu) -> None:

@@ -11,7 +11,7 @@ import json
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ import anyio
 from metagpu.app import Agent, Places
 from metagpu.core import report
 from metagpu.core.injection import VISIBLE_DEVICES
+from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState
 from metagpu.nvml import Nvml
 from metagpu.plugins.podresources import observed
@@ -252,9 +253,12 @@ async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncI
 
 
 def _rests(state: GpuState) -> bool:
-    """Tell whether nothing of a GPU is on its way back from who held it."""
+    """Tell whether nothing of a GPU is on its way back from who held it, or waits for its turn."""
     made = (made for stock in state.stocks.values() for made in stock.made.items())
-    return not state.cleaning and all(it.idle or share in state.leases for share, it in made)
+    idle = not state.cleaning and all(it.idle or share in state.leases for share, it in made)
+    stocks = {name: replace(stock, late=frozenset()) for name, stock in state.stocks.items()}
+    in_the_way = withheld(state.shares, state.leases, state.cleaning, stocks)
+    return idle and in_the_way == state.withheld
 
 
 def _sizes(gpu: SimGpu) -> list[int]:

@@ -40,7 +40,7 @@ class Making:
     """How making instances goes on a GPU.
 
     Attributes:
-        takes: seconds for each GPU instance.
+        takes: seconds for each GPU instance, `compute_takes` for each compute instance.
         failures: so many GPU instances fail next, `compute_failures` so many compute instances.
         begun: so many GPU instances were asked for.
         in_use_until: until when making and destroying is refused, by `time.monotonic`.
@@ -51,6 +51,7 @@ class Making:
     compute_failures: int = 0
     in_use_until: float = 0.0
     begun: int = 0
+    compute_takes: float = 0.0
 
 
 @dataclass(slots=True)

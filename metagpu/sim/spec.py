@@ -18,9 +18,10 @@ the path of a YAML file:
       - board: h100-80gb
         mig: true
         instances: [2g.20gb@4]
-        making: {takes: 2s, failures: 1, computeFailures: 0, inUse: 5s}
+        making: {takes: 2s, computeTakes: 0s, failures: 1, computeFailures: 0, inUse: 5s}
     nvlinks:
       - {gpus: [0, 1], links: 4}
+    keep: /var/tmp/driver.json
 """
 
 import difflib
@@ -40,6 +41,7 @@ from metagpu.core.units import Bytes, Duration
 from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board
 from metagpu.sim.instances import Making
+from metagpu.sim.lasting import keep
 from metagpu.sim.node import DRIVER, SimError, SimGpu, SimNode, SimProcess
 
 _OPTION: Final = "--simulate"
@@ -66,6 +68,7 @@ class MakingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     """How making MIG instances goes: how long each takes, how many fail, how long it is refused."""
 
     takes: Duration = Duration(0)
+    compute_takes: Duration = Duration(0)
     failures: int = 0
     compute_failures: int = 0
     in_use: Duration = Duration(0)
@@ -99,11 +102,13 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         nvlinks: all that there are between two GPUs, instead of those that the boards have.
+        keep: the file in which MIG modes and instances outlive the daemon, as a driver's do.
     """
 
     gpus: tuple[GpuSpec, ...]
     driver: str = DRIVER
     nvlinks: tuple[NvlinkSpec, ...] | None = None
+    keep: str | None = None
 
 
 def simulated(argument: str) -> SimNode:
@@ -246,6 +251,8 @@ def _build(spec: NodeSpec) -> SimNode:
 
     if spec.nvlinks is not None:
         node.direct_links = {frozenset(pair.gpus): pair.links for pair in spec.nvlinks}
+    if spec.keep is not None:
+        keep(node, Path(spec.keep))
     return node
 
 
@@ -261,6 +268,7 @@ def _cut(node: SimNode, gpu: SimGpu, wanted: GpuSpec) -> None:
     gpu.mig.making = Making(
         *(float(making.takes), making.failures, making.compute_failures),
         in_use_until=time.monotonic() + float(making.in_use),
+        compute_takes=float(making.compute_takes),
     )
 
 

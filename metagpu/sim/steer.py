@@ -142,6 +142,7 @@ class Making(Command, frozen=True, tag="making"):
 
     gpu: str
     takes: float = 0.0
+    compute_takes: float = 0.0
     failures: int = 0
     compute_failures: int = 0
     in_use: float = 0.0
@@ -149,11 +150,16 @@ class Making(Command, frozen=True, tag="making"):
     def apply(self, node: SimNode) -> str:
         with node.changed:
             node.gpu(self.gpu).mig.making = instances.Making(
-                self.takes, self.failures, self.compute_failures, time.monotonic() + self.in_use
+                self.takes,
+                self.failures,
+                self.compute_failures,
+                time.monotonic() + self.in_use,
+                compute_takes=self.compute_takes,
             )
         return (
-            f"GPU {self.gpu}: an instance takes {self.takes:g} s, {self.failures} GPU and "
-            f"{self.compute_failures} compute instances fail, in use for {self.in_use:g} s"
+            f"GPU {self.gpu}: an instance takes {self.takes:g} s and {self.compute_takes:g} s, "
+            f"{self.failures} GPU and {self.compute_failures} compute instances fail, "
+            f"in use for {self.in_use:g} s"
         )
 
 
@@ -278,7 +284,8 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "memory": {"metavar": "MEMORY", "nargs": "?", "help": "such as 8Gi; left out: not known"},
     "seconds": {"metavar": "TIME", "help": "such as 10s"},
     "place": {"metavar": "PROFILE@START", "help": "such as 2g.10gb@4"},
-    "--takes": {"metavar": "TIME", "default": "0", "help": "of each instance (default: 0)"},
+    "--takes": {"metavar": "TIME", "default": "0", "help": "of each GPU instance (default: 0)"},
+    "--compute-takes": {"metavar": "TIME", "default": "0", "help": "of each compute instance"},
     "--in-use": {"metavar": "TIME", "default": "0", "help": 'how long NVML says "in use"'},
     "--failures": {"metavar": "N", "type": int, "default": 0, "help": "GPU instances that fail"},
     "--compute-failures": {
@@ -300,7 +307,7 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--json": {"action": "store_true", "help": "for programs"},
 }
 
-_TIMES: Final = frozenset({"seconds", "takes", "in_use"})
+_TIMES: Final = frozenset({"seconds", "takes", "compute_takes", "in_use"})
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -110,3 +110,17 @@ async def test_a_subscription_to_kinds_hears_no_others() -> None:
         heard = [await anext(listening) for listening in [aiter(numbers)] for _ in range(2)]
 
     assert heard == [1, 2]
+
+
+def test_what_was_lost_is_summed_up() -> None:
+    """Over all listeners, also those that are gone."""
+    bus: Bus[int] = Bus()
+
+    with bus.subscribe(depth=1), bus.subscribe(depth=2), bus.subscribe(str, depth=1):
+        for number in range(4):
+            bus.publish(number)
+    with bus.subscribe(depth=1):
+        bus.publish(4)
+        bus.publish(5)
+
+    assert bus.lost == 3 + 2 + 1

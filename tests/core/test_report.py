@@ -1,12 +1,15 @@
 """A snapshot as plain data: what `explain` and `status` say."""
 
+from dataclasses import replace
+
 import pytest
 
 from metagpu.core.errors import MetagpuError
-from metagpu.core.facts import GpuFaulted, LeasesObserved, SharesGranted, TopologyRead
+from metagpu.core.facts import GpuFaulted, LeasesObserved, PodsTold, SharesGranted, TopologyRead
 from metagpu.core.gpu import Connection, PciPath, Topology
 from metagpu.core.layout import Layout
 from metagpu.core.model import Holder
+from metagpu.core.pods import KnownPod
 from metagpu.core.report import explanation, gpu_named, hindrance, status
 from metagpu.core.snapshot import Snapshot
 from tests.build import METAGPU, after, gpu, offer, offered, share
@@ -138,6 +141,18 @@ def test_a_hindrance_names_the_backend_that_has_the_gpu() -> None:
     snapshot = after(SharesGranted(layout.shares[:1], at=1), since=snapshot)
 
     assert hindrance(snapshot.gpus[A.id]) == f"GPU 0 ({A.id}) is in use by fraction"
+
+
+def test_what_the_api_server_knows_of_a_holder_is_told() -> None:
+    """Uid, owner and phase of a pod stand with its leases; where nobody knows them, they do not."""
+    layout, snapshot = offered(A)
+    pod = KnownPod("u", "team", "alice", "Running", "Job/train")
+    holders = {layout.shares[0].id: ALICE, layout.shares[1].id: replace(ALICE, pod="bob")}
+    snapshot = after(LeasesObserved(holders, at=1), PodsTold((pod,)), since=snapshot)
+    alice, bob = status(snapshot, layout)["leases"]
+
+    assert (alice["podUid"], alice["podOwner"], alice["podPhase"]) == ("u", "Job/train", "Running")
+    assert bob.keys() == {"resource", "gpu", "uuid", "shares", "holder"}
 
 
 @pytest.mark.parametrize(

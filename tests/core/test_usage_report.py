@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
-from signal import Signals
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
 from metagpu.core.driver import GpuProcess
 from metagpu.core.enforcement import Annotation, Enforcement, Policy
-from metagpu.core.enforcer import Tally
 from metagpu.core.facts import (
     GpuCordoned,
     GpuFaulted,
@@ -31,8 +29,6 @@ from metagpu.core.usage_report import (
     Pod,
     Rules,
     pod_report,
-    tally_lines,
-    tally_report,
     usage_report,
 )
 from metagpu.sheets import PLAIN
@@ -255,19 +251,6 @@ def test_each_container_says_what_guards_it(
     assert not part["over"]
 
 
-def test_the_tally_is_written_for_people() -> None:
-    """What was done is a line, and nothing is none."""
-    snapshot, _ = node()
-    tally = Tally(warnings=3)
-    assert tally_lines(tally_report(Tally(), snapshot)) == []
-    tally.signals[Signals.SIGTERM] = 2
-
-    assert tally_lines(tally_report(tally, snapshot, 4)) == [
-        "memory, since the daemon's start: 3 warnings, 2 SIGTERM sent",
-        "limits of memory that the driver itself keeps: 4",
-    ]
-
-
 def test_a_container_that_the_driver_limits_says_so() -> None:
     """The driver guards it, at the same limit; the policy still says what the enforcer would do."""
     rules = replace(RULES, limited=lambda usage: usage.holder == ALICE)
@@ -288,8 +271,12 @@ def test_what_the_api_server_knows_of_a_pod_is_told() -> None:
     told = usage_report(after(PodsTold(pods), since=snapshot), findings, RULES)
     alice, bob = told["containers"]
 
-    assert (bob["podUid"], bob["owner"], bob["phase"]) == ("u-bob", "ReplicaSet/bob-1", "Running")
-    assert (alice["owner"], alice["phase"]) == (None, None)
+    assert (bob["podUid"], bob["podOwner"], bob["podPhase"]) == (
+        "u-bob",
+        "ReplicaSet/bob-1",
+        "Running",
+    )
+    assert (alice["podOwner"], alice["podPhase"]) == (None, None)
 
 
 def test_a_pods_wish_is_in_its_limit_and_policy() -> None:
@@ -305,17 +292,3 @@ def test_a_pods_wish_is_in_its_limit_and_policy() -> None:
 
     # 10 of the 5 it holds, 3 of them here: twice its part of this GPU.
     assert (part["limitMiB"], part["policy"], part["over"]) == (2 * 12102 + 512, "report", False)
-
-
-def test_the_tally_is_told() -> None:
-    """What the enforcer did since the start, and who is over now."""
-    snapshot, _ = node()
-    tally = Tally(warnings=3, over={B.id: {ALICE: 700 * MIB}})
-    tally.signals[Signals.SIGTERM] = 2
-
-    assert tally_report(tally, snapshot, 4) == {
-        "driverLimits": 4,
-        "warnings": 3,
-        "signals": {"SIGTERM": 2, "SIGKILL": 0},
-        "overMiB": [{"gpu": 1, "container": "team/alice (main)", "mib": 700}],
-    }

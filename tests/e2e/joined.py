@@ -47,8 +47,28 @@ class Joined:
     def reset(self) -> None:
         """Have the node go by the daemon's own file again, with all rights."""
         self.kubectl.apply(RULES.read_text())
-        self.profiles()
         self.label(None)
+        self.profiles()
+
+    def forbid(self, verb: str, resource: str, subresource: str) -> None:
+        """Take the rule about a resource from the account, and wait until it counts no more."""
+        role = self.kubectl.get("clusterrole", ACCOUNT)
+        whole = f"{resource}/{subresource}"
+        role["rules"] = [rule for rule in role["rules"] if whole not in rule["resources"]]
+        self.kubectl("replace", "-f", "-", feed=json.dumps(role))
+        asked = {"verb": verb, "resource": resource, "subresource": subresource}
+        user = f"system:serviceaccount:{PLACE}:{ACCOUNT}"
+        question = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": user, "resourceAttributes": asked},
+        }
+
+        def refused() -> bool:
+            answer = self.kubectl("create", "-f", "-", "-o", "json", feed=json.dumps(question))
+            return not json.loads(answer)["status"]["allowed"]
+
+        wait_for(f"{verb} {whole} to be forbidden", refused, within_s=SOON_S)
 
     def profiles(self, **texts: str) -> None:
         """Write the ConfigMap; several profiles without a label choose none."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, SHARES_PER_GPU, idle_pod
-from tests.e2e.joined import EVENTS, RULES, SOON_S, Joined, listening
+from tests.e2e.joined import RULES, SOON_S, Joined, listening
 from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_cluster import SHARED, SLICES
 
@@ -18,20 +18,22 @@ RECOVERED_S = 150.0
 
 
 def test_a_fault_is_told_of_and_a_missing_right_costs_its_own_use(member: Joined) -> None:
-    """Without the right to Events the condition and amounts go on; with it the Event comes."""
+    """Without the right to the Node's status the Event comes, and the condition with the right."""
     cluster = member.cluster
     member.await_condition("False", "all 8 GPUs are in service")
-    member.kubectl("delete", "rolebinding", "metagpu-events", f"--namespace={EVENTS}")
+    wait_for("every use to go well", lambda: not member.problems(), within_s=SOON_S)
+    member.forbid("patch", "nodes", "status")
 
     member.daemon.fault(2, FELL_OFF_THE_BUS)
-    member.await_condition("True", "GPU 2", "XID 79")
+    member.await_event("GPUOutOfService", "GPU 2", "XID 79")
     cluster.await_amounts(ALL_SHARES, ALL_SHARES - SHARES_PER_GPU)
-    wait_for("status to name the use", lambda: member.problems().keys() == {"events"}, within_s=30)
-    assert "docs/permissions.md has the rule to add" in member.problems()["events"]
+    wait_for("status to name the use", lambda: "condition" in member.problems(), within_s=SOON_S)
+    assert "docs/permissions.md has the rule to add" in member.problems()["condition"]
+    assert member.problems().keys() <= {"condition", "allocatable"}
 
     member.kubectl.apply(RULES.read_text())
-    member.await_event("GPUOutOfService", "GPU 2", "XID 79")
-    wait_for("status to be clear", lambda: not member.problems(), within_s=SOON_S)
+    member.await_condition("True", "GPU 2", "XID 79")
+    wait_for("every use to go well again", lambda: not member.problems(), within_s=SOON_S)
 
     member.daemon.recover(2)
     member.await_condition("False", "all 8 GPUs are in service")
@@ -86,6 +88,7 @@ def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
             within_s=RECOVERED_S,
         )
         assert cluster.incarnations()["before"] == before["before"]
+    assert "it starts anew" not in member.daemon.log  # as it does after a fault of our own
 
 
 def problem(member: Joined) -> str:

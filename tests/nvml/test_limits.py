@@ -55,7 +55,7 @@ async def test_no_guarantee_is_given(tmp_path: Path) -> None:
         given.append(limits._obj.softLimit)  # type: ignore[attr-defined] # of ctypes
         return int(pynvml.NVML_SUCCESS)
 
-    with pytest.raises(DriverError, match=r"took a limit of 1024 MiB for .* without effect"):
+    with pytest.raises(DriverError, match="the driver took a limit of memory without effect"):
         await limit(new_node(), tmp_path, GIB, nvmlDeviceSetMemoryLimits_v1=set_limits)
     assert given == [0]
 

@@ -24,6 +24,7 @@ from metagpu.core.registry import Registry
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
+from metagpu.plugins.record import KubeletRecord
 from metagpu.plugins.service import Describe, undescribed
 from metagpu.sim.kubelet import Pod, SimKubelet
 
@@ -63,6 +64,7 @@ class Node:
     kubelet: SimKubelet
     registry: Registry = field(default_factory=Registry)
     layout: Layout = field(default_factory=lambda: Layout((), {}, ()))
+    record: KubeletRecord = field(default_factory=KubeletRecord)
 
     @property
     def directory(self) -> Path:
@@ -141,6 +143,7 @@ async def node(
             made.registry,
             KubeletDirectory(directory),
             lambda resource: made.layout.backends[resource],
+            made.record,
             describe,
         )
         yield made

@@ -116,9 +116,11 @@ def test_steering_cuts_a_gpu_as_somebody_else_would() -> None:
     assert gpu.mig == "on"
     assert [(it.gi, it.place, len(it.uuids)) for it in gpu.instances] == [(5, "2g.20gb@4", 1)]
 
-    done(node, "making 0 --takes 2s --failures 1 --compute-failures 2 --in-use 1m")
+    done(node, "making 0 --takes 2s --compute-takes 1s --failures 1 --compute-failures 2")
     making = node.gpu(0).mig.making
-    assert (making.takes, making.failures, making.compute_failures) == (2.0, 1, 2)
+    assert (making.takes, making.compute_takes) == (2.0, 1.0)
+    assert (making.failures, making.compute_failures) == (1, 2)
+    done(node, "making 0 --in-use 1m")
     with pytest.raises(SimError, match="stays: In use by another client"):
         done(node, "instance end 0 2g.20gb@4")
     done(node, "making 0")

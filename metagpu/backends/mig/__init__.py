@@ -1,13 +1,13 @@
 """MIG instances: made when a pod asks, a share for each placement, or as a fixed layout."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
 import structlog
 
-from metagpu.backends.mig import clients
+from metagpu.backends.mig import clients, figures
 from metagpu.backends.mig.board import board_of, profile_of, share_id
 from metagpu.backends.mig.division import MpsTerms, through_mps, with_ending
 from metagpu.backends.mig.fixed import fairest, planned, title
@@ -22,6 +22,7 @@ from metagpu.backends.mig.rooms import rooms
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.backend import Backend, Guard, Options
 from metagpu.core.errors import Overlap, TooManyReplicas
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import CDI_STRATEGIES, Injection
@@ -49,6 +50,7 @@ class MigBackend(Backend):
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
     guard: ClassVar[Guard] = Guard.MIG
+    tells: ClassVar[tuple[FigureKind, ...]] = figures.KINDS
     timing: ClassVar[Timing] = Timing(period=30.0)
     """Of control daemons of MPS: their ends are heard at once, and there may be seven to a GPU."""
 
@@ -115,6 +117,15 @@ class MigBackend(Backend):
             return ()
         those = [state for state in states if state.gpu.mig_profiles]
         return rooms(those, frozenset(self._options.names), self.name)
+
+    def figures(self, states: Sequence[GpuState]) -> Iterable[Figure]:
+        """Tell which instances there are, and what there is room for where they are made."""
+        names = self._options.names
+        for state in states:
+            if state.gpu.mig_profiles:
+                yield from figures.made(state, names, self.name)
+                if self._options.layout is None:
+                    yield from figures.left(state, frozenset(names), self.name)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Offer every placement of every profile that is allowed, or each instance of the layout.

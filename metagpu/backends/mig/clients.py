@@ -1,16 +1,17 @@
 """Which units of instances under MPS a container gets, and what of the instance they are. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.division import MpsTerms
 from metagpu.backends.mps_daemon import parts
 from metagpu.backends.mps_daemon.control import Folders
-from metagpu.backends.placement import Seat, on_one
+from metagpu.backends.placement import Seat, placed_or_gathered
 from metagpu.core.errors import OneDeviceOnly, TooManyClients
 from metagpu.core.gpu import GpuId
 from metagpu.core.grant import Grant
-from metagpu.core.model import Lease, Share
+from metagpu.core.model import Lease, Share, by_gpu
 from metagpu.core.snapshot import GpuState, Snapshot
 
 Instance = tuple[GpuId, str]
@@ -27,19 +28,18 @@ def choose(
     """Choose units of one instance that takes another client; others come last."""
     must = _by_instance(required)
     seats, sound = list[Seat](), list[Seat]()
-    offered = _by_instance([*available, *required])
-    for instance, free in sorted(offered.items(), key=lambda pair: pair[0]):
-        state = snapshot.gpus[instance[0]]
-        seat = Seat(
-            state.gpu,
-            len(_on_offer(instance, free[0], snapshot)),
-            free,
-            frozenset(must.get(instance, ())),
-        )
-        seats.append(seat)
-        if seat.required or _takes_more(instance, free, state, terms):
-            sound.append(seat)
-    return on_one(size, sound, seats, terms.placement)
+
+    for gpu, those in by_gpu([*available, *required]).items():
+        state = snapshot.gpus[gpu]
+        whole = Counter(slot_of(it.id) for it in snapshot.offers[those[0].resource].by_gpu[gpu])
+        shut, opened = state.shut, state.open_to(those[0].backend)
+        for instance, free in sorted(_by_instance(those).items()):
+            seat = Seat(state.gpu, whole[instance[1]], free, frozenset(must.get(instance, ())))
+            seats.append(seat)
+            gives = opened and not any(share.id in shut for share in free)
+            if seat.required or (gives and _takes_more(instance, state, terms)):
+                sound.append(seat)
+    return placed_or_gathered(size, sound, seats, terms.placement, largest=size)
 
 
 def check(shares: Sequence[Share], snapshot: Snapshot, terms: MpsTerms) -> None:
@@ -77,7 +77,8 @@ def as_client(grant: Grant, shares: Sequence[Share], snapshot: Snapshot, run_dir
     """Make a container that is given an instance a client of its control daemon."""
     [(instance, held)] = _by_instance(shares).items()
     # Another pool may have divided it, under the same name.
-    units = len(_on_offer(instance, held[0], snapshot))
+    offered = snapshot.offers[held[0].resource].by_gpu[instance[0]]
+    units = sum(slot_of(share.id) == instance[1] for share in offered)
     made = snapshot.gpus[held[0].gpu].stocks[held[0].backend].made[held[0].id]
     return parts.as_client(grant, Folders.of(run_dir, made.device), held, units)
 
@@ -89,25 +90,12 @@ def _by_instance(shares: Sequence[Share]) -> dict[Instance, list[Share]]:
     return found
 
 
-def _on_offer(instance: Instance, like: Share, snapshot: Snapshot) -> list[Share]:
-    """Find the units of an instance that are on offer under the name of one of them."""
-    offered = snapshot.offers[like.resource].by_gpu.get(instance[0], ())
-    return [share for share in offered if slot_of(share.id) == instance[1]]
-
-
 def _leases(instance: Instance, state: GpuState) -> list[Lease]:
     return [lease for i, lease in state.leases.items() if slot_of(i) == instance[1]]
 
 
-def _takes_more(
-    instance: Instance, free: Sequence[Share], state: GpuState, terms: MpsTerms
-) -> bool:
-    shut = state.shut
-    return (
-        state.open_to(free[0].backend)
-        and not any(share.id in shut for share in free)
-        and parts.containers(_leases(instance, state)) < _clients(instance, state, terms)
-    )
+def _takes_more(instance: Instance, state: GpuState, terms: MpsTerms) -> bool:
+    return parts.containers(_leases(instance, state)) < _clients(instance, state, terms)
 
 
 def _clients(instance: Instance, state: GpuState, terms: MpsTerms) -> int:

@@ -221,10 +221,10 @@ class Daemons:
                 left = self._made(Device("", uuid, -1))
                 left.gone = True
                 await _leave(left)
-            elif await (left := self._made(device)).supervision.find():
-                self._keep(device)  # it is not wanted, and ends when it has no clients
-            else:
+            elif await (left := self._made(device)).supervision.find() is None:
                 await to_thread.run_sync(left.folders.forget)
+            elif uuid not in self.kept:
+                self._keep(device)  # it is not wanted, and ends when it has no clients
 
 
 async def _leave(it: _Kept) -> None:

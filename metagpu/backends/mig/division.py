@@ -49,9 +49,7 @@ class MpsTerms(
 
     def __post_init__(self) -> None:
         units, replicas = self.units_per_instance, self.replicas
-        both = isinstance(units, dict) and isinstance(replicas, dict) and units.keys() & replicas
-        alone = units is None or replicas is None
-        if not alone and (both or not (isinstance(units, dict) and isinstance(replicas, dict))):
+        if units is not None and replicas is not None and not _apart(units, replicas):
             raise ValueError(
                 "unitsPerInstance and replicas contradict each other; give one of them, or each "
                 "for other profiles"
@@ -142,6 +140,11 @@ def with_ending(footprint: Iterable[str], ending: str) -> frozenset[str]:
 
 def _of(amount: Amount | None, profile: str) -> int | None:
     return amount.get(profile) if isinstance(amount, dict) else amount
+
+
+def _apart(one: Amount, other: Amount) -> bool:
+    """Tell whether two amounts are about different profiles."""
+    return isinstance(one, dict) and isinstance(other, dict) and not one.keys() & other.keys()
 
 
 def _values(amount: Amount | None) -> Sequence[int | None]:

@@ -20,6 +20,7 @@ from metagpu.backends.mig.daemons import Daemons, Device
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
 from metagpu.backends.mig.mode import Hindrance, MigMode
 from metagpu.backends.mig.standing import Standing
+from metagpu.backends.mig.turns import Turns
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
 from metagpu.core.mig import MigInstance, Placement
@@ -56,6 +57,7 @@ class Keeping:
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     over: dict[str, anyio.Event] = field(default_factory=dict)
     poked: anyio.Event = field(default_factory=anyio.Event)
+    turns: Turns = field(default_factory=Turns)
     alone: bool = False
     complaint: str = ""
     known: Ledger = field(init=False)
@@ -135,7 +137,8 @@ class Keeping:
             self.served.resume()
         if dirty_since is not None and not self.over and not self._ledger.users:
             self.served.returned(dirty_since)
-        return self._ledger.pause(anyio.current_time())
+        now = anyio.current_time()
+        return min(self._ledger.pause(now), self.turns.pause(now))
 
     def _nothing(self) -> Hindrance | None:
         """Say if the GPU has nothing to offer here: then its mode is nobody's business."""
@@ -321,7 +324,11 @@ class Keeping:
 
     def _tell(self) -> None:
         """Tell all of it; who is asked for a share in this turn knows it already."""
-        self.served.tell(self._ledger.stock(alone=self.alone))
+        stock, state = self._ledger.stock(alone=self.alone), self.served.state
+        if self.terms.fixed is None:  # instances of a layout are not in each other's way
+            now = anyio.current_time()
+            stock = self.turns.taken_in(stock, state, self.served.backend, now)
+        self.served.tell(stock)
 
 
 def _rests_on(state: GpuState) -> object:

@@ -66,6 +66,7 @@ class Ledger:
         ours: the identities of those that may be removed.
         found: those found at the start, and since when they are left alone.
         idle: ours that nobody holds or uses, and since when.
+        left: those that were held when all was told last, and were not looked at since.
         users: programs on what nobody holds, for messages.
         busy: what is being made or removed.
         stuck: what could not be removed.
@@ -82,6 +83,7 @@ class Ledger:
     ours: set[str] = field(default_factory=set)
     found: dict[str, float] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     users: dict[str, str] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     stuck: dict[str, Stuck] = field(default_factory=dict)
@@ -147,6 +149,7 @@ class Ledger:
                 del self.found[slot]
                 self.ours.add(identity(self.present[slot]))
 
+        self.left &= self.held
         self.idle = {
             slot: self.idle.get(slot, now)
             for slot in self.present
@@ -244,6 +247,7 @@ class Ledger:
         named: dict[str, Made] = {}
         paused: dict[ShareId, str] = {}
         held = self.held
+        self.left |= held & self.present.keys()
 
         for slot, instance in self.present.items():
             if slot in self.busy:
@@ -255,8 +259,12 @@ class Ledger:
                 for share in self.shares(slot):
                     # Who gets another replica of a held instance shares it anyway.
                     free = share not in self.state.leases and (slot in held or slot in self.idle)
-                    idle = free and not self.is_broken(slot)
-                    made[share] = Made(first.uuid, instance.number, first.number, idle=idle)
+                    broken = self.is_broken(slot)
+                    made[share] = Made(
+                        *(first.uuid, instance.number, first.number),
+                        idle=free and not broken,
+                        again=slot in self.left and not broken,
+                    )
                 if self.through_mps(slot) and (why := self.control.get(first.uuid, _NOT_YET)):
                     paused |= dict.fromkeys(self.shares(slot), f"instance {slot}: {why}")
             if why := self._why_blocked(slot):

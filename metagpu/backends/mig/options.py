@@ -106,13 +106,13 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
 
     def shares_by_mps(self, profile: str) -> bool:
         """Tell whether instances of a profile are shared through MPS."""
-        return self.mps is not None and self.mps.has(profile)
+        return self.mps is not None and profile in self.names and self.mps.has(profile)
 
     def divisions(self, gpu: Gpu) -> Mapping[str, Division]:
         """Say how instances on a GPU are divided, by profile."""
         return {
             it.name: units(self.mps, it, gpu)
-            if self.mps is not None and self.mps.has(it.name)
+            if self.mps is not None and self.shares_by_mps(it.name)
             else turns(self.replicas_of(it.name), it.memory)
             for it in gpu.mig_profiles
             if it.name in self.names

@@ -5,7 +5,7 @@ through a folder that they share, and the container's environment says how much 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import structlog
 
@@ -13,9 +13,10 @@ from metagpu.backends.mps.keeping import keep
 from metagpu.backends.mps_daemon import parts
 from metagpu.backends.mps_daemon.control import Folders
 from metagpu.backends.mps_daemon.supervisor import Timing
-from metagpu.backends.placement import Placement, Seat, on_one
+from metagpu.backends.placement import Placement, Seat, placed_or_gathered
 from metagpu.core.backend import Guard, OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.errors import OneDeviceOnly, TooManyClients
+from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import MIB, Gpu, GpuId
 from metagpu.core.grant import Grant
 from metagpu.core.model import Share, ShareId, by_gpu
@@ -23,6 +24,10 @@ from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.units import Bytes
 
+UP: Final = FigureKind(
+    "mps_control_daemon_up",
+    "Whether the MPS control daemon of the GPU answers and takes clients, 1 or 0.",
+)
 log = structlog.get_logger()
 
 
@@ -65,7 +70,12 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
     readies: ClassVar[bool] = True
     cleans: ClassVar[bool] = True
     guard: ClassVar[Guard] = Guard.MPS
+    tells: ClassVar[tuple[FigureKind, ...]] = (UP,)
     timing: ClassVar[Timing] = Timing()
+
+    def figures(self, states: Sequence[GpuState]) -> Iterable[Figure]:
+        """Tell whether control daemons serve: the backend is suspended while one does not."""
+        return [Figure(UP, it.gpu.id, self.name not in it.suspended) for it in states]
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Cut what the MPS server leaves of a GPU; one in MIG mode has no share.
@@ -78,18 +88,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
         if gpu.mig_enabled or memory < MIB:
             return ()
 
-        return [
-            Share(
-                id=ShareId(f"{gpu.id}::p{number:02d}"),
-                gpu=gpu.id,
-                resource=self.resource,
-                backend=self.name,
-                number=number,
-                footprint=frozenset((f"p{number:02d}",)),
-                memory=memory,
-            )
-            for number in range(count)
-        ]
+        return self.equal(gpu, (f"p{number:02d}" for number in range(count)), memory)
 
     def clients(self, gpu: Gpu) -> int:
         """Say how many containers a GPU serves at once; one process of each, that is."""
@@ -114,7 +113,7 @@ class MpsBackend(OneResourceBackend[MpsOptions]):
             for gpu, free in by_gpu([*available, *required]).items()
         ]
         sound = [it for it in seats if it.required or self._takes_more(snapshot.gpus[it.gpu.id])]
-        return on_one(size, sound, seats, self.options.placement)
+        return placed_or_gathered(size, sound, seats, self.options.placement, largest=size)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Refuse units of several GPUs, and one container more than a GPU serves.

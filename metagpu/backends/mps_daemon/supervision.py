@@ -82,7 +82,7 @@ class Supervision:
         self._control = Control(self._companions, self._daemon, timing.deadline)
         self._process: Process | None = None
         self._servers: frozenset[int] = frozenset()
-        self._asked_to_end = False
+        self._answered = self._asked_to_end = False
         self._log = log.bind(gpu=name)
         self.looked = anyio.Event()
         self.adopted = False
@@ -178,18 +178,21 @@ class Supervision:
 
         try:
             await self._control.probe()
+            self._answered = True
             fault = await self._fault()
         except ToolError as error:
             return Look(now(), running=True, problem=str(error), used=await self._used())
         return Look(now(), running=True, fault=fault)
 
     async def _end_of_it(self) -> str:
-        """Say how it ended; one that tidied up after itself was told to, and by whom is not said.
+        """Say how it ended; one that had answered and tidied up after itself was told to end.
 
         Root of a container may do so: commands are for root, and a container has the pipes.
         """
         words = await self._companions.last_words(self._daemon)
-        if self._asked_to_end or await to_thread.run_sync(self._folders.pid) is not None:
+        if self._asked_to_end or not self._answered:
+            return words
+        if await to_thread.run_sync(self._folders.pid) is not None:
             return words
         return f"it was told to quit, and not by metagpu: a container's root can do so; {words}"
 
@@ -200,7 +203,7 @@ class Supervision:
             return not_started(
                 decision.watch, anyio.current_time(), _how_to_mend(error), self._timing
             )
-        self._asked_to_end = False
+        self._answered = self._asked_to_end = False
         self._log.info("MPS control daemon started", pid=self._process.pid)
         return decision
 

@@ -15,28 +15,17 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import (
-    BackendSuspended,
-    GpuCordoned,
-    GpuFaulted,
-    GpuRecovered,
-    GpuUncordoned,
-    InstanceFaulted,
-    InstanceRecovered,
-    RivalMet,
-)
-from metagpu.core.gpu import GpuId
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
-from metagpu.plugins.cluster import pod_news
+from metagpu.plugins.cluster import node_news, pod_news
 from metagpu.plugins.cluster.choice import instruction
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.pods import FollowedPods
 from metagpu.plugins.cluster.settings import Feature, Settings
-from metagpu.plugins.cluster.telling import Teller, look
+from metagpu.plugins.cluster.telling import PROMPT, Teller, look
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -93,6 +82,7 @@ class Cluster:
         self._recorder: Recorder | None = None
         self._pod_recorder: Recorder | None = None
         self._pods: FollowedPods | None = None
+        self._dropped = self._pods_dropped = 0
 
     async def decision(self) -> None:
         """Wait until the cluster has said which configuration this node has, but not for long."""
@@ -141,20 +131,23 @@ class Cluster:
         followed = self._followed or Instruction()
         return {
             "node": self._settings.node,
+            "connected": bool(self._node and self._node.known and not self._node.problem),
             "problem": self._node.problem if self._node else "",
             "uses": dict(sorted(problems.items())),
             "label": followed.label or None,
             "profile": followed.profile,
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
-            "eventsDropped": self._recorder.dropped if self._recorder else 0,
-            "podEventsDropped": self._pod_recorder.dropped if self._pod_recorder else 0,
+            "eventsDropped": self._dropped + _dropped_by(self._recorder),
+            "podEventsDropped": self._pods_dropped + _dropped_by(self._pod_recorder),
         }
 
     def _arranged(self, client: "Client") -> Teller:
         """Make what the settings ask for."""
         settings, features = self._settings, self._settings.features
         self._node = Followed(client, NODES, settings.node, self._stir)
+        self._dropped += _dropped_by(self._recorder)
+        self._pods_dropped += _dropped_by(self._pod_recorder)
         self._recorder = Recorder(client, socket.gethostname())
         teller = Teller(client, self._node, self._registry, self._mig_state)
         work = {
@@ -162,11 +155,11 @@ class Cluster:
             Feature.LABELS: teller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
-            Feature.ALLOCATABLE: teller.lower,
         }
 
         self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
         if Feature.ALLOCATABLE in features:
+            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable", teller.lower, PROMPT)))
             self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
         if Feature.EVENTS in features:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
@@ -193,8 +186,8 @@ class Cluster:
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
-            if Feature.EVENTS in self._settings.features:
-                group.start_soon(self._tell_news)
+            if self._recorder is not None and Feature.EVENTS in self._settings.features:
+                group.start_soon(self._tell_news, self._recorder)
             if self._pod_recorder is not None:
                 group.start_soon(self._tell_pods, self._pod_recorder)
 
@@ -263,42 +256,14 @@ class Cluster:
         waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
         return "pending" if waiting else "success"
 
-    async def _tell_news(self) -> None:
-        kinds = (
-            *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
-            *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended),
-        )
-        with self._registry.news.subscribe(*kinds) as news:
-            self._tell_resets()
-            async for fact in news:
-                match fact:
-                    case GpuFaulted(gpu, reason):
-                        self._tell_gpu("GPUOutOfService", gpu, reason, warning=True)
-                    case GpuRecovered(gpu, reason):
-                        self._tell_gpu("GPUBackInService", gpu, reason)
-                    case InstanceFaulted(gpu, device, reason):
-                        why = f"MIG device {device} alone: {reason}"
-                        self._tell_gpu("MIGDeviceOutOfService", gpu, why, warning=True)
-                    case InstanceRecovered(gpu, device, reason):
-                        self._tell_gpu("MIGDeviceFaultOver", gpu, f"MIG device {device}: {reason}")
-                    case GpuCordoned(gpu, reason):
-                        self._tell_gpu("GPUCordoned", gpu, reason)
-                    case BackendSuspended(gpu, reason=reason, reset=True):
-                        self._tell_gpu("GPUResetNeeded", gpu, reason, warning=True)
-                    case RivalMet(resource, where):
-                        note = (
-                            f"{resource} is served by another device plugin on {where}, not by us"
-                        )
-                        self._tell("RivalPlugin", note, "Serve", warning=True)
-                    case GpuUncordoned(gpu):
-                        self._tell_gpu("GPUUncordoned", gpu, "gives new shares again")
-
-    def _tell_resets(self) -> None:
-        """Tell of GPUs that wait for a reset already: MIG mode is turned on as a daemon starts."""
-        for gpu, state in self._registry.snapshot.gpus.items():
-            for pause in state.suspended.values():
-                if pause.reset:
-                    self._tell_gpu("GPUResetNeeded", gpu, pause.reason, warning=True)
+    async def _tell_news(self, recorder: Recorder) -> None:
+        with self._registry.news.subscribe(*node_news.KINDS) as news:
+            for told in node_news.resets(self._registry.snapshot, self._subject):
+                recorder.tell(told)
+            async for event in news:
+                its = node_news.news_of(event, self._registry.snapshot, self._subject)
+                if its is not None:
+                    recorder.tell(its)
 
     async def _tell_pods(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*pod_news.KINDS) as news:
@@ -306,19 +271,18 @@ class Cluster:
                 if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
                     recorder.tell(told)
 
-    def _tell_gpu(self, reason: str, gpu: GpuId, why: str, *, warning: bool = False) -> None:
-        known = self._registry.snapshot.gpus.get(gpu)
-        name = str(known.gpu) if known else gpu
-        self._tell(reason, f"GPU {name}: {why}", "Judge", warning=warning)
+    @property
+    def _subject(self) -> Subject:
+        """The Node, for Events about it."""
+        told = self._node.object if self._node else None
+        uid = str(told["metadata"].get("uid", "")) if told else ""
+        return Subject("Node", self._settings.node, uid)
 
     def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
-        told = self._node.object if self._node else None
-        uid = str(told["metadata"].get("uid", "")) if told else ""
-        subject = Subject("Node", self._settings.node, uid)
-        self._recorder.tell(News(subject, reason, note, action, warning=warning))
+        self._recorder.tell(News(self._subject, reason, note, action, warning=warning))
 
 
 def _loaded() -> "ModuleType":
@@ -332,6 +296,10 @@ def _waits(state: GpuState) -> bool:
     """Tell whether a GPU is not yet as the configuration wants it."""
     blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
     return bool(state.waits_for or state.suspended or blocked)
+
+
+def _dropped_by(recorder: Recorder | None) -> int:
+    return recorder.dropped if recorder else 0
 
 
 async def _leave(teller: Teller) -> None:

@@ -4,7 +4,8 @@ Objects stay plain data: the library's models cost thirty times as much for ever
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,7 @@ class Client:
     def __init__(self, kubeconfig: Path | None) -> None:
         self._kubeconfig = kubeconfig
         self._api: ApiClient | None = None
+        self._users = Counter[ApiClient]()
         self._host = ""
         self._opening = anyio.Lock()
 
@@ -65,11 +67,10 @@ class Client:
             ClusterError: if it is refused, or there is no answer in time.
         """
         timeout = aiohttp.ClientTimeout(total=DEADLINE)
-        response = await self._send(
-            method, path, timeout, query=query or {}, body=body, content=content
-        )
         try:
-            async with response:
+            async with self._answer(
+                method, path, timeout, query=query or {}, body=body, content=content
+            ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
@@ -82,17 +83,15 @@ class Client:
             raise self._unreachable(error) from error
         return answer
 
-    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Object]:
+    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object, None]:
         """Give the events of a watch until the API server ends it.
 
         Raises:
             ClusterError: if it is refused, breaks or falls silent.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=DEADLINE, sock_read=SILENCE)
-        response = await self._send("GET", path, timeout, query=query)
-
         try:
-            async with response:
+            async with self._answer("GET", path, timeout, query=query) as response:
                 if response.status >= _ERRORS:
                     raise _refused("GET", path, response, await response.read())
                 async for line in response.content:
@@ -107,13 +106,13 @@ class Client:
             raise self._unreachable(error) from error
 
     async def close(self) -> None:
-        """Close all connections."""
-        async with self._opening:
-            if self._api is not None:
-                await self._api.close()
-            self._api = None
+        """Close all connections; nobody uses them any more."""
+        for api in {*self._users, *([self._api] if self._api else [])}:
+            await api.close()
+        self._api = None
 
-    async def _send(
+    @asynccontextmanager
+    async def _answer(
         self,
         method: str,
         path: str,
@@ -122,53 +121,69 @@ class Client:
         query: Mapping[str, str],
         body: Object | None = None,
         content: str = JSON,
-    ) -> aiohttp.ClientResponse:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Make one request, and give its answer while the block lasts."""
         for last in (False, True):
-            api = await self._opened()
-            try:
-                response: aiohttp.ClientResponse = await api.call_api(
-                    path,
-                    method,
-                    query_params=list(query.items()),
-                    header_params={"Accept": JSON, "Content-Type": content},
-                    body=body,
-                    auth_settings=["BearerToken"],
-                    _preload_content=False,
-                    _request_timeout=timeout,
-                )
-            except (RuntimeError, AssertionError) as error:
-                # So aiohttp tells that another request has closed the session meanwhile.
-                await self._drop(api)
-                raise self._unreachable(ConnectionError("the connection was closed")) from error
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                await self._drop(api)  # another address or certificate may have been written
-                raise self._unreachable(error) from error
-            if last or response.status != _UNAUTHORIZED:
-                return response
+            async with self._session() as api:
+                try:
+                    response: aiohttp.ClientResponse = await api.call_api(
+                        path,
+                        method,
+                        query_params=list(query.items()),
+                        header_params={"Accept": JSON, "Content-Type": content},
+                        body=body,
+                        auth_settings=["BearerToken"],
+                        _preload_content=False,
+                        _request_timeout=timeout,
+                    )
+                except (aiohttp.ClientError, OSError, TimeoutError):
+                    self._give_up(api)  # another address or certificate may have been written
+                    raise
 
-            # A service account's token is renewed every hour, in the same file.
-            response.release()
-            await self._drop(api)
-        raise AssertionError
+                if last or response.status != _UNAUTHORIZED:
+                    async with response:
+                        yield response
+                    return
+                # A service account's token is renewed every hour, in the same file.
+                response.release()
+                self._give_up(api)
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[ApiClient]:
+        """Give the present session; it is open for the length of the block, whoever gives it up.
+
+        A session that is closed under a request makes aiohttp fail in ways that are no errors of a
+        connection.
+        """
+        async with self._opening:
+            api = self._api = self._api or await self._opened()
+            self._users[api] += 1
+        try:
+            yield api
+        finally:
+            self._users[api] -= 1
+            if not self._users[api]:
+                del self._users[api]
+                if api is not self._api:
+                    with anyio.CancelScope(shield=True):
+                        await api.close()
+
+    def _give_up(self, api: ApiClient) -> None:
+        """Have the next request read the credentials anew."""
+        if self._api is api:
+            self._api = None
 
     async def _opened(self) -> ApiClient:
-        async with self._opening:
-            if self._api is None:
-                try:
-                    configuration = await to_thread.run_sync(_credentials, self._kubeconfig)
-                    self._api = ApiClient(configuration)
-                except (ConfigException, OSError, yaml.YAMLError) as error:
-                    where = self._kubeconfig or "the pod's service account"
-                    raise ClusterError(f"no credentials in {where}: {_line(error)}") from error
-                self._host = str(configuration.host)
-                self._api.user_agent = f"metagpu/{__version__}"
-            return self._api
-
-    async def _drop(self, api: ApiClient) -> None:
-        async with self._opening:
-            if self._api is api:
-                self._api = None
-                await api.close()
+        """Open a session with the credentials as they are now."""
+        try:
+            configuration = await to_thread.run_sync(_credentials, self._kubeconfig)
+            api = ApiClient(configuration)
+        except (ConfigException, OSError, yaml.YAMLError) as error:
+            where = self._kubeconfig or "the pod's service account"
+            raise ClusterError(f"no credentials in {where}: {_line(error)}") from error
+        self._host = str(configuration.host)
+        api.user_agent = f"metagpu/{__version__}"
+        return api
 
     def _unreachable(self, error: Exception) -> ClusterError:
         return ClusterError(f"the API server cannot be reached at {self._host}: {_line(error)}")

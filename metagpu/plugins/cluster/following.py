@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -83,17 +84,18 @@ class Following(ABC):
             "timeoutSeconds": str(WATCH),
         }
 
-        async for event in self._client.watch(self.path, query):
-            it: Any = event["object"]
-            if event["type"] == "ERROR":
-                problem = f"the watch of {self.path} ended: {it.get('message', '')}"
-                raise ClusterError(problem, status=int(it.get("code", 0)))
-            version = str(it["metadata"]["resourceVersion"])
-            self._well()
-            if event["type"] == "DELETED":
-                self.deleted(it)
-            elif event["type"] != "BOOKMARK":
-                self.changed(it)
+        async with aclosing(self._client.watch(self.path, query)) as events:
+            async for event in events:
+                it: Any = event["object"]
+                if event["type"] == "ERROR":
+                    problem = f"the watch of {self.path} ended: {it.get('message', '')}"
+                    raise ClusterError(problem, status=int(it.get("code", 0)))
+                version = str(it["metadata"]["resourceVersion"])
+                self._well()
+                if event["type"] == "DELETED":
+                    self.deleted(it)
+                elif event["type"] != "BOOKMARK":
+                    self.changed(it)
         return version
 
     def _well(self) -> None:

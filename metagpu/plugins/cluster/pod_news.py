@@ -1,5 +1,7 @@
 """What happened to a pod's GPU memory, as Events of that pod: pure."""
 
+from typing import Final
+
 from metagpu.core.facts import (
     Event,
     MemoryExceeded,
@@ -13,6 +15,7 @@ from metagpu.plugins.cluster.events import News, Subject
 
 KINDS = (MemoryExceeded, ProcessSignalled, StrangerFound, WishRefused)
 """What is told."""
+BYPASS: Final = "GPUUsedWithoutShare"
 
 
 def news_of(event: Event, snapshot: Snapshot) -> News | None:
@@ -62,16 +65,23 @@ def _stranger(event: StrangerFound, snapshot: Snapshot) -> News | None:
     else:
         return None
 
-    who = f"container {holder.container}" if holder else f"container {event.container_id[:12]}"
-    uses = "some memory" if event.memory is None else f"{event.memory // MIB} MiB"
     return News(
         subject,
-        "GPUUsedWithoutShare",
-        f"{who} uses {uses} of {_gpu(event, snapshot)} and holds no share of it: it was not given "
-        "this GPU by Kubernetes",
+        BYPASS,
+        note_of(event, snapshot),
         "Look",
         warning=True,
         key=f"{event.container_id} {event.gpu}",
+    )
+
+
+def note_of(event: StrangerFound, snapshot: Snapshot) -> str:
+    """Say what a container does with a GPU of which it holds no share."""
+    name = event.holder.container if event.holder else event.container_id[:12]
+    uses = "some memory" if event.memory is None else f"{event.memory // MIB} MiB"
+    return (
+        f"container {name} uses {uses} of {_gpu(event, snapshot)} and holds no share of it: it was "
+        "not given this GPU by Kubernetes"
     )
 
 

@@ -31,8 +31,10 @@ from metagpu.plugins.cluster.node import (
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import Client
 
-RISE: Final = 1.0
+RISE: Final = 0.3
 """Seconds that a number waits to rise: until then the kubelet may not know the shares yet."""
+PROMPT: Final = 0.02
+"""Seconds between two looks for what has to be lowered: till then pods are sent by the old one."""
 _CONFLICT: Final = 409
 _LABEL_FIELD: Final = ".metadata.labels."
 _APPLY: Final = "application/apply-patch+yaml"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagpu.backends.mig import MigBackend, keeping, ledger
+from metagpu.backends.mig import MigBackend, keeping, ledger, turns
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.facts import LeasesObserved
 from metagpu.core.injection import Injection
@@ -30,9 +30,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ledger, keeping):
         monkeypatch.setattr(module, "POLL", 0.02)
         monkeypatch.setattr(module, "LOOK", 0.02)
+    monkeypatch.setattr(turns, "TURN", 0.01)
     monkeypatch.setattr(keeping, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(keeping, "LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(MigBackend, "timing", Timing(period=0.1, retry=0.02, deadline=2.0))
+    monkeypatch.setattr(MigBackend, "timing", Timing(period=0.1, retry=0.02, deadline=20.0))
 
 
 class Node:
@@ -122,7 +123,8 @@ def test_a_layout_is_there_whatever_happened(acts: Sequence[tuple[str, int]]) ->
     anyio.run(_all_of, acts, cut("layout: {3g.20gb: 1, 2g.10gb: 1, 1g.5gb: 2}"), layout)
 
 
-@settings(max_examples=6)
+@pytest.mark.timeout(180)  # every example starts some ten processes
+@settings(max_examples=4)
 @given(_acts)
 def test_control_daemons_are_where_instances_are(acts: Sequence[tuple[str, int]]) -> None:
     """When all has ended each instance has one of its own that answers, and no other is left."""

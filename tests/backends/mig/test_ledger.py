@@ -99,6 +99,21 @@ def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:
         assert not list(it.waiting())
 
 
+def test_what_was_held_may_be_had_again_until_somebody_looks() -> None:
+    """Known before the lease ends, so that no list in between says otherwise; then it is idle."""
+    it = ledger_of(observed("2g.10gb@4"))
+    ours(it)
+    flags = [[(m.again, m.idle) for m in it.stock(alone=True).made.values()]]
+    it.state = state(observed())
+    flags.append([(m.again, m.idle) for m in it.stock(alone=True).made.values()])
+    it.see({5: [77]}, 10)
+    flags.append([(m.again, m.idle) for m in it.stock(alone=True).made.values()])
+    it.see(NOBODY, 20)
+    flags.append([(m.again, m.idle) for m in it.stock(alone=True).made.values()])
+
+    assert flags == [[(True, False)], [(True, False)], [(False, False)], [(False, True)]]
+
+
 def test_what_is_found_at_the_start_is_ours_after_a_while() -> None:
     """It is blocked meanwhile, then idle; the kubelet must have told of all pods before."""
     it = ledger_of(looked=False)

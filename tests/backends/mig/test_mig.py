@@ -309,6 +309,28 @@ def test_what_was_given_back_is_withheld_until_it_is_idle() -> None:
     assert [it.number for it in free(idle, "3g.20gb")] == [0, 1]
 
 
+def test_a_share_that_was_just_left_may_be_had_again() -> None:
+    """What may be had again is in nobody's way but that of others, until something blocks it."""
+    left = Made("MIG-a", 1, 0, again=True)
+    snapshot = after(told(A, {"3g.20gb@0": left}), since=node(A))
+    used = after(told(A, {"3g.20gb@0": left}, blocked={"s0": "process 7 runs"}), since=node(A))
+
+    assert [it.number for it in free(snapshot, "3g.20gb")] == [0, 1]
+    assert not free(snapshot, "7g.40gb")
+    assert [it.number for it in free(snapshot, "2g.10gb")] == [2]
+    assert [it.number for it in free(used, "3g.20gb")] == [1]
+
+
+def test_what_is_late_is_not_had_yet() -> None:
+    """A share that has not had its turn is withheld; who holds it keeps it."""
+    share = named(node(A), "3g.20gb@0")
+    late = told(A, late=frozenset((share.id,)))
+
+    assert [it.number for it in free(after(late, since=node(A)), "3g.20gb")] == [1]
+    held = after(SharesGranted((share,), at=1), late, since=node(A))
+    assert share.id not in held.gpus[A.id].withheld
+
+
 def test_blocked_slots_are_withheld_with_their_reason() -> None:
     """Nobody gets what a foreign instance is on, and the refusal says what is there."""
     snapshot = after(told(A, blocked={"s0": "instance 1g.5gb@0 is there"}), since=node(A))

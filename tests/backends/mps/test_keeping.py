@@ -3,7 +3,7 @@
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -44,22 +44,30 @@ pools:
 """
 
 
+TIMING = Timing(
+    period=0.05,
+    retry=0.02,
+    deadline=20.0,
+    patience=5.0,
+    first_pause=0.05,
+    longest_pause=0.2,
+    steady=60.0,
+)
+"""Everything that takes seconds takes a tenth or less, but for an answer: a machine may be busy."""
+
+pytestmark = pytest.mark.timeout(120)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything that takes seconds take a tenth or less."""
-    monkeypatch.setattr(
-        MpsBackend,
-        "timing",
-        Timing(
-            period=0.05,
-            retry=0.02,
-            deadline=0.5,
-            patience=5.0,
-            first_pause=0.05,
-            longest_pause=0.2,
-            steady=60.0,
-        ),
-    )
+    """Have nobody wait for what takes seconds on a real node."""
+    monkeypatch.setattr(MpsBackend, "timing", TIMING)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one for silent soon."""
+    monkeypatch.setattr(MpsBackend, "timing", replace(TIMING, deadline=1.0))
 
 
 @dataclass
@@ -76,7 +84,7 @@ class Scene:
 
     async def becomes(self, wanted: Callable[[GpuState], bool], index: int = 0) -> None:
         """Wait until a GPU's state is so."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async for state in self.care.registry.watch(
                 lambda now: now.gpus[self.care.gpus[index].id]
             ):
@@ -102,7 +110,7 @@ class Scene:
         async def is_so() -> bool:
             return self.care.node.gpus[index].compute_mode == mode
 
-        await until(is_so)
+        await until(is_so, 30)
 
     async def another(self, process: Process, index: int = 0) -> None:
         """Wait until another control daemon than this one runs."""
@@ -144,6 +152,7 @@ async def mps(
             await scene.at(index).gone()
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_shares_wait_for_the_first_answer(tmp_path: Path) -> None:
     """Nothing is healthy before a control daemon of the GPU's own has answered."""
     gpu = simulated("a100-40gb:1").gpus[0].id
@@ -216,6 +225,7 @@ async def test_one_that_a_container_told_to_quit_is_there_again_at_once(tmp_path
     )
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_one_that_hangs_is_told_and_heals(tmp_path: Path) -> None:
     """While containers hold shares it is left alone: suspended until it answers again."""
     async with mps(tmp_path) as it:
@@ -224,7 +234,7 @@ async def test_one_that_hangs_is_told_and_heals(tmp_path: Path) -> None:
         it.care.grant(it.care.share("mps"))
         it.at().steer("hang")
         await it.suspended("the MPS control daemon failed 3 probes: ")
-        assert "did not end within 0.5 s" in it.care.state().suspended["mps"].reason
+        assert "did not end within 1 s" in it.care.state().suspended["mps"].reason
 
         it.at().steer("")
         await it.ready()
@@ -243,6 +253,7 @@ async def test_one_that_answers_nonsense_is_told(tmp_path: Path) -> None:
         await it.ready()
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_one_that_hangs_and_that_nobody_uses_is_replaced(tmp_path: Path) -> None:
     """With no lease and no process on the GPU it is ended by force, and another is started."""
     async with mps(tmp_path) as it:
@@ -254,10 +265,11 @@ async def test_one_that_hangs_and_that_nobody_uses_is_replaced(tmp_path: Path) -
         await it.ready()
 
         assert await it.process() != first
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await COMPANIONS.ended(first)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_process_on_the_gpu_keeps_one_that_hangs(tmp_path: Path) -> None:
     """Whoever computes there may be its client, lease or not: it is not touched."""
     async with mps(tmp_path) as it:
@@ -480,7 +492,7 @@ async def test_one_that_nobody_uses_ends_with_the_daemon(tmp_path: Path) -> None
         await it.ready()
         process = await it.process()
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         await COMPANIONS.ended(process)
     assert await it.at().process() is None
     assert await to_thread.run_sync(it.at().folders.pid) is None
@@ -498,7 +510,7 @@ async def test_a_pool_that_drops_mps_quits_it(tmp_path: Path) -> None:
         assert await it.process() == process
 
         it.care.release(share)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await COMPANIONS.ended(process)
         assert it.care.node.gpus[0].compute_mode == DEFAULT
 

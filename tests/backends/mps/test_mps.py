@@ -324,3 +324,16 @@ async def test_all_parts_fit(total: int, reserved: int, parts: int, cuts: list[i
 
     assert threads <= 100
     assert memory * MIB <= max(0, found.memory - reserved - 64 * MIB)
+
+
+def test_a_control_daemon_that_serves_is_up() -> None:
+    """Monitoring is told of each GPU whether its control daemon takes clients."""
+    layout = laid_out(A, B, text=pool())
+    snapshot = after(
+        GpusFound((A, B), at=0), layout.offered, BackendSuspended(B.id, "mps", "it hangs", at=1)
+    )
+
+    assert [(it.kind.name, it.gpu, it.value) for it in layout.figures(snapshot)] == [
+        ("mps_control_daemon_up", A.id, 1),
+        ("mps_control_daemon_up", B.id, 0),
+    ]

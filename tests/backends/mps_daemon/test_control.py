@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.backends.mps_daemon.control import Folders, control_daemon
+from metagpu.backends.mps_daemon.control import Control, Folders, control_daemon
 from metagpu.core.errors import ToolError
-from tests.companions_rig import serving
+from tests.companions_rig import COMPANIONS, serving
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 MIG = "MIG-00000000-0000-0000-0000-000000000000"
@@ -59,7 +59,7 @@ async def test_silence_has_a_deadline(tmp_path: Path) -> None:
     async with serving(tmp_path) as it:
         it.steer("hang")
         with pytest.raises(ToolError) as caught:
-            await it.control.probe()
+            await Control(COMPANIONS, it.daemon, deadline=1.0).probe()
 
     assert str(caught.value).endswith(
         "<<< get_default_active_thread_percentage` did not end within 1 s"

@@ -7,6 +7,8 @@ import stat
 import subprocess
 import sys
 
+from metagpu.core.errors import MetagpuError
+from metagpu.plugins import control
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.programs import Program
@@ -52,9 +54,10 @@ class Daemon:
             device.chmod(0o666)  # mknod's own mode is cut by the umask
 
     def configure(self, configuration: str | None = None) -> None:
-        """Have the running daemon take another configuration, or its own again."""
+        """Have the daemon take another configuration, or its own again: now, or when it starts."""
         self._configuration.write_text(configuration or self._configuration_text)
-        self._program.notify(signal.SIGHUP)
+        if self.alive:
+            self._program.notify(signal.SIGHUP)
 
     @property
     def alive(self) -> bool:
@@ -82,9 +85,18 @@ class Daemon:
         self._options = options
         self._program.start(*options)
 
+    def start_again(self) -> None:
+        """Start the daemon with the options that it was started with last."""
+        self.start(*self._options)
+
     def runs_with(self, *options: str) -> bool:
         """Whether it runs, and was started with just these further options."""
         return self.alive and self._options == options
+
+    @property
+    def log(self) -> str:
+        """All that it, and those before it, have logged on this node."""
+        return self._program.log.read_text()
 
     def stop(self) -> int | None:
         """Stop the daemon as systemd would, and return its exit status."""
@@ -98,6 +110,27 @@ class Daemon:
         """What the daemon says of GPUs, offers and leases."""
         document: Document = json.loads(self._ask("status", "--json"))
         return document
+
+    def asked(self, command: str, **arguments: object) -> Document:
+        """What the running daemon answers on its control socket: quicker than a program is.
+
+        Raises:
+            RigError: it does not, or not as one wants; the text is its own.
+        """
+        try:
+            answer: Document = control.ask(self._run_folder, {"command": command, **arguments})
+        except MetagpuError as error:
+            raise RigError(str(error)) from error
+        return answer
+
+    def simulated_gpus(self) -> list[Document]:
+        """The simulated GPUs as they really are, with the MIG instances on them."""
+        gpus: list[Document] = self.asked("sim", steer={"do": "node"})["node"]["gpus"]
+        return gpus
+
+    def making(self, gpu: int, *how: str) -> None:
+        """Say how making MIG instances on a GPU goes from now on, in the words of `sim making`."""
+        self._simulate("making", str(gpu), *how)
 
     def fault(self, gpu: int, xid: int) -> None:
         """Make a simulated GPU report a driver error."""

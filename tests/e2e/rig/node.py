@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.e2e.rig import health, machine, numa, settings
+from tests.e2e.rig.api import Api
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import write_images
 from tests.e2e.rig.kubectl import Document, Kubectl
@@ -244,6 +245,11 @@ class Node:
         self.containerd.start()
         self._await_healthy(self.containerd, self._containerd_answers)
         self.start_kubelet()
+
+    def api(self) -> Api:
+        """The API server, for who asks it often."""
+        pki = self._pki
+        return Api(API_URL, pki.certificate("ca"), pki.certificate("admin"), pki.key("admin"))
 
     def resource(self, name: str) -> tuple[int | None, int | None]:
         """Capacity and allocatable of a resource, as the API server has them."""

@@ -1,5 +1,6 @@
 """Requests to the API server: credentials, refusals, and what is said of them."""
 
+from contextlib import aclosing
 from pathlib import Path
 
 import anyio
@@ -24,6 +25,28 @@ async def test_token_that_was_renewed_is_read_again(tmp_path: Path) -> None:
 
     assert answer["items"] == []
     assert len(server.requests) == 3
+
+
+async def test_a_watch_outlives_the_session_that_another_request_gives_up(tmp_path: Path) -> None:
+    """Credentials that are read anew for one request end no other that is under way."""
+    server = SimApiServer()
+    node = server.add_node("gpu-1")
+    query = {
+        "watch": "true",
+        "fieldSelector": "metadata.name=gpu-1",
+        "resourceVersion": node["metadata"]["resourceVersion"],
+        "timeoutSeconds": "60",
+    }
+
+    async with client_of(server, tmp_path) as client, aclosing(client.watch(NODES, query)) as watch:
+        server.label("gpu-1", {"seen": "first"})
+        assert (await anext(watch))["object"]["metadata"]["labels"] == {"seen": "first"}
+
+        server.token = "second"  # noqa: S105 - it guards nothing
+        server.kubeconfig(tmp_path)
+        await client.call("GET", NODES)
+        server.label("gpu-1", {"seen": "second"})
+        assert (await anext(watch))["object"]["metadata"]["labels"] == {"seen": "second"}
 
 
 async def test_credentials_that_stay_wrong_are_told(tmp_path: Path) -> None:

@@ -461,6 +461,20 @@ async def test_health_is_told_as_events(tmp_path: Path) -> None:
         ]
 
 
+async def test_connection_and_dropped_events_are_told(tmp_path: Path) -> None:
+    """Not connected before it is; and what was dropped before a new beginning stays counted."""
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
+        assert not it.cluster.report()["connected"]
+        await until(lambda: it.cluster.report()["connected"])
+
+        recorder = it.cluster._recorder
+        assert recorder is not None
+        recorder.dropped = 3
+        it.cluster._arranged(recorder.client)
+        assert it.cluster.report()["eventsDropped"] == 3
+        assert it.cluster.report()["podEventsDropped"] == 0
+
+
 async def test_a_reset_that_is_needed_is_told_with_its_command(tmp_path: Path) -> None:
     """Also if it was before the API server was there; other suspensions are no Events."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:

@@ -160,6 +160,20 @@ async def test_pods_that_misbehave_do_not_silence_the_node(tmp_path: Path) -> No
         await it.server.until(lambda: "GPUOutOfService" in reasons(it.server))
 
 
+async def test_a_bypass_of_a_pod_without_a_name_is_told_of_the_node(tmp_path: Path) -> None:
+    """Where nobody knows the pod's name, its uid stands in an Event of the node."""
+    async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
+        it.registry.apply(GpusFound((GPU,), at=0))
+        await it.server.until(lambda: any("?watch" in each.what for each in it.server.requests))
+        it.registry.news.publish(stranger(None))
+        await it.server.until(it.server.events)
+
+    [told] = it.server.events()
+    assert told["regarding"]["kind"] == "Node"
+    assert told["note"].startswith(f"container {'ab' * 6} uses 300 MiB of GPU {GPU}")
+    assert told["note"].endswith("; its pod has the uid u-1")
+
+
 def reasons(server: SimApiServer) -> list[str]:
     """Give the reasons of all Events."""
     return [each["reason"] for each in server.events()]

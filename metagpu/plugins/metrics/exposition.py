@@ -1,0 +1,59 @@
+"""Samples as Prometheus reads them: the only user of its library."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from metagpu.plugins.metrics.samples import Family, Kind, Sample, Spread
+
+CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+_TOTAL: Final = "_total"
+_PROCESS: Final = ProcessCollector(registry=None)
+
+
+def page_of(families: Sequence[Family], samples: Iterable[Sample]) -> bytes:
+    """Write all families, those without a series too, and the process's own numbers.
+
+    Reads /proc: for a thread.
+    """
+    return generate_latest(_Page(families, samples))
+
+
+class _Page(Collector):
+    """One moment's samples, as the library wants them; nothing of it is registered anywhere."""
+
+    def __init__(self, families: Sequence[Family], samples: Iterable[Sample]) -> None:
+        self._families = families
+        self._samples = samples
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = {family: _metric(family) for family in self._families}
+        for family, labels, value in self._samples:
+            named = dict(zip(family.labels, labels, strict=True))
+            if isinstance(value, Spread):
+                _add_spread(metrics[family], named, value)
+            else:
+                metrics[family].add_sample(family.name, named, float(value))
+        yield from metrics.values()
+        yield from _PROCESS.collect()
+
+
+def _metric(family: Family) -> Metric:
+    # The library's names of counters have no suffix; its exposition adds it again.
+    name = family.name.removesuffix(_TOTAL) if family.kind is Kind.COUNTER else family.name
+    return Metric(name, family.meaning, str(family.kind))
+
+
+def _add_spread(metric: Metric, labels: dict[str, str], value: Spread) -> None:
+    counts = list(accumulate(value.counts))
+    bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+    for bound, count in zip(bounds, counts, strict=True):
+        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
+    metric.add_sample(f"{metric.name}_count", labels, counts[-1])
+    metric.add_sample(f"{metric.name}_sum", labels, value.total)

@@ -1,0 +1,68 @@
+"""The API server for tests that ask it hundreds of times: one connection, no kubectl."""
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from typing import Self
+from urllib.parse import urlsplit
+
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.kubectl import Document
+
+CALL_S = 60.0
+NOT_FOUND = 404
+REFUSED = 400
+
+
+class Api:
+    """The API server with an administrator's certificate."""
+
+    def __init__(self, url: str, authority: str, certificate: str, key: str) -> None:
+        address = urlsplit(url)
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key)
+        self._connection = http.client.HTTPSConnection(
+            address.hostname or "", address.port, context=context, timeout=CALL_S
+        )
+
+    def __enter__(self) -> Self:
+        """Connect at the first call."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def pods(self, namespace: str) -> dict[str, Document]:
+        """All pods of a namespace, by name."""
+        items = self._call("GET", _pods(namespace))["items"]
+        return {item["metadata"]["name"]: item for item in items}
+
+    def create(self, namespace: str, pod: Mapping[str, object]) -> None:
+        """Make a pod."""
+        self._call("POST", _pods(namespace), pod)
+
+    def delete(self, namespace: str, name: str, grace_s: int = 1) -> None:
+        """Begin to end a pod; one that has gone already is no error."""
+        self._call("DELETE", f"{_pods(namespace)}/{name}", {"gracePeriodSeconds": grace_s})
+
+    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Document:
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        try:
+            self._connection.request(method, path, content, headers)
+            answer = self._connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()  # the next call connects anew
+            raise RigError(f"{method} {path}: {error!r}") from error
+
+        if answer.status >= REFUSED and (method, answer.status) != ("DELETE", NOT_FOUND):
+            raise RigError(f"{method} {path}: {answer.status} {text.decode(errors='replace')}")
+        found: Document = json.loads(text)
+        return found
+
+
+def _pods(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods"

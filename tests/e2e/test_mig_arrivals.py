@@ -1,0 +1,158 @@
+"""Five hundred pods on a node whose MIG instances are made when they ask."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.instances import (
+    PREFIX,
+    SETTLED_S,
+    MigNode,
+    asking,
+    cut,
+    failure,
+    is_leaving,
+    is_on_its_way,
+    is_settled,
+    plain,
+    waits,
+)
+from tests.e2e.rig.api import Api
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.waiting import wait_for
+
+PROFILES = ("1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb")
+CONFIGURATION = f"""\
+version: metagpu/v1
+pools:
+  - name: mig
+    backends:
+      - {{backend: mig, profiles: [{", ".join(PROFILES)}], keepWarm: 1s}}
+"""
+GPUS = "{board: a100-40gb, count: 4, mig: true, making: {takes: 100ms, computeTakes: 50ms}}"
+EMPTY = {"1g.5gb": (28, 28), "2g.10gb": (12, 12), "3g.20gb": (8, 8), "7g.40gb": (4, 4)}
+
+ARRIVALS = 500
+STARTING = 4
+"""How many pods may be about to start when the next one comes; none of them is still to be admitted
+then, and so none of them is known to the scheduler alone."""
+FULL, WAITING, LEAVING = 11, 3, 5
+"""So many pods there are at most, so many of them wait for room, and so many are about to leave."""
+CHECKED = 50
+"""Arrivals between two looks at all of it, for which everybody waits."""
+
+
+@pytest.fixture
+def empty_node(cluster: Cluster) -> Iterator[MigNode]:
+    """Four empty A100s, instances made on demand, and the Node patched as leases change."""
+    node = cluster.node
+    joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig)
+    with cut(cluster, CONFIGURATION, GPUS, *joined, "--cluster", "allocatable,pods") as it:
+        it.await_amounts(EMPTY)
+        yield it
+
+
+@dataclass
+class Crowd:
+    """Pods that come and go, and what became of them."""
+
+    node: MigNode
+    api: Api
+    chance: random.Random
+    arrived: int = 0
+    waited: set[str] = field(default_factory=set)
+    lost: Counter[str] = field(default_factory=Counter)
+    leaving: set[str] = field(default_factory=set)
+
+    def arrive(self) -> None:
+        """Let one more pod come."""
+        profile = self.chance.choices(PROFILES, (8, 6, 4, 2))[0]
+        self.api.create(NAMESPACE, asking(f"pod-{self.arrived}", PREFIX + profile))
+        self.arrived += 1
+
+    def await_settled(self, starting: int = 0, *, gone: bool = False) -> dict[str, Document]:
+        """Wait until pods were admitted, refused, or told to wait, and so few have still to start.
+
+        Who was refused is counted and sent off. GONE: wait also until all that leave have left.
+        """
+
+        def probe() -> dict[str, Document]:
+            pods = self.api.pods(NAMESPACE)
+            for name, pod in pods.items():
+                self._note(name, pod)
+            staying = {name: pod for name, pod in pods.items() if name not in self.leaving}
+            coming = [name for name, pod in staying.items() if is_on_its_way(pod)]
+            begun = [name for name, pod in staying.items() if not is_settled(pod)]
+            going = sorted(pods.keys() - staying.keys())
+            if coming or len(begun) > starting or len(going) > (0 if gone else LEAVING - 1):
+                raise RigError(f"coming are {coming}, not settled {begun}, leaving {going}")
+            if staying and not running(staying):
+                raise RigError(f"nothing runs, and there are {sorted(staying)}")
+            return staying or {"": {}}
+
+        found = wait_for("pods to settle", probe, within_s=SETTLED_S, pause_s=0.05)
+        return {name: pod for name, pod in found.items() if name}
+
+    def _note(self, name: str, pod: Document) -> None:
+        if name in self.leaving or is_leaving(pod):
+            return
+        if why := failure(pod):
+            assert why.startswith("UnexpectedAdmissionError"), f"{name} failed: {why}"
+            self.lost[plain(why)] += 1
+            self.leave(name)
+        elif waits(pod):
+            self.waited.add(name)
+
+    def leave(self, *names: str) -> None:
+        """Let pods go."""
+        for name in names:
+            self.leaving.add(name)
+            self.api.delete(NAMESPACE, name)
+
+
+def running(pods: Mapping[str, Document]) -> list[str]:
+    """Name the pods that run."""
+    return sorted(name for name, pod in pods.items() if pod["status"]["phase"] == "Running")
+
+
+@pytest.mark.timeout(900)
+def test_five_hundred_pods_come_and_go(
+    empty_node: MigNode, record_property: Callable[[str, object], None]
+) -> None:
+    """Instances are where their pods are, and nowhere else; next to nobody is refused."""
+    began = time.monotonic()
+    chance = random.Random(4)  # noqa: S311 - the same pods every time
+    with empty_node.cluster.node.api() as api:
+        crowd = Crowd(empty_node, api, chance)
+        while crowd.arrived < ARRIVALS:
+            pods = crowd.await_settled(STARTING)
+            crowded = sum(map(waits, pods.values())) >= WAITING
+            if crowded or len(pods) >= FULL:
+                crowd.leave(chance.choice(running(pods)))
+            if crowded:
+                continue
+            crowd.arrive()
+            if crowd.arrived % CHECKED == 0:
+                crowd.await_settled(gone=True)
+                empty_node.await_in_place()
+                print(f"{crowd.arrived} in {time.monotonic() - began:.0f} s: {dict(crowd.lost)}")
+
+        share = 100 * crowd.lost.total() / crowd.arrived
+        record_property("arrived", crowd.arrived)
+        record_property("refused", dict(crowd.lost))
+        print(
+            f"{crowd.arrived} pods came in {time.monotonic() - began:.0f} s, "
+            f"{len(crowd.waited)} waited for room, {crowd.lost.total()} ({share:.1f} %) met "
+            f"UnexpectedAdmissionError: {dict(crowd.lost)}"
+        )
+        crowd.leave(*crowd.await_settled())
+        crowd.await_settled(gone=True)
+    empty_node.await_nothing()
+    empty_node.await_amounts(EMPTY)
+    assert share < 1, crowd.lost

@@ -1,0 +1,96 @@
+"""Pages read as Prometheus reads them, and a client that speaks HTTP by hand."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from metagpu.core.gpu import Gpu
+from metagpu.plugins.metrics.samples import Sample, Spread
+
+
+@dataclass
+class Page:
+    """The samples of a page, by name and labels.
+
+    Attributes:
+        families: names of what has a type, as the page says it.
+    """
+
+    text: str
+    families: dict[str, str] = field(default_factory=dict)
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for family in text_string_to_metric_families(self.text):
+            self.families[family.name] = family.type
+            for sample in family.samples:
+                key = sample.name, frozenset(sample.labels.items())
+                assert key not in self.samples, f"{key} is there twice"
+                self.samples[key] = sample.value
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        """Give the values of all series of a name that have these labels."""
+        wanted = set(labels.items())
+        return [
+            value for (key, given), value in self.samples.items() if key == name and wanted <= given
+        ]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Give the value of the only series of a name that has these labels."""
+        [value] = self.values(name, **labels)
+        return value
+
+    def labels(self, name: str, **labels: str) -> Mapping[str, str]:
+        """Give all labels of that series."""
+        wanted = set(labels.items())
+        [found] = [dict(given) for key, given in self.samples if key == name and wanted <= given]
+        return found
+
+
+def labels_of(gpu: Gpu) -> dict[str, str]:
+    """Give the labels of a GPU."""
+    return {"gpu": str(gpu.index), "uuid": gpu.id}
+
+
+def valued(samples: Iterable[Sample]) -> dict[tuple[str, ...], float]:
+    """Give samples by name and labels, without those of histograms; none may be there twice."""
+    found: dict[tuple[str, ...], float] = {}
+    for family, labels, value in samples:
+        assert len(labels) == len(family.labels)
+        if not isinstance(value, Spread):
+            assert (family.name, *labels) not in found
+            found[family.name, *labels] = value
+    return found
+
+
+async def asked(
+    port: int, path: str = "/metrics", method: str = "GET", host: str = "127.0.0.1"
+) -> tuple[int, dict[str, str], str]:
+    """Ask for a page; give status, headers and body."""
+    return await sent(port, f"{method} {path} HTTP/1.1\r\nHost: it\r\n\r\n".encode(), host)
+
+
+async def sent(port: int, data: bytes, host: str = "127.0.0.1") -> tuple[int, dict[str, str], str]:
+    """Send bytes, and read the whole answer."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(data)
+        answer = (await reader.read()).decode()
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+    head, _, body = answer.partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    return int(first.split()[1]), headers, body
+
+
+async def page_at(port: int) -> Page:
+    """Scrape."""
+    status, _, body = await asked(port)
+    assert status == 200
+    return Page(body)

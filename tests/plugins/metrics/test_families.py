@@ -1,0 +1,118 @@
+"""The names of all metrics, held to Prometheus' conventions, and to the documentation."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from metagpu.core.backend import installed_backends
+from metagpu.plugins.metrics.exposition import page_of
+from metagpu.plugins.metrics.families import FAMILIES, families_of
+from metagpu.plugins.metrics.samples import Family, Kind
+from tests.plugins.metrics.rig import Page
+
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+ALL = (*FAMILIES, *families_of(it for each in installed_backends().values() for it in each.tells))
+SUFFIXES = ("_bytes", "_seconds", "_ratio", "_info", "_shares", "_slices", "_total", "_instances")
+"""Units, of which shares, slices and instances are ours; and what is no unit but belongs last."""
+NO_UNITS = (
+    *("milliseconds", "ms", "minutes", "hours", "percent", "mib", "gib", "mb", "gb", "kb"),
+    *("megabytes", "kilobytes", "mebibytes", "byte", "second", "sec", "ratios"),
+)
+OF_PROMETHEUS = {"le", "quantile", "job", "instance"}
+
+every = pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
+
+
+@every
+def test_a_name_is_one_of_prometheus(family: Family) -> None:
+    """Lower case, ours by its first word, and none of the suffixes that histograms add."""
+    assert re.fullmatch(r"metagpu(_[a-z0-9]+)+", family.name)
+    assert not family.name.endswith(("_bucket", "_sum", "_count", "_created"))
+
+
+@every
+def test_a_counter_ends_in_total_and_nothing_else_does(family: Family) -> None:
+    """`_total` tells people that `rate` may be asked of it."""
+    assert family.name.endswith("_total") == (family.kind is Kind.COUNTER)
+
+
+@every
+def test_units_are_base_units_at_the_end(family: Family) -> None:
+    """Bytes, seconds and ratios; what has no unit has none in its name."""
+    words = family.name.split("_")
+
+    assert not set(words) & set(NO_UNITS)
+    for unit in ("bytes", "seconds", "ratio"):
+        assert unit not in words or words[-1] == unit
+    if words[-1] == "timestamp":
+        pytest.fail("a timestamp is in seconds, and says so")
+    assert "timestamp" not in words or words[-2:] == ["timestamp", "seconds"]
+
+
+@every
+def test_labels_are_few_and_ours(family: Family) -> None:
+    """In lower case, each once, none that Prometheus sets, and none in the metric's name."""
+    assert len(set(family.labels)) == len(family.labels) <= 8
+    assert not set(family.labels) & OF_PROMETHEUS
+    assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in family.labels)
+    assert not any(f"by_{label}" in family.name for label in family.labels)
+
+
+@every
+def test_the_help_is_a_sentence(family: Family) -> None:
+    """It begins with a capital, ends with a full stop, and is one line that can be read."""
+    assert re.fullmatch(r"[A-Z][^\n]{10,180}[^.\s]\.", family.meaning)
+
+
+def test_each_name_stands_once() -> None:
+    """And no name is the beginning of a histogram's."""
+    names = [family.name for family in ALL]
+
+    assert len(set(names)) == len(names)
+    assert {family.kind for family in ALL} == set(Kind)
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Give the rows of the documentation's tables of metrics."""
+    found = re.findall(
+        r"^\| `([a-z0-9_]+)` \| (\w+) \| (.*?) \| (.*?) \|$", DOCS.read_text(), re.MULTILINE
+    )
+    return [tuple(row) for row in found]
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    """Name, type, labels and meaning are those of the table, in the same order."""
+    ours = [row for row in rows() if row[0].startswith("metagpu_")]
+
+    assert ours == [
+        (it.name, it.kind, ", ".join(f"`{label}`" for label in it.labels) or "-", it.meaning)
+        for it in ALL
+    ]
+
+
+def test_what_is_said_of_the_process_is_documented() -> None:
+    """The library adds what it knows of any process; the table has that too."""
+    page = Page(page_of((), ()).decode())
+    theirs = {row[0]: row[1] for row in rows() if not row[0].startswith("metagpu_")}
+
+    assert theirs
+    assert theirs == {
+        f"{name}_total" if kind == "counter" else name: kind for name, kind in page.families.items()
+    }
+
+
+def test_the_examples_ask_for_what_there_is() -> None:
+    """Every metric and label in the documentation's questions and alerts is one of ours."""
+    text = DOCS.read_text()
+    named = set(re.findall(r"\bmetagpu_[a-z0-9_]+", text))
+    histograms = {it.name for it in ALL if it.kind is Kind.HISTOGRAM}
+    known = {it.name for it in ALL} | {f"{name}_bucket" for name in histograms}
+
+    assert named <= known
+    examples = "".join(re.findall(r"```(?:promql|yaml)\n(.*?)```", text, re.DOTALL))
+    labels = {label for it in ALL for label in it.labels} | {"instance", "le"}
+    assert len(re.findall(r"- alert: ", examples)) >= 8
+    assert set(re.findall(r"\$labels\.(\w+)", examples)) <= labels
+    grouped = ", ".join(re.findall(r"\b(?:by|on|group_left) \(([\w, ]+)\)", examples)).split(", ")
+    assert set(grouped) <= labels
