@@ -112,7 +112,9 @@ class SharesGranted:
 
 @dataclass(frozen=True, slots=True)
 class SharesAwaited:
-    """A container that holds these shares starts, and what stands for them is not there.
+    """A container that holds these shares waits at its start for what stands for them.
+
+    Told when they are granted so, and at a start that finds something missing.
 
     Who holds them stays as it was known; of shares that nobody holds this says nothing.
     """

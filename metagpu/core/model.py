@@ -76,8 +76,8 @@ class Holder:
 class Lease(msgspec.Struct, frozen=True, gc=False):
     """A share that is held; `holder` is `None` until the kubelet tells who it was granted to.
 
-    `awaited` says that its container waited at a start for what stands for the share, whichever it
-    is then.
+    `awaited` says that its container waits at each start for what stands for the share, whichever
+    it is then.
 
     Leases are made by the hundred while the kubelet waits: a Struct is made in a sixth of a
     dataclass's time.

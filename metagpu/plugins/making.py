@@ -73,7 +73,7 @@ def _under_way(share: Share, now: Snapshot) -> bool:
     if is_made(share, now):
         return True
     lease = now.gpus[share.gpu].leases[share.id]
-    return not failure(share, now) and (lease.holder is None or lease.awaited)
+    return lease.awaited and not failure(share, now)
 
 
 def _too_late(shares: Sequence[Share], patience: float) -> NotMade:

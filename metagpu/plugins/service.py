@@ -24,7 +24,7 @@ from metagpu.core.errors import (
     ShareTaken,
     UnknownShare,
 )
-from metagpu.core.facts import SharesGranted, SharesReleased
+from metagpu.core.facts import SharesAwaited, SharesGranted, SharesReleased
 from metagpu.core.grant import Grant
 from metagpu.core.model import ResourceName, Share
 from metagpu.core.registry import Registry
@@ -260,6 +260,8 @@ class Service:
             snapshot = await made(self._registry, shares, backend.patience)
             # It took a while: the kubelet's account is awaited from now on.
             self._registry.apply(SharesGranted(tuple(shares), self._clock()))
+        if deferred:  # whoever is told meanwhile as its holder, it is still to be made
+            self._registry.apply(SharesAwaited(tuple(shares), self._clock()))
         grant = await backend.grant(shares, snapshot)
         if not deferred and (names := cdi.names_in(grant)):
             await self._describe(names)
