@@ -10,6 +10,7 @@ from anyio import to_thread
 
 from metagpu.core.config import Config
 from metagpu.core.errors import ConfigError
+from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.profiles import Instruction
 from metagpu.plugins.cluster import Outcome
 from metagpu.plugins.config_files import changes
@@ -36,6 +37,7 @@ class Adoption:
         adopt: Callable[[Config], Awaitable[None]],
         *,
         patient: bool = False,
+        publish: Callable[[ConfigurationRefused], None] = lambda _: None,
     ) -> None:
         """Read the source for the first time; `adopt` is not called for that.
 
@@ -45,6 +47,7 @@ class Adoption:
             adopt: puts a configuration in force, or raises ConfigError.
             patient: whether the cluster may still say what the source does not: a profile that
                 only a label can choose is no error then, and nothing is offered until it is chosen.
+            publish: tells of what is refused, but not of what the cluster says: that is its answer.
 
         Raises:
             ConfigError: if the configuration is wrong.
@@ -55,6 +58,7 @@ class Adoption:
         self._source = source
         self._backends = backends
         self._adopt = adopt
+        self._publish = publish
         self._read: tuple[Text, ...] | None = None
         self._told: frozenset[str] = frozenset()
         self._reading = anyio.Lock()
@@ -76,22 +80,28 @@ class Adoption:
 
         Whatever goes wrong is told, and what is in force stays.
         """
+        if (refused := await self._reload(again=again)) is not None:
+            self._publish(ConfigurationRefused(refused, time()))
+
+    async def _reload(self, *, again: bool) -> str | None:
+        """Read the configuration; give why it is refused, if that is news."""
         async with self._reading:
             try:
                 read = await to_thread.run_sync(self._source.read)
                 if read == self._read and not again:
-                    return
+                    return None
                 self._read = read
                 loaded = await to_thread.run_sync(self._source.understand, read, self._backends)
                 await self._adopt(loaded.config)
             except ConfigError as error:
-                self._read = None
-                if again or str(error) != self.error:
-                    log.error(
-                        "the configuration was not taken; the last good one stays",
-                        error=str(error),
-                    )
+                known, self._read = self.error, None
                 self._note_refused(str(error))
+                if self.error == known and not again:
+                    return None
+                log.error(
+                    "the configuration was not taken; the last good one stays", error=self.error
+                )
+                return self.error
             except Exception as error:
                 self._read = None
                 log.exception(
@@ -99,10 +109,11 @@ class Adoption:
                     "good one stays"
                 )
                 self._note_refused(f"metagpu failed ({type(error).__name__}: {error}); see its log")
-            else:
-                self._take(loaded)
-                self._note_taken()
-                log.info("configuration read", config=loaded.config.file)
+                return self.error
+            self._take(loaded)
+            self._note_taken()
+            log.info("configuration read", config=loaded.config.file)
+            return None
 
     async def follow(self, told: Instruction) -> Outcome:
         """Go by what the cluster says of this node's configuration, as far as it can be taken."""
@@ -110,7 +121,7 @@ class Adoption:
         if source.situation != self._source.situation:
             self._read = None  # the same files say something else now
         self._source = source
-        await self.reload(again=False)
+        await self._reload(again=False)
         lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
         pools = self.loaded.config.envelope.pools
         kept = "; ".join(dict.fromkeys(filter(None, (pool.reason for pool in pools))))

@@ -102,7 +102,10 @@ class Agent:
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
         asked = self.joins is not None and Feature.CONFIG in self.joins.features
-        self.adoption = Adoption(self.source, self._kinds, self._adopt, patient=asked)
+        publish = self.registry.news.publish
+        self.adoption = Adoption(
+            self.source, self._kinds, self._adopt, patient=asked, publish=publish
+        )
         self.config = self.adoption.loaded.config
         self.cluster = Cluster(self.joins, self.registry, self._follow) if self.joins else None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)

@@ -117,8 +117,9 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         metavar="USES",
         default=Variable(("METAGPU_CLUSTER",), "all"),
-        help="what the API server is used for: all, none, or of config, labels, taint, condition, "
-        "events, allocatable; all,-taint leaves one out (default: %(default)s)",
+        help="what the API server is used for: all, none, or of config, labels, nodefeature, "
+        "taint, condition, events, allocatable, rivals; all,-taint leaves one out "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--remove-labels-on-exit",

@@ -87,7 +87,14 @@ def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:
         return ()
     lines = [f"API server: {cluster['problem']}"] if cluster["problem"] else []
     lines += [f"API server, {use}: {why}" for use, why in cluster["uses"].items() if why]
+    lines += [_rival_line(rival) for rival in cluster.get("rivalPods", ())]
     return lines
+
+
+def _rival_line(rival: Mapping[str, Any]) -> str:
+    contested = ", ".join(rival["contested"])
+    also = f"; it may serve {contested} too" if contested else ""
+    return f"{rival['program']} runs on this node: pod {rival['pod']}{also}"
 
 
 def show_plan(plan: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from metagpu import adoption
 from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
+from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.profiles import Choice
 from metagpu.core.report import explanation
 from metagpu.plugins.cluster.settings import ALL, Feature, Settings
@@ -254,6 +255,33 @@ async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> Non
             return [each["reason"] for each in server.events()]
 
         await server.until(lambda: reasons()[:2] == ["GPUOutOfService", "GPUBackInService"])
+
+
+async def test_a_wrong_file_is_heard_on_the_bus_and_in_the_cluster(tmp_path: Path) -> None:
+    """A file that is refused while the daemon runs is news, with line and reason, for both."""
+    server = SimApiServer()
+    server.add_node(NODE)
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, joins=joined(server, tmp_path, config_map=None)) as it,
+    ):
+        await it.until(20, 20)
+        with it.agent.registry.news.subscribe(ConfigurationRefused) as news:
+            new = anyio.Path(tmp_path / "new.yaml")
+            await new.write_text("version: metagpu/v9\n")
+            await new.rename(it.config_file)  # nobody reads half of one
+            with anyio.fail_after(30):
+                refused = await anext(aiter(news))
+        await server.until(
+            lambda: "ConfigurationRefused" in [each["reason"] for each in server.events()]
+        )
+
+        assert isinstance(refused, ConfigurationRefused)
+        assert refused.why.startswith(f"{it.config_file}: 1: version: 'metagpu/v9' is not ")
+        [told] = [each for each in server.events() if each["reason"] == "ConfigurationRefused"]
+        assert told["note"] == f"{refused.why}; the last good configuration stays"
+        await it.until(20, 20)
 
 
 async def test_without_the_use_a_wrong_file_still_ends_the_start(tmp_path: Path) -> None:

@@ -38,8 +38,10 @@ pools:
 
 
 async def written(it: Scene, text: str) -> None:
-    """Write the agent's file anew."""
-    await anyio.Path(it.config_file).write_text(text)
+    """Put another in the place of the agent's file: nobody ever reads half of one."""
+    new = anyio.Path(it.config_file.with_suffix(".new"))
+    await new.write_text(text)
+    await new.rename(it.config_file)
 
 
 async def configuration(it: Scene) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ _UNHEEDED: Final = {
     "mgctlTar": Unheeded("named the program that is copied into containers; metagpu has its own"),
     "serverAddr": Unheeded("served MetaGPU's API on TCP; metagpu has a socket on the node"),
     "nodename": Unheeded("told pods of this node from others; here the kubelet tells them"),
+    "config": Unheeded("named the folder of this file; use --config", (".",)),
     "verbose": Unheeded("logged more; use --log-level", (False,)),
     "json-log": Unheeded("logged JSON; use --log-format", (False,)),
 }

@@ -42,40 +42,41 @@ def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
 
 def mig_layout(
     layout: Mapping[str, int],
-    resource: str | None = None,
+    resource: str | Mapping[str, str] | None = None,
     *,
-    shared: Mapping[str, tuple[str, int]] = MappingProxyType({}),
+    replicas: Mapping[str, int] = MappingProxyType({}),
     refuse_several: bool = False,
 ) -> Data:
-    """Offer fixed MIG instances, so many of each profile; by one name if `resource` is given.
+    """Offer fixed MIG instances, so many of each profile.
 
-    `shared` says of profiles under which name, and how many times over, each instance is offered.
+    Args:
+        layout: how many of which profile.
+        resource: the name of all of them, or of those whose names are not NVIDIA's, by profile.
+        replicas: how many times over the instances of a profile are offered.
+        refuse_several: whether a container may have but one of those.
     """
-    named: Data = {} if resource is None else {"resource": resource}
-    if shared:
-        named = {
-            "resource": _names(resource, shared),
-            "replicas": {profile: replicas for profile, (_, replicas) in shared.items()},
-            **({"failRequestsGreaterThanOne": True} if refuse_several else {}),
-        }
-    return {"backend": "mig", **named, "layout": dict(layout), "enableMig": True}
+    named = resource if resource is None or isinstance(resource, str) else dict(resource)
+    return {
+        "backend": "mig",
+        **({"resource": named} if named else {}),
+        **({"replicas": dict(replicas)} if replicas else {}),
+        **({"failRequestsGreaterThanOne": True} if replicas and refuse_several else {}),
+        "layout": dict(layout),
+        "enableMig": True,
+    }
 
 
 def mig_mps(
     layout: Mapping[str, int],
-    resource: str | None,
-    shared: Mapping[str, tuple[str, int]],
+    resource: str | Mapping[str, str],
+    replicas: Mapping[str, int],
     *,
     policy: str | None = None,
 ) -> Data:
-    """Offer fixed MIG instances, and of those that are shared equal parts under MPS."""
-    replicas = {profile: replicas for profile, (_, replicas) in shared.items()}
+    """Offer fixed MIG instances as `mig_layout` does, and of some of them equal parts under MPS."""
     return {
-        "backend": "mig",
-        "resource": _names(resource, shared),
-        "mps": {"replicas": replicas, **_placed(policy)},
-        "layout": dict(layout),
-        "enableMig": True,
+        **mig_layout(layout, resource),
+        "mps": {"replicas": dict(replicas), **_placed(policy)},
     }
 
 
@@ -91,9 +92,3 @@ def mig_on_demand(profiles: Sequence[str]) -> Data:
 
 def _placed(policy: str | None) -> Data:
     return {"placement": _PLACEMENTS[policy]} if policy else {}
-
-
-def _names(resource: str | None, shared: Mapping[str, tuple[str, int]]) -> Data | str:
-    """Name what is shared: one name for all if there was one before, else by profile."""
-    names = {profile: name for profile, (name, _) in shared.items()}
-    return names if resource is None else next(iter(names.values()))

@@ -235,7 +235,8 @@ def _lay_out_mig(draft: Draft, at: Origin, nvidia: _Nvidia, origin: Origin) -> N
         ("migProfileAllowlist", nvidia.mig_profile_allowlist),
         ("knownMigGeometries", nvidia.known_mig_geometries),
     ]
-    [key, rows] = next(((key, [*rows]) for key, rows in tables if rows), ("", []))
+    given = [(key, [*rows]) for key, rows in tables if rows]
+    [key, rows] = given[0] if given else ("", [])
     if not rows:
         problem = (
             "operatingmode mig needs the profiles of each model; give migProfileAllowlist or "
@@ -250,6 +251,14 @@ def _lay_out_mig(draft: Draft, at: Origin, nvidia: _Nvidia, origin: Origin) -> N
         gpus: Data = selection.containing(row.models)
         draft.pool(row.models[0], gpus, [cuts.mig_on_demand(_named(row.profiles))], here)
 
+    for other, _ in given[1:]:
+        draft.note(Origin(at.document, _under(at, other)), f"has no effect: {key} is given")
+    if key == "knownMigGeometries":
+        text = (
+            "its profiles are taken; it would also have kept each GPU to one of its combinations, "
+            "and here all are possible that NVML allows"
+        )
+        draft.note(Origin(at.document, _under(at, key)), text)
     if "resourceCountName" in at.document.at(at.path):
         text = "has no effect in MIG mode: instances have the names of their profiles"
         draft.note(Origin(at.document, _under(at, "resourceCountName")), text)

@@ -68,7 +68,9 @@ class _Conversion:
     instances: Instances = field(init=False)
 
     def __post_init__(self) -> None:
-        self.instances = Instances(self.wanted, self._one_name())
+        one_name = self._one_name()
+        renames = [(named.pattern, _full(named.name)) for named in self._mig_names()]
+        self.instances = Instances(self.wanted, one_name, () if one_name else renames)
 
     def run(self) -> None:
         """Fill the draft."""
@@ -155,8 +157,15 @@ class _Conversion:
                 text = f"has no effect: no GPU goes by that name; there are: {', '.join(known)}"
             self.draft.note(entry.origin, text)
 
-        named = self.instances.one_name is not None
-        for number, _ in list(enumerate(self._mig_names()))[named:]:
+        self._name_instances()
+
+    def _name_instances(self) -> None:
+        """Check the names of instances; under single the first is that of all."""
+        cut_up = any(each.instances for each in self.wanted)
+        if cut_up and self.instances.one_name is None:
+            self.instances.check_renames(self._at("resources.mig"), self.draft)
+            return
+        for number in range(int(cut_up), len(self._mig_names())):
             origin = self._at(f"resources.mig[{number}]")
             self.draft.note(origin, "has no effect here; it would have renamed MIG instances")
 

@@ -15,7 +15,7 @@ from metagpu.compat.keys import Unheeded, noted
 from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
 
-_GFD: Final = "labelled the node (GPU Feature Discovery); metagpu writes no labels"
+_GFD: Final = "shaped GPU Feature Discovery's labels; metagpu has its own, see --cluster"
 _ROOT: Final = "said where the driver's files are; use --dev-root"
 _CDI: Final = "shaped the CDI files that the plugin writes; metagpu writes its own, metagpu.io/gpu"
 
@@ -29,7 +29,9 @@ _UNHEEDED: Final = {
     "flags.gdrcopyEnabled": Unheeded("given containers GDRCopy's devices", (False,)),
     "flags.gdsEnabled": Unheeded("given containers GPUDirect Storage's devices", (False,)),
     "flags.mofedEnabled": Unheeded("given containers Mellanox' devices", (False,)),
-    "flags.useNodeFeatureAPI": Unheeded(_GFD, (False,)),
+    "flags.useNodeFeatureAPI": Unheeded(
+        "published labels as a NodeFeature, or not; metagpu does where it may, see --cluster"
+    ),
     "flags.deviceDiscoveryStrategy": Unheeded(
         "looked for GPUs in another way; metagpu asks NVML", ("auto", "nvml")
     ),
@@ -64,6 +66,16 @@ _VARIABLES: Final = {
     "IMEX_REQUIRED": "imex.required",
 }
 """Variables of flags that are not honoured; those that are stand in `settings`."""
+
+_VARIABLES_ALONE: Final = {
+    "KUBELET_SOCKET": Unheeded(
+        "said where the kubelet listens; use --kubelet-dir",
+        ("/var/lib/kubelet/device-plugins/kubelet.sock",),
+    ),
+    "CDI_FEATURE_FLAGS": Unheeded(_CDI),
+    "CDI_DISABLE_HOOKS": Unheeded(_CDI),
+}
+"""Variables of flags that no file can say."""
 
 _TRUTH: Final = {"true": True, "1": True, "t": True, "false": False, "0": False, "f": False}
 _STRATEGIES: Final = ("none", "single", "mixed")
@@ -196,11 +208,12 @@ def notes(document: Document | None, environment: Mapping[str, str]) -> Iterator
     if document is not None:
         yield from noted(document, File, _UNHEEDED)
 
-    for variable, path in _VARIABLES.items():
+    flags = {variable: _UNHEEDED[path] for variable, path in _VARIABLES.items()}
+    for variable, unheeded in {**flags, **_VARIABLES_ALONE}.items():
         value: object = environment.get(variable)
         value = _TRUTH.get(str(value).lower(), value)
-        if _UNHEEDED[path].asks(value):
-            yield Note("environment", 0, variable, _UNHEEDED[path].text)
+        if unheeded.asks(value):
+            yield Note("environment", 0, variable, unheeded.text)
 
     for variable in ("DP_DISABLE_HEALTHCHECKS", "DP_ENABLE_HEALTHCHECKS"):
         if {"all", "xids"} & set(environment.get(variable, "").lower().split(",")):

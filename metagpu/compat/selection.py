@@ -23,6 +23,11 @@ def pattern(text: str) -> Data | None:
     return {"product": re.sub(r"[\[?]", r"[\g<0>]", text)}
 
 
+def matches(text: str, name: str) -> bool:
+    """Tell whether a name matches a pattern in which `*` alone is special."""
+    return re.fullmatch(".*".join(map(re.escape, text.split("*"))), name) is not None
+
+
 def containing(models: Sequence[str]) -> Data:
     """Select GPUs in whose product names one of these stands."""
     return {"product": [f"*{re.sub(r'[][?*]', '?', model)}*" for model in dict.fromkeys(models)]}

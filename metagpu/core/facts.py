@@ -342,6 +342,18 @@ class StrangerFound:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfigurationRefused:
+    """What the configuration says now cannot be taken; the last good one stays. Once a fault.
+
+    Attributes:
+        why: file, line and path, and what is wrong there.
+    """
+
+    why: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class XidHeard:
     """NVML told of an XID, be it fatal or not; `gpu` is `None` when it did not say of which GPU."""
 
@@ -380,6 +392,7 @@ Event = (
     | MemoryExceeded
     | ProcessSignalled
     | StrangerFound
+    | ConfigurationRefused
     | XidHeard
     | MemoryErrorHeard
     | PodEnded

@@ -34,6 +34,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class MigEngines:
+    """How many engines of each kind an instance has; NVML's words, which labels repeat."""
+
+    copy: int = 0
+    decoder: int = 0
+    encoder: int = 0
+    jpeg: int = 0
+    ofa: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MigProfile:
     """A kind of GPU instance.
 
@@ -44,6 +55,7 @@ class MigProfile:
         memory: what an instance has.
         most: how many an empty GPU has room for.
         placements: where it may be, the lowest start first.
+        multiprocessors: what an instance has of them.
     """
 
     name: str
@@ -52,6 +64,8 @@ class MigProfile:
     memory: int
     most: int
     placements: tuple[Placement, ...]
+    multiprocessors: int = 0
+    engines: MigEngines = MigEngines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,22 @@ class MigMode:
     enabled: bool
     pending: bool
     hindrance: str = ""
+
+
+def slot_of(share: str) -> str:
+    """Tell which instance an id is about: `2g.10gb@4`, also of a part of it, `2g.10gb@4-t1`."""
+    profile, at, rest = share.partition("::")[2].partition("@")
+    return f"{profile}{at}{rest.partition('-')[0]}"
+
+
+def profile_of(share: str) -> str:
+    """Tell which profile the id of a share is about."""
+    return slot_of(share).rpartition("@")[0]
+
+
+def by_mps(share: str) -> bool:
+    """Tell whether the id of a share is about a unit of an instance under MPS: `2g.10gb@4-p1`."""
+    return share.partition("@")[2].partition("-")[2].startswith("p")
 
 
 def profile_name(slices: int, memory: int, total: int, suffix: str = "") -> str:

@@ -16,6 +16,7 @@ from metagpu.core.errors import DriverError, Unsupported
 from metagpu.core.gpu import MIB
 from metagpu.core.mig import (
     ComputeInstance,
+    MigEngines,
     MigInstance,
     MigMode,
     MigProfile,
@@ -54,6 +55,8 @@ class _Kind(NamedTuple):
     slices: int
     memory: int
     most: int
+    multiprocessors: int
+    engines: MigEngines
 
 
 def read_profiles(handle: Handle) -> tuple[MigProfile, ...]:
@@ -68,6 +71,8 @@ def read_profiles(handle: Handle) -> tuple[MigProfile, ...]:
             kind.memory,
             kind.most,
             tuple(sorted(_placements(handle, kind))),
+            kind.multiprocessors,
+            kind.engines,
         )
         for kind in _kinds(handle)
     )
@@ -163,6 +168,14 @@ def _kinds(handle: Handle) -> Iterator[_Kind]:
             int(info.sliceCount),
             int(info.memorySizeMB) * MIB,
             int(info.instanceCount),
+            int(info.multiprocessorCount),
+            MigEngines(
+                int(info.copyEngineCount),
+                int(info.decoderCount),
+                int(info.encoderCount),
+                int(info.jpegCount),
+                int(info.ofaCount),
+            ),
         )
 
 

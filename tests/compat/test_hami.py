@@ -48,6 +48,15 @@ def test_lines_are_those_of_the_config_map() -> None:
     )
 
 
+def test_of_geometries_the_profiles_count() -> None:
+    """That any combination may be made, and not those of the list alone, is told."""
+    assert notes(SEED, node="nodeB")[-1] == (
+        "f.yaml: 8: nvidia.knownMigGeometries: its profiles are taken; it would also have kept "
+        "each GPU to one of its combinations, and here all are possible that NVML allows"
+    )
+    assert "knownMigGeometries" not in "".join(notes(SEED, node="nodeA"))
+
+
 def test_profiles_of_the_newer_kind() -> None:
     """`migProfileAllowlist` names the profiles of models, and wins over geometries."""
     text = SECTION + (

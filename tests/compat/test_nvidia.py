@@ -536,6 +536,62 @@ def test_single_takes_the_name_for_instances() -> None:
     assert notes(plugin, SEVEN) == []
 
 
+def test_instances_are_renamed_by_pattern() -> None:
+    """Under mixed, `resources.mig` names instances by profile; the first that matches counts."""
+    plugin = mixed("mixed") + (
+        "resources: {mig: [{pattern: 1g.*, name: small}, {pattern: 2g.10gb, name: a.b/large}]}\n"
+    )
+    conversion = converted(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+
+    assert offered(conversion, *MIG_FOUR) == {"nvidia.com/small": 12, "a.b/large": 8}
+    assert conversion.notes == ()
+    assert pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")[0]["backends"] == [
+        {
+            "backend": "mig",
+            "resource": {"1g.5gb": "nvidia.com/small", "2g.10gb": "a.b/large"},
+            "layout": {"1g.5gb": 3, "2g.10gb": 2},
+            "enableMig": True,
+        }
+    ]
+
+
+def test_renamed_instances_are_shared_by_their_new_name() -> None:
+    """Sharing goes by the names that instances have, and adds to them as to others."""
+    plugin = (
+        slices(head="    renameByDefault: true\n").replace("nvidia.com/gpu", "nvidia.com/small")
+        + "resources: {mig: [{pattern: 1g.5gb, name: small}]}\n"
+    )
+
+    assert offered(converted(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb"), *MIG_FOUR) == {
+        "nvidia.com/small.shared": 48,
+        "nvidia.com/mig-2g.10gb": 8,
+    }
+
+
+def test_a_name_of_no_instance_is_told() -> None:
+    """A pattern that no profile of the layout matches, or that comes too late, has a note."""
+    plugin = mixed("mixed") + (
+        "resources:\n  mig:\n  - {pattern: 1g.5gb, name: a}\n  - {pattern: '*.5gb', name: b}\n"
+    )
+
+    assert notes(plugin, SEVEN) == [
+        (
+            "f.yaml: 6: resources.mig[1]: has no effect: no instance of this layout is of such a "
+            "profile, or an entry before it names it; there are: 1g.5gb"
+        )
+    ]
+
+
+def test_one_name_for_several_sizes_is_refused() -> None:
+    """A pattern that gives instances of different sizes one name says which it would be."""
+    plugin = mixed("mixed") + "resources: {mig: [{pattern: '*', name: slice}]}\n"
+
+    assert refusal(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == (
+        "f.yaml: 3: resources.mig[0]: nvidia.com/slice would be instances of several sizes: "
+        "1g.5gb, 2g.10gb; give each profile a name of its own"
+    )
+
+
 def test_names_and_devices_of_mig_are_told() -> None:
     """Names of MIG profiles, and MIG devices among those shared, have notes."""
     text = slices("      devices: [0, '1:0']\n") + (

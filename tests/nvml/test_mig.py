@@ -6,7 +6,7 @@ import pytest
 
 from metagpu.core.driver import Xid
 from metagpu.core.errors import DriverError, DriverTimeout, InUse
-from metagpu.core.mig import Placement
+from metagpu.core.mig import MigEngines, Placement
 from metagpu.nvml import Nvml, session
 from metagpu.nvml.mig import _SUFFIXES
 from metagpu.sim.boards import BOARDS
@@ -184,3 +184,16 @@ def _without(node: SimNode) -> Library:
             return super().__getattribute__(name)
 
     return Older(node)
+
+
+async def test_a_profile_tells_what_an_instance_has() -> None:
+    """Multiprocessors and engines are those that NVML names, of each profile."""
+    nvml = Nvml(Library(node_in_mig("a100-40gb:1")))
+
+    async with nvml.session():
+        [gpu] = (await nvml.survey()).gpus
+    told = {it.name: (it.multiprocessors, it.engines) for it in gpu.mig_profiles}
+
+    assert told["1g.5gb"] == (14, MigEngines(copy=1))
+    assert told["2g.10gb"] == (28, MigEngines(copy=2, decoder=1))
+    assert told["7g.40gb"] == (98, MigEngines(copy=7, decoder=5, jpeg=1, ofa=1))

@@ -1,5 +1,6 @@
 """Another device plugin with a resource of ours: it is named, left alone, and succeeded."""
 
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from metagpu.core.facts import SharesOffered
 from metagpu.plugins.rivals import rival_of
 from tests.build import gpu
 from tests.plugins.rig import METAGPU, Node, node
@@ -47,6 +49,45 @@ async def test_rival_is_known_by_its_socket(tmp_path: Path, resource: str) -> No
         assert await rival_of(tmp_path, resource) == path
         assert await rival_of(tmp_path, SHARED) is None
         assert await rival_of(tmp_path, METAGPU) is None
+
+
+async def test_metagpu_is_known_by_its_socket(tmp_path: Path) -> None:
+    """Cnvrg's plugin serves a resource where its name, in base64, is the socket's."""
+    path = tmp_path / "Y252cmcuaW8vbWV0YWdwdQ=="
+    async with listening(path):
+        assert await rival_of(tmp_path, METAGPU) == path
+        assert await rival_of(tmp_path, "nvidia.com/gpu") is None
+
+
+async def test_gkes_plugin_is_known_by_its_socket(tmp_path: Path) -> None:
+    """Google's plugin has nvidia.com/gpu, on a socket with the time of its start in its name."""
+    path = tmp_path / "nvidiaGPU-1763737200.sock"
+    async with listening(path):
+        assert await rival_of(tmp_path, "nvidia.com/gpu") == path
+        assert await rival_of(tmp_path, "nvidia.com/mig-1g.5gb") is None
+    assert await rival_of(tmp_path, "nvidia.com/gpu") is None
+
+
+async def test_name_that_makes_no_file_has_no_socket(tmp_path: Path) -> None:
+    """Where base64 gives a slash, MetaGPU cannot have listened, and nobody is asked."""
+    resource = "cnvrg.io/???"
+    assert "/" in b64encode(resource.encode()).decode()
+    assert await rival_of(tmp_path, resource) is None
+
+
+async def test_resource_of_metagpu_is_served_when_it_has_gone(tmp_path: Path) -> None:
+    """While cnvrg's plugin has its resource we do not register it, and afterwards we do."""
+    async with node(tmp_path, gpu(0)) as it, it.kubelet.running():
+        await it.until(10, 10)
+        it.registry.apply(SharesOffered((), ()))
+        await it.until(0, 0)
+        socket = it.directory / "Y252cmcuaW8vbWV0YWdwdQ=="
+        async with listening(socket):
+            it.offer()
+            await _knows(it, {METAGPU: str(socket)})
+            assert not it.kubelet.allocatable().get(METAGPU)
+
+        await it.until(10, 10)
 
 
 async def test_socket_that_was_left_behind_is_no_rival(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import structlog
 
 from metagpu.backends.mig import clients, figures
-from metagpu.backends.mig.board import board_of, profile_of, share_id
+from metagpu.backends.mig.board import board_of, share_id
 from metagpu.backends.mig.division import MpsTerms, through_mps, with_ending
 from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
@@ -26,6 +26,7 @@ from metagpu.core.figures import Figure, FigureKind
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import CDI_STRATEGIES, Injection
+from metagpu.core.mig import profile_of
 from metagpu.core.model import ResourceName, Share, Stock, by_gpu
 from metagpu.core.room import Room
 from metagpu.core.served import ServedGpu

@@ -24,17 +24,6 @@ def share_id(gpu: GpuId, slot: str) -> ShareId:
     return ShareId(f"{gpu}::{slot}")
 
 
-def slot_of(share: ShareId) -> str:
-    """Tell which instance an id is about: `2g.10gb@4`, also of a part of it, `2g.10gb@4-t1`."""
-    profile, at, rest = share.partition("::")[2].partition("@")
-    return f"{profile}{at}{rest.partition('-')[0]}"
-
-
-def profile_of(share: ShareId) -> str:
-    """Tell which profile an id is about."""
-    return slot_of(share).rpartition("@")[0]
-
-
 def slot_in(profiles: Iterable[MigProfile], instance: MigInstance) -> str:
     """Say which instance this is, as ids do; one of a profile not known here has its number."""
     names = {profile.number: profile.name for profile in profiles}

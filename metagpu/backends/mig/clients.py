@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.division import MpsTerms
 from metagpu.backends.mps_daemon import parts
 from metagpu.backends.mps_daemon.control import Folders
@@ -11,6 +10,7 @@ from metagpu.backends.placement import Seat, placed_or_gathered
 from metagpu.core.errors import OneDeviceOnly, TooManyClients
 from metagpu.core.gpu import GpuId
 from metagpu.core.grant import Grant
+from metagpu.core.mig import slot_of
 from metagpu.core.model import Lease, Share, by_gpu
 from metagpu.core.snapshot import GpuState, Snapshot
 

@@ -13,7 +13,6 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.division import through_mps
 from metagpu.backends.mig.ledger import Ledger
 from metagpu.backends.mps_daemon.control import Folders, devices_left_by
@@ -22,6 +21,7 @@ from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.companions import Companions
 from metagpu.core.driver import GpuProcess
 from metagpu.core.errors import ToolError
+from metagpu.core.mig import slot_of
 from metagpu.core.served import ServedGpu
 
 log = structlog.get_logger()

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from metagpu.backends.mig.board import board_of, profile_of
+from metagpu.backends.mig.board import board_of
 from metagpu.backends.mig.profiles import Board
 from metagpu.core.figures import Figure, FigureKind
+from metagpu.core.mig import profile_of
 from metagpu.core.model import Stock
 from metagpu.core.snapshot import GpuState
 

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from metagpu.backends.mig.board import board_of, slot_of
+from metagpu.backends.mig.board import board_of
 from metagpu.backends.mig.planner import Misfit, plan_layout
 from metagpu.backends.mig.profiles import Board, Spot
 from metagpu.core.gpu import Gpu
+from metagpu.core.mig import slot_of
 from metagpu.core.model import Share, by_gpu
 from metagpu.core.snapshot import Snapshot
 

@@ -15,7 +15,6 @@ import structlog
 from anyio.abc import TaskGroup
 
 from metagpu.backends.mig import daemons
-from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.daemons import Daemons, Device
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
 from metagpu.backends.mig.mode import Hindrance, MigMode
@@ -23,7 +22,7 @@ from metagpu.backends.mig.standing import Standing
 from metagpu.backends.mig.turns import Turns
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.errors import DriverError, DriverTimeout, InUse, NoRoom
-from metagpu.core.mig import MigInstance, Placement
+from metagpu.core.mig import MigInstance, Placement, slot_of
 from metagpu.core.model import Lease
 from metagpu.core.served import ServedGpu
 from metagpu.core.snapshot import GpuState

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from metagpu.backends.mig.board import board_of, share_id, slot_in, slot_of
+from metagpu.backends.mig.board import board_of, share_id, slot_in
 from metagpu.backends.mig.division import WHOLE
 from metagpu.backends.mig.profiles import Profile, Spot
 from metagpu.core.cdi import device_name
-from metagpu.core.mig import MigInstance
+from metagpu.core.mig import MigInstance, slot_of
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
 from metagpu.core.snapshot import GpuState
 

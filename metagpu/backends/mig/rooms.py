@@ -6,10 +6,11 @@ A GPU that gives nothing now, whatever the reason, has no room, and is nobody's 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from metagpu.backends.mig.board import board_of, slot_of
+from metagpu.backends.mig.board import board_of
 from metagpu.backends.mig.planner import Move, Site, moves
 from metagpu.backends.mig.profiles import Profile, Spot
 from metagpu.core.gpu import GpuId
+from metagpu.core.mig import slot_of
 from metagpu.core.model import Holder, Stock
 from metagpu.core.room import Relief, Room
 from metagpu.core.snapshot import GpuState

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.division import with_ending
 from metagpu.backends.mig.ledger import Ledger, Stuck, identity, later
-from metagpu.core.mig import MigInstance
+from metagpu.core.mig import MigInstance, slot_of
 from metagpu.core.model import Stock
 
 

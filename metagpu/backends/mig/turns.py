@@ -7,7 +7,7 @@ that reads of all at once sends one pod for each in the same moment, and all but
 from dataclasses import dataclass, replace
 from typing import Final
 
-from metagpu.backends.mig.board import profile_of
+from metagpu.core.mig import profile_of
 from metagpu.core.model import Share, ShareId, Stock
 from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState

@@ -6,8 +6,8 @@ when this runs.
 """
 
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -15,17 +15,22 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
+from metagpu.core.facts import ConfigurationRefused
+from metagpu.core.model import ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
-from metagpu.core.snapshot import GpuState
 from metagpu.plugins.cluster import node_news, pod_news
-from metagpu.plugins.cluster.choice import instruction
+from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
+from metagpu.plugins.cluster.labelling import Labeller
+from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.pods import FollowedPods
+from metagpu.plugins.cluster.rival_pods import RivalPod, RivalPods, note_of
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.plugins.cluster.telling import PROMPT, Teller, look
+from metagpu.plugins.cluster.writing import Writer
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,21 +44,6 @@ _FAREWELL: Final = 2.0
 """Seconds that the end of the daemon waits for the API server."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an instruction.
-
-    Attributes:
-        refusal: why it was not taken, `None` if it was.
-        lays_mig: whether layouts of mig-parted are part of the configuration.
-        misfit: why GPUs of such a layout are offered to nobody, empty if none are kept.
-    """
-
-    refusal: str | None = None
-    lays_mig: bool = False
-    misfit: str = ""
 
 
 class Cluster:
@@ -80,6 +70,8 @@ class Cluster:
         self._node: Followed | None = None
         self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
+        self._labeller: Labeller | None = None
+        self._rivals = RivalPods(registry, self._tell_rival)
         self._pod_recorder: Recorder | None = None
         self._pods: FollowedPods | None = None
         self._dropped = self._pods_dropped = 0
@@ -109,13 +101,13 @@ class Cluster:
         library = await to_thread.run_sync(_loaded)
 
         async with library.connected(self._settings.kubeconfig) as client:
-            teller = self._arranged(client)
+            leaving = self._arranged(client)
             try:
                 await self._work()
             finally:
                 if self._settings.remove_labels:
                     with anyio.move_on_after(_FAREWELL, shield=True):
-                        await _leave(teller)
+                        await _leave(leaving)
 
     def report(self) -> Mapping[str, Any]:
         """Say how each use of the API server goes: empty when it goes well."""
@@ -125,6 +117,8 @@ class Cluster:
         if self._config_map is not None:
             others = self._config_map.problem or self._missing
             problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
+        if self._labeller is not None and Feature.NODE_FEATURE in problems:
+            problems[Feature.NODE_FEATURE] = self._labeller.node_feature.problem
         if self._pods is not None:
             problems[Feature.PODS] = self._pods.problem
 
@@ -138,21 +132,31 @@ class Cluster:
             "profile": followed.profile,
             "migConfig": followed.mig_config,
             "refusal": self._outcome.refusal,
+            **(self._labeller.report() if self._labeller else {}),
+            "rivalPods": self._rivals.report(list(self._registry.snapshot.offers)),
             "eventsDropped": self._dropped + _dropped_by(self._recorder),
             "podEventsDropped": self._pods_dropped + _dropped_by(self._pod_recorder),
         }
 
-    def _arranged(self, client: "Client") -> Teller:
-        """Make what the settings ask for."""
+    def _arranged(self, client: "Client") -> Sequence[Callable[[], Awaitable[None]]]:
+        """Make what the settings ask for; give what takes back what was told."""
         settings, features = self._settings, self._settings.features
         self._node = Followed(client, NODES, settings.node, self._stir)
         self._dropped += _dropped_by(self._recorder)
         self._pods_dropped += _dropped_by(self._pod_recorder)
         self._recorder = Recorder(client, socket.gethostname())
-        teller = Teller(client, self._node, self._registry, self._mig_state)
-        work = {
+        writer = Writer(client, self._node)
+        teller = Teller(writer, self._registry)
+        self._labeller = Labeller(
+            writer,
+            self._registry,
+            self._mig_state,
+            NodeFeature(client, self._node, settings.namespace),
+            by_nfd=Feature.NODE_FEATURE in features,
+        )
+        work: dict[Feature, Callable[[], Awaitable[float | None]]] = {
             Feature.CONFIG: self._configure,
-            Feature.LABELS: teller.label,
+            Feature.LABELS: self._labeller.label,
             Feature.TAINT: teller.lift_taint,
             Feature.CONDITION: teller.judge,
         }
@@ -173,7 +177,7 @@ class Cluster:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
             self._config_map = Followed(client, path, name, self._stir)
-        return teller
+        return self._labeller.leave, teller.leave
 
     async def _work(self) -> None:
         assert self._node is not None  # noqa: S101 - made just before
@@ -183,6 +187,8 @@ class Cluster:
                 group.start_soon(self._config_map.run)
             if self._pods is not None:
                 group.start_soon(self._pods.run)
+            if Feature.RIVALS in self._settings.features:
+                group.start_soon(self._rivals.run)
             for _, chore in self._chores:
                 group.start_soon(chore.run)
             group.start_soon(self._stir_on_news)
@@ -211,7 +217,7 @@ class Cluster:
         place = "ConfigMap {}/{}".format(*self._settings.config_map or ("", "")) if held else ""
         had = self._followed is not None and bool(self._followed.profiles)
         if held is not None and held.object is None and had:
-            self._refuse(f"{place} is gone; the last good configuration stays")
+            self._refuse(f"{place} is gone")
             return
 
         labels = node.object["metadata"].get("labels") or {}
@@ -226,15 +232,15 @@ class Cluster:
         self.decided.set()
 
     def _refuse(self, why: str) -> None:
-        if why != self._missing:
-            self._missing = why
-            log.error("the configuration was not taken", error=why)
-            self._tell("ConfigurationRefused", why, "Configure", warning=True)
+        said = f"{why}; the last good configuration stays"
+        if said != self._missing:
+            self._missing = said
+            log.error("the configuration was not taken", error=said)
+            self._registry.news.publish(ConfigurationRefused(why, time.time()))
 
     def _tell_outcome(self, wanted: Instruction) -> None:
-        if self._outcome.refusal is not None:
-            note = f"{self._outcome.refusal}; the last good configuration stays"
-            self._tell("ConfigurationRefused", note, "Configure", warning=True)
+        if (refusal := self._outcome.refusal) is not None:
+            self._registry.news.publish(ConfigurationRefused(refusal, time.time()))
         elif self._outcome.misfit:
             self._tell("MIGLayoutRefused", self._outcome.misfit, "Configure", warning=True)
         elif wanted.profile is not None:
@@ -242,26 +248,15 @@ class Cluster:
             self._tell("ConfigurationTaken", note, "Configure")
 
     def _mig_state(self) -> str | None:
-        """Answer mig-manager's label in its words; `None` where it asks nothing of us."""
-        wanted, outcome = self._followed, self._outcome
-        if wanted is None or wanted.mig_config is None:
-            return None
-        ours = outcome.lays_mig or wanted.profile == wanted.mig_config
-        if outcome.refusal is not None:
-            return "failed" if ours or wanted.mig_config in outcome.refusal else None
-        if not ours:
-            return None
-        if outcome.misfit:
-            return "failed"
-        waiting = any(map(_waits, self._registry.snapshot.gpus.values()))
-        return "pending" if waiting else "success"
+        return mig_state(self._followed, self._outcome, self._registry.snapshot)
 
     async def _tell_news(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*node_news.KINDS) as news:
             for told in node_news.resets(self._registry.snapshot, self._subject):
                 recorder.tell(told)
             async for event in news:
-                its = node_news.news_of(event, self._registry.snapshot, self._subject)
+                now, node = self._registry.snapshot, self._subject
+                its = node_news.news_of(event, now, node, self._server_of)
                 if its is not None:
                     recorder.tell(its)
 
@@ -271,12 +266,21 @@ class Cluster:
                 if (told := pod_news.news_of(event, self._registry.snapshot)) is not None:
                     recorder.tell(told)
 
+    def _tell_rival(self, rival: RivalPod) -> None:
+        log.warning("another device plugin runs here", program=rival.program, pod=rival.pod)
+        note = note_of(rival, self._registry.snapshot.offers)
+        self._tell("RivalPlugin", note, "Serve", warning=True)
+
     @property
     def _subject(self) -> Subject:
         """The Node, for Events about it."""
         told = self._node.object if self._node else None
         uid = str(told["metadata"].get("uid", "")) if told else ""
         return Subject("Node", self._settings.node, uid)
+
+    def _server_of(self, resource: ResourceName) -> str:
+        named = [str(it) for it in self._rivals.found if it.contested([resource])]
+        return " or ".join(named) or "another device plugin"
 
     def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
         """Tell of the node, if Events are wanted."""
@@ -292,21 +296,16 @@ def _loaded() -> "ModuleType":
     return client
 
 
-def _waits(state: GpuState) -> bool:
-    """Tell whether a GPU is not yet as the configuration wants it."""
-    blocked = any(stock.blocked or stock.paused for stock in state.stocks.values())
-    return bool(state.waits_for or state.suspended or blocked)
-
-
 def _dropped_by(recorder: Recorder | None) -> int:
     return recorder.dropped if recorder else 0
 
 
-async def _leave(teller: Teller) -> None:
-    try:
-        await teller.leave()
-    except ClusterError as error:
-        log.warning("labels and condition stay on the node", error=str(error))
+async def _leave(leaving: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    for leave in leaving:
+        try:
+            await leave()
+        except ClusterError as error:
+            log.warning("labels or condition stay on the node", error=str(error))
 
 
 __all__ = ["Cluster", "Feature", "Instruction", "Outcome", "Settings"]

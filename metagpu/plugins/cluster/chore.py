@@ -1,5 +1,6 @@
 """Things kept as they should be at the API server: looked at whenever anything may have changed."""
 
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -37,12 +38,14 @@ class Pauses:
 class Chore:
     """One thing that is kept so. `work` compares and mends; it may be called at any time.
 
+    It may give the seconds after which to look again though nothing stirs.
+
     Attributes:
         problem: why the last try failed, empty when it did not.
     """
 
     def __init__(
-        self, name: str, work: Callable[[], Awaitable[None]], least: float = LEAST
+        self, name: str, work: Callable[[], Awaitable[float | None]], least: float = LEAST
     ) -> None:
         self.name = name
         self.problem = ""
@@ -57,12 +60,15 @@ class Chore:
     async def run(self) -> None:
         """Work whenever stirred, until cancelled; a failure is told once and tried again."""
         pauses = Pauses()
+        again: float | None = None
 
         while True:
-            await self._stirred.wait()
+            with anyio.move_on_after(math.inf if again is None else again):
+                await self._stirred.wait()
             self._stirred = anyio.Event()
+            again = None
             try:
-                await self._work()
+                again = await self._work()
             except ClusterError as error:
                 self._trouble(str(error))
                 await anyio.sleep(pauses.next(error.retry_after))

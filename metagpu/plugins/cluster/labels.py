@@ -4,7 +4,6 @@ Names and values are those of GPU Feature Discovery, so that node selectors writ
 working; what it has no name for stands under `metagpu.io/`.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Final
@@ -12,10 +11,11 @@ from typing import Final
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.model import ResourceName
 from metagpu.core.snapshot import Snapshot, Versions
+from metagpu.plugins.cluster.label_form import legal, sanitised
+from metagpu.plugins.cluster.mig_labels import mig_labels
 
 NVIDIA: Final = "nvidia.com/"
 OURS: Final = "metagpu.io/"
-_VALUE_LIMIT: Final = 63
 _WHOLE: Final = ResourceName("nvidia.com/gpu")
 _FAMILIES: Final = (
     ((7, 0), "volta"),
@@ -48,8 +48,9 @@ def labels(snapshot: Snapshot) -> Mapping[str, str]:
         **_of_gpus(gpus, speaker, snapshot),
         **_of_versions(snapshot.versions),
         **_of_resources(snapshot),
+        **mig_labels(snapshot),
     }
-    return {name: value for name, value in told.items() if _legal(name, value)}
+    return {name: value for name, value in told.items() if legal(name, value)}
 
 
 def family(capability: tuple[int, int] | None) -> str:
@@ -58,11 +59,6 @@ def family(capability: tuple[int, int] | None) -> str:
         return "undefined"
     known = [name for first, name in _FAMILIES if capability >= first]
     return known[-1] if known else "undefined"
-
-
-def sanitised(product: str) -> str:
-    """Write a product's name as a label may have it."""
-    return re.sub(r"[^A-Za-z0-9\-_. ]", "", product).strip().replace(" ", "-")
 
 
 def _of_gpus(gpus: list[Gpu], speaker: Gpu, snapshot: Snapshot) -> Mapping[str, str]:
@@ -146,10 +142,3 @@ def _shared_under_its_name(snapshot: Snapshot) -> bool:
 
 def _truth(said: bool) -> str:  # noqa: FBT001 - it is what is said
     return "true" if said else "false"
-
-
-def _legal(name: str, value: str) -> bool:
-    """Tell whether Kubernetes takes a label; an empty value is legal and says nothing."""
-    last = name.partition("/")[2]
-    form = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
-    return all(len(it) <= _VALUE_LIMIT and re.fullmatch(form, it) for it in (last, value))

@@ -13,12 +13,16 @@ MANAGER: Final = "metagpu"
 """Our name among those who manage fields of an object."""
 TAINT: Final = "metagpu.io/starting"
 """Put on a node by who makes it, so that nothing is scheduled there before we are ready."""
+TAINTS: Final = frozenset((TAINT, "startup-taint.cluster-autoscaler.kubernetes.io/metagpu"))
+"""The same under a name that cluster-autoscaler takes for a startup taint without being told."""
 CONDITION: Final = "GPUProblem"
 """True when a GPU is out of service, as MemoryPressure is when memory is short."""
 RESET: Final = "GPUResetNeeded"
 """True, and there, while a GPU gives nothing before somebody resets it."""
 STAMP: Final = f"{NVIDIA}gfd.timestamp"
 """The label that GPU Feature Discovery alone writes."""
+_TAKEN: Final = "nfd.node.kubernetes.io/feature-labels"
+"""The annotation in which NFD's master remembers which labels it has put on a node."""
 _PRODUCT: Final = f"{NVIDIA}gpu.product"
 
 Object = Mapping[str, Any]
@@ -34,12 +38,41 @@ def owned_labels(node: Object, manager: str = MANAGER) -> frozenset[str]:
     return frozenset(found)
 
 
-def discovered_elsewhere(node: Object) -> bool:
-    """Tell whether GPU Feature Discovery speaks for this node: its labels are not ours to write."""
+def taken_by_nfd(node: Object) -> frozenset[str]:
+    """Name the labels that Node Feature Discovery's master says it keeps on the node."""
+    annotations = node["metadata"].get("annotations") or {}
+    listed = [
+        name
+        for key, names in annotations.items()
+        if key == _TAKEN or key.endswith(f".{_TAKEN}")  # of an instance of NFD with a name
+        for name in names.split(",")
+    ]
+    return frozenset(name for name in listed if "/" in name)  # all others are NFD's own
+
+
+def disowned(node: Object, names: AbstractSet[str]) -> list[Object]:
+    """Give the node's managed fields as they are when we do not manage these labels any more."""
+    kept = []
+
+    for entry in node["metadata"].get("managedFields") or ():
+        mine = entry.get("manager") == MANAGER and entry.get("operation") == "Apply"
+        if not (mine and _labels_in(entry)):
+            kept.append(entry)
+        elif rest := sorted(_labels_in(entry) - names):
+            labels: dict[str, Any] = {f"f:{name}": {} for name in rest}
+            kept.append({**entry, "fieldsV1": {"f:metadata": {"f:labels": labels}}})
+    return kept
+
+
+def discovered_elsewhere(node: Object, carried: AbstractSet[str] = frozenset()) -> bool:
+    """Tell whether GPU Feature Discovery speaks for this node: its labels are not ours to write.
+
+    `carried` are those that somebody writes in our stead.
+    """
     given = node["metadata"].get("labels") or {}
     if STAMP in given:
         return True
-    if _PRODUCT not in given:
+    if _PRODUCT not in given or _PRODUCT in carried:
         return False
     return any(
         entry.get("manager") != MANAGER and _PRODUCT in _labels_in(entry)
@@ -53,15 +86,31 @@ def _labels_in(entry: Object) -> set[str]:
 
 
 def ours_to_write(
-    node: Object, wanted: Mapping[str, str], refused: AbstractSet[str]
+    node: Object,
+    wanted: Mapping[str, str],
+    refused: AbstractSet[str],
+    carried: AbstractSet[str] = frozenset(),
 ) -> Mapping[str, str]:
-    """Leave out of the wanted labels what others write."""
-    elsewhere = discovered_elsewhere(node)
+    """Leave out of the wanted labels what others write, but for those `carried` in our stead."""
+    elsewhere = discovered_elsewhere(node, carried)
     return {
         name: value
         for name, value in wanted.items()
         if name not in refused and not (elsewhere and name.startswith(NVIDIA))
     }
+
+
+def others_labels(
+    node: Object, wanted: Mapping[str, str], known: AbstractSet[str]
+) -> frozenset[str]:
+    """Name the labels that say something else and are neither ours nor among those `known`."""
+    given = node["metadata"].get("labels") or {}
+    ours = owned_labels(node) | known
+    return frozenset(
+        name
+        for name, value in wanted.items()
+        if name not in ours and given.get(name, value) != value
+    )
 
 
 def labels_differ(node: Object, wanted: Mapping[str, str]) -> bool:
@@ -78,7 +127,7 @@ def taints_left(node: Object, amounts: Mapping[ResourceName, int]) -> list[Objec
     It goes once the node tells everybody of every resource, in full: then pods can be placed.
     """
     taints = (node.get("spec") or {}).get("taints") or []
-    kept = [taint for taint in taints if taint.get("key") != TAINT]
+    kept = [taint for taint in taints if taint.get("key") not in TAINTS]
     capacity = (node.get("status") or {}).get("capacity") or {}
     ready = bool(amounts) and all(
         amount(capacity.get(resource)) == count for resource, count in amounts.items()

@@ -1,10 +1,11 @@
 """What happened to the node's GPUs, as Events of the node: pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from metagpu.core.facts import (
     BackendSuspended,
+    ConfigurationRefused,
     Event,
     GpuCordoned,
     GpuFaulted,
@@ -16,6 +17,7 @@ from metagpu.core.facts import (
     StrangerFound,
 )
 from metagpu.core.gpu import GpuId
+from metagpu.core.model import ResourceName
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster import pod_news
 from metagpu.plugins.cluster.events import News, Subject
@@ -23,15 +25,27 @@ from metagpu.plugins.cluster.events import News, Subject
 KINDS = (
     *(GpuFaulted, GpuRecovered, InstanceFaulted, InstanceRecovered),
     *(GpuCordoned, GpuUncordoned, RivalMet, BackendSuspended, StrangerFound),
+    ConfigurationRefused,
 )
 """What is told."""
 
 
-def news_of(event: Event, snapshot: Snapshot, node: Subject) -> News | None:
-    """Say it to who looks after the node; `None` for what is no matter of theirs."""
+def news_of(
+    event: Event,
+    snapshot: Snapshot,
+    node: Subject,
+    server_of: Callable[[ResourceName], str] = lambda _: "another device plugin",
+) -> News | None:
+    """Say it to who looks after the node; `None` for what is no matter of theirs.
+
+    `server_of` names who serves a resource in our stead.
+    """
     match event:
+        case ConfigurationRefused(why):
+            note = f"{why}; the last good configuration stays"
+            return News(node, "ConfigurationRefused", note, "Configure", warning=True)
         case RivalMet(resource, where):
-            note = f"{resource} is served by another device plugin on {where}, not by us"
+            note = f"{resource} is served by {server_of(resource)} on {where}, not by us"
             return News(node, "RivalPlugin", note, "Serve", warning=True)
         case StrangerFound() if pod_news.news_of(event, snapshot) is None:
             note = f"{pod_news.note_of(event, snapshot)}; its pod has the uid {event.pod_uid}"

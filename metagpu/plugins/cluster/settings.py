@@ -12,6 +12,8 @@ from metagpu.core.errors import ConfigError
 
 TOKEN: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 """What Kubernetes gives to a pod with a service account."""
+OUTSIDE: Final = "kube-system"
+"""The namespace of our own objects where no pod has one."""
 _OBJECT_NAME: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
@@ -20,12 +22,14 @@ class Feature(StrEnum):
 
     CONFIG = "config"
     LABELS = "labels"
+    NODE_FEATURE = "nodefeature"
     TAINT = "taint"
     CONDITION = "condition"
     EVENTS = "events"
     ALLOCATABLE = "allocatable"
     PODS = "pods"
     POD_EVENTS = "pod-events"
+    RIVALS = "rivals"
 
 
 ALL: Final = frozenset(Feature)
@@ -42,6 +46,7 @@ class Settings:
         features: what is done at all.
         remove_labels: whether labels and condition go when the daemon ends.
         patience: seconds that the first offer waits for the node's profile.
+        namespace: where objects of our own stand: that of our pod.
     """
 
     node: str
@@ -50,6 +55,7 @@ class Settings:
     features: frozenset[Feature] = ALL
     remove_labels: bool = False
     patience: float = 5.0
+    namespace: str = OUTSIDE
 
 
 def features_of(text: str) -> frozenset[Feature]:
@@ -128,4 +134,12 @@ def settings_of(
 
     if not (node and reachable and wanted):
         return None
-    return Settings(node, kubeconfig, place, wanted, remove_labels)
+    own = _text(token.parent / "namespace") if in_pod else ""
+    return Settings(node, kubeconfig, place, wanted, remove_labels, namespace=own or OUTSIDE)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,8 +1,8 @@
-"""What the node tells, kept true at the API server: labels, taint, condition, free amounts."""
+"""What the node tells, kept true at the API server: taint, condition, free amounts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import anyio
 import structlog
@@ -11,34 +11,22 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Snapshot
-from metagpu.plugins.cluster.choice import MIG_STATE
 from metagpu.plugins.cluster.following import Followed
-from metagpu.plugins.cluster.labels import labels
 from metagpu.plugins.cluster.node import (
-    MANAGER,
     Object,
     capacity_of,
     conditions_differ,
     conditions_of,
     healthy_of,
-    labels_differ,
-    ours_to_write,
-    owned_labels,
     stale_amounts,
     taints_left,
 )
-
-if TYPE_CHECKING:
-    from metagpu.plugins.cluster.client import Client
+from metagpu.plugins.cluster.writing import CONFLICT, Writer
 
 RISE: Final = 0.3
 """Seconds that a number waits to rise: until then the kubelet may not know the shares yet."""
 PROMPT: Final = 0.02
 """Seconds between two looks for what has to be lowered: till then pods are sent by the old one."""
-_CONFLICT: Final = 409
-_LABEL_FIELD: Final = ".metadata.labels."
-_APPLY: Final = "application/apply-patch+yaml"
-_MERGE: Final = "application/merge-patch+json"
 
 log = structlog.get_logger()
 
@@ -48,45 +36,17 @@ class Teller:
     """Compares the Node object with what is known, and writes what differs; nothing else.
 
     Attributes:
-        mig_state: what to answer to mig-manager's label, `None` for nothing.
+        writer: knows the Node, and writes it.
     """
 
-    client: "Client"
-    node: Followed
+    writer: Writer
     registry: Registry
-    mig_state: Callable[[], str | None]
-    _refused: frozenset[str] = frozenset()
-    _labelled: bool = False
     _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
 
-    async def label(self) -> None:
-        """Apply the labels; those that others apply with other values are left to them."""
-        node = self.node.object
-        if node is None:
-            return
-        wanted, state = dict(labels(self.registry.snapshot)), self.mig_state()
-        self._labelled |= bool(wanted)
-        if not self._labelled:
-            if state is None:
-                return
-            # What an earlier daemon said stays until we know better.
-            given = node["metadata"].get("labels") or {}
-            wanted = {name: given[name] for name in owned_labels(node) & given.keys()}
-        if state is not None:
-            wanted[MIG_STATE] = state
-
-        mine = ours_to_write(node, wanted, self._refused)
-        if not labels_differ(node, mine):
-            return
-        try:
-            await self._apply("", {"metadata": {"labels": dict(mine)}})
-        except ClusterError as error:
-            refused = {it.removeprefix(_LABEL_FIELD) for it in error.fields} & mine.keys()
-            if error.status != _CONFLICT or not refused:
-                raise
-            self._refused |= refused
-            log.info("labels are left to who writes them already", labels=sorted(refused))
-            await self._apply("", {"metadata": {"labels": dict(_without(mine, refused))}})
+    @property
+    def node(self) -> Followed:
+        """The Node as it was told."""
+        return self.writer.node
 
     async def lift_taint(self) -> None:
         """Take the startup taint away once the node tells of every resource."""
@@ -100,9 +60,9 @@ class Teller:
         version = node["metadata"]["resourceVersion"]
         body = {"metadata": {"resourceVersion": version}, "spec": {"taints": left or None}}
         try:
-            await self._patch("", body)
+            await self.writer.patch("", body)
         except ClusterError as error:
-            if error.status != _CONFLICT:
+            if error.status != CONFLICT:
                 raise
             return  # somebody was faster, and what they wrote has us look again
         log.info("the startup taint is lifted")
@@ -113,7 +73,7 @@ class Teller:
         if node is None or not wanted or not conditions_differ(node, wanted):
             return
         conditions = [dict(each) for each in wanted]
-        await self._apply("/status", {"status": {"conditions": conditions}}, force=True)
+        await self.writer.apply("/status", {"status": {"conditions": conditions}}, force=True)
 
     async def lower(self) -> None:
         """Take from the node's allocatable amounts what cannot be had any more, at once."""
@@ -135,45 +95,27 @@ class Teller:
         await self._write({it: n for it, n in amounts.items() if it in self._lowered})
 
     async def leave(self) -> None:
-        """Take labels and condition back."""
-        if self.node.object is None:
-            return
-        await self._apply("", {"metadata": {"labels": {}}})
-        await self._apply("/status", {"status": {"conditions": []}}, force=True)
+        """Take the condition back.
+
+        Raises:
+            ClusterError: if the API server does not answer, or does not allow it.
+        """
+        if self.node.object is not None:
+            await self.writer.apply("/status", {"status": {"conditions": []}}, force=True)
 
     async def _write(self, amounts: Mapping[ResourceName, int]) -> None:
         if not amounts:
             return
         before = _allocatable(self.node.object or {})
         numbers = {resource: str(count) for resource, count in amounts.items()}
-        await self._patch("/status", {"status": {"allocatable": numbers}})
+        await self.writer.patch("/status", {"status": {"allocatable": numbers}})
         # The number before counts too: what we are told may be older than what we have written.
         self._lowered |= {it: frozenset((before[it], n)) for it, n in numbers.items()}
-
-    async def _patch(self, part: str, body: Object) -> None:
-        await self.client.call("PATCH", self._path + part, body=body, content=_MERGE)
-
-    async def _apply(self, part: str, said: Mapping[str, Any], *, force: bool = False) -> None:
-        """Apply fields in our name: what we applied before and leave out now goes."""
-        metadata = {"name": self.node.name, **said.get("metadata", {})}
-        if self.node.object is not None:
-            metadata["uid"] = self.node.object["metadata"].get("uid")  # or it would make a Node
-        body = {"apiVersion": "v1", "kind": "Node", **said, "metadata": metadata}
-        query = {"fieldManager": MANAGER, "force": "true" if force else "false"}
-        await self.client.call("PATCH", self._path + part, query=query, body=body, content=_APPLY)
-
-    @property
-    def _path(self) -> str:
-        return f"{self.node.path}/{self.node.name}"
 
 
 def _allocatable(node: Object) -> Mapping[str, str]:
     shown: Mapping[str, str] = (node.get("status") or {}).get("allocatable") or {}
     return shown
-
-
-def _without(values: Mapping[str, str], names: set[str]) -> Mapping[str, str]:
-    return {name: value for name, value in values.items() if name not in names}
 
 
 def look(snapshot: Snapshot) -> object:

@@ -1,4 +1,4 @@
-"""A small API server on a loopback port: Nodes, Pods, ConfigMaps, Events, watched, nothing else.
+"""A small API server on a loopback port: Nodes, Pods, ConfigMaps, Events, NodeFeatures.
 
 What a client may meet can be had at will: no answer, refusals, throttling, watches that end, a
 history that is forgotten, tokens that are renewed.
@@ -16,6 +16,7 @@ import anyio
 import yaml
 from aiohttp import web
 
+from metagpu.sim.apiserver.nfd import GROUP, KIND, SimNfd, add_routes
 from metagpu.sim.apiserver.objects import Object, Refusal, Selection, Store
 
 MERGE: Final = "application/merge-patch+json"
@@ -48,16 +49,21 @@ class SimApiServer:
         requests: all that came in.
         token: what clients must show.
         denied: (method, part of a path) that nobody may do.
+        invalid: parts of paths where whatever is applied is not as it should be.
         failures: answers to the next requests, whatever they are.
-        endless: whether watches end by themselves after their time.
+        nfd: Node Feature Discovery's master, `None` where it is not installed.
+        nfd_works: whether it does anything.
     """
 
     def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
         self.store = Store()
         self.store.changed = self._wake
+        self.nfd: SimNfd | None = None
+        self.nfd_works = True
         self.requests: list[Request] = []
         self.token = token
         self.denied: list[tuple[str, str]] = []
+        self.invalid: list[str] = []
         self.failures: deque[Refusal] = deque()
         self.port = 0
         self._changed = anyio.Event()
@@ -128,6 +134,15 @@ class SimApiServer:
         """Delete a Pod, as the API server does once its kubelet has ended it."""
         self.store.delete(("pods", namespace, name))
 
+    def install_nfd(self, *, works: bool = True) -> SimNfd:
+        """Have Node Feature Discovery in the cluster, or its kinds alone."""
+        self.nfd, self.nfd_works = SimNfd(self.store), works
+        return self.nfd
+
+    def node_features(self) -> list[Object]:
+        """Give all NodeFeatures."""
+        return [it for key, it in self.store.objects.items() if key[0] == KIND]
+
     def events(self) -> list[Object]:
         """Give all Events, the oldest first."""
         return [it for key, it in self.store.objects.items() if key[0] == "events"]
@@ -169,6 +184,7 @@ class SimApiServer:
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
         app.router.add_post(_EVENTS, self._create)
         app.router.add_patch(_EVENTS + "/{name}", self._patch)
+        add_routes(app, self.store)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
@@ -210,6 +226,8 @@ class SimApiServer:
         try:
             self._check(request)
             answer: web.StreamResponse = await handler(request)
+            if self.nfd is not None and self.nfd_works and request.method != "GET":
+                self.nfd.work()
         except Refusal as refusal:
             headers = {"Retry-After": str(refusal.retry)} if refusal.retry else {}
             answer = web.json_response(refusal.status, status=refusal.code, headers=headers)
@@ -221,6 +239,10 @@ class SimApiServer:
             raise Refusal(401, "Unauthorized", "Unauthorized")
         if self.failures:
             raise self.failures.popleft()
+        if self.nfd is None and request.path.startswith(GROUP):
+            raise Refusal(404, "NotFound", "the server could not find the requested resource")
+        if request.method == "PATCH" and any(part in request.path for part in self.invalid):
+            raise Refusal(422, "Invalid", "status: Required value")
         for method, part in self.denied:
             if request.method == method and part in request.path:
                 message = f'User "sim" cannot {method.lower()} {request.path}'

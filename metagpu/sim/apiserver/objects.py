@@ -13,7 +13,7 @@ from uuid import uuid4
 
 Object = dict[str, Any]
 Key = tuple[str, str, str]
-"""Collection (`nodes`, `pods`, `configmaps`, `events`), namespace (empty for none), name."""
+"""Collection (`nodes`, `pods`, `configmaps`, …), namespace (empty for none), name."""
 
 _LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 
@@ -159,6 +159,15 @@ class Store:
             _apply_conditions(after, said, manager)
         else:
             _apply_labels(after, said, manager, force=force)
+        return self._replace(key, before, after)
+
+    def apply_whole(self, key: Key, said: Mapping[str, Any]) -> Object:
+        """Apply an object that one manager has to itself: made if there is none."""
+        if key not in self.objects:
+            return self.put(key, said)
+        before = self.objects[key]
+        after = {**before, **copy.deepcopy(dict(said))}
+        after["metadata"] = {**before["metadata"], **said["metadata"]}
         return self._replace(key, before, after)
 
     def _replace(self, key: Key, before: Object, after: Object) -> Object:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from metagpu.core.gpu import MIB, Gpu
-from metagpu.core.mig import ComputeInstance, MigInstance, MigProfile, Placement
+from metagpu.core.mig import ComputeInstance, MigEngines, MigInstance, MigProfile, Placement
 from metagpu.sim.boards import BOARDS
 from tests.build import gpu
 
@@ -19,6 +19,8 @@ def mig_gpu(index: int = 0, board: str = "a100-40gb") -> Gpu:
             profile.memory * MIB,
             profile.most,
             tuple(Placement(start, profile.size) for start in profile.starts),
+            profile.processors,
+            MigEngines(profile.copies, *profile.engines),
         )
         for profile in its.mig_profiles
     )

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.backends.mig.board import board_of, profile_of, resource_of, share_id, slot_in, slot_of
+from metagpu.backends.mig.board import board_of, resource_of, share_id, slot_in
+from metagpu.core.mig import profile_of, slot_of
 from metagpu.sim import cutting
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.spec import simulated

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.backends.mig import MigBackend
-from metagpu.backends.mig.board import slot_of
 from metagpu.backends.mig.division import MpsTerms, ending_of, through_mps
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.placement import Placement
@@ -17,6 +16,7 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.injection import Injection
 from metagpu.core.layout import ID_LIMIT
+from metagpu.core.mig import slot_of
 from metagpu.core.model import ShareId
 from metagpu.core.sharing import conflicts
 from metagpu.core.units import Bytes

@@ -122,6 +122,11 @@ def test_a_gpu_without_its_profiles_says_why() -> None:
         ("enableMig: true", r"give either profiles, such as \[1g.5gb\], of which instances are"),
         ("profiles: [1g.5gb], layout: {1g.5gb: 7}", "give either profiles, .* or a layout"),
         ("profiles: [1g.5gb], resource: a.b/c", "resource is for a layout; instances made when"),
+        ("profiles: [1g.5gb], replicas: 2", "an instance made when a pod asks is that pod's"),
+        (
+            "profiles: [1g.5gb], failRequestsGreaterThanOne: true",
+            "replicas and failRequestsGreaterThanOne are for a layout",
+        ),
         ("layout: {}", "layout is empty; give at least one instance, as in 1g.5gb: 7"),
         ("layout: {1g.5gb: 0}", "layout has 0 of 1g.5gb; give at least 1, or leave it out"),
         ("layout: {1g: 7}", "'1g' is no MIG profile such as 1g.5gb"),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from metagpu.core.facts import DriverRead, GpusFound, TopologyRead
 from metagpu.core.gpu import Connection, Gpu, Topology
 from metagpu.core.snapshot import Versions
-from metagpu.plugins.cluster.labels import family, labels, sanitised
+from metagpu.plugins.cluster.label_form import sanitised
+from metagpu.plugins.cluster.labels import family, labels
 from tests.build import after, gpu, laid_out
 
 A100 = replace(

@@ -12,10 +12,13 @@ from metagpu.plugins.cluster.node import (
     conditions_differ,
     conditions_of,
     discovered_elsewhere,
+    disowned,
     healthy_of,
+    others_labels,
     owned_labels,
     stale_amounts,
     taints_left,
+    taken_by_nfd,
 )
 from tests.build import METAGPU, after, gpu, offered
 
@@ -42,6 +45,47 @@ def test_own_labels_are_those_applied_in_our_name() -> None:
     entries = [managed("metagpu", "a", "b"), managed("nfd", "c"), {"manager": "kubelet"}]
     assert owned_labels({"metadata": {"managedFields": entries}}) == {"a", "b"}
     assert owned_labels({"metadata": {}}) == frozenset()
+
+
+def test_what_nfd_keeps_is_read_off_its_annotations() -> None:
+    """Of every instance of NFD, and without the labels of its own namespace."""
+    annotations = {
+        "nfd.node.kubernetes.io/feature-labels": "cpu-cpuid.AVX,nvidia.com/gpu.count",
+        "second.nfd.node.kubernetes.io/feature-labels": "metagpu.io/gpu.ecc",
+        "nfd.node.kubernetes.io/extended-resources": "a.b/c",
+    }
+
+    assert taken_by_nfd({"metadata": {"annotations": annotations}}) == {
+        "nvidia.com/gpu.count",
+        "metagpu.io/gpu.ecc",
+    }
+    assert taken_by_nfd({"metadata": {}}) == frozenset()
+
+
+def test_labels_are_disowned_and_nothing_else() -> None:
+    """Of our entry those labels go, of others' nothing; an entry of none goes as a whole."""
+    status = {"manager": "metagpu", "operation": "Apply", "subresource": "status", "fieldsV1": {}}
+    others = [managed("nfd-master", "a", operation="Update"), status]
+    it = {"metadata": {"managedFields": [managed("metagpu", "a", "b"), *others]}}
+
+    [ours, *rest] = disowned(it, {"a"})
+    assert owned_labels({"metadata": {"managedFields": [ours]}}) == {"b"}
+    assert rest == others
+    assert disowned(it, {"a", "b"}) == others
+    assert disowned({"metadata": {}}, {"a"}) == []
+
+
+def test_labels_of_others_are_those_that_say_something_else() -> None:
+    """What is ours, is known, or says the same is no other's."""
+    it = {
+        "metadata": {
+            "labels": {"a": "1", "b": "1", "c": "1", "d": "1"},
+            "managedFields": [managed("metagpu", "a")],
+        }
+    }
+    wanted = {"a": "2", "b": "2", "c": "2", "d": "1", "e": "1"}
+
+    assert others_labels(it, wanted, {"c"}) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -78,9 +122,12 @@ def test_quantities_are_read(text: str | None, number: int | None) -> None:
     assert amount(text) == number
 
 
-def test_taint_waits_for_every_resource() -> None:
+@pytest.mark.parametrize(
+    "key", ["metagpu.io/starting", "startup-taint.cluster-autoscaler.kubernetes.io/metagpu"]
+)
+def test_taint_waits_for_every_resource(key: str) -> None:
     """It goes when all resources have all their shares, and not while nothing is on offer."""
-    ours = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
+    ours = {"key": key, "effect": "NoSchedule"}
     tainted = {"metadata": {}, "spec": {"taints": [ours]}, "status": {"capacity": {R: "4"}}}
 
     assert taints_left(tainted, {R: 4}) == []

@@ -39,7 +39,7 @@ def test_unknown_use_is_named() -> None:
         features_of("all,-taints")
     assert str(refusal.value) == (
         "--cluster: 'taints' is no use of the API server; allowed: all, none, config, labels, "
-        "taint, condition, events, allocatable, pods, pod-events"
+        "nodefeature, taint, condition, events, allocatable, pods, pod-events, rivals"
     )
 
 
@@ -83,6 +83,20 @@ def test_nothing_of_it_runs_without_name_credentials_or_uses() -> None:
     assert made(environment=POD, token=Path("/none")) is None
     assert made(node=None, environment=POD) is None
     assert made(features="none", environment=POD) is None
+
+
+def test_our_objects_stand_in_the_namespace_of_our_pod(tmp_path: Path) -> None:
+    """A pod is told its namespace beside its token; outside one it is kube-system."""
+    token = tmp_path / "token"
+    token.write_text("x")
+    beside = made(environment=POD, token=token)
+    (tmp_path / "namespace").write_text("gpus\n")
+    within = made(environment=POD, token=token)
+    outside = made(kubeconfig=Path("k"), token=token)
+
+    assert [it.namespace for it in (beside, within, outside) if it] == [
+        "kube-system", "gpus", "kube-system",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,330 @@
+"""Labels by way of a NodeFeature: carried, handed over, taken back, and patched where need be."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from metagpu.core.facts import SharesOffered
+from metagpu.plugins.cluster import node_feature
+from metagpu.plugins.cluster.settings import Feature
+from metagpu.sim.apiserver import SimApiServer
+from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
+
+BOTH = (Feature.LABELS, Feature.NODE_FEATURE)
+COUNT = "nvidia.com/gpu.count"
+OBJECT = ("nodefeatures", "kube-system", f"metagpu-{NODE}")
+
+
+def with_nfd(**said: Any) -> SimApiServer:  # noqa: ANN401 - as of `install_nfd`
+    """Make an API server with a Node and NFD."""
+    server = SimApiServer()
+    server.add_node(NODE, {"kubernetes.io/hostname": NODE})
+    server.install_nfd(**said)
+    return server
+
+
+def owned(server: SimApiServer) -> set[str]:
+    """Name the labels that are applied in our name."""
+    return {
+        name.removeprefix("f:")
+        for entry in server.node(NODE)["metadata"].get("managedFields", ())
+        if entry["manager"] == "metagpu" and not entry.get("subresource")
+        for name in entry["fieldsV1"]["f:metadata"]["f:labels"]
+    }
+
+
+def carried(server: SimApiServer) -> dict[str, str]:
+    """Give the labels that our object has."""
+    [it] = [each for each in server.node_features() if each["metadata"]["name"] == OBJECT[2]]
+    labels: dict[str, str] = it["spec"]["labels"]
+    return labels
+
+
+def written(server: SimApiServer) -> list[str]:
+    """Say what was written, in order."""
+    return [f"{it.method} {it.what}" for it in server.requests if it.method != "GET"]
+
+
+async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
+    """Wait until the cluster's side reports so; give what it reports."""
+    with anyio.fail_after(30):
+        while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
+            await anyio.sleep(0.005)
+    return it.cluster.report()
+
+
+def carries(report: Mapping[str, Any]) -> bool:
+    """Tell whether the object is known to have the labels."""
+    return bool(report.get("nodeFeature") == f"kube-system/{OBJECT[2]}")
+
+
+def trouble(report: Mapping[str, Any]) -> str:
+    """Say what is wrong with the use."""
+    found: str = report["uses"]["nodefeature"]
+    return found
+
+
+async def test_labels_go_by_the_object_where_nfd_is(tmp_path: Path) -> None:
+    """The object has them, its owner is the Node, and we write nothing of the Node itself."""
+    async with cluster_at_work(tmp_path, *BOTH, server=with_nfd()) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        [made] = it.server.node_features()
+        uid = it.server.node(NODE)["metadata"]["uid"]
+
+        assert made["metadata"]["name"] == OBJECT[2]
+        assert made["metadata"]["namespace"] == "kube-system"
+        assert made["metadata"]["labels"]["nfd.node.kubernetes.io/node-name"] == NODE
+        assert made["metadata"]["ownerReferences"] == [
+            {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": uid}
+        ]
+        assert owned(it.server) == set()
+        await reports(it, carries)
+
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+        it.registry.apply(SharesOffered((), ()))
+        await it.has_labels(nvidia_com__gpu_count=None)
+        assert not [each for each in written(it.server) if "/nodes/" in each]
+
+
+async def test_without_nfd_labels_are_patched(tmp_path: Path) -> None:
+    """Where there is no such kind of object, nothing is said about it."""
+    async with cluster_at_work(tmp_path, *BOTH) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert COUNT in owned(it.server)
+        assert it.cluster.report()["uses"] == {"labels": "", "nodefeature": ""}
+        assert it.cluster.report()["nodeFeature"] is None
+
+
+@pytest.mark.parametrize("method", ["GET", "PATCH"])
+async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str) -> None:
+    """Who may not write the object patches as before, and says which right is missing."""
+    server = with_nfd()
+    server.denied.append((method, "/nodefeatures"))
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert it.cluster.report()["uses"]["labels"] == ""
+        assert it.cluster.report()["uses"]["nodefeature"] == (
+            f'the API server does not allow it: User "sim" cannot {method.lower()} '
+            f"/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures/metagpu-{NODE}; "
+            "docs/permissions.md has the rule to add, or take the use out of --cluster; labels are "
+            "patched"
+        )
+
+
+async def test_an_nfd_that_refuses_the_object_costs_no_label(tmp_path: Path) -> None:
+    """Where its kind is another than we know, labels are patched, and that is told."""
+    server = with_nfd()
+    server.invalid.append("/nodefeatures")
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert trouble(it.cluster.report()).startswith("the API server answers 422 to PATCH ")
+        assert trouble(it.cluster.report()).endswith("status: Required value; labels are patched")
+
+
+async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> None:
+    """When NFD comes, it keeps what was patched: at no moment is a label missing."""
+    server = SimApiServer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+    assert COUNT in owned(server)
+
+    server.install_nfd()
+    begun = server.store.version
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await server.until(lambda: not owned(server))
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+
+    seen = [
+        node["metadata"]["labels"].get(COUNT)
+        for version, _, key, node in server.store.history
+        if version > begun and key == ("nodes", "", NODE)
+    ]
+    assert None not in seen
+    assert seen[-1] == "3"
+
+
+async def test_a_restart_writes_nothing(tmp_path: Path) -> None:
+    """A daemon that finds the object as it wants it leaves it alone."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+    before = written(server)
+
+    async with cluster_at_work(tmp_path, *BOTH, Feature.CONDITION, server=server) as it:
+        it.offer()
+        await server.until(lambda: server.node(NODE)["status"].get("conditions"))
+        await reports(it, carries)
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+
+    after = [each for each in written(server)[len(before) :] if "/status" not in each]
+    group = "/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures"
+    assert after == [f"PATCH {group}/{OBJECT[2]}"]
+
+
+@pytest.mark.parametrize(
+    ("arranged", "late"),
+    [
+        (lambda server: server.nfd.denied.add("nvidia.com"), "nvidia.com/gpu.count"),
+        (lambda server: setattr(server, "nfd_works", False), "metagpu.io/gpu.nvlink"),
+    ],
+    ids=["denied", "not running"],
+)
+async def test_what_nfd_does_not_put_on_the_node_is_patched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arranged: Callable[[SimApiServer], None],
+    late: str,
+) -> None:
+    """After a while labels that NFD denies, or has not heard of, are patched, and it is told."""
+    monkeypatch.setattr(node_feature, "PATIENCE", 0.05)
+    server = with_nfd()
+    arranged(server)
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await server.until(lambda: late in owned(server))
+        report = await reports(it, lambda now: trouble(now) and late in now["labelsMissing"])
+
+        assert server.labels(NODE)[COUNT] == "2"
+        assert trouble(report).startswith("nfd-master has not put ")
+        assert trouble(report).endswith(
+            " …); they are patched. See that it runs, and its denyLabelNs, labelWhiteList and "
+            "restrictions"
+        )
+
+        server.nfd_works = True
+        assert server.nfd is not None
+        server.nfd.denied.clear()
+        it.offer(count=3)
+        await server.until(lambda: not owned(server))
+        await reports(it, lambda report: not trouble(report))
+
+
+async def test_an_object_that_somebody_deletes_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels that vanish with it come back."""
+    monkeypatch.setattr(node_feature, "PATIENCE", 0.05)
+    server = with_nfd()
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        server.store.delete(OBJECT)
+        assert server.nfd is not None
+        server.nfd.work()
+        await server.until(lambda: OBJECT in server.store.objects)
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+
+async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
+    """Where its kinds are removed, labels are patched again."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await reports(it, carries)
+        server.nfd = None
+        it.offer(count=3)
+        await server.until(lambda: COUNT in owned(server))
+
+        assert server.labels(NODE)[COUNT] == "3"
+        assert it.cluster.report()["uses"]["nodefeature"] == ""
+
+
+async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path) -> None:
+    """It stays behind the daemon, unless labels are to be removed: then NFD removes them."""
+    for remove in (False, True):
+        server = with_nfd()
+        async with cluster_at_work(tmp_path, *BOTH, server=server, remove_labels=remove) as it:
+            it.offer()
+            await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert bool(server.node_features()) is not remove
+        assert (COUNT in server.labels(NODE)) is not remove
+        assert server.labels(NODE)["kubernetes.io/hostname"] == NODE
+
+
+async def test_without_the_use_an_earlier_object_is_deleted(tmp_path: Path) -> None:
+    """Labels that a former daemon gave to NFD are patched, and the object does not contradict."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await server.until(lambda: not server.node_features())
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await server.until(lambda: COUNT in owned(server))
+
+
+async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:
+    """Where GPU Feature Discovery speaks, our object has its names no more, as long as it does."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        server.label(NODE, {"nvidia.com/gfd.timestamp": "1"}, "nfd-master")
+        await server.until(lambda: COUNT not in carried(server))
+        assert "metagpu.io/cnvrg.io_metagpu.replicas" in carried(server)
+
+        server.label(NODE, {"nvidia.com/gfd.timestamp": None})
+        await server.until(lambda: COUNT in carried(server))
+
+
+async def test_a_label_that_somebody_else_has_set_stays_theirs(tmp_path: Path) -> None:
+    """NFD would write over it: it is not given to NFD."""
+    server = with_nfd()
+    server.label(NODE, {"nvidia.com/gpu.family": "mine"}, by="person")
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert server.labels(NODE)["nvidia.com/gpu.family"] == "mine"
+        assert "nvidia.com/gpu.family" not in carried(server)
+
+
+async def test_mig_managers_answer_is_patched(tmp_path: Path) -> None:
+    """It is an answer, which mig-manager may give too: NFD does not keep it."""
+    server = with_nfd()
+    server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+
+    async with cluster_at_work(tmp_path, *BOTH, Feature.CONFIG, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__mig_config_state="success")
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await server.until(lambda: owned(server) == {"nvidia.com/mig.config.state"})
+
+        assert "nvidia.com/mig.config.state" not in carried(server)
+
+
+async def test_an_api_server_in_trouble_changes_nothing(tmp_path: Path) -> None:
+    """Answers that say nothing about NFD are asked for again, and no other way is taken."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        await server.until(lambda: any("?watch" in each.what for each in server.requests))
+        server.fail(503, times=2)
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert owned(server) == set()
