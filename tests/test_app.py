@@ -440,7 +440,7 @@ async def test_device_node_that_comes_late_is_given(
         laid = it.agent.layout
         await anyio.Path(uvm.parent).mkdir()
         await anyio.Path(uvm).touch()
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while it.agent.layout is laid:  # noqa: ASYNC110 - nothing tells of it: no offer changed
                 await anyio.sleep(0.01)
         after = await it.kubelet.admit(Pod.single("after", {METAGPU: 1}))
