@@ -30,6 +30,8 @@ class Client:
     def __init__(self, channel: grpc.Channel) -> None:
         self.allocate = channel.unary_unary(f"{_SERVICE}/Allocate")
         self.prefer = channel.unary_unary(f"{_SERVICE}/GetPreferredAllocation")
+        self.options = channel.unary_unary(f"{_SERVICE}/GetDevicePluginOptions")
+        self.pre_start = channel.unary_unary(f"{_SERVICE}/PreStartContainer")
         self._list_and_watch = channel.unary_stream(f"{_SERVICE}/ListAndWatch")
 
     def first_list(self) -> bytes:
@@ -104,6 +106,11 @@ def allocate_request(ids: Sequence[str]) -> bytes:
     """Encode the kubelet's question for one container."""
     container = v1beta1.ContainerAllocateRequest(devices_ids=list(ids))
     return bytes(v1beta1.AllocateRequest(container_requests=[container]))
+
+
+def pre_start_request(ids: Sequence[str]) -> bytes:
+    """Encode what the kubelet says before a container starts."""
+    return bytes(v1beta1.PreStartContainerRequest(devices_ids=list(ids)))
 
 
 def preferred_request(available: Sequence[str], size: int) -> bytes:

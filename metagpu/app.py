@@ -23,7 +23,7 @@ from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
-from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.errors import CdiError, ConfigError, MetagpuError
 from metagpu.core.facts import BackendSuspended, GpuCordoned, GpusFound, GpuUncordoned
 from metagpu.core.gpu import GpuId
 from metagpu.core.health import HealthWatch
@@ -42,6 +42,7 @@ from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
 from metagpu.inside import Inside
 from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
+from metagpu.plugins.cdi_file import CdiFile
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.endpoints import serve_offers
 from metagpu.plugins.metrics.address import Address
@@ -70,6 +71,7 @@ class Places:
     run: Path = control.DEFAULT_RUN_DIR
     dev_root: Path | None = None
     pods: Path | None = None
+    cdi: Path | None = None
 
 
 @dataclass
@@ -112,6 +114,8 @@ class Agent:
         own = HostTools(tuple(roots))
         tools, companions = self.tools or own, self.companions or HostCompanions(own)
         self.keeper = Keeper(self.registry, self.driver, tools, companions)
+        look = partial(host.device_nodes, self.places.dev_root)
+        self.cdi = CdiFile(self.registry, self.driver, tools, self.places.cdi, look)
         self.host = self.host or host.LinuxHost()
         self.oversight = Oversight(
             self.driver,
@@ -155,8 +159,8 @@ class Agent:
         """What has to run side by side to serve the node.
 
         Health, offers, GPUs kept, leases, memory enforced, strangers told of, files followed,
-        containers answered, and monitoring and the cluster's side where there are any. Who counts
-        news comes first, so that none is missed.
+        containers answered, CDI's names kept, and monitoring and the cluster's side where there
+        are any. Who counts news comes first, so that none is missed.
         """
         main = {
             "health": self.health.run,
@@ -170,6 +174,7 @@ class Agent:
             *self.oversight.tasks,
             partial(enduring, self.adoption.follow_files, "following of files"),
             partial(enduring, self.inside.run, "mgctl in containers"),
+            partial(enduring, self.cdi.run, "CDI specification"),
             *((self.cluster.run,) if self.cluster else ()),
         )
 
@@ -237,6 +242,11 @@ class Agent:
         pods = await self.inside.folder()
         self._pods = str(pods.absolute()) if pods else ""
         layout = self._laid(config, nodes)
+        try:
+            await self.cdi.keep(config.envelope.injection(self._injection(nodes)))
+        except CdiError as error:
+            problem, path = str(error), "deviceListStrategy"
+            raise ConfigError(problem, file=config.file, path=path) from error
 
         self._nodes, self.config, self.layout = nodes, config, layout
         self._backends.update(layout.backends)
@@ -249,18 +259,19 @@ class Agent:
             ConfigError: if it does not fit them.
         """
         gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-        root = str(self.places.dev_root or "")
-        run_dir = str(self.places.run.absolute())
-        injection = Injection(
-            dev_root=root,
-            present=nodes.present,
-            capabilities=nodes.capabilities,
-            run_dir=run_dir,
-            pod_dir=self._pods,
-        )
-        layout = lay_out(config, gpus, injection)
+        layout = lay_out(config, gpus, self._injection(nodes))
         wire.check_size(layout, config.file)
         return layout
+
+    def _injection(self, nodes: DeviceNodes) -> Injection:
+        """Say what this host has for containers; the configuration's choices come on top."""
+        return Injection(
+            dev_root=str(self.places.dev_root or ""),
+            present=nodes.present,
+            capabilities=nodes.capabilities,
+            run_dir=str(self.places.run.absolute()),
+            pod_dir=self._pods,
+        )
 
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
@@ -282,7 +293,9 @@ class Agent:
 
         async with anyio.create_task_group() as group:
             directory = kubelet_directory.KubeletDirectory(self.places.kubelet)
-            group.start_soon(serve_offers, self.registry, directory, self.backend, self.record)
+            describe = self.cdi.describe
+            offers = partial(serve_offers, self.registry, directory, self.backend, self.record)
+            group.start_soon(partial(offers, describe=describe))
             group.start_soon(self._follow_nodes)
 
             with self.registry.news.subscribe(GpusFound) as news:
@@ -323,6 +336,7 @@ class Agent:
             "enforcement": self.oversight.tally,
             "configuration": self.adoption.report(),
             "cluster": self.cluster.report() if self.cluster else None,
+            "cdi": self.cdi.report(),
         }
 
     async def _plan(self, request: Mapping[str, Any]) -> object:

@@ -6,6 +6,7 @@ from textwrap import fill
 from typing import Any, Final
 
 from metagpu import __version__
+from metagpu.core import cdi
 from metagpu.options import Variable, add_choice, add_cluster, add_metrics, add_source
 from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
 
@@ -74,6 +75,13 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="the folder that containers with shares see, with mgctl and its socket; the same path "
         f"here and for the container runtime (default: {pod_folder.DEFAULT_POD_DIR}; with "
         "--run-dir, pod in it)",
+    )
+    it.add_argument(
+        "--cdi-dir",
+        type=Path,
+        default=Variable(("METAGPU_CDI_DIR",), cdi.DEFAULT_DIR, convert=Path),
+        help="where the CDI specification is written, if a configuration gives GPUs by CDI; one of "
+        "the folders that the container runtime reads (default: %(default)s)",
     )
     it.add_argument(
         "--log-level",

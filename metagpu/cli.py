@@ -86,7 +86,9 @@ def _run(args: argparse.Namespace) -> int:
     joins, metrics = cluster_of(args), metrics_of(args)
     _log(args.log_level, args.log_format)
     pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
-    places = Places(args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods)
+    places = Places(
+        args.kubelet_dir, args.pod_resources, args.run_dir, args.dev_root, pods, args.cdi_dir
+    )
     args.agent = _agent(source_of(args), args.simulate, places, joins, metrics)
     anyio.run(args.agent.run)
     return 0

@@ -56,6 +56,7 @@ def show_status(status: Mapping[str, Any]) -> None:
             *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
             *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
             *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
+            *(Text(line, style="yellow") for line in cdi_lines(status.get("cdi"))),
             resources_table(status["resources"]),
             gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
             *reasons(status["gpus"]),
@@ -64,6 +65,15 @@ def show_status(status: Mapping[str, Any]) -> None:
             *map(Text, status.get("remarks", ())),
         )
     )
+
+
+def cdi_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
+    """Say what containers that are given GPUs by CDI have to do without."""
+    lines = {
+        "containers may not start": "problem",
+        "containers get no libraries of the driver by CDI": "noLibraries",
+    }
+    return [f"{text}: {told[key]}" for text, key in lines.items() if told and told[key]]
 
 
 def rival_lines(rivals: Mapping[str, str]) -> Sequence[str]:

@@ -92,13 +92,15 @@ async def agent_at_work(
     joins: Settings | None = None,
     host: Host | None = None,
     pods: Path | None = None,
+    cdi: Path | None = None,
     metrics: Address | None = None,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
     `boards` is a node, or what `--simulate` says of one.
     `drivers=False` starts without NVML; `source` is where the configuration is if not in a file;
-    `pods` is the folder that containers see; `metrics` where monitoring may ask.
+    `pods` is the folder that containers see, `cdi` the one of CDI specifications; `metrics` where
+    monitoring may ask.
     """
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
@@ -108,6 +110,7 @@ async def agent_at_work(
         run=tmp_path,
         dev_root=tmp_path,
         pods=pods,
+        cdi=cdi,
     )
     node = simulated(boards) if isinstance(boards, str) else boards
     if not drivers:

@@ -213,7 +213,7 @@ async def test_lost_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
     async with agent_at_work(tmp_path, boards="a100-40gb:4") as it:
         await it.until(40, 40)
         it.node.lose(it.node.gpu("2"))
-        await it.until(40, 20)
+        await it.until(40, 30)
 
         assert [it.state(n).verdict.healthy for n in range(4)] == [True, True, False, True]
 

@@ -121,6 +121,18 @@ def test_status_begins_with_a_configuration_that_was_not_taken(
     assert out.count("configuration") == 1
 
 
+def test_a_status_says_what_containers_by_cdi_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that cannot be written, and libraries that nobody knows; nothing where all is well."""
+    well = {**explanation(after(), Layout((), {}, ())), "leases": []}
+    show_status({**well, "cdi": {"problem": "/cdi is full", "noLibraries": "no nvidia-ctk"}})
+    said = capsys.readouterr().out
+    assert "containers may not start: /cdi is full" in said
+    assert "containers get no libraries of the driver by CDI: no nvidia-ctk" in said
+
+    show_status({**well, "cdi": {"problem": None, "noLibraries": None}})
+    assert "containers" not in capsys.readouterr().out
+
+
 def test_a_status_ends_with_what_backends_remark(capsys: pytest.CaptureFixture[str]) -> None:
     """Each sentence of a backend stands below the tables, on its own line."""
     remarks = ["GPU 0: it is full", "if a/b (c) moved, there would be room"]

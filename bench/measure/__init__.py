@@ -11,6 +11,7 @@ from bench.measure.faults import faults
 from bench.measure.idle import idle
 from bench.measure.labels import labels
 from bench.measure.memory import memory
+from bench.measure.mig import mig
 from bench.measure.placement import placement
 from bench.measure.registration import restarts, starts
 from bench.plan import Plan
@@ -24,6 +25,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "labels": labels,
     "memory": memory,
     "idle": idle,
+    "mig": mig,
     "placement": placement,
     "enforcement": enforcement,
 }

@@ -17,7 +17,7 @@ from metagpu.core.errors import ConfigError
 
 _GFD: Final = "shaped GPU Feature Discovery's labels; metagpu has its own, see --cluster"
 _ROOT: Final = "said where the driver's files are; use --dev-root"
-_CDI: Final = "shaped the CDI files that the plugin writes; metagpu names those of NVIDIA's toolkit"
+_CDI: Final = "shaped the CDI files that the plugin writes; metagpu writes its own, metagpu.io/gpu"
 
 _UNHEEDED: Final = {
     "flags.failOnInitError": Unheeded(

@@ -85,9 +85,19 @@ class Backend(ABC):
         """How many seconds its shares may take to be made in hardware, `None` if nothing is made.
 
         Where something is, `serve` makes what is leased and tells it (`served.tell`): `grant` is
-        asked once the snapshot has all of it (`GpuState.stocks`).
+        asked once the snapshot has all of it (`GpuState.stocks`), or a container's start waits for
+        that (`defers`).
         """
         return None
+
+    @property
+    def defers(self) -> bool:
+        """Whether containers are told what they get before it is made, and wait at their start.
+
+        `grant` then answers by names that mean it however often it is made anew, and a failure
+        keeps a container from starting, not a pod from being admitted. For who has `patience`.
+        """
+        return False
 
     def why_none(self, gpu: Gpu) -> str:
         """Say why a GPU has none of its shares."""

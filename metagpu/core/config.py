@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from metagpu.core import cdi
 from metagpu.core.backend import Backend, Options
 from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
@@ -166,7 +167,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
         DeviceListStrategy.ENVVAR
     )
     pass_device_specs: bool = True
-    cdi_kind: str = "nvidia.com/gpu"
+    cdi_kind: str = cdi.KIND
     mgctl: Mgctl = Mgctl()
 
     def injection(self, base: Injection) -> Injection:
@@ -224,7 +225,8 @@ class Config:
                 self._options(f"{path}.backends[{place}]", given.get("backend"))
                 for place, given in enumerate(pool.backends)
             )
-        self.pools(Injection())  # what the backends have to say against their options is said now
+        # What the backends have to say against their options is said now.
+        self.pools(self.envelope.injection(Injection()))
 
     def _options(self, path: str, name: object) -> Options:
         if not isinstance(name, str) or name not in self._backends:

@@ -222,12 +222,25 @@ def _toolkit(facts: NodeFacts) -> Judged:
 
 
 def _cdi(facts: NodeFacts) -> Judged:
+    ours = (facts.status or {}).get("cdi") or {}
+    if why := ours.get("problem"):
+        return (
+            _BAD,
+            f"containers are given GPUs by CDI, and may not start: {why}",
+            "see the finding",
+        )
+    if why := ours.get("noLibraries"):
+        return (
+            _NOTE,
+            f"containers get no libraries of the driver by CDI: {why}",
+            "install NVIDIA's container toolkit where metagpu finds `nvidia-ctk`",
+        )
     if facts.cdi:
         return _GOOD, f"CDI specifications: {', '.join(facts.cdi)}"
     return (
         _NOTE,
         "no CDI specification of NVIDIA's GPUs; only cdi-cri and cdi-annotations need one",
-        "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`",
+        "with one of them metagpu writes it; for another `cdiKind`, whoever that is",
     )
 
 

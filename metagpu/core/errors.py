@@ -8,6 +8,7 @@ MetagpuError
 │   ├── GpuPaused        an operator or the backend gives no new shares of the GPU for now
 │   ├── ShareTaken       another backend or an overlapping share holds the GPU
 │   ├── NotMade          the share could not be made in hardware
+│   ├── NotNamed         the container runtime would not find it by its CDI name
 │   ├── Overlap          the kubelet chose shares that cannot be together
 │   ├── FractionSplit    the ids would spread one fraction over several GPUs
 │   ├── OneDeviceOnly    the ids are of several devices, and MPS serves a container on one
@@ -24,6 +25,7 @@ MetagpuError
 ├── ToolError            the host's: a program of it failed
 │   └── ToolMissing      the program is not there
 ├── HostError            the host's: the kernel refused us
+├── CdiError             the host's: the CDI specification cannot be written
 ├── KubeletError         the kubelet's: it refused us, or is not there
 └── ClusterError         the API server's: it refused us, or is not there
 """
@@ -99,6 +101,13 @@ class NotMade(RequestError):
 
     def __init__(self, resource: str, share: str, reason: str) -> None:
         super().__init__(f"{resource}: {share} could not be made: {reason}")
+
+
+class NotNamed(RequestError):
+    """Raised when a container would be given by CDI what no specification has."""
+
+    def __init__(self, names: str, why: str) -> None:
+        super().__init__(f"CDI has no {names}: {why}")
 
 
 class Overlap(RequestError):
@@ -210,6 +219,10 @@ class ToolMissing(ToolError):
 
 class HostError(MetagpuError):
     """Raised when the kernel does not let us do what was decided."""
+
+
+class CdiError(MetagpuError):
+    """Raised when the specification for container runtimes cannot be written; says how to mend."""
 
 
 class KubeletError(MetagpuError):

@@ -111,6 +111,19 @@ class SharesGranted:
 
 
 @dataclass(frozen=True, slots=True)
+class SharesAwaited:
+    """A container that holds these shares waits at its start for what stands for them.
+
+    Told when they are granted so, and at a start that finds something missing.
+
+    Who holds them stays as it was known; of shares that nobody holds this says nothing.
+    """
+
+    shares: tuple[Share, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class SharesReleased:
     """Nobody holds these shares any more: the pod is gone, the grant failed, or was never used."""
 
@@ -261,6 +274,7 @@ Fact = (
     | RivalLeft
     | SharesOffered
     | SharesGranted
+    | SharesAwaited
     | SharesReleased
     | LeasesObserved
     | PodsTold

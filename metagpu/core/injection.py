@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from metagpu.core import cdi
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.grant import DeviceNode, Grant, Mount
-from metagpu.core.model import Share, by_gpu
+from metagpu.core.model import Made, Share, by_gpu
 from metagpu.core.snapshot import Snapshot
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
@@ -54,8 +55,8 @@ class Injection:
         strategies: one or several; where CDI is one of them, CDI alone adds the device nodes.
         pass_device_specs: also name the device nodes to the kubelet, so that the container's
             device rules outlive a `systemctl daemon-reload`.
-        cdi_kind: vendor and class of the CDI names, `nvidia.com/gpu` where NVIDIA's toolkit
-            writes the specification.
+        cdi_kind: vendor and class of the CDI names: ours, or `nvidia.com/gpu` where NVIDIA's
+            toolkit writes the specification.
         dev_root: where `/dev` of the host stands, empty for the root.
         present: device nodes that exist; others are never named, a container would not start.
         capabilities: the numbers of the device nodes below /dev/nvidia-caps that open a MIG
@@ -67,13 +68,23 @@ class Injection:
 
     strategies: frozenset[DeviceListStrategy] = frozenset({DeviceListStrategy.ENVVAR})
     pass_device_specs: bool = True
-    cdi_kind: str = "nvidia.com/gpu"
+    cdi_kind: str = cdi.KIND
     dev_root: str = ""
     present: frozenset[str] = frozenset()
     capabilities: Mapping[str, int] = field(default_factory=dict)
     pod_dir: str = ""
     command: str = ""
     run_dir: str = "/run/metagpu"
+
+    @property
+    def names_here(self) -> bool:
+        """Whether containers are told CDI names that our own specification has to have."""
+        return bool(self.strategies & CDI_STRATEGIES) and self.cdi_kind == cdi.KIND
+
+    @property
+    def names_alone(self) -> bool:
+        """Whether such a name is all that a container is told: what it stands for may change."""
+        return self.names_here and self.strategies <= CDI_STRATEGIES
 
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Give whole GPUs to a container, in the order of their index, and further variables."""
@@ -91,18 +102,43 @@ class Injection:
         ordered = sorted(dict.fromkeys(shares), key=order)
         made = [snapshot.gpus[it.gpu].stocks[it.backend].made[it.id] for it in ordered]
         gpus = dict.fromkeys(snapshot.gpus[share.gpu].gpu for share in ordered)
-        caps = [
-            f"gpu{snapshot.gpus[share.gpu].gpu.minor}/gi{it.gpu_instance}{part}/access"
+        opened = [
+            path
             for share, it in zip(ordered, made, strict=True)
-            for part in ("", f"/ci{it.compute_instance}")
+            for path in self._opening(snapshot.gpus[share.gpu].gpu, it)
         ]
-        opened = [f"/dev/nvidia-caps/nvidia-cap{n}" for n in map(self.capabilities.get, caps) if n]
         amounts = Counter[str]()
         for share, it in zip(ordered, made, strict=True):
             amounts[it.device] += share.memory
         memory = ",".join(f"{device}={amount // MIB}" for device, amount in amounts.items())
         nodes = self._nodes(list(gpus), list(dict.fromkeys(opened)))
         return self._grant(list(amounts), nodes, {MEMORY: memory})
+
+    def grant_places(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Give what will stand for some shares, by names that are known before it is made.
+
+        The memory is told by GPU.
+        """
+        held = by_gpu(shares)
+        gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
+        memory = ",".join(
+            f"{gpu.id}={sum(share.memory for share in held[gpu.id]) // MIB}" for gpu in gpus
+        )
+        names = sorted({cdi.device_name(share.id) for share in shares})
+        return self._grant(names, (), {MEMORY: memory})
+
+    def common_nodes(self) -> tuple[DeviceNode, ...]:
+        """Give the device nodes that belong to all GPUs."""
+        return self._present(CONTROL_NODES)
+
+    def nodes_of(self, gpu: Gpu, made: Made | None = None) -> tuple[DeviceNode, ...]:
+        """Give the device nodes of a GPU, or of a MIG device on it; none if one is missing.
+
+        With a part of them a container could not use it.
+        """
+        paths = [*_own(gpu), *([] if made is None else self._opening(gpu, made))]
+        nodes = self._present(paths)
+        return nodes if len(nodes) == len(paths) else ()
 
     def _grant(
         self,
@@ -161,13 +197,23 @@ class Injection:
         return (folder, Mount(self.command, f"{self.pod_dir}/{CLIENT_NAME}"))
 
     def _nodes(self, gpus: Sequence[Gpu], more: Sequence[str] = ()) -> tuple[DeviceNode, ...]:
-        own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]
+        own = [path for gpu in gpus for path in _own(gpu)]
+        return self._present([*CONTROL_NODES, *own, *more])
 
+    def _opening(self, gpu: Gpu, made: Made) -> list[str]:
+        """Name the nodes that open a MIG device: its GPU instance's and its compute instance's."""
+        instance = f"gpu{gpu.minor}/gi{made.gpu_instance}"
+        names = f"{instance}/access", f"{instance}/ci{made.compute_instance}/access"
+        return [f"/dev/nvidia-caps/nvidia-cap{n}" for n in map(self.capabilities.get, names) if n]
+
+    def _present(self, paths: Sequence[str]) -> tuple[DeviceNode, ...]:
         return tuple(
-            DeviceNode(path, f"{self.dev_root}{path}")
-            for path in (*CONTROL_NODES, *own, *more)
-            if path in self.present
+            DeviceNode(path, f"{self.dev_root}{path}") for path in paths if path in self.present
         )
+
+
+def _own(gpu: Gpu) -> list[str]:
+    return [] if gpu.minor is None else [f"/dev/nvidia{gpu.minor}"]
 
 
 def memory_mib(shares: Sequence[Share]) -> int:
@@ -179,4 +225,4 @@ def memory_mib(shares: Sequence[Share]) -> int:
 def _annotation(names: Sequence[str]) -> dict[str, str]:
     """Build the CDI annotation; its key depends on the names alone, so a replay is the same."""
     digest = hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
-    return {f"cdi.k8s.io/metagpu_{digest}": ",".join(names)}
+    return {f"{cdi.ANNOTATIONS}metagpu_{digest}": ",".join(names)}

@@ -110,7 +110,7 @@ def rehearse(config: Config) -> None:
     Raises:
         ConfigError: as `lay_out`.
     """
-    for number, (_, cutters) in enumerate(config.pools(Injection())):
+    for number, (_, cutters) in enumerate(config.pools(config.envelope.injection(Injection()))):
         gpu = Gpu(GpuId(f"GPU-{UUID(int=number)}"), number, "any", memory=80 * 2**30)
         _check_ids(config, [share for backend in cutters for share in backend.shares(gpu)])
 

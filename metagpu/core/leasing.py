@@ -6,7 +6,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from metagpu.core.facts import Fact, LeasesObserved, SharesGranted, SharesReleased
+from msgspec.structs import replace as replace_struct
+
+from metagpu.core.facts import (
+    Fact,
+    LeasesObserved,
+    SharesAwaited,
+    SharesGranted,
+    SharesReleased,
+)
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, gpu_of
 from metagpu.core.sharing import withheld
@@ -37,7 +45,9 @@ def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[
             continue  # granted since: the answer may be about who had it before
         share = _held_share(snapshot, share_id, known, fact.resources.get(share_id))
         if known is None or (known.holder, known.share) != (holder, share):
-            started.append(Lease(share, known.since if known else fact.at, holder))
+            same = known is not None and known.holder in (None, holder)
+            waits = known is not None and known.awaited and same
+            started.append(Lease(share, known.since if known else fact.at, holder, waits))
 
     elsewhere = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
     new = [it for it in snapshot.gpus.values() if it.elsewhere != elsewhere]
@@ -60,6 +70,16 @@ def _held_share(
     slot = share_id.partition("::")[2]
     name = resource or ResourceName("")
     return Share(share_id, gpu_of(share_id), name, FOREIGN, -1, frozenset((slot,)), 0)
+
+
+def awaited(snapshot: Snapshot, fact: SharesAwaited) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Take in that containers wait for what stands for their shares (see `SharesAwaited`)."""
+    again = [
+        replace_struct(lease, since=fact.at, awaited=True)
+        for share in fact.shares
+        if (state := snapshot.gpus.get(share.gpu)) and (lease := state.leases.get(share.id))
+    ]
+    return with_leases(snapshot, fact.at, started=again)
 
 
 def with_leases(

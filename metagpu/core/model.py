@@ -76,6 +76,9 @@ class Holder:
 class Lease(msgspec.Struct, frozen=True, gc=False):
     """A share that is held; `holder` is `None` until the kubelet tells who it was granted to.
 
+    `awaited` says that its container waits at each start for what stands for the share, whichever
+    it is then.
+
     Leases are made by the hundred while the kubelet waits: a Struct is made in a sixth of a
     dataclass's time.
     """
@@ -83,6 +86,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     share: Share
     since: float
     holder: Holder | None = None
+    awaited: bool = False
 
 
 class Fault(StrEnum):
@@ -165,6 +169,8 @@ class Stock:
         paused: shares of which nothing new is given for now, and why; those held are listed
             Unhealthy too.
         alone: whether the GPU is in a mode in which no other backend can give any of it.
+        named: the MIG devices that there are, whoever made them, by all names that CDI knows them
+            by: their uuids, and those of the places where they may be made again.
         late: shares that are not on offer yet, though nothing may be in their way any more.
     """
 
@@ -173,6 +179,7 @@ class Stock:
     blocked: Mapping[str, str] = field(default_factory=dict)
     paused: Mapping[ShareId, str] = field(default_factory=dict)
     alone: bool = False
+    named: Mapping[str, Made] = field(default_factory=dict)
     late: frozenset[ShareId] = frozenset()
 
 

@@ -20,13 +20,14 @@ from metagpu.core.facts import (
     PodsTold,
     RivalLeft,
     RivalMet,
+    SharesAwaited,
     SharesGranted,
     SharesOffered,
     SharesReleased,
     TopologyRead,
 )
 from metagpu.core.gpu import GpuId, Topology
-from metagpu.core.leasing import observed, with_leases, with_states
+from metagpu.core.leasing import awaited, observed, with_leases, with_states
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
 from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import contended, withheld
@@ -34,7 +35,7 @@ from metagpu.core.snapshot import GpuState, Offer, Snapshot
 from metagpu.core.standing import stand
 
 
-def reduce(  # noqa: PLR0911 - one return for each kind of fact
+def reduce(  # noqa: C901, PLR0911 - one return for each kind of fact
     snapshot: Snapshot, fact: Fact
 ) -> tuple[Snapshot, tuple[Event, ...]]:
     """Give the snapshot that follows from a fact, and the news in it.
@@ -58,6 +59,8 @@ def reduce(  # noqa: PLR0911 - one return for each kind of fact
             return with_leases(
                 snapshot, fact.at, started=[Lease(share, fact.at) for share in fact.shares]
             )
+        case SharesAwaited():
+            return awaited(snapshot, fact)
         case SharesReleased():
             return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case LeasesObserved():

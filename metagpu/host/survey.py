@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from metagpu.core import cdi
 from metagpu.core.doctor import NodeFacts
 from metagpu.host.linux import sees_host
 from metagpu.host.nodes import device_nodes
@@ -107,7 +108,8 @@ def _rival(name: str) -> str:
 def _cdi(root: Path) -> Iterator[str]:
     for folder in ("etc/cdi", "var/run/cdi"):
         for path in sorted((root / folder).glob("*")):
-            if path.suffix in {".yaml", ".json"} and "nvidia.com/" in _text(path):
+            text = _text(path) if path.suffix in {".yaml", ".json"} else ""
+            if "nvidia.com/" in text or cdi.KIND in text:
                 yield f"/{folder}/{path.name}"
 
 

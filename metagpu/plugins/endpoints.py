@@ -15,7 +15,7 @@ from metagpu.plugins.endpoint import Endpoint
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.record import KubeletRecord
 from metagpu.plugins.registrar import Registrar
-from metagpu.plugins.service import Service
+from metagpu.plugins.service import Describe, Service, undescribed
 
 
 async def serve_offers(
@@ -23,11 +23,12 @@ async def serve_offers(
     directory: KubeletDirectory,
     backend: Callable[[ResourceName], Backend],
     record: KubeletRecord | None = None,
+    describe: Describe = undescribed,
 ) -> None:
     """Serve and register whatever the registry offers, until cancelled.
 
     A resource that stays on offer is not touched when others come or go. What passes between the
-    kubelet and us is counted in `record`.
+    kubelet and us is counted in `record`; CDI names that containers are told go through `describe`.
     """
     record = record or KubeletRecord()
     running: dict[ResourceName, anyio.CancelScope] = {}
@@ -42,7 +43,10 @@ async def serve_offers(
                 _note_rival(registry, resource, None)
             for resource in resources:
                 if resource not in running:
-                    service = Service(resource, registry, backend, record=record.of(resource))
+                    counted = record.of(resource)
+                    service = Service(
+                        resource, registry, backend, record=counted, describe=describe
+                    )
                     rivalled = partial(_note_rival, registry, resource)
                     endpoint = Endpoint(service, directory, registrar, rivalled, record)
                     running[resource] = _start(group, endpoint)

@@ -1,6 +1,7 @@
 """What the kubelet calls for one resource: the DevicePlugin service.
 
-Everything is answered from the registry's snapshot; only `Backend.grant` may wait for hardware.
+Everything is answered from the registry's snapshot. What has to be made in hardware is awaited in
+Allocate, or at the container's start, and then named in the CDI specification.
 """
 
 import time
@@ -13,23 +14,23 @@ import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from metagpu.core import report
+from metagpu.core import cdi, report
 from metagpu.core.backend import Backend
 from metagpu.core.errors import (
     GpuPaused,
     GpuUnhealthy,
     InstanceUnhealthy,
-    NotMade,
     RequestError,
     ShareTaken,
     UnknownShare,
 )
-from metagpu.core.facts import SharesGranted, SharesReleased
+from metagpu.core.facts import SharesAwaited, SharesGranted, SharesReleased
 from metagpu.core.grant import Grant
-from metagpu.core.model import Failure, ResourceName, Share, Stock
+from metagpu.core.model import ResourceName, Share
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.plugins import hot, wire
+from metagpu.plugins.making import is_made, made, made_anew
 from metagpu.plugins.record import Call, Outcome, ResourceRecord
 from metagpu.plugins.serving import Calls
 
@@ -39,7 +40,14 @@ if TYPE_CHECKING:
 TELL_DEADLINE: Final = 1.0
 """Seconds that a refusal waits for the list it should follow."""
 
+Describe = Callable[[frozenset[str]], Awaitable[None]]
+"""Has devices of these CDI names in the specification now, or raises why it has not."""
+
 log = structlog.get_logger()
+
+
+async def undescribed(_: frozenset[str]) -> None:
+    """Where nobody writes a specification, names are somebody else's business."""
 
 
 class Service:
@@ -47,6 +55,9 @@ class Service:
 
     Attributes:
         record: counts what the kubelet asks; one of its own unless given.
+
+    Args:
+        describe: makes CDI names known to the container runtime.
     """
 
     def __init__(
@@ -55,12 +66,16 @@ class Service:
         registry: Registry,
         backend: Callable[[ResourceName], Backend],
         clock: Callable[[], float] = time.time,
+        *,
+        describe: Describe = undescribed,
         record: ResourceRecord | None = None,
     ) -> None:
         self.resource = resource
         self._registry = registry
         self._backend = backend
         self._clock = clock
+        self._describe = describe
+        self._calls_before_start = False
         self.record = record or ResourceRecord()
         self._list = wire.DeviceList(resource)
         self._tellers: set[Callable[[anyio.Event], None]] = set()
@@ -69,7 +84,8 @@ class Service:
     @property
     def pre_start(self) -> bool:
         """Whether the kubelet shall call before every container start."""
-        return self._backend(self.resource).prepares
+        backend = self._backend(self.resource)
+        return backend.prepares or backend.defers
 
     def methods(self, calls: Calls) -> dict[str, Method]:
         """Give the service's methods by gRPC path; lists register with `calls`."""
@@ -158,13 +174,31 @@ class Service:
                 await done.wait()
 
     async def _options(self, _: bytes) -> bytes:
-        return wire.options(pre_start=self.pre_start)
+        self._calls_before_start = self.pre_start  # asked once in a registration
+        return wire.options(pre_start=self._calls_before_start)
 
     async def _pre_start(self, request: bytes) -> bytes:
-        snapshot = self._registry.snapshot
+        snapshot, backend = self._registry.snapshot, self._backend(self.resource)
         shares = self._named(hot.pre_start_request(request), snapshot)
-        await self._backend(self.resource).prepare(shares, snapshot)
+        if backend.defers:
+            snapshot = await self._begun(shares, backend)
+        await backend.prepare(shares, snapshot)
         return b""
+
+    async def _begun(self, shares: Sequence[Share], backend: Backend) -> Snapshot:
+        """Have what a container is about to use made, and named; give what is known then.
+
+        Raises:
+            RequestError: if it cannot be, or not in time.
+        """
+        snapshot = self._registry.snapshot
+        for share in shares:
+            state = snapshot.gpus[share.gpu]
+            if not state.verdict.healthy and not is_made(share, snapshot):
+                raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
+        snapshot = await made_anew(self._registry, shares, backend.patience or 0.0, self._clock)
+        await self._describe(cdi.names_in(await backend.grant(shares, snapshot)))
+        return snapshot
 
     async def _preferred(self, request: bytes) -> bytes:
         return hot.preferred_response(map(self._choice, hot.preferred_request(request)))
@@ -220,28 +254,18 @@ class Service:
         held = {gpu: snapshot.gpus[gpu].leases for gpu in {share.gpu for share in shares}}
         claimed += [share for share in shares if share.id not in held[share.gpu]]
         self._registry.apply(SharesGranted(tuple(shares), self._clock()))
-        if backend.patience is not None:
-            snapshot = await self._made(shares, backend.patience)
-        return await backend.grant(shares, snapshot)
-
-    async def _made(self, shares: Sequence[Share], patience: float) -> Snapshot:
-        """Wait until the backend has made what stands for the shares; give what is known then.
-
-        Raises:
-            NotMade: if it cannot, or not in time.
-        """
-        with anyio.move_on_after(patience):
-            async for snapshot in self._registry.watch(lambda now: _settled(shares, now)):
-                if snapshot is not None:
-                    for share in shares:
-                        if failure := _failure(share, snapshot):
-                            raise NotMade(self.resource, share.id, failure.reason)
-                    # It took a while: the kubelet's account is awaited from now on.
-                    self._registry.apply(SharesGranted(tuple(shares), self._clock()))
-                    return snapshot
-
-        reason = f"that took longer than {patience:g} s; it may be tried again"
-        raise NotMade(self.resource, shares[0].id, reason)
+        # A kubelet that was not told to call before a start does not: then all is done here.
+        deferred = backend.defers and self._calls_before_start
+        if backend.patience is not None and not deferred:
+            snapshot = await made(self._registry, shares, backend.patience)
+            # It took a while: the kubelet's account is awaited from now on.
+            self._registry.apply(SharesGranted(tuple(shares), self._clock()))
+        if deferred:  # whoever is told meanwhile as its holder, it is still to be made
+            self._registry.apply(SharesAwaited(tuple(shares), self._clock()))
+        grant = await backend.grant(shares, snapshot)
+        if not deferred and (names := cdi.names_in(grant)):
+            await self._describe(names)
+        return grant
 
     def _named(self, ids: Sequence[str], snapshot: Snapshot) -> list[Share]:
         offer = snapshot.offers.get(self.resource)
@@ -272,21 +296,3 @@ class Service:
             raise ShareTaken(share.id, report.hindrance(state, share))
         if (why := state.paused.get(share.id)) is not None:
             raise GpuPaused(self.resource, str(state.gpu), why)
-
-
-def _settled(shares: Sequence[Share], now: Snapshot) -> Snapshot | None:
-    """Give the snapshot once each share is made in it, or has failed."""
-    made = (
-        share.id in now.gpus[share.gpu].stocks.get(share.backend, Stock()).made for share in shares
-    )
-    settled = all(is_made or _failure(s, now) for is_made, s in zip(made, shares, strict=True))
-    return now if settled else None
-
-
-def _failure(share: Share, now: Snapshot) -> Failure | None:
-    """Find out why a share could not be made for its present lease, if that is so."""
-    state = now.gpus[share.gpu]
-    failure = state.stocks.get(share.backend, Stock()).failed.get(share.id)
-    lease = state.leases.get(share.id)
-
-    return failure if failure and lease and failure.since == lease.since else None

@@ -268,7 +268,7 @@ async def test_everything_of_the_injection_is_granted() -> None:
     assert [mount.container_path for mount in grant.mounts] == [
         f"/var/run/nvidia-container-devices/{A.id}"
     ]
-    assert grant.cdi_names == (f"nvidia.com/gpu={A.id}",)
+    assert grant.cdi_names == (f"metagpu.io/gpu={A.id}",)
 
 
 # --- the length of a turn -------------------------------------------------------------------------

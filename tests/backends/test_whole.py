@@ -142,6 +142,6 @@ async def test_a_grant_keeps_the_nodes_way_of_giving_gpus() -> None:
     strategies = frozenset({DeviceListStrategy.CDI_CRI, DeviceListStrategy.VOLUME_MOUNTS})
     grant = await whole(Injection(strategies=strategies)).grant(of(snapshot, A), snapshot)
 
-    assert grant.cdi_names == (f"nvidia.com/gpu={A.id}",)
+    assert grant.cdi_names == (f"metagpu.io/gpu={A.id}",)
     assert len(grant.mounts) == 1
     assert grant.nodes == ()

@@ -34,6 +34,17 @@ SOUND = NodeFacts(
 NOTHING: dict[str, Any] = {"resources": {"x/y": {"capacity": 0, "allocatable": 0}}, "gpus": []}
 SHUT = {"resources": {"a/b": {"capacity": 7, "allocatable": 0}}, "gpus": []}
 BROKEN = {**(SOUND.status or {}), "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
+NO_LIBRARIES = {
+    **(SOUND.status or {}),
+    "cdi": {"problem": None, "noLibraries": "there is no nvidia-ctk here"},
+}
+NO_FILE = {
+    **(SOUND.status or {}),
+    "cdi": {
+        "problem": "/var/run/cdi cannot be written: Read-only file system",
+        "noLibraries": None,
+    },
+}
 
 
 def found(**changes: Any) -> dict[str, Diagnosis]:  # noqa: ANN401 - of any fact
@@ -72,6 +83,8 @@ def test_a_sound_node_is_good() -> None:
         ("MG501", Verdict.BAD, {"pod_socket": "/pod/s (refused)"}, "/pod/s (refused)"),
         ("MG601", Verdict.NOTE, {"envvar_refused": True}, "privileged containers alone"),
         ("MG602", Verdict.NOTE, {"cdi": ()}, "no CDI specification"),
+        ("MG602", Verdict.NOTE, {"status": NO_LIBRARIES}, "by CDI: there is no nvidia-ctk here"),
+        ("MG602", Verdict.BAD, {"status": NO_FILE}, "may not start: /var/run/cdi cannot be writ"),
         ("MG701", Verdict.NOTE, {"mps": ""}, "nvidia-cuda-mps-control"),
     ],
 )

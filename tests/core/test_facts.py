@@ -12,6 +12,7 @@ from metagpu.core.facts import (
     GpuRecovered,
     GpusFound,
     LeasesObserved,
+    SharesAwaited,
     SharesGranted,
     SharesOffered,
     SharesReleased,
@@ -150,6 +151,8 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("offered shares of an unknown GPU", NODE, offer(*OFFERED.shares, share(NOWHERE, 0))),
     ("granted nothing", NODE, SharesGranted((), at=9)),
     ("granted of an unknown GPU", NODE, SharesGranted((share(NOWHERE, 0),), at=9)),
+    ("awaited by nobody", NODE, SharesAwaited(A_SHARES[:1], at=9)),
+    ("awaited of an unknown GPU", NODE, SharesAwaited((share(NOWHERE, 0),), at=9)),
     ("granted once more at the same time", LEASED, SharesGranted(A_SHARES[:2], at=10)),
     ("released what nobody holds", LEASED, SharesReleased(B_SHARES, at=9)),
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
@@ -261,6 +264,19 @@ def test_a_share_granted_again_is_held_anew() -> None:
 
     assert leases(snapshot)[A_SHARES[0].id] == Lease(A_SHARES[0], 30)
     assert news == ()
+
+
+def test_an_awaited_share_stays_its_holders() -> None:
+    """A container that starts renews its lease; another holder does not wait for what it did."""
+    held = after(LeasesObserved({A_SHARES[0].id: ALICE}, at=20), since=LEASED)
+    waiting, news = reduce(held, SharesAwaited(A_SHARES[:1], at=30))
+    assert leases(waiting)[A_SHARES[0].id] == Lease(A_SHARES[0], 30, ALICE, awaited=True)
+    assert news == ()
+
+    for holder, awaited in ((ALICE, True), (BOB, False)):
+        told = after(LeasesObserved({A_SHARES[0].id: holder}, at=40), since=waiting)
+        expected = Lease(A_SHARES[0], 30, holder, awaited=awaited)
+        assert leases(told)[A_SHARES[0].id] == expected
 
 
 def test_released_shares_are_free() -> None:
@@ -460,7 +476,9 @@ def histories(draw: st.DrawFn) -> list[Fact]:
     ever: list[Share] = []
 
     for at in range(draw(st.integers(1, 12))):
-        kind = draw(st.sampled_from(["cut", "grant", "grant", "release", "observe", "fault"]))
+        kind = draw(
+            st.sampled_from(["cut", "grant", "grant", "release", "await", "observe", "fault"])
+        )
         if kind == "cut" or not on_offer:
             on_offer = draw(cuts())
             ever += on_offer
@@ -468,8 +486,9 @@ def histories(draw: st.DrawFn) -> list[Fact]:
         elif kind == "grant":
             chosen = draw(st.lists(st.sampled_from(on_offer), max_size=4, unique=True))
             facts.append(SharesGranted(tuple(chosen), at=at))
-        elif kind == "release":
-            facts.append(SharesReleased(tuple(draw(st.lists(st.sampled_from(ever)))), at=at))
+        elif kind in ("release", "await"):
+            fact = SharesReleased if kind == "release" else SharesAwaited
+            facts.append(fact(tuple(draw(st.lists(st.sampled_from(ever)))), at=at))
         elif kind == "observe":
             seen = draw(st.lists(st.sampled_from(ever)))
             facts.append(LeasesObserved({s.id: ALICE for s in seen}, at=at, patience=2))

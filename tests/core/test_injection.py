@@ -67,7 +67,7 @@ def test_cdi_names_go_to_the_runtime_by_annotation() -> None:
     """By cdi-annotations one annotation carries the names."""
     grant = injection(CDI_ANNOTATIONS).grant([A, B])
 
-    assert list(grant.annotations.values()) == [f"nvidia.com/gpu={A.id},nvidia.com/gpu={B.id}"]
+    assert list(grant.annotations.values()) == [f"metagpu.io/gpu={A.id},metagpu.io/gpu={B.id}"]
     assert grant.cdi_names == ()
 
 

@@ -275,8 +275,9 @@ def _read(path: Path) -> str:
 
 def _runs(document: Document) -> bool:
     status = document["status"]
-    containers = status.get("containerStatuses", ())
-    return status["phase"] == "Running" and all(c["ready"] for c in containers)
+    containers = status.get("containerStatuses", ())  # none of a pod that was just refused
+    ready = bool(containers) and all(c["ready"] for c in containers)
+    return ready and status["phase"] == "Running"
 
 
 def _incarnation(document: Document) -> Incarnation:

@@ -88,8 +88,10 @@ class Instances:
                 yield f"{device} was told to {count} pods"
 
     def _misplaced(self) -> Iterator[str]:
-        for pod, devices in self.told.items():
+        holders = {pod for pods in self.held.values() for pod in pods}
+        for pod in sorted(holders | set(self.told)):
             mine = sorted(share for share, pods in self.held.items() if pod in pods)
+            devices = self.told.get(pod, ())
             its = sorted(self.made.get(device, f"{device}, which is gone") for device in devices)
             if its != mine:
                 yield f"pod {pod} holds {mine} and was told of {its}"

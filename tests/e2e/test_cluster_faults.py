@@ -65,7 +65,7 @@ def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
     cluster.start(idle_pod("before", 30))
     before, process = cluster.incarnations(), cluster.first_process("before")
 
-    member.node.stop_api()
+    member.node.apiserver.kill()
     stopped = time.monotonic()
     wait_for("status to say so", lambda: "cannot be reached" in problem(member), within_s=SOON_S)
     with static_pod(member, "static", 40) as holder:

@@ -90,6 +90,7 @@ def test_files(where: Where) -> None:
         "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n"
     )
     (root / "etc/cdi/nvidia.yaml").write_text("kind: nvidia.com/gpu\n")
+    (root / "etc/cdi/ours.json").write_text('{"kind": "metagpu.io/gpu"}')
     (root / "etc/cdi/other.yaml").write_text("kind: example.com/nic\n")
     (where.pod_dir / "mgctl").write_text("")
     (where.pod_dir / "mgctl").chmod(0o755)
@@ -97,7 +98,7 @@ def test_files(where: Where) -> None:
 
     assert (facts.driver, facts.can_kill, facts.names_containers) == ("580.65.06", True, True)
     assert (facts.client, facts.envvar_refused) == (True, True)
-    assert facts.cdi == ("/etc/cdi/nvidia.yaml",)
+    assert facts.cdi == ("/etc/cdi/nvidia.yaml", "/etc/cdi/ours.json")
 
 
 def test_a_setting_that_is_commented_out_is_none(where: Where) -> None:

@@ -25,6 +25,7 @@ from metagpu.plugins.endpoints import serve_offers
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.record import KubeletRecord
+from metagpu.plugins.service import Describe, undescribed
 from metagpu.sim.kubelet import Pod, SimKubelet
 
 METAGPU = "cnvrg.io/metagpu"
@@ -126,6 +127,7 @@ async def node(
     config: str = CONFIG,
     kubelet: SimKubelet | None = None,
     make_directory: bool = True,
+    describe: Describe = undescribed,
 ) -> AsyncIterator[Node]:
     """Serve a node with these GPUs (two by default) while the block lasts."""
     directory = tmp_path / "device-plugins"
@@ -142,6 +144,7 @@ async def node(
             KubeletDirectory(directory),
             lambda resource: made.layout.backends[resource],
             made.record,
+            describe,
         )
         yield made
         group.cancel_scope.cancel()

@@ -8,9 +8,10 @@ import grpclib
 import pytest
 
 from metagpu.backends.mig import MigBackend
+from metagpu.core.errors import NotNamed
 from metagpu.core.facts import InstanceFaulted, StockTold
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
-from metagpu.sim.kubelet import AdmissionError
+from metagpu.sim.kubelet import AdmissionError, ContainerStartError
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.rig import Node, allocate, endpoint_of, node, pod
 
@@ -18,6 +19,7 @@ GPU = mig_gpu()
 WHOLE = "nvidia.com/mig-7g.40gb"
 SHARE = ShareId(f"{GPU.id}::7g.40gb@0")
 CONFIG = "version: metagpu/v1\npools: [{name: a, backends: [{backend: mig, profiles: [7g.40gb]}]}]"
+BY_CDI = f"deviceListStrategy: cdi-cri\n{CONFIG}"
 
 
 async def asking(it: Node) -> Lease:
@@ -114,6 +116,47 @@ async def test_an_older_failure_is_not_this_ones(tmp_path: Path) -> None:
             tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
 
         assert it.registry.snapshot.gpus[GPU.id].leases
+
+
+async def test_a_name_that_cannot_be_given_is_no_grant(tmp_path: Path) -> None:
+    """A pod whose CDI name no file has is told so, and its share is free for the next."""
+    asked: list[frozenset[str]] = []
+
+    async def describe(names: frozenset[str]) -> None:
+        asked.append(names)
+        raise NotNamed("MIG-x", "the disk is full")
+
+    config = "deviceListStrategy: cdi-cri\n" + CONFIG.replace(
+        "profiles", "create: allocate, profiles"
+    )
+    async with node(tmp_path, GPU, config=config, describe=describe) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+
+        async def admit() -> None:
+            with pytest.raises(AdmissionError, match="CDI has no MIG-x: the disk is full"):
+                await it.kubelet.admit(pod("train", 1, WHOLE))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(admit)
+            await asking(it)
+            tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
+
+        assert asked == [frozenset({"MIG-x"})]
+        assert not it.registry.snapshot.gpus[GPU.id].leases
+
+
+async def test_a_start_on_a_gpu_out_of_service_says_why(tmp_path: Path) -> None:
+    """What has not been made will not be now: the container waits, with the GPU's reason."""
+    async with node(tmp_path, GPU, config=BY_CDI) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        train = pod("train", 1, WHOLE)
+        await it.kubelet.admit(train)
+        it.fault(0, "XID 79")
+        with pytest.raises(ContainerStartError, match=r"GPU 0 .* is unhealthy: XID 79"):
+            await it.kubelet.start_container(train, "main")
+
+        tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
+        assert (await it.kubelet.start_container(train, "main")).cdi_devices
 
 
 async def test_a_broken_instance_is_refused_in_words(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from metagpu.backends.mig.fixed import fairest, planned, title
 from metagpu.backends.mig.keeping import Keeping
 from metagpu.backends.mig.ledger import Terms
 from metagpu.backends.mig.mode import MigMode, foreseen
-from metagpu.backends.mig.options import MigOptions
+from metagpu.backends.mig.options import Create, MigOptions
 from metagpu.backends.mig.placement import Seat, choose
 from metagpu.backends.mig.planner import Misfit
 from metagpu.backends.mig.profiles import Spot
@@ -64,15 +64,20 @@ class MigBackend(Backend):
         """Make it from a pool's options.
 
         Raises:
-            ValueError: if containers are given GPUs by CDI: there is no specification of an
-                instance that was just made.
+            ValueError: if containers are told names that cannot be had for instances made here.
         """
         if not isinstance(options, MigOptions):
             raise TypeError(f"mig cannot read {type(options).__name__}")
-        if injection.strategies & CDI_STRATEGIES:
+        if injection.strategies & CDI_STRATEGIES and not injection.names_here:
             raise ValueError(
-                "MIG instances that are made here cannot be named by CDI yet; "
-                "use deviceListStrategy envvar or volume-mounts"
+                "MIG instances that are made here are in no CDI specification of others; leave "
+                "cdiKind out, or use deviceListStrategy envvar or volume-mounts"
+            )
+        if options.create is Create.START and not injection.names_alone:
+            raise ValueError(
+                "create: start tells a container the name of an instance before it is made, which "
+                "only CDI can; set deviceListStrategy to cdi-cri or cdi-annotations alone, or "
+                "leave create out"
             )
         return cls(options, injection)
 
@@ -85,6 +90,14 @@ class MigBackend(Backend):
     def patience(self) -> float:
         """How long instances may take to be made."""
         return self._options.deadline + _GUARD
+
+    @property
+    def defers(self) -> bool:
+        """Whether containers wait for their instance at their start."""
+        options = self._options
+        if options.layout is not None or options.create is Create.ALLOCATE:
+            return False
+        return self._injection.names_alone
 
     def why_none(self, gpu: Gpu) -> str:
         """Say why a GPU has no instances."""
@@ -199,7 +212,12 @@ class MigBackend(Backend):
                 raise Overlap(one.resource, str(snapshot.gpus[one.gpu].gpu), names)
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
-        """Give the MIG devices that were made for the shares, or a part of one under MPS."""
+        """Give the MIG devices that were made for the shares, or will be when containers start.
+
+        Or a part of one under MPS.
+        """
+        if self.defers:
+            return self._injection.grant_places(shares, snapshot)
         grant = self._injection.grant_made(shares, snapshot)
         if not any(through_mps(share.id) for share in shares):
             return grant

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from metagpu.backends.mig.board import board_of, share_id, slot_in
 from metagpu.backends.mig.division import WHOLE
 from metagpu.backends.mig.profiles import Profile, Spot
+from metagpu.core.cdi import device_name
 from metagpu.core.mig import MigInstance, slot_of
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
 from metagpu.core.snapshot import GpuState
@@ -184,12 +185,15 @@ class Ledger:
         return slot.rpartition("@")[0] in self.terms.shared
 
     def waiting(self) -> Iterator[Lease]:
-        """Find the leases of containers that wait for an instance: no pod is told of them yet."""
+        """Find the leases of containers that wait for an instance, while admitted or at a start.
+
+        Any other that a pod is told of is about an instance that was, and no other can replace.
+        """
         for share, lease in self.state.leases.items():
             failure, slot = self.failed.get(share), slot_of(share)
             if (
                 lease.share.backend == self.backend
-                and lease.holder is None
+                and (lease.holder is None or lease.awaited)
                 and slot not in self.busy
                 and not self.is_ours(slot)
                 and (failure is None or failure.since != lease.since)
@@ -240,6 +244,7 @@ class Ledger:
         """Say all of it."""
         made: dict[ShareId, Made] = {}
         blocked: dict[str, str] = {}
+        named: dict[str, Made] = {}
         paused: dict[ShareId, str] = {}
         held = self.held
         self.left |= held & self.present.keys()
@@ -247,6 +252,8 @@ class Ledger:
         for slot, instance in self.present.items():
             if slot in self.busy:
                 continue
+            if instance.computes:
+                named |= self._names(slot, instance)
             if self.is_ours(slot) and instance.computes:
                 first = instance.computes[0]
                 for share in self.shares(slot):
@@ -269,7 +276,15 @@ class Ledger:
             for share, failure in self.failed.items()
             if share in leases and leases[share].since == failure.since
         }
-        return Stock(made, dict(self.failed), blocked, paused, alone)
+        return Stock(made, dict(self.failed), blocked, paused, alone, named)
+
+    def _names(self, slot: str, instance: MigInstance) -> Mapping[str, Made]:
+        """Give the names by which CDI knows an instance; by its place only ours."""
+        first = instance.computes[0]
+        there = Made(first.uuid, instance.number, first.number)
+        by_place = self.terms.fixed is None and self.is_ours(slot)
+        place = device_name(share_id(self.state.gpu.id, slot))
+        return {first.uuid: there, **({place: there} if by_place else {})}
 
     def _why_blocked(self, slot: str) -> str:
         if slot in self.found:

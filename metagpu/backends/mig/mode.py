@@ -98,7 +98,9 @@ class MigMode:
 
     async def _used(self) -> str:
         for lease in self.served.state.leases.values():
-            return f"{lease.holder or 'a pod that is being admitted'} holds {lease.share.id}"
+            # Who holds an instance has none while MIG is off, as after a reboot: it waits for this.
+            if lease.share.backend != self.served.backend:
+                return f"{lease.holder or 'a pod that is being admitted'} holds {lease.share.id}"
         for process in await self.served.processes():
             return f"process {process.pid} runs on it"
         return ""

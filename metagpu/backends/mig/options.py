@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import Final
 
 from metagpu.backends.mig.board import resource_of
@@ -20,6 +21,13 @@ _MOST_REPLICAS: Final = 100
 """Of an instance: with two digits every id stays within the kubelet's 63 characters."""
 
 
+class Create(StrEnum):
+    """When a container waits for its instance."""
+
+    ALLOCATE = "allocate"
+    START = "start"
+
+
 class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """What a pool may say to MIG: either profiles or a layout.
 
@@ -34,6 +42,8 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
         fail_requests_greater_than_one: whether to refuse a container that asks for several
             replicas.
         enable_mig: whether to turn MIG mode on, on GPUs that nobody uses.
+        create: when a container waits for the instance that is made for it: while its pod is
+            admitted, or when it starts. Left out, when it starts if that can be.
         keep_warm: how long an instance made for a pod is kept for the next when it has gone.
         deadline: how long making an instance may take.
     """
@@ -45,6 +55,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     mps: MpsTerms | None = None
     fail_requests_greater_than_one: bool = False
     enable_mig: bool = False
+    create: Create | None = None
     keep_warm: Duration | None = None
     deadline: Duration = Duration(10)
 
@@ -132,6 +143,8 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
                 raise ValueError(f"layout has {count} of {name}; give at least 1, or leave it out")
         if self.keep_warm is not None:
             raise ValueError("keepWarm is for profiles; the instances of a layout are always kept")
+        if self.create is not None:
+            raise ValueError("create is for profiles; the instances of a layout are there before")
 
     def _check_resources(self, layout: Mapping[str, int]) -> None:
         if isinstance(self.resource, dict):

@@ -6,7 +6,7 @@ import pytest
 
 from metagpu.backends.mig import ledger
 from metagpu.backends.mig.ledger import GRACE, LOOK, POLL, Ledger, Terms
-from metagpu.core.facts import Fact, GpusFound, LeasesObserved, SharesGranted
+from metagpu.core.facts import Fact, GpusFound, LeasesObserved, SharesAwaited, SharesGranted
 from metagpu.core.model import Holder, Share
 from metagpu.core.snapshot import GpuState
 from tests.backends.mig.gpus import instance, mig_gpu
@@ -68,6 +68,35 @@ def test_what_appears_without_us_is_foreign() -> None:
     )
     assert not it.loose
     assert not it.unwanted(1e9)
+
+
+def test_every_device_has_a_name_and_ours_one_of_its_place() -> None:
+    """By CDI a device goes by its uuid, whoever made it; ours by its place too, made or remade."""
+    it = ledger_of()
+    it.take_in([TWO], 1)
+    assert list(it.stock(alone=True).named) == [it_uuid()]
+
+    it.ours.add(it_uuid())
+    named = it.stock(alone=True).named
+    assert list(named) == [it_uuid(), f"{GPU.id}::2g.10gb:4"]
+    assert {(made.device, made.gpu_instance) for made in named.values()} == {(it_uuid(), 5)}
+
+    it.busy.add("2g.10gb@4")  # it is about to go
+    assert not it.stock(alone=True).named
+
+
+def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:
+    """Not before, as it may have been told a uuid; and after a failure not until its next start."""
+    it = ledger_of(observed("2g.10gb@4"))
+    it.take_in([], 6)
+    assert not list(it.waiting())
+
+    for at in (7, 8):
+        it.state = state(observed("2g.10gb@4"), SharesAwaited((share("2g.10gb@4"),), at=at))
+        [lease] = it.waiting()
+        assert (lease.holder, lease.since) == (POD, at)
+        it.note_failed(lease, "no")
+        assert not list(it.waiting())
 
 
 def test_what_was_held_may_be_had_again_until_somebody_looks() -> None:

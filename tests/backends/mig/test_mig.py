@@ -131,6 +131,7 @@ def test_a_gpu_without_its_profiles_says_why() -> None:
         ("layout: {1g.5gb: 0}", "layout has 0 of 1g.5gb; give at least 1, or leave it out"),
         ("layout: {1g: 7}", "'1g' is no MIG profile such as 1g.5gb"),
         ("layout: {1g.5gb: 7}, keepWarm: 1s", "keepWarm is for profiles; the instances of a"),
+        ("layout: {1g.5gb: 7}, create: start", "create is for profiles; the instances of a"),
         (
             "layout: {1g.5gb: 3, 2g.10gb: 2}, resource: a.b/c",
             "resource a.b/c is one name for instances of one size, and layout has 1g.5gb, 2g.10gb;",
@@ -145,14 +146,46 @@ def test_options_that_make_no_sense(options: str, message: str) -> None:
         parse(text, "t.yaml", BACKENDS)
 
 
-def test_names_by_cdi_are_refused() -> None:
-    """There is no CDI specification of an instance that was just made, and the file is told so."""
-    text = (
-        "version: metagpu/v1\ndeviceListStrategy: cdi-cri\n"
-        "pools: [{name: a, backends: [{backend: mig, profiles: [1g.5gb]}]}]"
+def by_cdi(more: str = "", strategies: str = "cdi-cri", kind: str = "metagpu.io/gpu") -> str:
+    """Write a configuration that gives instances by CDI."""
+    return (
+        f"version: metagpu/v1\ndeviceListStrategy: [{strategies}]\ncdiKind: {kind}\n"
+        f"pools: [{{name: a, backends: [{{backend: mig, {more or 'profiles: [1g.5gb]'}}}]}}]"
     )
-    with pytest.raises(ConfigError, match="cannot be named by CDI yet; use deviceListStrategy"):
-        laid_out(A, text=text)
+
+
+def test_names_in_the_files_of_others_are_refused() -> None:
+    """Nobody else's CDI specification has an instance that was just made; the file is told so."""
+    message = "are in no CDI specification of others; leave cdiKind out, or use deviceListStrategy"
+    with pytest.raises(ConfigError, match=message):
+        parse(by_cdi(kind="nvidia.com/gpu"), "t.yaml", BACKENDS)
+
+
+@pytest.mark.parametrize("strategies", ["envvar", "envvar, cdi-cri", "volume-mounts, cdi-cri"])
+def test_a_name_before_there_is_anything_needs_cdi_alone(strategies: str) -> None:
+    """A variable or a mount names what exists; so a start cannot be waited for by these."""
+    with pytest.raises(ConfigError, match=r"create: start tells .* set deviceListStrategy to cdi"):
+        parse(by_cdi("profiles: [1g.5gb], create: start", strategies), "t.yaml", BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategies", "defers"),
+    [
+        ("profiles: [1g.5gb]", "cdi-cri", True),
+        ("profiles: [1g.5gb]", "cdi-annotations", True),
+        ("profiles: [1g.5gb], create: start", "cdi-cri", True),
+        ("profiles: [1g.5gb], create: allocate", "cdi-cri", False),
+        ("profiles: [1g.5gb]", "envvar", False),
+        ("profiles: [1g.5gb]", "envvar, cdi-cri", False),
+        ("layout: {1g.5gb: 7}", "cdi-cri", False),
+    ],
+)
+def test_a_container_waits_at_its_start_where_that_can_be(
+    options: str, strategies: str, *, defers: bool
+) -> None:
+    """Left out, `create` is `start` where CDI alone gives the instances that pods ask for."""
+    backends = laid_out(A, text=by_cdi(options, strategies)).backends.values()
+    assert [it.defers for it in backends] == [defers]
 
 
 # --- what is preferred ----------------------------------------------------------------------------

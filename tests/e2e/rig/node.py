@@ -216,12 +216,8 @@ class Node:
         token = self.kubectl("create", "token", account, f"--namespace={namespace}")
         return self._pki.token_kubeconfig(account, token.strip())
 
-    def stop_api(self) -> None:
-        """End the API server alone, as a crash of its machine does."""
-        self.apiserver.kill()
-
     def start_api(self) -> None:
-        """Start the API server again, and wait until it is ready."""
+        """Start the API server that was ended, and wait until it is ready."""
         self.apiserver.start()
         self._await_healthy(self.apiserver, self._api_is_ready)
 

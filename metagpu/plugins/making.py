@@ -1,0 +1,86 @@
+"""Waiting for what shares stand for, where it has to be made in hardware first."""
+
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from metagpu.core.errors import NotMade
+from metagpu.core.facts import SharesAwaited
+from metagpu.core.model import Failure, Share, Stock
+from metagpu.core.registry import Registry
+from metagpu.core.snapshot import Snapshot
+
+
+async def made(registry: Registry, shares: Sequence[Share], patience: float) -> Snapshot:
+    """Wait until its backend has made what stands for each share; give what is known then.
+
+    Raises:
+        NotMade: if it cannot, or not within `patience` seconds.
+    """
+    with anyio.move_on_after(patience):
+        async for snapshot in registry.watch(lambda now: _settled(shares, now)):
+            if snapshot is not None:
+                for share in shares:
+                    if why := failure(share, snapshot):
+                        raise NotMade(share.resource, share.id, why.reason)
+                return snapshot
+
+    raise _too_late(shares, patience)
+
+
+async def made_anew(
+    registry: Registry, shares: Sequence[Share], patience: float, clock: Callable[[], float]
+) -> Snapshot:
+    """Have made what is missing for containers that hold shares already; as `made` otherwise.
+
+    What failed, or is gone, is tried again: once for each call, as the kubelet repeats it. Who
+    holds a share may not be known yet, after a start of ours.
+
+    Raises:
+        NotMade: as `made`.
+    """
+
+    def known(now: Snapshot) -> bool:
+        return all(is_made(it, now) or it.id in now.gpus[it.gpu].leases for it in shares)
+
+    with anyio.move_on_after(patience):
+        async for held in registry.watch(known):
+            if held:
+                now = registry.snapshot
+                if unwished := tuple(it for it in shares if not _under_way(it, now)):
+                    registry.apply(SharesAwaited(unwished, clock()))
+                return await made(registry, shares, patience)
+
+    raise _too_late(shares, patience)
+
+
+def is_made(share: Share, now: Snapshot) -> bool:
+    """Tell whether there is what stands for a share."""
+    return share.id in now.gpus[share.gpu].stocks.get(share.backend, Stock()).made
+
+
+def failure(share: Share, now: Snapshot) -> Failure | None:
+    """Find out why a share could not be made for its present lease, if that is so."""
+    state = now.gpus[share.gpu]
+    found = state.stocks.get(share.backend, Stock()).failed.get(share.id)
+    lease = state.leases.get(share.id)
+
+    return found if found and lease and found.since == lease.since else None
+
+
+def _under_way(share: Share, now: Snapshot) -> bool:
+    """Tell whether what stands for a held share is there, or is being made."""
+    if is_made(share, now):
+        return True
+    lease = now.gpus[share.gpu].leases[share.id]
+    return lease.awaited and not failure(share, now)
+
+
+def _too_late(shares: Sequence[Share], patience: float) -> NotMade:
+    reason = f"that took longer than {patience:g} s; it may be tried again"
+    return NotMade(shares[0].resource, shares[0].id, reason)
+
+
+def _settled(shares: Sequence[Share], now: Snapshot) -> Snapshot | None:
+    """Give the snapshot once each share is made in it, or has failed."""
+    return now if all(is_made(it, now) or failure(it, now) for it in shares) else None
