@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -27,8 +27,11 @@ REFILL: Final = 10.0
 WAITING: Final = 64
 """News that may wait for an API server that does not answer; the oldest are dropped."""
 NOTE_LIMIT: Final = 1024
+"""Bytes of UTF-8."""
 _NAME_LIMIT: Final = 230
+_FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
+_HOPELESS: Final = frozenset((400, 404, 422))
 _PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
 
 log = structlog.get_logger()
@@ -111,17 +114,33 @@ class Recorder:
         self.chore.stir()
 
     async def _send(self) -> None:
-        """Tell what waits; what fails is tried again, unless it can never be told."""
-        while self._waiting:
-            news = self._waiting[0]
+        """Tell what waits; what fails is tried again, unless it can never be told.
+
+        A namespace that is ending, or has no quota left, takes no Events: others' go on.
+        """
+        shut: dict[str, ClusterError] = {}
+
+        while (news := self._next(shut)) is not None:
             try:
                 await self._write(news)
             except ClusterError as error:
-                if error.status not in (400, 404, 422):
+                if error.status == _FORBIDDEN:
+                    shut[news.subject.namespace] = error
+                    continue
+                if error.status not in _HOPELESS:
                     raise
                 log.warning("an Event was refused", reason=news.reason, error=str(error))
-            if self._waiting and self._waiting[0] is news:
-                self._waiting.popleft()
+            self._drop(news)
+        if shut:
+            raise next(iter(shut.values()))
+
+    def _next(self, shut: Container[str]) -> News | None:
+        return next((it for it in self._waiting if it.subject.namespace not in shut), None)
+
+    def _drop(self, news: News) -> None:
+        """Let one wait no more; others of the same words do."""
+        kept = [it for it in self._waiting if it is not news]
+        self._waiting = deque(kept, maxlen=WAITING)
 
     async def _write(self, news: News) -> None:
         now = self.clock()
@@ -159,7 +178,7 @@ class Recorder:
 
     async def _create(self, news: News, now: float) -> None:
         subject = news.subject
-        name = f"{subject.name[:_NAME_LIMIT]}.{uuid4().hex[:16]}"
+        name = f"{subject.name[:_NAME_LIMIT].rstrip('-.')}.{uuid4().hex[:16]}"
         namespace = subject.namespace or "default"
         body: dict[str, Any] = {
             "apiVersion": "events.k8s.io/v1",
@@ -171,7 +190,7 @@ class Recorder:
             "action": news.action,
             "reason": news.reason,
             "type": "Warning" if news.warning else "Normal",
-            "note": news.note[:NOTE_LIMIT],
+            "note": news.note.encode()[:NOTE_LIMIT].decode(errors="ignore"),
             "regarding": {
                 "apiVersion": "v1",
                 "kind": subject.kind,
