@@ -138,9 +138,11 @@ class Recorder:
         return next((it for it in self._waiting if it.subject.namespace not in shut), None)
 
     def _drop(self, news: News) -> None:
-        """Let one wait no more; others of the same words do."""
-        kept = [it for it in self._waiting if it is not news]
-        self._waiting = deque(kept, maxlen=WAITING)
+        """Let one wait no more, unless it was dropped meanwhile."""
+        for at, it in enumerate(self._waiting):
+            if it is news:
+                del self._waiting[at]
+                return
 
     async def _write(self, news: News) -> None:
         now = self.clock()

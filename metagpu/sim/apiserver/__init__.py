@@ -309,7 +309,7 @@ class SimApiServer:
         body, namespace = json.loads(await request.read()), request.match_info["namespace"]
         regarding = body.get("regarding", {})
         missing = [name for name in _EVENT_FIELDS if not body.get(name)]
-        if missing or len(body["note"]) > _NOTE_LIMIT:
+        if missing or len(body["note"].encode()) > _NOTE_LIMIT:
             raise Refusal(422, "Invalid", f"Event is invalid: {missing or 'note: too long'}")
         if regarding.get("namespace", "default") != namespace:
             raise Refusal(422, "Invalid", "regarding.namespace: does not match event.namespace")
