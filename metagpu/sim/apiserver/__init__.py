@@ -49,6 +49,7 @@ class SimApiServer:
         requests: all that came in.
         token: what clients must show.
         denied: (method, part of a path) that nobody may do.
+        broken: the same, of what fails for now.
         invalid: parts of paths where whatever is applied is not as it should be.
         failures: answers to the next requests, whatever they are.
         nfd: Node Feature Discovery's master, `None` where it is not installed.
@@ -63,6 +64,7 @@ class SimApiServer:
         self.requests: list[Request] = []
         self.token = token
         self.denied: list[tuple[str, str]] = []
+        self.broken: list[tuple[str, str]] = []
         self.invalid: list[str] = []
         self.failures: deque[Refusal] = deque()
         self.port = 0
@@ -243,6 +245,8 @@ class SimApiServer:
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
         if request.method == "PATCH" and any(part in request.path for part in self.invalid):
             raise Refusal(422, "Invalid", "status: Required value")
+        if any(request.method == method and part in request.path for method, part in self.broken):
+            raise Refusal(503, "ServiceUnavailable", "the simulated API server was told to")
         for method, part in self.denied:
             if request.method == method and part in request.path:
                 message = f'User "sim" cannot {method.lower()} {request.path}'
