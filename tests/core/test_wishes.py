@@ -80,7 +80,8 @@ def test_no_limit_passes_the_gpus_memory(shares: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish", ["0", "5O", "-5", "0Gi", "16 GiB", "", "1e3", "\u00b2", pytest.param("9" * 5000, id="digits")]
+    "wish",
+    ["0", "5O", "-5", "0Gi", "16 GiB", "", "1e3", "\u00b2", pytest.param("9" * 5000, id="digits")],
 )
 def test_a_wrong_amount_is_refused_in_words(wish: str) -> None:
     """What nobody can follow changes nothing, and says what could be followed."""

@@ -22,7 +22,7 @@ from metagpu.core.registry import Registry
 from metagpu.plugins.cluster import node_news, pod_news
 from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state
 from metagpu.plugins.cluster.chore import Chore
-from metagpu.plugins.cluster.events import News, Recorder, Subject
+from metagpu.plugins.cluster.events import EACH_POD, News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.labelling import Labeller
 from metagpu.plugins.cluster.node_feature import NodeFeature
@@ -169,7 +169,9 @@ class Cluster:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
         if Feature.POD_EVENTS in features:
             # Pods that misbehave must not use up what is meant for news of the node.
-            self._pod_recorder = Recorder(client, socket.gethostname(), name=Feature.POD_EVENTS)
+            self._pod_recorder = Recorder(
+                client, socket.gethostname(), name=Feature.POD_EVENTS, each=EACH_POD
+            )
             self._chores.append((Feature.POD_EVENTS, self._pod_recorder.chore))
         if Feature.PODS in features:
             self._pods = FollowedPods(client, settings.node, self._registry)

@@ -1,5 +1,6 @@
 """Kubernetes Events: what happened, told to people, and never so often that it hurts."""
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container
@@ -24,6 +25,8 @@ COUNT_EVERY: Final = 30.0
 BURST: Final = 25
 REFILL: Final = 10.0
 """Events that may follow each other at once, and seconds for each one more."""
+EACH_POD: Final = 8
+"""Different news of one pod within `MEMORY`: its owner must not use up what all pods have."""
 WAITING: Final = 64
 """News that may wait for an API server that does not answer; the oldest are dropped."""
 NOTE_LIMIT: Final = 1024
@@ -89,6 +92,7 @@ class Recorder:
 
     Attributes:
         name: of the use that it is.
+        each: different news that one subject may have within `MEMORY`.
         dropped: news that were not told because there were too many.
     """
 
@@ -96,6 +100,7 @@ class Recorder:
     instance: str
     clock: Callable[[], float] = time.time
     name: str = "events"
+    each: float = math.inf
     dropped: int = 0
     _waiting: deque[News] = field(default_factory=lambda: deque(maxlen=WAITING))
     _told: "OrderedDict[Sameness, _Told]" = field(default_factory=OrderedDict)
@@ -150,7 +155,7 @@ class Recorder:
         told = self._told.get(news.sameness)
 
         if told is None:
-            if self._may(now):
+            if self._may(news.subject, now):
                 await self._create(news, now)
             else:
                 self.dropped += 1
@@ -166,10 +171,11 @@ class Recorder:
                     raise
                 await self._create(news, now)  # Events are deleted after an hour
 
-    def _may(self, now: float) -> bool:
+    def _may(self, subject: Subject, now: float) -> bool:
+        its = sum(about == subject for about, _, _ in self._told)
         self._tokens = min(BURST, self._tokens + (now - self._refilled) / REFILL)
         self._refilled = now
-        return self._tokens >= 1
+        return self._tokens >= 1 and its < self.each
 
     def _forget(self, now: float) -> None:
         while self._told:

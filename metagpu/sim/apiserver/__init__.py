@@ -151,7 +151,7 @@ class SimApiServer:
 
     async def until(self, seen: Any) -> None:  # noqa: ANN401 - any predicate without arguments
         """Wait until something is so that only requests and changes make so."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not seen():
                 changed = self._changed
                 await changed.wait()
