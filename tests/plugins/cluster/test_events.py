@@ -142,7 +142,7 @@ async def test_refused_event_does_not_hold_up_the_next(
 async def test_one_subject_does_not_use_up_what_all_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who makes news all the time has some of it told; those of others go on, and in time theirs."""
+    """Who makes news all the time has some of it told; others go on, and in time they too."""
     server, clock = SimApiServer(), Clock()
     loud, quiet = (Subject("Pod", name, name, "team") for name in ("loud", "quiet"))
     async with recording(server, tmp_path, monkeypatch, clock) as recorder:
