@@ -271,7 +271,8 @@ class Cluster:
     def _tell_rival(self, rival: RivalPod) -> None:
         log.warning("another device plugin runs here", program=rival.program, pod=rival.pod)
         note = note_of(rival, self._registry.snapshot.offers)
-        self._tell("RivalPlugin", note, "Serve", warning=True)
+        # Anybody may call a DaemonSet so, and have it make pod after pod.
+        self._tell("RivalPlugin", note, "Serve", warning=True, key=rival.program)
 
     @property
     def _subject(self) -> Subject:
@@ -284,11 +285,13 @@ class Cluster:
         named = [str(it) for it in self._rivals.found if it.contested([resource])]
         return " or ".join(named) or "another device plugin"
 
-    def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+    def _tell(
+        self, reason: str, note: str, action: str, *, warning: bool = False, key: str = ""
+    ) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
-        self._recorder.tell(News(self._subject, reason, note, action, warning=warning))
+        self._recorder.tell(News(self._subject, reason, note, action, warning, key))
 
 
 def _loaded() -> "ModuleType":

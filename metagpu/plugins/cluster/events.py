@@ -121,7 +121,7 @@ class Recorder:
     async def _send(self) -> None:
         """Tell what waits; what fails is tried again, unless it can never be told.
 
-        A namespace that is ending, or has no quota left, takes no Events: others' go on.
+        A namespace that is ending, or has no quota left, takes no Events: others' go on, at the next try at the latest.
         """
         shut: dict[str, ClusterError] = {}
 
@@ -198,7 +198,7 @@ class Recorder:
             "action": news.action,
             "reason": news.reason,
             "type": "Warning" if news.warning else "Normal",
-            "note": news.note.encode()[:NOTE_LIMIT].decode(errors="ignore"),
+            "note": news.note.encode(errors="replace")[:NOTE_LIMIT].decode(errors="ignore"),
             "regarding": {
                 "apiVersion": "v1",
                 "kind": subject.kind,
