@@ -121,7 +121,7 @@ class Recorder:
     async def _send(self) -> None:
         """Tell what waits; what fails is tried again, unless it can never be told.
 
-        A namespace that is ending, or has no quota left, takes no Events: others' go on, at the next try at the latest.
+        A namespace that is ending, or has no quota left, takes no Events: others' go on.
         """
         shut: dict[str, ClusterError] = {}
 
