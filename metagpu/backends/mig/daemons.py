@@ -126,9 +126,11 @@ class Daemons:
         One that is not wanted any more is kept for as long as it has clients; one whose device is
         gone is not.
         """
+        # By uuid alone: where an instance is said to be may change while NVML tells little.
+        here, needed = {it.uuid for it in there}, {it.uuid for it in wanted}
         for it in self.kept.values():
-            it.unwanted = it.device not in wanted
-            if it.device not in there:
+            it.unwanted = it.device.uuid not in needed
+            if it.device.uuid not in here:
                 it.gone = True
                 it.scope.cancel()
         for device in wanted:
