@@ -23,9 +23,8 @@ from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
-from metagpu.core.errors import CdiError, ConfigError, MetagpuError
-from metagpu.core.facts import BackendSuspended, GpuCordoned, GpusFound, GpuUncordoned
-from metagpu.core.gpu import GpuId
+from metagpu.core.errors import CdiError, ConfigError
+from metagpu.core.facts import BackendSuspended, GpusFound
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
 from metagpu.core.injection import Injection
@@ -37,10 +36,10 @@ from metagpu.core.parts import Parts
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
-from metagpu.core.snapshot import GpuState
 from metagpu.core.tools import Tools
 from metagpu.host import DeviceNodes
 from metagpu.inside import Inside
+from metagpu.orders import Orders
 from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
 from metagpu.plugins.cdi_file import CdiFile
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
@@ -109,6 +108,7 @@ class Agent:
         self.config = self.adoption.loaded.config
         self.cluster = Cluster(self.joins, self.registry, self._follow) if self.joins else None
         self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
+        self.orders = Orders(self.registry, self.health)
         self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
         own = HostTools(tuple(roots))
@@ -185,9 +185,7 @@ class Agent:
             "status": self._status,
             "plan": self._plan,
             "usage": self._usage,
-            "acknowledge": self._acknowledge,
-            "cordon": self._cordon,
-            "uncordon": self._uncordon,
+            **self.orders.by_name,
         }
 
     async def look(self) -> None:
@@ -356,33 +354,6 @@ class Agent:
         after = plan.State(self._laid(config, self._nodes), config)
         return plan.told(plan.compare(self.registry.snapshot, before, after))
 
-    async def _acknowledge(self, request: Mapping[str, Any]) -> object:
-        name = str(request.get("gpu", ""))
-        for state in self.registry.snapshot.gpus.values():
-            if name in state.faults:
-                await self.health.acknowledge(state.gpu.id, name)
-                return f"MIG device {name} of GPU {state.gpu} is back in service"
-
-        gpu = self._named(request)
-        await self.health.acknowledge(gpu)
-        return f"GPU {self._state(gpu).gpu} is back in service"
-
-    async def _cordon(self, request: Mapping[str, Any]) -> object:
-        gpu = self._named(request)
-        reason = " ".join(str(request.get("reason", "")).split()) or "no reason was given"
-        self.registry.apply(GpuCordoned(gpu, reason, time.time()))
-        log.warning("GPU cordoned", gpu=gpu, reason=reason)
-
-        state = self._state(gpu)
-        return f"GPU {state.gpu} gives no new shares; held of it now: {len(state.leases)}"
-
-    async def _uncordon(self, request: Mapping[str, Any]) -> object:
-        gpu = self._named(request)
-        if not self.registry.apply(GpuUncordoned(gpu, time.time())):
-            raise MetagpuError(f"GPU {self._state(gpu).gpu} is not cordoned")
-        log.info("GPU uncordoned", gpu=gpu)
-        return f"GPU {self._state(gpu).gpu} gives new shares again"
-
     def _exporter(self, address: Address) -> "Exporter":
         """Make what monitoring asks: the libraries for it are loaded for who wants it alone."""
         from metagpu.plugins.metrics.exporter import Exporter  # noqa: PLC0415 - as said
@@ -402,12 +373,6 @@ class Agent:
             ended=lambda: self.parts.ended,
         )
         return Exporter(address, sources)
-
-    def _named(self, request: Mapping[str, Any]) -> GpuId:
-        return report.gpu_named(self.registry.snapshot, str(request.get("gpu", "")))
-
-    def _state(self, gpu: GpuId) -> GpuState:
-        return self.registry.snapshot.gpus[gpu]
 
     async def _usage(self, _: Mapping[str, Any]) -> object:
         return {

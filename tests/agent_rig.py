@@ -60,7 +60,7 @@ class Scene:
 
     async def settles(self, predicate: Callable[[Snapshot], bool]) -> None:
         """Wait until the agent's registry is so."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async for snapshot in self.agent.registry.watch(lambda now: now):
                 if predicate(snapshot):
                     return
@@ -73,7 +73,7 @@ class Scene:
 
     async def news(self, *kinds: type[Event]) -> Event:
         """Wait for the next news of one of these kinds."""
-        with self.agent.registry.news.subscribe(*kinds) as news, anyio.fail_after(10):
+        with self.agent.registry.news.subscribe(*kinds) as news, anyio.fail_after(30):
             async for fact in news:
                 return fact
         raise AssertionError

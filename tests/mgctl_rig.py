@@ -88,7 +88,7 @@ async def ended(process: Process) -> Said:
         async for part in stream:
             heard[name] += part
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
             for name in heard:
                 group.start_soon(listen, name)

@@ -97,6 +97,6 @@ async def until_placed(scene: Scene, *expected: str, index: int = 0) -> None:
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Wait for what nothing tells of."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while not is_so():  # noqa: ASYNC110 - see above
             await anyio.sleep(0.01)

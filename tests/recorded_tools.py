@@ -37,6 +37,6 @@ class RecordedTools:
 
     async def until(self, count: int) -> None:
         """Wait until there were so many commands."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while len(self.calls) < count:
                 await self._more.wait()

@@ -127,7 +127,7 @@ async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
         used = it.state(0) if it.state(0).leases else it.state(1)
         name, gpu = {"gpu": used.gpu.pci_bus_id}, used.gpu
 
-        assert await it.agent._cordon({**name, "reason": " fan\n to be replaced"}) == (
+        assert await it.agent.orders.cordon({**name, "reason": " fan\n to be replaced"}) == (
             f"GPU {gpu} gives no new shares; held of it now: 3"
         )
         await it.until(20, 13)
@@ -137,12 +137,12 @@ async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
         assert cordon.reason == "fan to be replaced"
         assert [pod.name for pod in it.kubelet.pods] == ["train"]
 
-        assert await it.agent._uncordon(name) == f"GPU {gpu} gives new shares again"
+        assert await it.agent.orders.uncordon(name) == f"GPU {gpu} gives new shares again"
         await it.until(20, 20)
         with pytest.raises(MetagpuError, match=rf"^GPU {gpu.index} \({gpu.id}\) is not cordoned$"):
-            await it.agent._uncordon(name)
+            await it.agent.orders.uncordon(name)
         with pytest.raises(MetagpuError, match="there is no GPU '9' here"):
-            await it.agent._cordon({"gpu": "9"})
+            await it.agent.orders.cordon({"gpu": "9"})
 
 
 async def test_looking_makes_nothing_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +440,7 @@ async def test_device_node_that_comes_late_is_given(
         laid = it.agent.layout
         await anyio.Path(uvm.parent).mkdir()
         await anyio.Path(uvm).touch()
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while it.agent.layout is laid:  # noqa: ASYNC110 - nothing tells of it: no offer changed
                 await anyio.sleep(0.01)
         after = await it.kubelet.admit(Pod.single("after", {METAGPU: 1}))

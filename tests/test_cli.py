@@ -417,7 +417,8 @@ def test_plan_without_a_daemon_is_one_line(
             ["--cluster", "label"],
             (
                 "--cluster: 'label' is no use of the API server; allowed: all, none, config, "
-                "labels, taint, condition, events, allocatable, pods, pod-events"
+                "labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, "
+                "rivals"
             ),
         ),
     ],

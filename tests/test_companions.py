@@ -122,7 +122,7 @@ async def test_a_number_that_was_given_away_is_left_alone(tmp_path: Path) -> Non
     process = await HOST.start(sleeper(tmp_path))
     before = replace(process, started=process.started - 1)
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         await HOST.ended(before)
         await HOST.kill(before)
     assert await to_thread.run_sync(running.read, process.pid) is not None
@@ -144,7 +144,7 @@ async def test_its_end_is_heard(tmp_path: Path) -> None:
         await anyio.wait_all_tasks_blocked()
         assert not over.is_set()
         await HOST.kill(process)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await over.wait()
 
 

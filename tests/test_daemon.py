@@ -45,14 +45,14 @@ class Daemon:
         """Read the daemon's log until a line has this text."""
         assert self.process.stderr is not None
         seen = b""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while text not in seen.decode():
                 seen += await self.process.stderr.receive()
 
     async def stop(self) -> int:
         """Ask it to end; give its exit status."""
         self.process.terminate()
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             return await self.process.wait()
 
 

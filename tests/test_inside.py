@@ -155,7 +155,7 @@ async def test_watching_ends_with_the_watcher(tmp_path: Path) -> None:
     ):
         assert process.stdout
         lines = b""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while lines.count(b"\n") < 2:
                 lines += await process.stdout.receive()
         assert it.alices
@@ -305,7 +305,7 @@ async def test_at_a_terminal_it_is_drawn_again_and_again(
         line = " ".join(arguments)
         async with it.started(ALICE, "sh", "-c", f"exec {PROGRAM} {line} > {os.ttyname(theirs)}"):
             seen = b""
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 while seen.count(AFRESH.encode()) < 2:
                     await anyio.wait_readable(ours)
                     seen += os.read(ours, 65536)

@@ -93,7 +93,7 @@ async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path:
     async with agent_at_work(tmp_path, joins=joins) as it:
         await it.until(20, 20)
         assert it.agent.cluster is not None
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not it.agent.cluster.report()["problem"]:  # noqa: ASYNC110 - it has no event
                 await anyio.sleep(0.005)
         status = await it.agent._status({})

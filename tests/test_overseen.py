@@ -43,7 +43,7 @@ def joined(server: SimApiServer, tmp_path: Path) -> Settings:
 
 async def until(seen: Callable[[], bool]) -> None:
     """Wait until something is so."""
-    with anyio.fail_after(15):
+    with anyio.fail_after(30):
         while not seen():  # noqa: ASYNC110 - what is waited for has no event of its own
             await anyio.sleep(0.01)
 

@@ -136,7 +136,7 @@ class Ground:
 
 async def until(predicate: Callable[[], bool]) -> None:
     """Wait until something is so."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while not predicate():  # noqa: ASYNC110 - what tests wait for has no event of its own
             await anyio.sleep(0.005)
 
@@ -229,7 +229,7 @@ async def test_the_bus_tells_of_warning_and_end(tmp_path: Path) -> None:
 
 
 async def _numbered(events: Any, count: int) -> AsyncIterator[tuple[Any, int]]:  # noqa: ANN401
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         number = 0
         async for event in events:
             number += 1
@@ -265,7 +265,7 @@ async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> 
             it.hold(BOB, 1, gpu=0)
             it.hold(ALICE, 1, gpu=1)
             it.put(process, 50, gpu=1)
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 await process.wait()
 
     assert [entry["part"] for entry in entries] == [f"memory enforcement of {it.gpus[0].id}"]

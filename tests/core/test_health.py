@@ -118,7 +118,7 @@ async def news(*answers: Answer) -> list[dict[str, object]]:
     with heard(health) as logs:
         async with anyio.create_task_group() as group:
             group.start_soon(watch.run)
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 await driver.asked.wait()
             group.cancel_scope.cancel()
     return [dict(entry) for entry in logs]

@@ -40,7 +40,7 @@ async def test_a_signal_ends_every_task(number: signal.Signals) -> None:
         signal.raise_signal(number)
         await anyio.sleep_forever()
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         await serve(*[task.run for task in tasks], stop, reload=no_reload)
     assert [task.ended for task in tasks] == [True, True]
 
@@ -61,7 +61,7 @@ async def test_a_hangup_reloads_and_goes_on() -> None:
             assert not task.ended
         signal.raise_signal(signal.SIGTERM)
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         await serve(task.run, steer, reload=reload)
     assert task.ended
 
@@ -74,7 +74,7 @@ async def test_a_failing_task_ends_the_others_and_raises() -> None:
         await task.started.wait()
         raise RuntimeError("broken")
 
-    with anyio.fail_after(5), pytest.raises(ExceptionGroup) as caught:
+    with anyio.fail_after(30), pytest.raises(ExceptionGroup) as caught:
         await serve(task.run, fail, reload=no_reload)
     assert [str(error) for error in caught.value.exceptions] == ["broken"]
     assert task.ended

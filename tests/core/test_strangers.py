@@ -86,7 +86,7 @@ async def watched(
 async def looked(it: Ground, times: int = 5) -> None:
     """Wait until the watch has looked so often from now on."""
     wanted = it.looks + times
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while it.looks < wanted:  # noqa: ASYNC110 - a look has no event of its own
             await anyio.sleep(0.005)
 
@@ -94,7 +94,7 @@ async def looked(it: Ground, times: int = 5) -> None:
 async def went_round(it: Ground, times: int = 5) -> None:
     """Wait until the watch went round so often from now on, be there anybody to look at or not."""
     wanted = it.rounds + times
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while it.rounds < wanted:  # noqa: ASYNC110 - as above
             await anyio.sleep(0.005)
 
@@ -103,7 +103,7 @@ async def test_a_bypass_is_told_once(tmp_path: Path) -> None:
     """A pod that uses a GPU without a share is named in the log and on the bus, and only once."""
     with heard(strangers) as entries:
         async with watched(tmp_path) as it, running() as process, running() as second:
-            with it.registry.news.subscribe(StrangerFound) as news, anyio.fail_after(10):
+            with it.registry.news.subscribe(StrangerFound) as news, anyio.fail_after(30):
                 it.put(process, MALLORY)
                 found = await anext(aiter(news))
             it.put(second, MALLORY)
@@ -130,7 +130,7 @@ async def test_nobody_is_a_stranger_before_the_kubelet_has_told(tmp_path: Path) 
             assert not entries
 
             it.registry.apply(it.leases)
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 while not entries:  # noqa: ASYNC110 - as above
                     await anyio.sleep(0.005)
             await looked(it)
@@ -144,7 +144,7 @@ async def test_who_comes_again_is_news_again(tmp_path: Path) -> None:
         async with watched(tmp_path) as it, running() as process:
             for times in (1, 2):
                 it.put(process, MALLORY)
-                with anyio.fail_after(10):
+                with anyio.fail_after(30):
                     while len(entries) < times:  # noqa: ASYNC110 - as above
                         await anyio.sleep(0.005)
                 it.node.end_process(it.node.gpu(0), process.pid)
@@ -158,7 +158,7 @@ async def test_a_gpu_that_fails_for_a_while_makes_no_news(tmp_path: Path) -> Non
     with heard(strangers) as entries:
         async with watched(tmp_path) as it, running() as process:
             it.put(process, MALLORY)
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 while not entries:  # noqa: ASYNC110 - as above
                     await anyio.sleep(0.005)
             it.node.lose(it.node.gpu(0))

@@ -1,57 +1,100 @@
 """What happens to a pod that uses more memory of a GPU than its share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import CONFIGURATION, Cluster
+from tests.e2e.cluster import CONFIGURATION, Cluster, Incarnation
+from tests.e2e.joined import Joined
 from tests.e2e.rig.waiting import wait_for
 
 ENFORCED = CONFIGURATION.replace(
     "    gpus: all\n", "    gpus: all\n    memoryEnforcement: {policy: kill}\n"
 )
+SHARES = 25
 WITHIN_MIB, ABOVE_MIB = 9_000, 20_000
 """Beside 25 shares of 40960 MiB: less than they are, and about twice as much."""
-SOON_S = 30.0
+SOME_MIB = 6_144
+"""15 of 100 shares: too much for 25 shares with another process of the same size, and not alone."""
+SOON_S = 60.0
 
 
 @pytest.fixture
-def strict(cluster: Cluster) -> Iterator[Cluster]:
-    """A node that ends who uses too much, and the gentle one again afterwards."""
-    cluster.daemon.configure(ENFORCED)
-    yield cluster
-    cluster.daemon.configure()
+def strict(member: Joined) -> Iterator[Cluster]:
+    """A node that ends who uses too much and tells its pod so; the gentle one again afterwards."""
+    member.daemon.configure(ENFORCED)
+    yield member.cluster
+    member.daemon.configure()
+
+
+def await_named(cluster: Cluster, wanted: Mapping[str, set[int]]) -> None:
+    """Wait until mgctl names these processes of each pod, pod -> pids, and no others."""
+
+    def named() -> bool:
+        return wanted == {
+            container["pod"]: {process["pid"] for process in part["processes"]}
+            for container in cluster.daemon.processes()["containers"]
+            for part in container["gpus"]
+        }
+
+    wait_for("mgctl to name the pods' processes", named, within_s=SOON_S)
+
+
+def await_anew(cluster: Cluster, name: str, before: Incarnation) -> None:
+    """Wait until a pod's container was ended and started again."""
+    wait_for(
+        f"the container of {name} to be started anew",
+        lambda: cluster.incarnations().get(name, before) != before,
+        within_s=SOON_S,
+    )
+
+
+def await_told(cluster: Cluster, name: str, reason: str, *words: str) -> None:
+    """Wait until an Event of the pod says all of this."""
+    wait_for(
+        f"{name} to be told {reason} with {words}",
+        lambda: all(word in cluster.reasons(name, reason) for word in words),
+        within_s=SOON_S,
+    )
 
 
 def test_a_pod_above_its_share_is_ended_and_its_neighbour_stays(strict: Cluster) -> None:
-    """Processes have their pods' names; one that takes too much ends, and nobody else does."""
-    greedy, neighbour = strict.run("greedy", 25), strict.run("neighbour", 25)
+    """It is warned, its process ends, its Events say why, and nobody else is touched."""
+    greedy, neighbour = strict.run("greedy", SHARES), strict.run("neighbour", SHARES)
     before = strict.incarnations()
     (gpu,) = greedy.gpu_indices
     assert neighbour.gpu_indices == (gpu,)
     pids = {name: strict.first_process(name) for name in before}
     for pid in pids.values():
         strict.daemon.use(gpu, pid, WITHIN_MIB)
-
-    def named() -> bool:
-        seen = {
-            container["pod"]: (process["pid"], process["innerPid"])
-            for container in strict.daemon.processes()["containers"]
-            for part in container["gpus"]
-            for process in part["processes"]
-        }
-        return seen == {name: (pid, 1) for name, pid in pids.items()}
-
-    wait_for("mgctl to name both pods' processes", named, within_s=SOON_S)
+    await_named(strict, {name: {pid} for name, pid in pids.items()})
     assert strict.incarnations() == before
 
     strict.daemon.use(gpu, pids["greedy"], ABOVE_MIB)
-    wait_for(
-        "the greedy pod's container to be started anew",
-        lambda: strict.incarnations().get("greedy", before["greedy"]) != before["greedy"],
-        within_s=SOON_S,
-    )
+    await_anew(strict, "greedy", before["greedy"])
+    await_told(strict, "greedy", "GPUMemoryExceeded", f"{ABOVE_MIB} MiB")
+    await_told(strict, "greedy", "GPUMemoryProcessEnded", str(pids["greedy"]))
     assert strict.incarnations()["neighbour"] == before["neighbour"]
+    assert not strict.reasons("neighbour", "GPUMemoryExceeded")
 
     for pid in pids.values():
+        strict.daemon.free(gpu, pid)
+
+
+def test_what_two_processes_use_together_counts(strict: Cluster) -> None:
+    """Each of them has less than the container's share; both together have more, and that ends."""
+    (gpu,) = strict.run("pair", SHARES).gpu_indices
+    before = strict.incarnations()
+    first = strict.first_process("pair")
+    (second,) = map(int, Path(f"/proc/{first}/task/{first}/children").read_text().split())
+    strict.daemon.use(gpu, first, SOME_MIB)
+    await_named(strict, {"pair": {first}})
+    assert strict.incarnations() == before
+
+    strict.daemon.use(gpu, second, SOME_MIB)
+    await_anew(strict, "pair", before["pair"])
+    await_told(strict, "pair", "GPUMemoryExceeded", f"{2 * SOME_MIB} MiB")
+
+    for pid in (first, second):
         strict.daemon.free(gpu, pid)

@@ -24,7 +24,7 @@ BY_CDI = f"deviceListStrategy: cdi-cri\n{CONFIG}"
 
 async def asking(it: Node) -> Lease:
     """Wait until a container waits for its share; give the lease."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         async for lease in it.registry.watch(lambda now: now.gpus[GPU.id].leases.get(SHARE)):
             if lease is not None:
                 return lease

@@ -74,7 +74,7 @@ class Ground:
 
     async def until(self, open_: int) -> None:
         """Wait until so many requests are being answered."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while self.answerer.open != open_:  # noqa: ASYNC110 - it has no event
                 await anyio.sleep(0.005)
 
@@ -87,7 +87,7 @@ async def ground(tmp_path: Path) -> AsyncIterator[Ground]:
     async with anyio.create_task_group() as group:
         group.start_soon(PodSocket(tmp_path, machine.host, answerer.respond).run)
         path = tmp_path / SOCKET_NAME
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while not await anyio.Path(path).exists():  # noqa: ASYNC110 - files have no events here
                 await anyio.sleep(0.005)
         yield Ground(path, machine, answerer)

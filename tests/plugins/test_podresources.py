@@ -49,7 +49,7 @@ async def following(it: Node, tmp_path: Path) -> AsyncIterator[None]:
 
 async def held(it: Node, count: int) -> None:
     """Wait until so many shares have a holder."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         async for snapshot in it.registry.watch(lambda now: now):
             leases = [i for state in snapshot.gpus.values() for i in state.leases.values()]
             if len(leases) == count and all(lease.holder for lease in leases):

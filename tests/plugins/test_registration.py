@@ -380,7 +380,7 @@ async def test_socket_wiped_before_the_dial_is_made_again(
         await register(self, line, path)
 
     monkeypatch.setattr(endpoint.Endpoint, "_register", wipe_first)
-    kubelet = simulated_kubelet(tmp_path, dial_timeout=0.05)
+    kubelet = simulated_kubelet(tmp_path, dial_timeout=1)
 
     async with node(tmp_path, kubelet=kubelet) as it, kubelet.running():
         await it.until(20, 20)

@@ -115,7 +115,7 @@ async def test_resource_of_a_rival_is_served_when_it_has_gone(tmp_path: Path) ->
 
 
 async def _knows(it: Node, rivals: dict[str, str]) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         async for known in it.registry.watch(lambda now: now.rivals):
             if known == rivals:
                 return

@@ -228,7 +228,7 @@ async def test_after_a_failed_registration_nobody_sees_the_good_plugin_end(tmp_p
     good, bad = FakePlugin(GPU, devices("a b")), FakePlugin(GPU, [])
     bad.endpoint = "nobody.sock"
     async with (
-        SimKubelet(tmp_path, dial_timeout=0.01).running() as kubelet,
+        SimKubelet(tmp_path, dial_timeout=1).running() as kubelet,
         good.registered(kubelet),
     ):
         with pytest.raises(GRPCError):

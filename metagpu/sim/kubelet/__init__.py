@@ -186,7 +186,7 @@ class SimKubelet:
         """ListAndWatch streams open now per resource, 0 for a name never seen."""
         return self._tally.open_streams
 
-    async def wait_for(self, predicate: Callable[[], bool], *, within: float = 10.0) -> None:
+    async def wait_for(self, predicate: Callable[[], bool], *, within: float = 30.0) -> None:
         """Wait until the predicate holds; it is asked after each change of anything here.
 
         Raises:

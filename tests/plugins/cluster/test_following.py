@@ -41,7 +41,7 @@ class Reader:
 
     async def until(self, value: str | None) -> None:
         """Wait until the label is so."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not self.it.known or self.says() != value:
                 await self.changed.wait()
 
