@@ -89,9 +89,7 @@ def _owners(step: Mapping[str, Any]) -> Sequence[Text]:
 
 def _slices(step: Mapping[str, Any]) -> Sequence[Text]:
     """Draw the memory slices of each GPU by the instance that is there: `3 3 3 3 · · 1 ·`."""
-    return [
-        Text(" ".join(str(n or "·") for n in sizes), no_wrap=True) for sizes in step["slices"]
-    ]
+    return [Text(" ".join(str(n or "·") for n in sizes), no_wrap=True) for sizes in step["slices"]]
 
 
 def show_node(node: NodeView) -> None:
