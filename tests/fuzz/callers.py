@@ -1,14 +1,26 @@
 """Who calls the daemon's sockets: plain blocking sockets, from a thread beside the daemon."""
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from metagpu.plugins.frames import HEAD
 
 PATIENCE_S = 30.0
 """Longer than any answer may take on the slowest machine."""
+LISTENING_S = 3.0
+"""Seconds after which an answer that still goes on is a watch, which has no end."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a caller was sent; `whole` if the daemon ended it in order."""
+
+    data: bytes
+    whole: bool
 
 
 @contextmanager
@@ -25,18 +37,23 @@ def call_and_go(path: Path, data: bytes) -> None:
         connection.sendall(data)
 
 
-def call(path: Path, data: bytes) -> bytes:
-    """Send bytes, then listen until the daemon hangs up; what comes before it does is given.
+def call(path: Path, data: bytes) -> Heard:
+    """Send bytes, then listen until the daemon hangs up, or longer than any one answer is.
 
     Raises:
         TimeoutError: if neither an answer nor an end comes.
     """
     heard = b""
-    with suppress(ConnectionError, BrokenPipeError), _connected(path) as connection:
+    with suppress(ConnectionError), _connected(path) as connection:
         connection.sendall(data)
+        began = time.monotonic()
         while part := connection.recv(65536):
             heard += part
-    return heard
+            if time.monotonic() - began > LISTENING_S:
+                break
+        else:
+            return Heard(heard, whole=True)
+    return Heard(heard, whole=False)
 
 
 def converse(path: Path, lines: Sequence[bytes]) -> list[bytes]:

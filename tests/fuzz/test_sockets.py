@@ -24,7 +24,7 @@ from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod
 from metagpu.sim.node import SimProcess
 from tests.agent_rig import METAGPU, agent_at_work
-from tests.fuzz.callers import call, call_and_go, converse, frames
+from tests.fuzz.callers import Heard, call, call_and_go, converse, frames
 from tests.fuzz.inputs import control_requests, pod_requests
 from tests.host_rig import running
 from tests.mgctl_rig import packed
@@ -34,7 +34,7 @@ ALICE, NEIGHBOUR = Holder("default", "alice", "main"), Holder("default", "zebra"
 NEIGHBOURS_MIB = 31337
 STRANGER = "0::/user.slice/session-1.scope\n"
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Target:
     async def is_answered(self) -> bool:
         """Tell whether an honest `mgctl` is told of its own pod."""
         request = packed("get", "pods", "-o", "json")
-        return b"alice" in await to_thread.run_sync(call, self.pods, request)
+        heard = await to_thread.run_sync(call, self.pods, request)
+        return b"alice" in heard.data
 
 
 @asynccontextmanager
@@ -97,14 +98,14 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod_socket, "REQUEST_TIME", 0.1)
 
 
-def never_of_another(data: bytes) -> None:
-    """See that an answer is whole, and tells nothing of the neighbour."""
-    heard = frames(data)
-    text = b"".join(part for _, part in heard)
+def check(heard: Heard) -> None:
+    """See that an answer tells nothing of the neighbour, and is well formed if it is whole."""
+    assert NEIGHBOUR.pod.encode() not in heard.data
+    assert str(NEIGHBOURS_MIB).encode() not in heard.data
 
-    assert NEIGHBOUR.pod.encode() not in text
-    assert str(NEIGHBOURS_MIB).encode() not in text
-    assert not heard or heard[-1][0] == b"x"
+    if heard.whole:
+        told = frames(heard.data)
+        assert not told or told[-1][0] == b"x"
 
 
 @pytest.mark.parametrize("caller", [ALICE, None], ids=["from a pod", "from no pod"])
@@ -115,9 +116,9 @@ async def test_what_containers_send(tmp_path: Path, caller: Holder | None) -> No
     def attack(path: Path, requests: Sequence[bytes], stay: bool) -> None:  # noqa: FBT001 - it is drawn
         for request in requests:
             if stay:
-                answer = call(path, request)
-                never_of_another(answer)
-                assert caller is not None or b"alice" not in answer
+                heard = call(path, request)
+                check(heard)
+                assert caller is not None or b"alice" not in heard.data
             else:
                 call_and_go(path, request)
 
