@@ -15,6 +15,8 @@ from bench.plan import Plan
 from bench.pod_resources import PodResources
 
 _GPUS: Final = 8
+_INSTANCES: Final = 15
+"""Numbers that the driver has for GPU instances of a GPU."""
 _PATIENCE: Final = 60.0
 _RESOURCE: Final = "nvidia.com/mig-2g.10gb"
 _WAYS: Final = {
@@ -154,6 +156,13 @@ def _serving(way: _Way) -> Iterator[_Node]:
 
 def _furnish(root: Path) -> None:
     """Put device nodes below a root, as plain files: what is not there is not named by CDI."""
-    (root / "dev").mkdir()
-    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(_GPUS))):
+    instances = [f"gpu{gpu}/gi{number}" for gpu in range(_GPUS) for number in range(_INSTANCES)]
+    opened = [f"{it}/{of}" for it in instances for of in ("access", "ci0/access")]
+    caps = [f"nvidia-caps/nvidia-cap{number}" for number in range(1, len(opened) + 1)]
+    (root / "dev/nvidia-caps").mkdir(parents=True)
+    for name in (*(f"nvidia{number}" for number in range(_GPUS)), "nvidiactl", "nvidia-uvm", *caps):
         (root / "dev" / name).touch()
+
+    listed = root / "proc/driver/nvidia-caps/mig-minors"
+    listed.parent.mkdir(parents=True)
+    listed.write_text("".join(f"{name} {number}\n" for number, name in enumerate(opened, 1)))

@@ -134,11 +134,14 @@ class Injection:
     def nodes_of(self, gpu: Gpu, made: Made | None = None) -> tuple[DeviceNode, ...]:
         """Give the device nodes of a GPU, or of a MIG device on it; none if one is missing.
 
-        With a part of them a container could not use it.
+        With a part of them a container could not use it. A MIG device has two that open it, which
+        the driver may not have numbered yet.
         """
-        paths = [*_own(gpu), *([] if made is None else self._opening(gpu, made))]
+        opening = [] if made is None else self._opening(gpu, made)
+        paths = [*_own(gpu), *opening]
         nodes = self._present(paths)
-        return nodes if len(nodes) == len(paths) else ()
+        whole = len(nodes) == len(paths) and len(opening) == (0 if made is None else 2)
+        return nodes if whole else ()
 
     def _grant(
         self,

@@ -300,6 +300,21 @@ async def test_a_gpu_without_a_node_is_not_named(
             await it.file.describe(frozenset({it.gpus[1].id}))
 
 
+async def test_a_mig_device_that_nothing_opens_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU's node alone is no use: without the driver's list of numbers it has no name."""
+    monkeypatch.setattr(cdi_file, "NODES_DEADLINE", 0.1)
+    async with kept(tmp_path) as it:
+        (tmp_path / "proc/driver/nvidia-caps/mig-minors").write_text("config 1\nmonitor 2\n")
+        await it.file.keep(injection(tmp_path))
+        assert it.names == [gpu.id for gpu in it.gpus]
+
+        it.tell(MIG_a=Made("MIG-a", 5, 0))
+        with pytest.raises(NotNamed, match="not all of its device nodes are on this machine"):
+            await it.file.describe(frozenset({"MIG-a"}))
+
+
 async def test_nodes_that_come_a_moment_later_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,10 +279,13 @@ class Ledger:
         return Stock(made, dict(self.failed), blocked, paused, alone, named)
 
     def _names(self, slot: str, instance: MigInstance) -> Mapping[str, Made]:
-        """Give the names by which CDI knows an instance; by its place only ours."""
+        """Give the names by which CDI knows an instance; by its place only ours.
+
+        Of a layout only what a pod holds, which may have been told the place before.
+        """
         first = instance.computes[0]
         there = Made(first.uuid, instance.number, first.number)
-        by_place = self.terms.fixed is None and self.is_ours(slot)
+        by_place = self.is_ours(slot) and (self.terms.fixed is None or slot in self.held)
         place = device_name(share_id(self.state.gpu.id, slot))
         return {first.uuid: there, **({place: there} if by_place else {})}
 

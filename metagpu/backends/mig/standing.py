@@ -60,7 +60,9 @@ class Standing(Ledger):
 
     def pause(self, now: float) -> float:
         """Say after how many seconds there may be something to do, if nothing happens."""
-        return max(0.0, min([super().pause(now), *(self._again(it) - now for it in self.unmade)]))
+        failed = [] if self.hindrances() else self.unmade.keys() & set(self._gaps())
+        times = [self._again(it) - now for it in failed if not self.in_the_way(it)]
+        return max(0.0, min([super().pause(now), *times]))
 
     def note_unmade(self, slot: str, why: str, now: float) -> None:
         """Note that an instance could not be made."""

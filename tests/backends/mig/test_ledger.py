@@ -1,6 +1,7 @@
 """Whose an instance is, and what follows: the ledger alone, its time given by the test."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,17 @@ def test_every_device_has_a_name_and_ours_one_of_its_place() -> None:
 
     it.busy.add("2g.10gb@4")  # it is about to go
     assert not it.stock(alone=True).named
+
+
+def test_a_pod_keeps_the_name_of_its_place_under_a_layout() -> None:
+    """Told before, when instances were made on demand, it has to stand for what is held still."""
+    it = ledger_of(observed("2g.10gb@4"))
+    it.terms = replace(it.terms, fixed=frozenset(("2g.10gb@4",)))
+    ours(it)
+    assert list(it.stock(alone=True).named) == [it_uuid(), f"{GPU.id}::2g.10gb:4"]
+
+    it.state = state(observed())
+    assert list(it.stock(alone=True).named) == [it_uuid()]
 
 
 def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:

@@ -21,6 +21,7 @@ THREE, TWO, OTHER = (
     instance(A, "1g.5gb@0", 3),
 )
 POD = Holder("default", "pod", "main")
+SHARES = MigBackend(MigOptions("mig", layout={"3g.20gb": 2}), Injection()).shares(A)
 
 
 def state(*facts: Fact) -> GpuState:
@@ -161,6 +162,25 @@ def test_what_could_not_be_made_is_tried_again_later_and_later() -> None:
     assert it.why_none() == ""
 
 
+def test_what_cannot_be_tried_again_now_is_waited_for() -> None:
+    """Nobody looks at a GPU without a pause because of what is held up, or is being made anew."""
+    it = seen()
+    it.note_unmade("3g.20gb@4", "no room", 10)
+    look(it, TWO, at=20)
+    assert it.absent(20) == []
+    assert it.pause(20) == LOOK
+
+    look(it, at=30)
+    it.busy.add("3g.20gb@4")
+    assert it.pause(30) == LOOK
+    it.busy.clear()
+    assert it.pause(30) == 0
+    it.state = state(offer(*SHARES), held("3g.20gb@4"))
+    look(it, at=31)
+    assert it.absent(31) == ["3g.20gb@0"]
+    assert it.pause(31) == LOOK
+
+
 def test_what_stays_is_tried_again() -> None:
     """An idle instance that could not be removed keeps the layout waiting, and says why."""
     it = seen(TWO)
@@ -184,8 +204,7 @@ def test_half_an_instance_is_made_anew() -> None:
 
 def test_what_a_pod_lost_is_not_made_for_it() -> None:
     """After a reset the pod's instance waits for its end; the other one is made."""
-    shares = MigBackend(MigOptions("mig", layout={"3g.20gb": 2}), Injection()).shares(A)
-    leased = state(offer(*shares), held("3g.20gb@4"))
+    leased = state(offer(*SHARES), held("3g.20gb@4"))
     it = Standing(Terms(frozenset(), 30, 10, FIXED), "mig", leased)
     look(it, at=0)
 
