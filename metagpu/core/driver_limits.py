@@ -41,14 +41,15 @@ class _Kept:
     """What is known of one GPU.
 
     Attributes:
-        limits: in bytes, of the containers that the driver limits, and what they are called.
+        limits: in bytes, of the containers that the driver limits, and what they are called;
+            `None` of one whose limit could not be changed: some limit is there, to be lifted.
         homes: of the containers that hold shares, as they were found at `at`.
         leases: as they were then, and have been `since`.
         without: the driver's version that knows no limits on this GPU.
         later: when to try a container again.
     """
 
-    limits: dict[Container, tuple[Holder, int]] = field(default_factory=dict)
+    limits: dict[Container, tuple[Holder, int | None]] = field(default_factory=dict)
     homes: Sequence[Home] = ()
     leases: Mapping[ShareId, Lease] | None = None
     at: float = 0.0
@@ -84,14 +85,17 @@ class DriverLimits:
     @property
     def count(self) -> int:
         """How many limits are in force: of a container on two GPUs there are two."""
-        return sum(len(kept.limits) for kept in self._kept.values())
+        return sum(
+            limit is not None for kept in self._kept.values() for _, limit in kept.limits.values()
+        )
 
     def holds(self, usage: Usage) -> bool:
         """Tell whether the driver keeps a container within its limit on a GPU."""
         kept = self._kept.get(usage.gpu)
         return kept is not None and any(
             holder == usage.holder and usage.pod_uid in (None, container.pod_uid)
-            for container, (holder, _) in kept.limits.items()
+            for container, (holder, limit) in kept.limits.items()
+            if limit is not None
         )
 
     def forget(self, gpu: GpuId) -> None:
@@ -137,7 +141,8 @@ class DriverLimits:
             usage = Usage(gpu, holder, uid, tuple(shares[holder]), told=told)
             settled = settle(usage, snapshot, terms)
             limit = settled.limit if settled.terms.by_driver else None
-            if limit != kept.limits.get(home.container, (holder, None))[1]:
+            wanted = None if limit is None else (holder, limit)
+            if kept.limits.get(home.container) != wanted:
                 due.append((home, limit))
         return due
 
@@ -162,8 +167,8 @@ class DriverLimits:
         except (Unsupported, DriverUnavailable):
             raise
         except DriverError as error:
-            if limit is not None:
-                kept.limits.pop(home.container, None)  # one that is to go may well be there still
+            if limit is not None and home.container in kept.limits:
+                kept.limits[home.container] = home.holder, None
             kept.later[home.container] = anyio.current_time() + AGAIN
             self._tell(gpu, str(error))
             return

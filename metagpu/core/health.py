@@ -279,8 +279,12 @@ class HealthWatch:
 
     async def _check(self, gpu: GpuId) -> None:
         for heard in self._unplaced.pop(gpu, ()):
-            if not await self.instances.seek(gpu, heard):
-                self._fault(gpu, heard.reason, Fault.XID, proof=True)
+            placed = False
+            try:
+                placed = await self.instances.seek(gpu, heard)
+            finally:  # also if NVML goes meanwhile: a fatal fault must not be forgotten with it
+                if not placed:
+                    self._fault(gpu, heard.reason, Fault.XID, proof=True)
         refusal = await self._refusal(gpu)
         if refusal is not None:
             self._fault(gpu, *refusal)

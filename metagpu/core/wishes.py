@@ -21,6 +21,10 @@ from metagpu.core.usage import Usage
 LIMIT: Final = "gpu-mem-limit."
 """Begins the annotation of a limit; the resource's name follows."""
 POLICY: Final = "metagpu.io/memory-policy"
+MOST: Final = 16
+LONGEST: Final = 64
+"""Wishes of one pod that are kept, and characters of each that are read: Kubernetes lets a pod have
+256 KiB of annotations, and each that is refused is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,14 @@ class _RefusedError(Exception):
     """Raised for a wish that is not granted; says why."""
 
 
-def is_wish(annotation: str) -> bool:
-    """Tell whether an annotation speaks of GPU memory."""
-    return annotation == POLICY or annotation.startswith(LIMIT)
+def wishes_in(annotations: Mapping[str, str]) -> Mapping[str, str]:
+    """Give those of a pod's annotations that speak of GPU memory, as much of them as is read."""
+    names = sorted(it for it in annotations if it == POLICY or it.startswith(LIMIT))
+    kept = {name: str(annotations[name]) for name in names[-MOST:]}  # a policy is the last of all
+    return {
+        name: text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+        for name, text in kept.items()
+    }
 
 
 def settle(usage: Usage, snapshot: Snapshot, terms: Enforcement) -> Settled:
@@ -99,21 +108,20 @@ def _wished(wish: str, usage: Usage, snapshot: Snapshot, terms: Enforcement) -> 
     """Give the bytes of this GPU that a pod wishes its container's shares stood for."""
     if Annotation.LIMIT not in terms.allow_annotations:
         raise _RefusedError("its pool lets no pod say so (`allowAnnotations: [limit]`)")
-    if wish.isdecimal() and int(wish) > 0:
-        # Of a container on several GPUs each part grows, or shrinks, alike.
-        held = held_by(snapshot, usage.holder, usage.shares[0].resource) or len(usage.shares)
-        return (usage.share or 0) * int(wish) // held
-
     try:
-        amount = 0 if wish.isdecimal() else int(Bytes.parse(wish))
-    except ValueError:
+        amount = int(wish) if wish.isdecimal() else int(Bytes.parse(wish))
+    except ValueError:  # also of thousands of digits, which Python does not read
         amount = 0
     if amount <= 0:
         raise _RefusedError(
             f"{wish!r} is neither a number of shares such as 50 nor an amount of memory such as "
             "16Gi"
         )
-    return amount
+    if not wish.isdecimal():
+        return amount
+    # Of a container on several GPUs each part grows, or shrinks, alike.
+    held = held_by(snapshot, usage.holder, usage.shares[0].resource) or len(usage.shares)
+    return (usage.share or 0) * amount // held
 
 
 def _raised(usage: Usage, gpu: Gpu, wished: int, headroom: int) -> int:

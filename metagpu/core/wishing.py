@@ -1,7 +1,8 @@
-"""Tells of pods whose annotations ask for what they do not get, once for each reason."""
+"""Tells of pods whose annotations ask for what they do not get, once while it is so."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from time import time
 
 import structlog
@@ -35,7 +36,7 @@ class WishWatch:
 
     async def run(self) -> None:
         """Look until cancelled."""
-        told: set[tuple[str, str]] = set()
+        told: AbstractSet[tuple[str, str]] = frozenset()
 
         async for pods, _ in self._registry.watch(_view):
             refused = {
@@ -43,13 +44,11 @@ class WishWatch:
                 for pod in pods
                 for why in refusals(pod, self._registry.snapshot, self._terms, self._guards)
             }
-            here = {pod.uid for pod in pods}
-            told = {(uid, why) for uid, why in told if uid in here}
             for (uid, why), pod in refused.items():
                 if (uid, why) not in told:
-                    told.add((uid, why))
                     log.warning("a pod does not get what it wishes", pod=str(pod), why=why)
                     self._registry.news.publish(WishRefused(pod, why, at=time()))
+            told = refused.keys()
 
 
 def refusals(

@@ -21,7 +21,7 @@ from metagpu.core.model import Holder, ShareId
 from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
-from metagpu.core.units import Duration
+from metagpu.core.units import Bytes, Duration
 from metagpu.core.usage import Usage
 from metagpu.nvml import Nvml
 from metagpu.sim.host import SimHost, container_of
@@ -235,3 +235,26 @@ async def test_a_limit_that_cannot_be_set_is_told_once(tmp_path: Path) -> None:
     [entry] = entries
     assert entry["event"] == "the driver does not limit a container; it is looked at"
     assert "only root may" in entry["why"]
+
+
+async def test_a_limit_that_cannot_be_changed_is_lifted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of before is there still: it does not count as ours, and is not left behind."""
+    monkeypatch.setattr(driver_limits, "AGAIN", 0.02)
+    async with ground(tmp_path) as it:
+        await to_thread.run_sync(it.machine.start, ALICE)
+        it.hold(ALICE, 25)
+        await until(lambda: it.limits.count == 1)
+
+        it.node.root = False
+        it.terms = Enforcement(
+            policy=Policy.KILL, period=Duration(0.02), headroom=Bytes(1024 * MIB)
+        )
+        await until(lambda: it.limits.count == 0)
+        assert not it.limits.holds(it.usage(ALICE))
+        assert it.set_limits() == [LIMIT_OF_25]
+
+        it.terms = Enforcement(policy=Policy.WARN, period=Duration(0.02))
+        it.node.root = True
+        await until(lambda: it.set_limits() == [])

@@ -23,7 +23,7 @@ from metagpu.core.driver import (
     Survey,
     Xid,
 )
-from metagpu.core.errors import DriverTimeout, GpuLost, MetagpuError
+from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
 from metagpu.core.facts import GpuRecovered, MemoryErrorHeard, StockTold, XidHeard
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.health import HealthWatch
@@ -191,6 +191,23 @@ async def test_a_device_that_nvml_cannot_find_is_the_gpu() -> None:
     assert state is not None
     assert state.verdict.reason == "XID 94: contained memory error"
     assert not state.faults
+
+
+async def test_a_fault_is_not_forgotten_with_an_nvml_that_goes() -> None:
+    """While it is asked which device it was, NVML may go as a whole: then it was the GPU."""
+
+    class Gone(Mute):
+        async def mode(self, gpu: GpuId) -> None:  # noqa: ARG002
+            raise DriverUnavailable("NVML is gone")
+
+    driver = Told()
+    driver.mig = cast("MigDriver", Gone())
+    watch = HealthWatch(driver, Registry(), Health(xids={94: Severity.FATAL}))
+    await watch.survey()
+    [due] = watch._hear(Xid(gpu(0).id, 94, 3, 0))
+    with pytest.raises(DriverUnavailable):
+        await watch._check(due)
+    assert watch.registry.snapshot.gpus[due].verdict.fault is Fault.XID
 
 
 async def test_a_new_fault_of_a_device_during_its_acknowledgement_is_kept() -> None:

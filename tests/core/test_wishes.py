@@ -15,7 +15,7 @@ from metagpu.core.model import Holder
 from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.usage import Usage
-from metagpu.core.wishes import Settled, is_wish, settle
+from metagpu.core.wishes import LONGEST, MOST, Settled, settle, wishes_in
 from tests.build import after, gpu, laid_out, pool
 
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
@@ -79,7 +79,10 @@ def test_no_limit_passes_the_gpus_memory(shares: int) -> None:
     assert limit(str(shares)) <= 40960
 
 
-@pytest.mark.parametrize("wish", ["0", "5O", "-5", "0Gi", "16 GiB", "", "1e3", "\u00b2"])
+@pytest.mark.parametrize(
+    "wish",
+    ["0", "5O", "-5", "0Gi", "16 GiB", "", "1e3", "\u00b2", pytest.param("9" * 5000, id="digits")],
+)
 def test_a_wrong_amount_is_refused_in_words(wish: str) -> None:
     """What nobody can follow changes nothing, and says what could be followed."""
     found = settled({KEY: wish})
@@ -151,10 +154,20 @@ def test_another_pod_of_the_name_wishes_for_itself() -> None:
     assert settle(replace(usage, pod_uid="before"), snapshot, ALL).limit == settled({}).limit
 
 
-@pytest.mark.parametrize(
-    ("annotation", "expected"),
-    [(KEY, True), (POLICY, True), ("metagpu.io/config", False), ("other", False)],
-)
-def test_wishes_are_known_by_their_names(annotation: str, expected: bool) -> None:  # noqa: FBT001 - a case
+def test_wishes_are_known_by_their_names() -> None:
     """Of a pod's annotations only those about GPU memory are kept."""
-    assert is_wish(annotation) is expected
+    wishes = {KEY: "50", POLICY: "warn"}
+    assert wishes_in({**wishes, "metagpu.io/config": "x", "other": "y"}) == wishes
+
+
+def test_a_pod_cannot_make_us_keep_or_tell_much() -> None:
+    """Of very many wishes a few are kept, the policy among them; of a long one its beginning."""
+    many = {f"gpu-mem-limit.example.com/r{number}": "5" for number in range(1000)}
+    kept = wishes_in({POLICY: "warn", **many})
+    assert len(kept) == MOST
+    assert kept[POLICY] == "warn"
+
+    cut = wishes_in({KEY: "9" * 5000})[KEY]
+    assert len(cut) == LONGEST
+    [why] = settled({KEY: cut}).refused
+    assert "is neither a number of shares" in why

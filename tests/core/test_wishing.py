@@ -79,6 +79,18 @@ async def test_another_wrong_value_is_news_and_so_is_a_new_pod() -> None:
     assert len(entries) == 3
 
 
+async def test_only_what_is_refused_now_is_remembered() -> None:
+    """A wish that was taken back and comes again is news: who changes it often fills no memory."""
+    with heard(wishing) as entries:
+        async with watched() as registry:
+            hold(registry)
+            for value in ("many", "50", "many"):
+                wish(registry, {KEY: value})
+                await anyio.wait_all_tasks_blocked()
+
+    assert len(entries) == 2
+
+
 async def test_wishes_that_change_nothing_are_told() -> None:
     """A resource that the pod does not hold, or that something else guards, is said."""
     with heard(wishing) as entries:

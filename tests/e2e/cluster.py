@@ -1,8 +1,8 @@
 """The node, the daemon and the pods of a test, in the words the tests are written in."""
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,8 +141,25 @@ class Cluster:
         sound = self.node.resource(RESOURCE) == (ALL_SHARES, ALL_SHARES)
         if not (sound and self.daemon.runs_with(*options)):
             self.daemon.stop()  # its simulated GPUs are new ones then
-            self.daemon.start(*options)
+            with self.offered_anew():
+                self.daemon.start(*options)
         self.await_amounts(ALL_SHARES, ALL_SHARES)
+
+    @contextmanager
+    def offered_anew(self) -> Iterator[None]:
+        """Wait at the end of the block until the kubelet was sent a list in it.
+
+        What the Node shows may be of before, and a pod that comes by that is refused.
+        """
+        before = self._lists
+        yield
+        wait_for("the kubelet to be sent a list", lambda: self._lists > before, within_s=AMOUNTS_S)
+
+    @property
+    def _lists(self) -> int:
+        """How many lists of the resource the kubelet was sent so far, by its log."""
+        log = self.node.kubelet.log.read_text(errors="replace")
+        return log.count(f'"State pushed for device plugin" resource="{RESOURCE}"')
 
     def clear(self) -> None:
         """Delete all pods, and wait until they are gone."""

@@ -44,7 +44,8 @@ def test_pods_outlive_a_restart(cluster: Cluster, restart: Callable[[Cluster], N
     holdings = cluster.run_all(ALMOST_ALL)
     before = cluster.incarnations()
 
-    restart(cluster)
+    with cluster.offered_anew():
+        restart(cluster)
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
     # Only one GPU has room, and just enough: one share taken for free would show.
@@ -78,7 +79,8 @@ def test_shares_of_a_pod_deleted_while_the_kubelet_was_away_are_free(cluster: Cl
 
     cluster.node.stop_kubelet()
     cluster.delete("forgotten", wait=False)
-    cluster.node.start_kubelet()
+    with cluster.offered_anew():
+        cluster.node.start_kubelet()
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
     everything = cluster.run("everything", ALL_SHARES)
@@ -100,7 +102,8 @@ def test_a_node_comes_back_from_a_power_cut(cluster: Cluster) -> None:
     cluster.node.power_off()
     cluster.daemon.kill()
     cluster.daemon.start()
-    cluster.node.power_on()
+    with cluster.offered_anew():
+        cluster.node.power_on()
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
     for name, holding in holdings.items():

@@ -22,7 +22,7 @@ from metagpu.core.registry import Registry
 from metagpu.plugins.cluster import node_news, pod_news
 from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state
 from metagpu.plugins.cluster.chore import Chore
-from metagpu.plugins.cluster.events import News, Recorder, Subject
+from metagpu.plugins.cluster.events import EACH_POD, News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.labelling import Labeller
 from metagpu.plugins.cluster.node_feature import NodeFeature
@@ -169,7 +169,9 @@ class Cluster:
             self._chores.append((Feature.EVENTS, self._recorder.chore))
         if Feature.POD_EVENTS in features:
             # Pods that misbehave must not use up what is meant for news of the node.
-            self._pod_recorder = Recorder(client, socket.gethostname(), name=Feature.POD_EVENTS)
+            self._pod_recorder = Recorder(
+                client, socket.gethostname(), name=Feature.POD_EVENTS, each=EACH_POD
+            )
             self._chores.append((Feature.POD_EVENTS, self._pod_recorder.chore))
         if Feature.PODS in features:
             self._pods = FollowedPods(client, settings.node, self._registry)
@@ -269,7 +271,8 @@ class Cluster:
     def _tell_rival(self, rival: RivalPod) -> None:
         log.warning("another device plugin runs here", program=rival.program, pod=rival.pod)
         note = note_of(rival, self._registry.snapshot.offers)
-        self._tell("RivalPlugin", note, "Serve", warning=True)
+        # Anybody may call a DaemonSet so, and have it make pod after pod.
+        self._tell("RivalPlugin", note, "Serve", warning=True, key=rival.program)
 
     @property
     def _subject(self) -> Subject:
@@ -282,11 +285,13 @@ class Cluster:
         named = [str(it) for it in self._rivals.found if it.contested([resource])]
         return " or ".join(named) or "another device plugin"
 
-    def _tell(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+    def _tell(
+        self, reason: str, note: str, action: str, *, warning: bool = False, key: str = ""
+    ) -> None:
         """Tell of the node, if Events are wanted."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:
             return
-        self._recorder.tell(News(self._subject, reason, note, action, warning=warning))
+        self._recorder.tell(News(self._subject, reason, note, action, warning, key))
 
 
 def _loaded() -> "ModuleType":

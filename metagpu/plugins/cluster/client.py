@@ -30,6 +30,8 @@ MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 DEADLINE: Final = 10.0
 """Seconds for a request and its answer."""
+LONGEST_PAUSE: Final = 300.0
+"""Seconds that we wait at most because the API server, or what is before it, says so."""
 SILENCE: Final = 150.0
 """Seconds without a word after which a watch is given up: bookmarks come every minute."""
 
@@ -239,7 +241,7 @@ def _refused(method: str, path: str, response: aiohttp.ClientResponse, raw: byte
 
 
 def _seconds(text: str) -> float:
-    return float(text) if text.isdecimal() else 0.0
+    return min(float(text), LONGEST_PAUSE) if text.isdecimal() else 0.0
 
 
 def _line(error: Exception) -> str:

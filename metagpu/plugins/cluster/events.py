@@ -1,8 +1,9 @@
 """Kubernetes Events: what happened, told to people, and never so often that it hurts."""
 
+import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -24,11 +25,16 @@ COUNT_EVERY: Final = 30.0
 BURST: Final = 25
 REFILL: Final = 10.0
 """Events that may follow each other at once, and seconds for each one more."""
+EACH_POD: Final = 8
+"""Different news of one pod within `MEMORY`: its owner must not use up what all pods have."""
 WAITING: Final = 64
 """News that may wait for an API server that does not answer; the oldest are dropped."""
 NOTE_LIMIT: Final = 1024
+"""Bytes of UTF-8."""
 _NAME_LIMIT: Final = 230
+_FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
+_HOPELESS: Final = frozenset((400, 404, 422))
 _PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
 
 log = structlog.get_logger()
@@ -86,6 +92,7 @@ class Recorder:
 
     Attributes:
         name: of the use that it is.
+        each: different news that one subject may have within `MEMORY`.
         dropped: news that were not told because there were too many.
     """
 
@@ -93,6 +100,7 @@ class Recorder:
     instance: str
     clock: Callable[[], float] = time.time
     name: str = "events"
+    each: float = math.inf
     dropped: int = 0
     _waiting: deque[News] = field(default_factory=lambda: deque(maxlen=WAITING))
     _told: "OrderedDict[Sameness, _Told]" = field(default_factory=OrderedDict)
@@ -111,17 +119,35 @@ class Recorder:
         self.chore.stir()
 
     async def _send(self) -> None:
-        """Tell what waits; what fails is tried again, unless it can never be told."""
-        while self._waiting:
-            news = self._waiting[0]
+        """Tell what waits; what fails is tried again, unless it can never be told.
+
+        A namespace that is ending, or has no quota left, takes no Events: others' go on.
+        """
+        shut: dict[str, ClusterError] = {}
+
+        while (news := self._next(shut)) is not None:
             try:
                 await self._write(news)
             except ClusterError as error:
-                if error.status not in (400, 404, 422):
+                if error.status == _FORBIDDEN:
+                    shut[news.subject.namespace] = error
+                    continue
+                if error.status not in _HOPELESS:
                     raise
                 log.warning("an Event was refused", reason=news.reason, error=str(error))
-            if self._waiting and self._waiting[0] is news:
-                self._waiting.popleft()
+            self._drop(news)
+        if shut:
+            raise next(iter(shut.values()))
+
+    def _next(self, shut: Container[str]) -> News | None:
+        return next((it for it in self._waiting if it.subject.namespace not in shut), None)
+
+    def _drop(self, news: News) -> None:
+        """Let one wait no more, unless it was dropped meanwhile."""
+        for at, it in enumerate(self._waiting):
+            if it is news:
+                del self._waiting[at]
+                return
 
     async def _write(self, news: News) -> None:
         now = self.clock()
@@ -129,7 +155,7 @@ class Recorder:
         told = self._told.get(news.sameness)
 
         if told is None:
-            if self._may(now):
+            if self._may(news.subject, now):
                 await self._create(news, now)
             else:
                 self.dropped += 1
@@ -145,10 +171,11 @@ class Recorder:
                     raise
                 await self._create(news, now)  # Events are deleted after an hour
 
-    def _may(self, now: float) -> bool:
+    def _may(self, subject: Subject, now: float) -> bool:
+        its = sum(about == subject for about, _, _ in self._told)
         self._tokens = min(BURST, self._tokens + (now - self._refilled) / REFILL)
         self._refilled = now
-        return self._tokens >= 1
+        return self._tokens >= 1 and its < self.each
 
     def _forget(self, now: float) -> None:
         while self._told:
@@ -159,7 +186,7 @@ class Recorder:
 
     async def _create(self, news: News, now: float) -> None:
         subject = news.subject
-        name = f"{subject.name[:_NAME_LIMIT]}.{uuid4().hex[:16]}"
+        name = f"{subject.name[:_NAME_LIMIT].rstrip('-.')}.{uuid4().hex[:16]}"
         namespace = subject.namespace or "default"
         body: dict[str, Any] = {
             "apiVersion": "events.k8s.io/v1",
@@ -171,7 +198,7 @@ class Recorder:
             "action": news.action,
             "reason": news.reason,
             "type": "Warning" if news.warning else "Normal",
-            "note": news.note[:NOTE_LIMIT],
+            "note": news.note.encode(errors="replace")[:NOTE_LIMIT].decode(errors="ignore"),
             "regarding": {
                 "apiVersion": "v1",
                 "kind": subject.kind,

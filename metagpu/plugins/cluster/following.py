@@ -1,5 +1,6 @@
 """Objects of the API server, followed: listed once, then watched, and again when that ends."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -18,6 +19,8 @@ WATCH: Final = 240
 """Seconds after which the API server shall end a watch, so that none grows old unseen."""
 SHORT: Final = 1.0
 """Seconds that a watch must last for the next to follow at once."""
+LASTED: Final = 10.0
+"""Seconds after which the break of a watch is the first failure again."""
 GONE: Final = 410
 
 log = structlog.get_logger()
@@ -43,17 +46,21 @@ class Following(ABC):
         pauses = Pauses()
 
         while True:
+            began = math.inf
             try:
                 version = await self._list()
-                pauses.reset()
                 while True:
                     began = anyio.current_time()
                     version = await self._watch(version)
+                    pauses.reset()
                     if anyio.current_time() - began < SHORT:
                         await anyio.sleep(SHORT)
             except ClusterError as error:
                 if error.status != GONE:
                     self._trouble(str(error))
+                # Lists that are good prove nothing: where no watch is, they alone would be many.
+                if anyio.current_time() - began >= LASTED:
+                    pauses.reset()
                 await anyio.sleep(pauses.next(error.retry_after))
 
     @abstractmethod

@@ -165,8 +165,8 @@ class Labeller:
     async def _retire(self, node: Object) -> None:
         """Delete the object of an earlier daemon, if its labels show that there is one."""
         if not self._retired and _given_before(node):
-            self._retired = True
             await self.node_feature.remove()
+            self._retired = True
 
 
 def _given_before(node: Object) -> frozenset[str]:

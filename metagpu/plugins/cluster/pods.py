@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 from metagpu.core.facts import PodsTold
 from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
-from metagpu.core.wishes import is_wish
+from metagpu.core.wishes import wishes_in
 from metagpu.plugins.cluster.following import Following
 
 if TYPE_CHECKING:
@@ -56,9 +56,5 @@ def known_pod(it: "Object") -> KnownPod:
         name=str(metadata["name"]),
         phase=str((it.get("status") or {}).get("phase") or ""),
         owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else "",
-        wishes={
-            key: str(value)
-            for key, value in (metadata.get("annotations") or {}).items()
-            if is_wish(key)
-        },
+        wishes=wishes_in(metadata.get("annotations") or {}),
     )

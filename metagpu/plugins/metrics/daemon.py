@@ -131,5 +131,5 @@ def _places(snapshot: Snapshot) -> Mapping[GpuId, tuple[str, str]]:
 
 
 def _place(gpu: GpuId | None, places: Mapping[GpuId, tuple[str, str]]) -> tuple[str, str]:
-    """Name a GPU; one that NVML did not tell, or that nobody knows, has no name."""
-    return _NOWHERE if gpu is None else places.get(gpu, _NOWHERE)
+    """Name a GPU; one that NVML did not tell has no name, and one that is not known no index."""
+    return _NOWHERE if gpu is None else places.get(gpu, ("", gpu))

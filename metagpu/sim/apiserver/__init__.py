@@ -49,6 +49,7 @@ class SimApiServer:
         requests: all that came in.
         token: what clients must show.
         denied: (method, part of a path) that nobody may do.
+        broken: the same, of what fails for now.
         invalid: parts of paths where whatever is applied is not as it should be.
         failures: answers to the next requests, whatever they are.
         nfd: Node Feature Discovery's master, `None` where it is not installed.
@@ -63,6 +64,7 @@ class SimApiServer:
         self.requests: list[Request] = []
         self.token = token
         self.denied: list[tuple[str, str]] = []
+        self.broken: list[tuple[str, str]] = []
         self.invalid: list[str] = []
         self.failures: deque[Refusal] = deque()
         self.port = 0
@@ -149,7 +151,7 @@ class SimApiServer:
 
     async def until(self, seen: Any) -> None:  # noqa: ANN401 - any predicate without arguments
         """Wait until something is so that only requests and changes make so."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not seen():
                 changed = self._changed
                 await changed.wait()
@@ -243,6 +245,8 @@ class SimApiServer:
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
         if request.method == "PATCH" and any(part in request.path for part in self.invalid):
             raise Refusal(422, "Invalid", "status: Required value")
+        if any(request.method == method and part in request.path for method, part in self.broken):
+            raise Refusal(503, "ServiceUnavailable", "the simulated API server was told to")
         for method, part in self.denied:
             if request.method == method and part in request.path:
                 message = f'User "sim" cannot {method.lower()} {request.path}'
@@ -309,7 +313,7 @@ class SimApiServer:
         body, namespace = json.loads(await request.read()), request.match_info["namespace"]
         regarding = body.get("regarding", {})
         missing = [name for name in _EVENT_FIELDS if not body.get(name)]
-        if missing or len(body["note"]) > _NOTE_LIMIT:
+        if missing or len(body["note"].encode()) > _NOTE_LIMIT:
             raise Refusal(422, "Invalid", f"Event is invalid: {missing or 'note: too long'}")
         if regarding.get("namespace", "default") != namespace:
             raise Refusal(422, "Invalid", "regarding.namespace: does not match event.namespace")

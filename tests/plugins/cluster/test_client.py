@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.client import connected
+from metagpu.plugins.cluster.client import LONGEST_PAUSE, connected
 from metagpu.sim.apiserver import SimApiServer
 from tests.plugins.cluster.rig import client_of
 
@@ -146,3 +146,14 @@ async def test_throttling_says_how_long_to_wait(tmp_path: Path) -> None:
     assert str(refusal.value) == (
         "the API server answers 429 to GET /api/v1/nodes: the simulated API server was told to"
     )
+
+
+async def test_no_server_has_us_wait_for_hours(tmp_path: Path) -> None:
+    """What is asked for is kept within a limit: it may come from a proxy that knows no better."""
+    server = SimApiServer()
+    async with client_of(server, tmp_path) as client:
+        server.fail(503, retry=86400)
+        with pytest.raises(ClusterError) as refusal:
+            await client.call("GET", NODES)
+
+    assert refusal.value.retry_after == LONGEST_PAUSE

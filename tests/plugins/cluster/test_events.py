@@ -137,3 +137,56 @@ async def test_refused_event_does_not_hold_up_the_next(
         recorder.tell(News(HOT.subject, "", "no reason", "Judge"))
         recorder.tell(HOT)
         await server.until(lambda: [each["note"] for each in server.events()] == ["GPU 0: hot"])
+
+
+async def test_one_subject_does_not_use_up_what_all_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who makes news all the time has some of it told; others go on, and in time they too."""
+    server, clock = SimApiServer(), Clock()
+    loud, quiet = (Subject("Pod", name, name, "team") for name in ("loud", "quiet"))
+    async with recording(server, tmp_path, monkeypatch, clock) as recorder:
+        recorder.each = 3
+        for number in range(30):
+            recorder.tell(News(loud, "R", str(number), "Judge"))
+        recorder.tell(News(quiet, "R", "quiet", "Judge"))
+        await server.until(lambda: any(each["note"] == "quiet" for each in server.events()))
+        assert [each["note"] for each in server.events()] == ["0", "1", "2", "quiet"]
+        assert recorder.dropped == 27
+
+        clock.now += events.MEMORY
+        recorder.tell(News(loud, "R", "30", "Judge"))
+        await server.until(lambda: len(server.events()) == 5)
+
+
+async def test_a_namespace_that_takes_no_events_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is ending, or has no quota left, refuses with 403: its news wait, others' do not."""
+    server = SimApiServer()
+    server.denied.append(("POST", "/namespaces/ending/"))
+    async with recording(server, tmp_path, monkeypatch, Clock()) as recorder:
+        for namespace in ("ending", "team"):
+            recorder.tell(News(Subject("Pod", "p", "u", namespace), "R", namespace, "Judge"))
+        await server.until(lambda: [each["note"] for each in server.events()] == ["team"])
+        with anyio.fail_after(30):
+            while "/namespaces/ending/" not in recorder.chore.problem:  # noqa: ASYNC110 - no event
+                await anyio.sleep(0.005)
+
+        server.denied.clear()
+        await server.until(lambda: [each["note"] for each in server.events()] == ["team", "ending"])
+
+
+async def test_long_texts_are_cut_as_kubernetes_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A note has 1024 bytes, whatever its letters; a name ends before no dot with a dash."""
+    server = SimApiServer()
+    pod = Subject("Pod", "p" * 229 + "-0", "u", "team")
+    async with recording(server, tmp_path, monkeypatch, Clock()) as recorder:
+        recorder.tell(News(pod, "R", "x" + "\u00e9" * 2000, "Judge"))
+        await server.until(server.events)
+
+    [told] = server.events()
+    assert len(told["note"].encode()) == 1023
+    assert told["metadata"]["name"].startswith("p" * 229 + ".")

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import anyio
@@ -172,3 +173,29 @@ async def test_server_that_goes_away_leaves_what_was_known(
         "what is known stays",
         "the API server answers again",
     ]
+
+
+async def test_watches_that_break_at_once_are_begun_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where lists are allowed and watches are not, the pauses grow: lists cost a server most."""
+    pauses: list[float] = []
+
+    class Noted(chore.Pauses):
+        """Pauses that are noted, and not waited for."""
+
+        def next(self, at_least: float = 0.0) -> float:
+            """Note how long it should be."""
+            pauses.append(super().next(at_least))
+            return 0.0
+
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+    server.store.oldest = server.store.version + 1000
+    async with reading(server, tmp_path, monkeypatch):
+        monkeypatch.setattr(chore, "PAUSE", (1.0, 1000.0))
+        monkeypatch.setattr(following, "Pauses", Noted)
+        await server.until(lambda: watches(server) >= 6)
+
+    assert all(later >= sooner for sooner, later in pairwise(pauses))
+    assert pauses[4] >= 4 * pauses[0]

@@ -277,6 +277,22 @@ async def test_without_the_use_an_earlier_object_is_deleted(tmp_path: Path) -> N
         await server.until(lambda: COUNT in owned(server))
 
 
+async def test_an_earlier_object_is_deleted_though_the_first_try_fails(tmp_path: Path) -> None:
+    """A server in trouble is asked again: the object would say what was, for as long as it is."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+    server.broken.append(("DELETE", "/nodefeatures/"))
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await server.until(lambda: any(line.startswith("DELETE") for line in written(server)))
+        assert server.node_features()
+        server.broken.clear()
+        await server.until(lambda: not server.node_features())
+
+
 async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:
     """Where GPU Feature Discovery speaks, our object has its names no more, as long as it does."""
     server = with_nfd()

@@ -128,6 +128,25 @@ async def test_a_resource_that_is_taken_names_who_took_it(tmp_path: Path) -> Non
         ]
 
 
+async def test_pod_after_pod_of_one_program_is_one_event(tmp_path: Path) -> None:
+    """Anybody may call a DaemonSet so: who makes its pods anew all the time has one Event."""
+    server = SimApiServer()
+
+    async with cluster_at_work(tmp_path, *USES, server=server) as it:
+        it.offer(WHOLE)
+        for number in range(3):
+            owner = ("DaemonSet", "my-hami-device-plugin")
+            server.add_pod("a", f"hami-{number}", NODE, uid=f"uid-{number}", owner=owner)
+            await reports(it, lambda now, most=number: len(now["rivalPods"]) > most)  # type: ignore[misc] # of a loop
+        server.add_pod("b", "x", NODE, owner=("DaemonSet", "nvidia-device-plugin"))
+        await server.until(lambda: any("NVIDIA" in each["note"] for each in server.events()))
+
+        assert [each["note"].partition(" (")[0] for each in server.events()] == [
+            "HAMi's device plugin",
+            "NVIDIA's device plugin",
+        ]
+
+
 async def test_rivals_that_come_and_go_are_seen(tmp_path: Path) -> None:
     """The status names those that are there, and no others."""
     server = SimApiServer()

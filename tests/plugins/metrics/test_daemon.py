@@ -197,7 +197,10 @@ def test_a_resource_that_is_on_offer_no_more_keeps_its_counts() -> None:
 
 
 def test_errors_of_the_hardware() -> None:
-    """By number, also unknown ones; what belongs to no GPU that is known is one series."""
+    """By number, also unknown ones; a GPU that is not known yet has its own series, by its uuid.
+
+    It may become known: what is counted for no GPU at all would go down then.
+    """
     counts = Counts()
     for gpu_id, code in ((A.id, 79), (A.id, 9999), (None, 79), (GpuId("GPU-gone"), 79)):
         counts.note(XidHeard(gpu_id, code, at=1))
@@ -209,9 +212,10 @@ def test_errors_of_the_hardware() -> None:
     assert {name: n for name, n in xids.items() if n} == {
         (*ON_A, "79"): 1,
         (*ON_A, "9999"): 1,
-        (*NOWHERE, "79"): 2,
+        (*NOWHERE, "79"): 1,
+        ("", "GPU-gone", "79"): 1,
     }
-    assert len(xids) == len(DEFAULT_XIDS) + 2
+    assert len(xids) == len(DEFAULT_XIDS) + 3
     assert values["metagpu_gpu_memory_errors_total", *ON_A, "uncorrected"] == 1
     assert values["metagpu_gpu_memory_errors_total", *ON_A, "corrected"] == 0
     assert values["metagpu_gpu_memory_errors_total", *NOWHERE, "corrected"] == 1
