@@ -87,6 +87,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "--log-level",
         default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
         choices=_LOG_LEVELS,
+        help="the least that is told (default: %(default)s)",
     )
     it.add_argument(
         "--log-format",
@@ -129,7 +130,13 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         "metagpu validate metagpu.yaml\n"
         "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4",
     )
-    it.add_argument("files", type=Path, nargs="+", metavar="PATH")
+    it.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="a file, a folder of profiles, or the manifest of a ConfigMap; of any format",
+    )
     it.add_argument(
         "--convert",
         action="store_true",

@@ -83,7 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         "mgctl doctor -o json",
     )
     examine.set_defaults(do=_doctor)
-    examine.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    examine.add_argument(
+        "-o",
+        "--output",
+        choices=("table", "json"),
+        default="table",
+        help="table (the default) or json",
+    )
     _add_run_dir(examine)
     examine.add_argument(
         "--pod-dir", metavar="DIR", type=Path, help="the pods' folder, as given to `metagpu run`"

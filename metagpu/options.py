@@ -10,7 +10,7 @@ from typing import Any, Final
 from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
 from metagpu.core.profiles import Choice
-from metagpu.plugins.cluster.settings import Settings, settings_of
+from metagpu.plugins.cluster.settings import Feature, Settings, settings_of
 from metagpu.plugins.metrics.address import Address, address_of
 from metagpu.sources import Source
 
@@ -117,9 +117,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         metavar="USES",
         default=Variable(("METAGPU_CLUSTER",), "all"),
-        help="what the API server is used for: all, none, or of config, labels, nodefeature, "
-        "taint, condition, events, allocatable, rivals; all,-taint leaves one out "
-        "(default: %(default)s)",
+        help=f"what the API server is used for: all, none, or of {', '.join(Feature)}; all,-taint "
+        "leaves one out (default: %(default)s)",
     )
     parser.add_argument(
         "--remove-labels-on-exit",

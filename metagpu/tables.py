@@ -22,10 +22,10 @@ _LEGEND: Final = {
     "?": "NVML does not say",
 }
 _ALWAYS: Final = ("GPU", "PRODUCT", "MEMORY", "HEALTH")
-_WIDE: Final = 100
-"""Columns of a terminal from which on `status` has room for MEMORY beside OWNER."""
+_GIVEN_UP: Final = ("MEMORY", "POOL", "PRODUCT")
+"""Columns of GPUs that a narrow terminal does without, in this order; JSON has them."""
 _UNBROKEN: Final = {
-    *("GPU", "PRODUCT", "MEMORY", "OFFERS", "HELD", "OWNER"),
+    *("GPU", "PRODUCT", "MEMORY", "OFFERS", "HELD", "OWNER", "POOL"),
     *("SHARES", "POD", "RESOURCE", "GPUS", "PCI", "CHANGE"),
 }
 
@@ -40,7 +40,8 @@ def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) ->
     console().print(
         Group(
             resources_table(explained["resources"]),
-            gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY"),
+            gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY", health=brief_health),
+            *reasons(explained["gpus"]),
             *mixed(explained["gpus"]),
             *map(Text, explained["remarks"]),
             *(topology_tables(explained) if topology else ()),
@@ -153,7 +154,10 @@ def gpus_table(
     *more: str,
     health: Callable[[Mapping[str, Any]], Text] | None = None,
 ) -> RenderableType:
-    """Draw the GPUs and their health, with `more` of OFFERS, HELD, OWNER, POOL and WHY."""
+    """Draw the GPUs and their health, with `more` of OFFERS, HELD, OWNER, POOL and WHY.
+
+    What has no room on the terminal without a word being broken is left out (`_GIVEN_UP`).
+    """
     columns: dict[str, Callable[[Mapping[str, Any]], RenderableType]] = {
         "GPU": lambda gpu: str(gpu["index"]),
         "PRODUCT": lambda gpu: gpu["product"].removeprefix("NVIDIA "),
@@ -166,13 +170,28 @@ def gpus_table(
         "WHY": lambda gpu: gpu["why"],
     }
     wanted = [name for name in columns if name in {*_ALWAYS, *more}]
-    if "OWNER" in wanted and console().width < _WIDE:
-        wanted.remove("MEMORY")
-    rows = table(*wanted)
+    out = console()
 
-    for gpu in gpus:
-        rows.add_row(*(columns[name](gpu) for name in wanted))
+    for name in (None, *_GIVEN_UP):
+        wanted = [each for each in wanted if each != name]
+        rows = table(*wanted)
+        for gpu in gpus:
+            rows.add_row(*(columns[each](gpu) for each in wanted))
+        if health is not None:
+            rows.columns[wanted.index("HEALTH")].no_wrap = True  # its reasons stand elsewhere
+        if _need(rows, out) <= out.width:
+            break
     return rows
+
+
+def _need(rows: Table, out: Console) -> int:
+    """Give the columns of a terminal that a table needs, so that no word of it is broken."""
+    endless = out.options.update(max_width=10_000)
+    for column in rows.columns:
+        if column.no_wrap:
+            cells = (out.measure(cell, options=endless).maximum for cell in column.cells)
+            column.min_width = max(column.min_width or 0, *cells, 0)
+    return out.measure(rows, options=endless).minimum
 
 
 def mixed(gpus: Sequence[Mapping[str, Any]]) -> Sequence[RenderableType]:

@@ -12,7 +12,6 @@ Answer = Mapping[str, Any]
 Drawing = Sequence[Sheet | Cell]
 """What is drawn, from top to bottom."""
 
-_BAR_WIDTH: Final = 20
 _BUSY: Final = 90
 """Percent from which a bar is drawn as full."""
 _NOTHING: Final = "-"
@@ -273,11 +272,9 @@ def _bar(value: int | None, whole: int, unit: str) -> Cell:
     if value is None:
         return Cell(_NOTHING)
 
-    full = min(_BAR_WIDTH, round(_BAR_WIDTH * value / max(whole, 1)))
-    bar = "\N{FULL BLOCK}" * full + "\N{LIGHT SHADE}" * (_BAR_WIDTH - full)
     style = "red" if value * 100 >= whole * _BUSY else "green"
     end = unit if unit == "%" else f"/{whole}{unit}"
-    return Cell(f"{bar} {value}{end}", style)
+    return Cell(f"{value}{end}", style, value / max(whole, 1))
 
 
 def _of(used: int | None, whole: int | None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from metagpu.cli import main
+from metagpu.plugins.cluster.settings import Feature
 
 COMMANDS = (
     *("run", "demo", "explain", "validate", "plan", "status"),
@@ -31,6 +32,15 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
 
     assert end.value.code == 0
     assert f"example:\n  metagpu {command}" in capsys.readouterr().out
+
+
+def test_help_names_every_use_of_the_api_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--cluster` takes is in its help, so that nobody has to guess a name."""
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+
+    told = "".join(capsys.readouterr().out.split())  # lines are broken within names, at a hyphen
+    assert f"of{','.join(Feature)};all,-taintleavesoneout" in told
 
 
 def test_unknown_command_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:

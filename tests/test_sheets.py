@@ -40,6 +40,21 @@ def test_a_narrow_terminal_cuts_what_may_be_cut(columns: int) -> None:
     assert row.endswith("x…")
 
 
+@pytest.mark.parametrize(
+    ("columns", "bar"), [(None, 20), (64, 20), (63, 19), (44, 10), (34, 5), (30, 5)]
+)
+def test_bars_are_shortened_before_words_are_cut(columns: int | None, bar: int) -> None:
+    """The bars of all columns and rows are of one length, and no shorter than says something."""
+    made = Sheet(("BUSY", "MEMORY", "HEALTH"))
+    made.add(Cell("100%", "green", 1.0), Cell("0 MiB", "", 0.0), "good")
+    made.add("-", Cell("7 MiB", "", 7.0), "good")
+
+    _, _, first, second = drawn([made], Terminal(columns)).splitlines()
+    full, empty = "\u2588" * bar, "\u2591" * bar
+    assert first == f" {full} 100%   {empty} 0 MiB   good"
+    assert second == f" -{' ' * (bar + 4)}   {full} 7 MiB   good"
+
+
 def test_a_screen_shows_what_it_has_room_for() -> None:
     """What is longer than the screen is cut at its end: nothing scrolls away from the top."""
     text = "".join(f"{n}\n" for n in range(10))

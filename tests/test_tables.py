@@ -16,7 +16,7 @@ from metagpu.core.facts import (
 )
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import full_health, fullness, show_plan, show_status
+from metagpu.tables import full_health, fullness, show_explanation, show_plan, show_status
 from tests.build import after, gpu, offer, share
 
 A = gpu(0)
@@ -92,7 +92,7 @@ def test_a_status_names_owners(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_status_tells_reasons_below_its_table(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A word stands in the table, the whole reason in a line below it; memory where it has room."""
+    """A word stands in the table, the whole reason in a line below it."""
     monkeypatch.setenv("COLUMNS", columns)
     ill = told(GpuFaulted(A.id, "XID 79: GPU has fallen off the bus", at=0), CORDON)
     show_status({"resources": {}, "gpus": [ill, {**told(), "index": 1}], "leases": []})
@@ -104,8 +104,37 @@ def test_a_status_tells_reasons_below_its_table(
         "GPU 0: cordoned: riser, since 1970-01-01 00:01:00 UTC",
     ]
     assert out.count("XID 79") == 1
-    assert ("MEMORY" in out) == (columns == "200")
     assert all(len(line) <= int(columns) for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [("70", "MEMORY POOL"), ("80", "MEMORY"), ("120", "")]
+)
+def test_a_narrow_terminal_breaks_no_word(
+    columns: str, left_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has no room is left out, memory first; each other word and bar stands in one piece."""
+    monkeypatch.setenv("COLUMNS", columns)
+    one = {**told(SUSPENDED, HELD), "product": "NVIDIA A100-SXM4-40GB", "pool": "notebooks"}
+    status = {"resources": {}, "gpus": [one], "leases": [], "remarks": []}
+    show_explanation({**status, "gpus": [{**one, "why": "matches product *A100*"}]})
+    explained = capsys.readouterr().out
+    show_status(status)
+    told_of = capsys.readouterr().out
+
+    assert {"A100-SXM4-40GB", "suspended", "matches", "*A100*"} <= set(explained.split())
+    assert {"A100-SXM4-40GB", "suspended", "1/2", "mps"} <= set(told_of.split())
+    assert [it for it in ("MEMORY", "POOL") if it not in told_of.split()] == left_out.split()
+    lines = [*explained.splitlines(), *told_of.splitlines()]
+    assert all(len(line) <= int(columns) for line in lines)
+
+
+def test_an_explanation_tells_reasons_below_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a status: a long sentence in a column would leave no room for the others."""
+    show_explanation({"resources": {}, "gpus": [told(SUSPENDED)], "remarks": []})
+
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "GPU 0: mps suspended: no daemon, since 1970-01-01 00:02:00 UTC" in lines
 
 
 def test_status_begins_with_a_configuration_that_was_not_taken(

@@ -16,7 +16,7 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
-from metagpu.core.gpu import Gpu, bus_id
+from metagpu.core.gpu import MIB, Gpu, bus_id
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import ResourceName
 from metagpu.core.names import name_refusal
@@ -105,7 +105,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             (
                 self.min_memory,
                 lambda part: gpu.memory >= part,
-                f"{gpu.memory} bytes of memory are less than {self.min_memory}",
+                f"{_memory(gpu.memory)} of memory are less than {_memory(self.min_memory or 0)}",
             ),
         )
 
@@ -117,6 +117,8 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     def __str__(self) -> str:
         names = zip(self.__struct_encode_fields__, self.__struct_fields__, strict=True)
         given = {key: getattr(self, name) for key, name in names}
+        if self.min_memory is not None:
+            given["minMemory"] = _memory(self.min_memory)
         return ", ".join(f"{k} {_shown(v)}" for k, v in given.items() if v is not None)
 
 
@@ -290,6 +292,11 @@ def _listed(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 - one or several of 
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
+
+
+def _memory(size: int) -> str:
+    """Say a size in bytes as tables do: in MiB, with a fraction only where there is one."""
+    return f"{size // MIB} MiB" if size % MIB == 0 else f"{size / MIB:.3f} MiB"
 
 
 def _shown(value: object) -> str:

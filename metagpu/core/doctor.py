@@ -190,7 +190,8 @@ def _health(facts: NodeFacts) -> Judged:
     out = [f"GPU {gpu['index']}: {gpu['reason']}" for gpu in gpus if not gpu["healthy"]]
     if out:
         return _BAD, "; ".join(out), "see docs/health.md; `metagpu acknowledge` takes one back"
-    return _GOOD, f"{len(gpus)} GPUs, none out of service"
+    some = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    return _GOOD, f"{some}, none out of service"
 
 
 def _client(facts: NodeFacts) -> Judged:

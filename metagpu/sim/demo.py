@@ -9,7 +9,7 @@ the simulated NVML, gRPC over unix sockets.
 
 import json
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,11 +126,18 @@ class Scene:
             lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
         )
 
-    async def rest(self, *, idle: bool = False) -> None:
-        """Wait until nothing is being cleaned; `idle`: until no GPU has an owner any more."""
+    async def rest(self) -> None:
+        """Wait until nothing is being cleaned, or waits for its turn."""
+        await self._until(_rests)
+
+    async def idle(self) -> None:
+        """Wait until no GPU has an owner any more; what is on offer then matters to nobody."""
+        await self._until(lambda state: state.owner is None)
+
+    async def _until(self, holds: Callable[[GpuState], bool]) -> None:
         await self.status()
         async for gpus in self.agent.registry.watch(lambda snapshot: snapshot.gpus):
-            if all(_rests(state) and not (idle and state.owner) for state in gpus.values()):
+            if all(map(holds, gpus.values())):
                 return
 
     async def step(self, what: str) -> dict[str, Any]:
@@ -221,9 +228,7 @@ async def _perform(folder: Path, act: Act) -> dict[str, Any]:
 
         for pod in running.values():
             await scene.kubelet.delete(pod)
-        await scene.rest(
-            idle=True
-        )  # else MPS's control daemons would outlive the demo, for their clients
+        await scene.idle()  # else MPS's control daemons would outlive the demo, for their clients
         return {"gpus": act.boards, "steps": steps}
 
 

@@ -70,7 +70,7 @@ def _steps(
     """Draw each GPU after each step, and how many shares of each kind are on offer."""
     first = steps[0]
     gpus = [f"GPU {gpu['index']}" for gpu in first["gpus"]]
-    names = [name.rpartition("/")[2] for name in first["allocatable"]]
+    names = [name.rpartition("/")[2].removeprefix("mig-") for name in first["allocatable"]]
     table = tables.table("WHAT HAPPENS", *gpus, *names)
 
     for step in steps:
@@ -88,8 +88,8 @@ def _owners(step: Mapping[str, Any]) -> Sequence[Text]:
 
 
 def _slices(step: Mapping[str, Any]) -> Sequence[Text]:
-    """Draw the memory slices of each GPU by the instance that is there: `3g 3g 3g 3g · · 1g`."""
-    return [Text(" ".join(f"{n}g" if n else "· " for n in sizes)) for sizes in step["slices"]]
+    """Draw the memory slices of each GPU by the instance that is there: `3 3 3 3 · · 1 ·`."""
+    return [Text(" ".join(str(n or "·") for n in sizes), no_wrap=True) for sizes in step["slices"]]
 
 
 def show_node(node: NodeView) -> None:

@@ -172,7 +172,7 @@ class Reboot(Command, frozen=True, tag="reboot"):
 
 
 class Ecc(Command, frozen=True, tag="ecc"):
-    """Count memory errors; `double_bit` ones were not corrected."""
+    """Count memory errors: corrected ones, unless they are said to be double-bit."""
 
     gpu: str
     double_bit: bool = False

@@ -637,11 +637,17 @@ def test_a_selector_wants_enough_memory(least: str, *, refused: bool) -> None:
     assert (pool.refusal(THE_GPU) is not None) == refused
 
 
-def test_a_memory_refusal_has_the_numbers() -> None:
-    """Too little memory is told in bytes, both of them."""
-    [(pool, _)] = config(selecting("{minMemory: 41Gi}")).pools(Injection())
+@pytest.mark.parametrize(
+    ("least", "told"), [("41Gi", "41984 MiB"), ("43G", "41007.996 MiB"), ("40G", "38146.973 MiB")]
+)
+def test_a_selector_tells_memory_as_tables_do(least: str, told: str) -> None:
+    """Too little memory is told in MiB, both numbers, and so is what a GPU has enough of."""
+    [(pool, _)] = config(selecting(f"{{minMemory: {least}}}")).pools(Injection())
 
-    assert pool.refusal(THE_GPU) == "42949672960 bytes of memory are less than 44023414784"
+    too_little = f"40960 MiB of memory are less than {told}"
+    assert pool.refusal(THE_GPU) in {None, too_little}
+    assert (pool.refusal(THE_GPU) is None) == (least == "40G")
+    assert str(pool.gpus) == f"minMemory {told}"
 
 
 # --- nothing but a Config or a ConfigError --------------------------------------------------------

@@ -61,6 +61,7 @@ def test_a_sound_node_is_good() -> None:
     assert {it.verdict for it in diagnoses} == {Verdict.GOOD}
     assert all(it.finding and not it.mend for it in diagnoses)
     assert diagnoses[9].finding == "on offer: x/y 90"
+    assert diagnoses[10].finding == "1 GPU, none out of service"
 
 
 @pytest.mark.parametrize(
