@@ -22,7 +22,10 @@ def memory(plan: Plan) -> list[Figure]:
 
     with ExitStack() as stack:
         folder = stack.enter_context(daemon.folder())
-        subject = stack.enter_context(daemon.start(folder, config=daemon.POOL.format(shares=100)))
+        pool = daemon.POOL.format(shares=100)
+        with daemon.start(folder, config=pool) as first:
+            client.connected(first.socket)  # it serves: what an image has already is compiled
+        subject = stack.enter_context(daemon.start(folder, config=pool))
         plugin = stack.enter_context(client.connected(subject.socket))
         lists = stack.enter_context(plugin.lists())
         ids = client.ids_in(lists.take().message)

@@ -72,9 +72,9 @@ class GpuState:
         A cordon says nothing against those who hold a share: it stays listed as it was, because a
         kubelet that restarts fails pods whose devices are not healthy.
         """
-        lost, paused = self.withheld, self.paused
-        if self.broken or paused:  # most GPUs have neither, and this is asked for every list
-            lost = lost | self.broken | paused.keys()
+        lost = self.withheld
+        if self.stocks:  # only what was made breaks or is paused; this is asked for every list
+            lost = lost | self.broken | self.paused.keys()
         if not self.suspended and self.cordon is None:
             return lost
 

@@ -1,18 +1,23 @@
 """What happens to a pod that uses more memory of a GPU than its share."""
 
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.cluster import CONFIGURATION, Cluster, Incarnation
 from tests.e2e.joined import Joined
+from tests.e2e.rig.programs import running_processes
 from tests.e2e.rig.waiting import wait_for
 
 ENFORCED = CONFIGURATION.replace(
     "    gpus: all\n", "    gpus: all\n    memoryEnforcement: {policy: kill}\n"
 )
 SHARES = 25
+PATIENT = ENFORCED.replace("policy: kill", "policy: kill, grace: 5s")
 WITHIN_MIB, ABOVE_MIB = 9_000, 20_000
 """Beside 25 shares of 40960 MiB: less than they are, and about twice as much."""
 SOME_MIB = 6_144
@@ -98,3 +103,33 @@ def test_what_two_processes_use_together_counts(strict: Cluster) -> None:
 
     for pid in (first, second):
         strict.daemon.free(gpu, pid)
+
+
+def test_a_process_that_ends_before_its_signal_harms_nobody(strict: Cluster) -> None:
+    """It is gone between decision and signal: nobody is signalled, not even its container."""
+    strict.daemon.configure(PATIENT)
+    (gpu,) = strict.run("greedy", SHARES).gpu_indices
+    strict.run("neighbour", SHARES)
+    before, earlier = strict.incarnations(), enforcement(strict)
+    command = ["sleep", "123456789"]
+    strict.execute("greedy", "sh", "-c", f"{' '.join(command)} >/dev/null 2>&1 &")
+    (pid,) = (it for it, arguments in running_processes().items() if arguments == command)
+
+    strict.daemon.use(gpu, pid, ABOVE_MIB)
+    wait_for(
+        "the pod to be warned",
+        lambda: enforcement(strict)["warnings"] > earlier["warnings"],
+        within_s=SOON_S,
+        pause_s=0.02,
+    )
+    os.kill(pid, signal.SIGKILL)
+    wait_for("nobody to use too much", lambda: not enforcement(strict)["overMiB"], within_s=SOON_S)
+    assert enforcement(strict)["signals"] == earlier["signals"]
+    assert strict.incarnations() == before
+    strict.daemon.free(gpu, pid)
+
+
+def enforcement(cluster: Cluster) -> Mapping[str, Any]:
+    """What the daemon has done about memory since its start, and who uses too much."""
+    told: Mapping[str, Any] = cluster.daemon.asked("status")["enforcement"]
+    return told

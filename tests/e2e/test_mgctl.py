@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -86,6 +88,59 @@ def test_a_crowd_in_a_pod_keeps_nobody_waiting(neighbours: Cluster) -> None:
         within_s=SOON_S,
     )
     assert neighbours.run("late", 10).share_ids
+
+
+# Joins the cgroups of a container, so that the kernel names it as that container's; then sends what
+# mgctl never would, and prints all that it hears.
+FORGER = """
+import pathlib, random, socket, struct, sys
+first, path, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
+for line in pathlib.Path(f"/proc/{first}/cgroup").read_text().splitlines():
+    _, controllers, group = line.split(":", 2)
+    folder = pathlib.Path("/sys/fs/cgroup", controllers.removeprefix("name=")) / group.lstrip("/")
+    if (folder / "cgroup.procs").exists():
+        (folder / "cgroup.procs").write_text("0")
+chance, heard = random.Random(7), b""
+for _ in range(times):
+    garbage = chance.randbytes(chance.randint(1, 400))
+    words = ["mgctl/1 tty=0 columns=0 rows=0 old=0", "get", "pods", "--pod=bob", "-o", "json"]
+    forged = "".join(f"{word}\\0" for word in words[: chance.randint(1, 6)]).encode()
+    payload = chance.choice([garbage, forged, forged + garbage, garbage + forged])
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(30)
+        caller.connect(path)
+        try:
+            caller.sendall(struct.pack(">H", len(payload)) + payload)
+            while part := caller.recv(65536):
+                heard += part
+        except ConnectionError:
+            pass
+print(heard.decode(errors="replace"))
+"""
+FORGED = 500
+
+
+def test_who_forges_requests_hears_nothing_of_a_neighbour(neighbours: Cluster) -> None:
+    """Garbage and forged words from a container's own cgroup: lines for it alone, and no harm."""
+    socket = neighbours.daemon.pod_socket
+    first = neighbours.first_process("alice")
+    done = subprocess.run(
+        [sys.executable, "-c", FORGER, str(first), str(socket), str(FORGED)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mgctl: ") > FORGED // 2  # it was heard, as a container of a pod
+    assert "answers containers of pods alone" not in done.stdout
+    assert not re.search(rf"\b{MIB['bob']}\b|\"bob\"", done.stdout)
+    wait_for(
+        "the neighbour to be answered",
+        lambda: seen(neighbours, "bob") == [("bob", 1, MIB["bob"])],
+        within_s=SOON_S,
+    )
 
 
 def test_mgctl_outlives_the_daemon(cluster: Cluster) -> None:

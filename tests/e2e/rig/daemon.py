@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 from metagpu.core.errors import MetagpuError
 from metagpu.plugins import control
@@ -97,6 +98,11 @@ class Daemon:
     def log(self) -> str:
         """All that it, and those before it, have logged on this node."""
         return self._program.log.read_text()
+
+    @property
+    def pod_socket(self) -> Path:
+        """The socket that containers call, on the machine."""
+        return self._run_folder / "pod" / "mgctl.sock"
 
     def stop(self) -> int | None:
         """Stop the daemon as systemd would, and return its exit status."""
