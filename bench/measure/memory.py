@@ -23,8 +23,8 @@ def memory(plan: Plan) -> list[Figure]:
     with ExitStack() as stack:
         folder = stack.enter_context(daemon.folder())
         pool = daemon.POOL.format(shares=100)
-        with daemon.start(folder, config=pool) as first:
-            client.connected(first.socket)  # it serves: what an image has already is compiled
+        with daemon.start(folder, config=pool) as first, client.connected(first.socket):
+            pass  # it serves: what an image has already is compiled
         subject = stack.enter_context(daemon.start(folder, config=pool))
         plugin = stack.enter_context(client.connected(subject.socket))
         lists = stack.enter_context(plugin.lists())
