@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import msgspec
 import structlog
 from anyio import to_thread
 
@@ -61,8 +62,7 @@ FIRST_LOOK: Final = 1.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(msgspec.Struct, frozen=True):
     """Where the agent finds the kubelet and the host, and may be found itself."""
 
     kubelet: Path = kubelet_directory.DEFAULT_DIRECTORY

@@ -2,11 +2,11 @@
 
 import os
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import anyio
+import msgspec
 from anyio import to_thread
 
 from metagpu.core.companions import Companion, Process
@@ -25,8 +25,7 @@ _SEES: Final = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 """For `sh -c` in a mount namespace of its own: show one folder in the place of another."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostCompanions:
+class HostCompanions(msgspec.Struct, frozen=True):
     """Starts companions among the host's programs (see `core.companions.Companions`).
 
     Attributes:

@@ -3,10 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from msgspec.structs import replace
 
 from metagpu.core.backend import installed_backends
 from metagpu.core.errors import ConfigError

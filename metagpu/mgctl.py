@@ -9,10 +9,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from time import sleep
 from typing import Any, Final
+
+from msgspec.structs import asdict
 
 from metagpu import __version__
 from metagpu.core import doctor

@@ -3,9 +3,10 @@
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
@@ -20,8 +21,7 @@ CONFIG_HELP: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(msgspec.Struct, frozen=True):
     """The default of an option: what a variable of the environment says, or else `otherwise`.
 
     Attributes:

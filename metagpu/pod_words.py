@@ -1,8 +1,9 @@
 """What may be said to `mgctl` in a container: from strangers, so nothing clever reads it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from metagpu.core.errors import MetagpuError
 from metagpu.usage_text import FORMATS, KINDS
@@ -37,8 +38,7 @@ class Misuse(MetagpuError):
     """Raised when a command line says nothing that we know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(msgspec.Struct, frozen=True):
     """A command line that was understood."""
 
     name: Literal["get", "top", "version", "help"]

@@ -1,8 +1,11 @@
 """Tables as text. Drawn without a library: the daemon draws them too, and has to stay small."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 _STYLES: Final = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "bold red": "1;31"}
 _FLEXIBLE: Final = ("CMD", "NOTE", "HEALTH", "PRODUCT")
@@ -14,8 +17,7 @@ _SHORTEST_BAR: Final = 5
 _GAP: Final = "   "
 
 
-@dataclass(frozen=True, slots=True)
-class Terminal:
+class Terminal(msgspec.Struct, frozen=True):
     """Who reads.
 
     Attributes:
@@ -34,8 +36,7 @@ AFRESH: Final = "\x1b[H\x1b[2J"
 """A terminal's words for an empty screen, written from its top."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """A text that means what it says, and a colour: a key of `_STYLES`.
 
     Attributes:

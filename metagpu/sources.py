@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import yaml
+from msgspec.structs import replace
 
 from metagpu.compat import formats, manifest
 from metagpu.compat.contract import Circumstances, Converted, Note
@@ -33,8 +34,7 @@ pools:
 Backends = Mapping[str, type[Backend]]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """One configuration file as it was read: a part of another file when it is in a ConfigMap.
 
     Attributes:
@@ -49,8 +49,7 @@ class Text:
     profile: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """A configuration that can be used, and where it comes from.
 
     Attributes:
@@ -68,8 +67,7 @@ class Loaded:
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """What an operator says of where the configuration is. Reading blocks.
 
     Attributes:
@@ -80,9 +78,9 @@ class Source:
     """
 
     paths: tuple[Path, ...] = ()
-    choice: profiles.Choice = field(default_factory=profiles.Choice)
-    circumstances: Circumstances = field(default_factory=Circumstances)
-    cluster: profiles.Instruction = field(default_factory=profiles.Instruction)
+    choice: profiles.Choice = msgspec.field(default_factory=profiles.Choice)
+    circumstances: Circumstances = msgspec.field(default_factory=Circumstances)
+    cluster: profiles.Instruction = msgspec.field(default_factory=profiles.Instruction)
 
     def told(self, cluster: profiles.Instruction) -> "Source":
         """Give this source as the cluster wants it; what is said on this node itself is stronger.
@@ -230,8 +228,7 @@ def _theirs(converted: Converted, document: Document, backends: Backends) -> Con
         raise converted.retold(error) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """What one path has: one text, or several by the names of profiles; each read when chosen."""
 
     path: str

@@ -4,12 +4,12 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import Final
 
 import anyio
+import msgspec
 from anyio import to_thread
 
 from metagpu.core.errors import ToolError, ToolMissing
@@ -30,8 +30,7 @@ _LIBRARIES: Final = (
 _NVML: Final = "libnvidia-ml.so.1"
 
 
-@dataclass(frozen=True, slots=True)
-class HostTools:
+class HostTools(msgspec.Struct, frozen=True):
     """Runs what stands in PATH, or else below one of `roots` with the driver library found there.
 
     Attributes:
@@ -42,7 +41,7 @@ class HostTools:
 
     roots: tuple[Path, ...] = (DRIVER_ROOT,)
     deadline: float = DEADLINE
-    instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    instead: Mapping[str, Sequence[str]] = msgspec.field(default_factory=dict)
 
     async def run(self, program: str, *arguments: str) -> str:
         """Run a program to its end (see `core.tools.Tools`).

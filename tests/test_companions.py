@@ -3,12 +3,12 @@
 import os
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 from anyio import from_thread, to_thread
+from msgspec.structs import replace
 
 from metagpu.companions import HostCompanions
 from metagpu.core.companions import Companion, Process

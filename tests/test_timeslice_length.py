@@ -1,6 +1,7 @@
 """The length of a turn, from the configuration to the command on the host."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import anyio
 import pytest
@@ -72,10 +73,10 @@ async def test_without_the_tool_shares_are_served(tmp_path: Path) -> None:
         await it.until(8, 8, SHARED)
 
 
-class AwaitedTools(HostTools):
+class AwaitedTools(HostTools, frozen=True):
     """The host's own programs, with a bell for when the first has ended."""
 
-    ended = anyio.Event()
+    ended: ClassVar = anyio.Event()
 
     async def run(self, program: str, *arguments: str) -> str:
         """Run it, then ring."""

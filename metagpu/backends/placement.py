@@ -5,9 +5,10 @@ part of another.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
+
+import msgspec
 
 from metagpu.core.gpu import Gpu
 from metagpu.core.model import Share
@@ -24,8 +25,7 @@ class Placement(StrEnum):
     SPREAD = "spread"
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(msgspec.Struct, frozen=True):
     """One GPU as the choice sees it.
 
     Attributes:

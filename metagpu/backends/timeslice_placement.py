@@ -1,8 +1,9 @@
 """Which replicas to take: a pure choice by how many containers a GPU has already."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from metagpu.core.gpu import Gpu
 from metagpu.core.model import Share
@@ -19,8 +20,7 @@ class AllocationPolicy(StrEnum):
     PACKED = "packed"
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(msgspec.Struct, frozen=True):
     """One GPU as the choice sees it.
 
     Attributes:

@@ -1,8 +1,9 @@
 """What a conversion is given and what it gives: the words that all formats share."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from metagpu.core.config import VERSION
 from metagpu.core.document import Document
@@ -12,8 +13,7 @@ Data = dict[str, Any]
 """Plain data of a part of a configuration."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """What an operator should know of one key: a warning, never a refusal.
 
     Attributes:
@@ -32,8 +32,7 @@ class Note:
         return str(ConfigError(self.text, file=self.file, line=self.line, path=self.path))
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Where something in a converted configuration comes from."""
 
     document: Document
@@ -44,8 +43,7 @@ class Origin:
         return Note(self.document.file, self.document.line(self.path), self.path, text)
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
+class Circumstances(msgspec.Struct, frozen=True):
     """What a conversion needs and no file says.
 
     Attributes:
@@ -56,11 +54,10 @@ class Circumstances:
 
     node: str | None = None
     mig_config: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(msgspec.Struct, frozen=True):
     """A foreign configuration in our words.
 
     Attributes:

@@ -4,8 +4,10 @@ A format's own module is imported when there is a file of it: most nodes have no
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import msgspec
+from msgspec.structs import replace
 
 from metagpu.compat.contract import Circumstances, Converted
 from metagpu.core.document import Document
@@ -22,8 +24,7 @@ class Format(StrEnum):
     HAMI = "HAMi's device-config"
 
 
-@dataclass(frozen=True, slots=True)
-class Recognised:
+class Recognised(msgspec.Struct, frozen=True):
     """Files of one configuration, each with its format."""
 
     documents: tuple[Document, ...]

@@ -7,7 +7,6 @@ those that are known with what they would have done, the rest as unknown.
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,8 +14,7 @@ from metagpu.compat.contract import Note, Origin
 from metagpu.core.document import Document, below
 
 
-@dataclass(frozen=True, slots=True)
-class Unheeded:
+class Unheeded(msgspec.Struct, frozen=True):
     """A key that is understood and has no place here.
 
     Attributes:

@@ -4,7 +4,6 @@ Keys are those of github.com/NVIDIA/mig-parted, which is what NVIDIA's MIG manag
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -39,8 +38,7 @@ class _Named(msgspec.Struct, rename="kebab"):
     version: str = "v1"
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """One entry of the chosen layout: some GPUs, `None` for all, and what they shall have.
 
     `instances` is empty where MIG mode shall be off.

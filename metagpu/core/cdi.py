@@ -9,9 +9,10 @@ which all runtimes use: a file that breaks one is passed over as a whole.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from metagpu.core.grant import DeviceNode, Grant
 from metagpu.core.model import ShareId
@@ -34,8 +35,7 @@ _IN_NAMES: Final = str.maketrans({"@": ":", "+": "_"})
 """What ids have and CDI's names may not; neither `:` nor `_` is in the slot of an instance."""
 
 
-@dataclass(frozen=True, slots=True)
-class Edits:
+class Edits(msgspec.Struct, frozen=True):
     """What is done to every container that is given any device: the driver's libraries, hooks.
 
     Attributes:
@@ -43,7 +43,7 @@ class Edits:
         version: the version of CDI that has all of it.
     """
 
-    edits: Mapping[str, Any] = field(default_factory=dict)
+    edits: Mapping[str, Any] = msgspec.field(default_factory=dict)
     version: tuple[int, int, int] = _LEAST
 
 

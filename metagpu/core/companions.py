@@ -1,13 +1,13 @@
 """The contract of companions: programs of the host that run for long and outlive the daemon."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Companion:
+
+class Companion(msgspec.Struct, frozen=True):
     """A program that runs for long, and how it is told from every other.
 
     Attributes:
@@ -22,11 +22,10 @@ class Companion:
     arguments: tuple[str, ...]
     env: Mapping[str, str]
     output: Path
-    mounts: Mapping[Path, Path] = field(default_factory=dict)
+    mounts: Mapping[Path, Path] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(msgspec.Struct, frozen=True):
     """One process for good: its number may be given away again, but not with its start time.
 
     Attributes:

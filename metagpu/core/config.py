@@ -5,11 +5,11 @@ The envelope is described here; what a pool says to a backend is described by th
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core import cdi
 from metagpu.core.backend import Backend, Options

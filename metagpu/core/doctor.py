@@ -4,9 +4,10 @@ docs/doctor.md explains each code.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
+
+import msgspec
 
 
 class Verdict(StrEnum):
@@ -17,8 +18,7 @@ class Verdict(StrEnum):
     BAD = "bad"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(msgspec.Struct, frozen=True):
     """What can be seen of a node without changing it.
 
     Attributes:
@@ -61,8 +61,7 @@ class NodeFacts:
     mps: str
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(msgspec.Struct, frozen=True):
     """One check's result; `mend` is empty where nothing has to be done."""
 
     code: str

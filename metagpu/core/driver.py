@@ -5,9 +5,10 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
+
+import msgspec
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.mig import MigInstance, MigMode, Placement
@@ -30,8 +31,7 @@ class RecoveryAction(IntEnum):
         return self.name.replace("_", " ").lower().replace("gpu", "GPU").replace("imex", "IMEX")
 
 
-@dataclass(frozen=True, slots=True)
-class RemappedRows:
+class RemappedRows(msgspec.Struct, frozen=True):
     """Memory rows that were replaced by spare ones, and whether more are waiting for a reset."""
 
     correctable: int
@@ -40,8 +40,7 @@ class RemappedRows:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """How a GPU is at this moment; a GPU that can answer this has passed the device check.
 
     Attributes:
@@ -74,8 +73,7 @@ class ComputeMode(IntEnum):
         return self.name.replace("_", " ").lower()
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
+class GpuProcess(msgspec.Struct, frozen=True):
     """A process with memory on a GPU; `memory` in bytes, `None` when the driver does not say."""
 
     pid: int
@@ -84,8 +82,7 @@ class GpuProcess:
     compute_instance: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Xid:
+class Xid(msgspec.Struct, frozen=True):
     """NVML reported an XID error; the instance ids are set when it happened inside MIG.
 
     `gpu` is `None` when NVML could not say which GPU it was.
@@ -97,23 +94,20 @@ class Xid:
     compute_instance: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EccError:
+class EccError(msgspec.Struct, frozen=True):
     """NVML reported memory errors: `double_bit` ones were not corrected."""
 
     gpu: GpuId | None
     double_bit: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryActionChanged:
+class RecoveryActionChanged(msgspec.Struct, frozen=True):
     """NVML reported that what the GPU needs has changed; read its `Condition`."""
 
     gpu: GpuId | None
 
 
-@dataclass(frozen=True, slots=True)
-class GpuUnavailable:
+class GpuUnavailable(msgspec.Struct, frozen=True):
     """NVML reported that a GPU does not answer; read its `Condition`."""
 
     gpu: GpuId | None
@@ -122,8 +116,7 @@ class GpuUnavailable:
 DriverEvent = Xid | EccError | RecoveryActionChanged | GpuUnavailable
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
+class Unreadable(msgspec.Struct, frozen=True):
     """A GPU that NVML counts but cannot describe; `index` is all that NVML says of it.
 
     `gpu` is the GPU that was read at this index before, `None` when there was none.
@@ -134,8 +127,7 @@ class Unreadable:
     gpu: GpuId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """All GPUs of the node that could be read, by index, and those that could not.
 
     `topology` is read once for each set of GPUs; a pair of which NVML says nothing is left out.
@@ -145,11 +137,10 @@ class Survey:
     unreadable: tuple[Unreadable, ...] = ()
     driver_version: str = ""
     cuda_version: tuple[int, int] | None = None
-    topology: Topology = field(default_factory=Topology)
+    topology: Topology = msgspec.field(default_factory=Topology)
 
 
-@dataclass(frozen=True, slots=True)
-class MigUsage:
+class MigUsage(msgspec.Struct, frozen=True):
     """What is on a MIG device: bytes of memory, and the processes."""
 
     memory: int

@@ -4,12 +4,12 @@ The decision is pure; `core/enforcer.py` carries it out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from signal import Signals
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.host import Identity
@@ -94,8 +94,7 @@ class Enforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
         return self.policy is Policy.KILL and self.driver_limits and not self.dry_run
 
 
-@dataclass(frozen=True, slots=True)
-class Excess:
+class Excess(msgspec.Struct, frozen=True):
     """A container that uses more than its limit, for as long as it does so again and again.
 
     Attributes:
@@ -107,11 +106,10 @@ class Excess:
 
     last: float
     since: float | None
-    signalled: Mapping[Identity, tuple[Signals, float]] = field(default_factory=dict)
+    signalled: Mapping[Identity, tuple[Signals, float]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Ruling:
+class Ruling(msgspec.Struct, frozen=True):
     """What follows from one look at a container.
 
     Attributes:

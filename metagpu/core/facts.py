@@ -4,7 +4,8 @@ At the end there is news that changes nothing which is kept: it is only heard.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Fault, Holder, ResourceName, Share, ShareId, Stock
@@ -12,45 +13,39 @@ from metagpu.core.pods import KnownPod
 from metagpu.core.snapshot import Versions
 
 
-@dataclass(frozen=True, slots=True)
-class GpusFound:
+class GpusFound(msgspec.Struct, frozen=True):
     """NVML was read: these GPUs exist. One known before and missing now stays known."""
 
     gpus: tuple[Gpu, ...]
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class TopologyRead:
+class TopologyRead(msgspec.Struct, frozen=True):
     """NVML told how GPUs are connected. What was known before and is missing now stays known."""
 
     topology: Topology
 
 
-@dataclass(frozen=True, slots=True)
-class DriverRead:
+class DriverRead(msgspec.Struct, frozen=True):
     """NVML told its versions."""
 
     versions: Versions
 
 
-@dataclass(frozen=True, slots=True)
-class RivalMet:
+class RivalMet(msgspec.Struct, frozen=True):
     """Another device plugin serves a resource of ours, so that we do not; `where` names it."""
 
     resource: ResourceName
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class RivalLeft:
+class RivalLeft(msgspec.Struct, frozen=True):
     """The other device plugin is gone, and the resource is served again."""
 
     resource: ResourceName
 
 
-@dataclass(frozen=True, slots=True)
-class GpuFaulted:
+class GpuFaulted(msgspec.Struct, frozen=True):
     """A GPU went out of service. While it is out, the first reason, kind and time stand."""
 
     gpu: GpuId
@@ -59,8 +54,7 @@ class GpuFaulted:
     fault: Fault | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GpuRecovered:
+class GpuRecovered(msgspec.Struct, frozen=True):
     """A GPU is fit to serve again; `reason` says what that rests on."""
 
     gpu: GpuId
@@ -68,8 +62,7 @@ class GpuRecovered:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceFaulted:
+class InstanceFaulted(msgspec.Struct, frozen=True):
     """A MIG device went out of service, and nothing else of its GPU.
 
     While it is out, the first reason and time stand.
@@ -81,8 +74,7 @@ class InstanceFaulted:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceRecovered:
+class InstanceRecovered(msgspec.Struct, frozen=True):
     """A MIG device is fit to serve again, or is no more; `reason` says which."""
 
     gpu: GpuId
@@ -91,8 +83,7 @@ class InstanceRecovered:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class SharesOffered:
+class SharesOffered(msgspec.Struct, frozen=True):
     """The configuration was laid over the GPUs: this is on offer from now on.
 
     `resources` names every resource, also those without a share.
@@ -102,16 +93,14 @@ class SharesOffered:
     shares: tuple[Share, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SharesGranted:
+class SharesGranted(msgspec.Struct, frozen=True):
     """A container was given these shares."""
 
     shares: tuple[Share, ...]
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class SharesAwaited:
+class SharesAwaited(msgspec.Struct, frozen=True):
     """A container that holds these shares waits at its start for what stands for them.
 
     Told when they are granted so, and at a start that finds something missing.
@@ -123,16 +112,14 @@ class SharesAwaited:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class SharesReleased:
+class SharesReleased(msgspec.Struct, frozen=True):
     """Nobody holds these shares any more: the pod is gone, the grant failed, or was never used."""
 
     shares: tuple[Share, ...]
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeasesObserved:
+class LeasesObserved(msgspec.Struct, frozen=True):
     """The kubelet's own account of who holds what, complete.
 
     `at` is when it was asked: of younger leases it says nothing, neither their end nor a holder.
@@ -149,19 +136,17 @@ class LeasesObserved:
     holders: Mapping[ShareId, Holder]
     at: float
     patience: float = 20.0
-    resources: Mapping[ShareId, ResourceName] = field(default_factory=dict)
+    resources: Mapping[ShareId, ResourceName] = msgspec.field(default_factory=dict)
     settled: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class PodsTold:
+class PodsTold(msgspec.Struct, frozen=True):
     """The API server's account of this node's pods, complete."""
 
     pods: tuple[KnownPod, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCordoned:
+class GpuCordoned(msgspec.Struct, frozen=True):
     """An operator wants no new shares of a GPU to be given. The latest reason stands."""
 
     gpu: GpuId
@@ -169,16 +154,14 @@ class GpuCordoned:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuUncordoned:
+class GpuUncordoned(msgspec.Struct, frozen=True):
     """An operator lets shares of a GPU be given again."""
 
     gpu: GpuId
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuKept:
+class GpuKept(msgspec.Struct, frozen=True):
     """A backend keeps a GPU from now on (`Backend.serve`), with these options.
 
     Attributes:
@@ -193,8 +176,7 @@ class GpuKept:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuLeft:
+class GpuLeft(msgspec.Struct, frozen=True):
     """A backend does not keep a GPU any more: nothing waits for its word."""
 
     gpu: GpuId
@@ -202,8 +184,7 @@ class GpuLeft:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class BackendSuspended:
+class BackendSuspended(msgspec.Struct, frozen=True):
     """A backend can give no shares of a GPU for now. The latest reason and the first time stand.
 
     Attributes:
@@ -217,8 +198,7 @@ class BackendSuspended:
     reset: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BackendResumed:
+class BackendResumed(msgspec.Struct, frozen=True):
     """A backend is ready to give shares of a GPU, for the first time or again."""
 
     gpu: GpuId
@@ -226,8 +206,7 @@ class BackendResumed:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuReturned:
+class GpuReturned(msgspec.Struct, frozen=True):
     """A backend has cleaned a GPU after its last lease: it is anyone's.
 
     `since` is when the cleaning began that has ended. One that began later, after a share was
@@ -240,8 +219,7 @@ class GpuReturned:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class StockTold:
+class StockTold(msgspec.Struct, frozen=True):
     """A backend tells what it has made of a GPU: all of it."""
 
     gpu: GpuId
@@ -282,8 +260,7 @@ Fact = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryExceeded:
+class MemoryExceeded(msgspec.Struct, frozen=True):
     """A container was found to use more of a GPU's memory than it may: once for each excess.
 
     Attributes:
@@ -302,8 +279,7 @@ class MemoryExceeded:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSignalled:
+class ProcessSignalled(msgspec.Struct, frozen=True):
     """A process was made to end because its container used too much of a GPU's memory.
 
     Attributes:
@@ -323,8 +299,7 @@ class ProcessSignalled:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class StrangerFound:
+class StrangerFound(msgspec.Struct, frozen=True):
     """A container uses a GPU of which it holds no share: once for each container and GPU.
 
     Attributes:
@@ -341,8 +316,7 @@ class StrangerFound:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigurationRefused:
+class ConfigurationRefused(msgspec.Struct, frozen=True):
     """What the configuration says now cannot be taken; the last good one stays. Once a fault.
 
     Attributes:
@@ -353,8 +327,7 @@ class ConfigurationRefused:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class XidHeard:
+class XidHeard(msgspec.Struct, frozen=True):
     """NVML told of an XID, be it fatal or not; `gpu` is `None` when it did not say of which GPU."""
 
     gpu: GpuId | None
@@ -362,8 +335,7 @@ class XidHeard:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryErrorHeard:
+class MemoryErrorHeard(msgspec.Struct, frozen=True):
     """NVML told of a memory error, once for each event; `gpu` as of `XidHeard`."""
 
     gpu: GpuId | None
@@ -371,15 +343,13 @@ class MemoryErrorHeard:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class PodEnded:
+class PodEnded(msgspec.Struct, frozen=True):
     """A pod has gone, or its containers have ended: what it holds will soon be free."""
 
     pod: KnownPod
 
 
-@dataclass(frozen=True, slots=True)
-class WishRefused:
+class WishRefused(msgspec.Struct, frozen=True):
     """A pod wishes something about its GPU memory that it does not get: once for each reason."""
 
     pod: KnownPod

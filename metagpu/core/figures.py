@@ -1,12 +1,11 @@
 """Numbers that a backend tells of its GPUs, beside what is known of every GPU: for monitoring."""
 
-from dataclasses import dataclass
+import msgspec
 
 from metagpu.core.gpu import GpuId
 
 
-@dataclass(frozen=True, slots=True)
-class FigureKind:
+class FigureKind(msgspec.Struct, frozen=True):
     """What is told, of each GPU of a backend.
 
     Attributes:
@@ -20,8 +19,7 @@ class FigureKind:
     labels: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """One value, now; `labels` are those of its kind, in that order."""
 
     kind: FigureKind

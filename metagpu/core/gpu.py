@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NewType
+
+import msgspec
 
 from metagpu.core.mig import MigProfile
 
@@ -13,8 +14,7 @@ GpuId = NewType("GpuId", str)
 MIB = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True):
     """What never changes about a GPU while the driver is loaded; `None` where it does not say.
 
     Attributes:
@@ -68,8 +68,7 @@ class PciPath(IntEnum):
 _PCI_LABELS: Final = dict(zip(PciPath, ("PSB", "PIX", "PXB", "PHB", "NODE", "SYS"), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
+class Connection(msgspec.Struct, frozen=True):
     """How two GPUs reach each other; `None` where the driver does not say.
 
     Attributes:
@@ -91,11 +90,10 @@ class Connection:
 _UNKNOWN: Final = Connection()
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(msgspec.Struct, frozen=True):
     """How the GPUs are connected: each pair once, those that are not known left out."""
 
-    connections: Mapping[frozenset[GpuId], Connection] = field(default_factory=dict)
+    connections: Mapping[frozenset[GpuId], Connection] = msgspec.field(default_factory=dict)
 
     def between(self, a: GpuId, b: GpuId) -> Connection:
         """Say how two GPUs are connected: the same both ways."""

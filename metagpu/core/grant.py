@@ -1,11 +1,11 @@
 """What a container gets for its shares: the answer to Allocate, without Kubernetes' words."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True):
     """A path of the host to be seen in the container."""
 
     container_path: str
@@ -13,8 +13,7 @@ class Mount:
     read_only: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceNode:
+class DeviceNode(msgspec.Struct, frozen=True):
     """A device file of the host to be opened from the container; permissions of `r`, `w`, `m`."""
 
     container_path: str
@@ -22,16 +21,15 @@ class DeviceNode:
     permissions: str = "rw"
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """What a container gets.
 
     The kubelet keeps it and replays it at every container start: nothing in it may depend on the
     moment.
     """
 
-    envs: Mapping[str, str] = field(default_factory=dict)
+    envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     nodes: tuple[DeviceNode, ...] = ()
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     cdi_names: tuple[str, ...] = ()

@@ -1,16 +1,16 @@
 """The contract of the machine beside its GPUs: its processes, whose they are, and how they end."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from signal import Signals
 from socket import socket
 from typing import Protocol
 
+import msgspec
+
 from metagpu.core.model import Holder
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(msgspec.Struct, frozen=True):
     """A container of a pod, as the kernel's cgroups name it.
 
     Attributes:
@@ -22,8 +22,7 @@ class Container:
     pod_uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """What tells a process from every other one, also from a later one with the same pid.
 
     Attributes:
@@ -37,8 +36,7 @@ class Identity:
     container: Container | None
 
 
-@dataclass(frozen=True, slots=True)
-class Particulars:
+class Particulars(msgspec.Struct, frozen=True):
     """What people want to know of a process.
 
     Attributes:
@@ -58,8 +56,7 @@ class Particulars:
     cpu: float
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
+class Home(msgspec.Struct, frozen=True):
     """Where a container that holds something lives: the folder of its cgroup, of version 2."""
 
     container: Container

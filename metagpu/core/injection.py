@@ -3,9 +3,10 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
+
+import msgspec
 
 from metagpu.core import cdi
 from metagpu.core.gpu import MIB, Gpu
@@ -47,8 +48,7 @@ class DeviceListStrategy(StrEnum):
 CDI_STRATEGIES: Final = frozenset({DeviceListStrategy.CDI_CRI, DeviceListStrategy.CDI_ANNOTATIONS})
 
 
-@dataclass(frozen=True, slots=True)
-class Injection:
+class Injection(msgspec.Struct, frozen=True):
     """The node's way of giving GPUs to containers.
 
     Attributes:
@@ -71,7 +71,7 @@ class Injection:
     cdi_kind: str = cdi.KIND
     dev_root: str = ""
     present: frozenset[str] = frozenset()
-    capabilities: Mapping[str, int] = field(default_factory=dict)
+    capabilities: Mapping[str, int] = msgspec.field(default_factory=dict)
     pod_dir: str = ""
     command: str = ""
     run_dir: str = "/run/metagpu"

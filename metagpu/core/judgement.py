@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+import msgspec
+
 from metagpu.core.config import Health
 from metagpu.core.driver import (
     Condition,
@@ -19,16 +21,14 @@ from metagpu.core.model import Fault
 from metagpu.core.xid import CONTAINED, Severity, XidRule, rule_for
 
 
-@dataclass(frozen=True, slots=True)
-class Inside:
+class Inside(msgspec.Struct, frozen=True):
     """A MIG instance as NVML's events name it: by numbers, which another may have later."""
 
     gpu_instance: int
     compute_instance: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """What an event means: a fault with its reason, or only something to tell.
 
     Attributes:

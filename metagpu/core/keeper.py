@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
+import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
@@ -56,8 +57,7 @@ class _Kept:
         return self.cut.backend.name
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
+class _Served(msgspec.Struct, frozen=True):
     """The `core.served.ServedGpu` of a serve."""
 
     tools: Tools

@@ -1,8 +1,10 @@
 """The configuration laid over the GPUs: which GPU is in which pool, and what is offered of it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from uuid import UUID
+
+import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
@@ -19,8 +21,7 @@ ID_LIMIT = 63
 """Characters of a device id, by the comment in the kubelet's API."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True):
     """The pool a GPU is in, and why; `pool` is `None` when no pool selects it."""
 
     gpu: Gpu
@@ -28,8 +29,7 @@ class Assignment:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """One GPU in the hands of one backend, as its pool configured it."""
 
     gpu: Gpu
@@ -37,8 +37,7 @@ class Cut:
     backend: Backend
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """What the node offers: the result of one configuration and one set of GPUs."""
 
     assignments: tuple[Assignment, ...]

@@ -2,11 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from msgspec.structs import replace as replace_struct
+from msgspec.structs import replace
 
 from metagpu.core.facts import (
     Fact,
@@ -75,7 +74,7 @@ def _held_share(
 def awaited(snapshot: Snapshot, fact: SharesAwaited) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Take in that containers wait for what stands for their shares (see `SharesAwaited`)."""
     again = [
-        replace_struct(lease, since=fact.at, awaited=True)
+        replace(lease, since=fact.at, awaited=True)
         for share in fact.shares
         if (state := snapshot.gpus.get(share.gpu)) and (lease := state.leases.get(share.id))
     ]

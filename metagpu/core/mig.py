@@ -7,17 +7,17 @@
 Memory is in bytes.
 """
 
-from dataclasses import dataclass
 from math import floor
 from typing import Final
+
+import msgspec
 
 _GIB: Final = 2**30
 _PARTS: Final = 8
 """NVIDIA's names count a GPU's memory in eighths, also on boards of four memory slices."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, order=True):
     """Memory slices: `size` of them from `start` on."""
 
     start: int
@@ -33,8 +33,7 @@ class Placement:
         return f"{self.start}:{self.size}"
 
 
-@dataclass(frozen=True, slots=True)
-class MigEngines:
+class MigEngines(msgspec.Struct, frozen=True):
     """How many engines of each kind an instance has; NVML's words, which labels repeat."""
 
     copy: int = 0
@@ -44,8 +43,7 @@ class MigEngines:
     ofa: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MigProfile:
+class MigProfile(msgspec.Struct, frozen=True):
     """A kind of GPU instance.
 
     Attributes:
@@ -68,8 +66,7 @@ class MigProfile:
     engines: MigEngines = MigEngines()
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeInstance:
+class ComputeInstance(msgspec.Struct, frozen=True):
     """A part of a GPU instance that programs run on: CUDA's and the container's "MIG device".
 
     Attributes:
@@ -81,8 +78,7 @@ class ComputeInstance:
     uuid: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MigInstance:
+class MigInstance(msgspec.Struct, frozen=True):
     """A GPU instance.
 
     Attributes:
@@ -96,8 +92,7 @@ class MigInstance:
     computes: tuple[ComputeInstance, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class MigMode:
+class MigMode(msgspec.Struct, frozen=True):
     """Whether MIG is on, and whether it will be after a reset; `hindrance` says why they differ."""
 
     enabled: bool

@@ -21,7 +21,6 @@ Times are seconds since the epoch, memory is in bytes.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NewType
 
@@ -37,8 +36,7 @@ ResourceName = NewType("ResourceName", str)
 """The name a pod asks for, such as `cnvrg.io/metagpu`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """One id on offer: a piece of `gpu` that `backend` cuts and `resource` names.
 
     Attributes:
@@ -61,8 +59,7 @@ class Share:
         return hash(self.id)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """The container that holds a share."""
 
     namespace: str
@@ -108,8 +105,7 @@ class Fault(StrEnum):
     DRIVER = "driver"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """Whether a GPU may serve; `reason` says why not, `since` when that began, `fault` its kind."""
 
     healthy: bool
@@ -118,8 +114,7 @@ class Verdict:
     fault: Fault | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(msgspec.Struct, frozen=True):
     """Why nothing new is given, and since when; what is held stays held.
 
     Attributes:
@@ -131,8 +126,7 @@ class Pause:
     reset: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(msgspec.Struct, frozen=True):
     """What stands for a share in hardware: a MIG device.
 
     Attributes:
@@ -150,16 +144,14 @@ class Made:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """Why a share could not be made, for the lease that began at `since`."""
 
     reason: str
     since: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stock:
+class Stock(msgspec.Struct, frozen=True):
     """What a backend has made of a GPU, complete; shares are made once they are held.
 
     Attributes:
@@ -174,12 +166,12 @@ class Stock:
         late: shares that are not on offer yet, though nothing may be in their way any more.
     """
 
-    made: Mapping[ShareId, Made] = field(default_factory=dict)
-    failed: Mapping[ShareId, Failure] = field(default_factory=dict)
-    blocked: Mapping[str, str] = field(default_factory=dict)
-    paused: Mapping[ShareId, str] = field(default_factory=dict)
+    made: Mapping[ShareId, Made] = msgspec.field(default_factory=dict)
+    failed: Mapping[ShareId, Failure] = msgspec.field(default_factory=dict)
+    blocked: Mapping[str, str] = msgspec.field(default_factory=dict)
+    paused: Mapping[ShareId, str] = msgspec.field(default_factory=dict)
     alone: bool = False
-    named: Mapping[str, Made] = field(default_factory=dict)
+    named: Mapping[str, Made] = msgspec.field(default_factory=dict)
     late: frozenset[ShareId] = frozenset()
 
 

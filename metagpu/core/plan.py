@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from metagpu.core.config import Config
 from metagpu.core.gpu import Gpu, GpuId
@@ -29,8 +30,7 @@ class Change(StrEnum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceChange:
+class ResourceChange(msgspec.Struct, frozen=True):
     """One resource before and after: how many shares, cut by which backend; `None` is not there."""
 
     resource: ResourceName
@@ -39,8 +39,7 @@ class ResourceChange:
     backend: tuple[str | None, str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class GpuChange:
+class GpuChange(msgspec.Struct, frozen=True):
     """One GPU before and after: its pool and the backends that may cut it.
 
     Attributes:
@@ -55,8 +54,7 @@ class GpuChange:
     waits_for: tuple[Lease, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """All that a change would do; `settings` are the keys of the file as a whole that differ."""
 
     resources: tuple[ResourceChange, ...]
@@ -64,8 +62,7 @@ class Plan:
     settings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """A configuration, if there is one, and what it makes of the GPUs."""
 
     layout: Layout

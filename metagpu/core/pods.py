@@ -1,9 +1,10 @@
 """What the API server tells of this node's pods, where it is asked: names, state, wishes."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
+
+import msgspec
 
 from metagpu.core.model import Holder
 
@@ -11,8 +12,7 @@ ENDED: Final = frozenset({"Succeeded", "Failed"})
 """The phases of a pod whose containers do not run any more, and never will."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPod:
+class KnownPod(msgspec.Struct, frozen=True):
     """A pod as the API server has it.
 
     Attributes:
@@ -26,7 +26,7 @@ class KnownPod:
     name: str
     phase: str = ""
     owner: str = ""
-    wishes: Mapping[str, str] = field(default_factory=dict)
+    wishes: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -37,12 +37,11 @@ class KnownPod:
         return self.phase in ENDED
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPods:
+class KnownPods(msgspec.Struct, frozen=True):
     """All pods of the node; none where the API server is not asked, or has not answered yet."""
 
-    by_uid: Mapping[str, KnownPod] = field(default_factory=dict)
-    by_name: Mapping[tuple[str, str], KnownPod] = field(default_factory=dict)
+    by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
+    by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, pods: Iterable[KnownPod]) -> "KnownPods":

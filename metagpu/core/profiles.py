@@ -1,8 +1,9 @@
 """Profiles: several configurations side by side, of which a node has one."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from metagpu.core.errors import ConfigError
 
@@ -11,8 +12,7 @@ DEFAULT: Final = "default"
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """Who chose which profile.
 
     Attributes:
@@ -28,8 +28,7 @@ class Choice:
     required: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(msgspec.Struct, frozen=True):
     """What the cluster says of this node's configuration; nothing, where it says nothing.
 
     Attributes:

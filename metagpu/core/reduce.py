@@ -6,8 +6,9 @@ object and no news.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
+
+from msgspec.structs import replace
 
 from metagpu.core.facts import (
     DriverRead,

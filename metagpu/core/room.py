@@ -1,15 +1,15 @@
 """How much room is left on a GPU that is cut as pods ask: numbers, and the same as sentences."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from metagpu.core.gpu import Gpu
 from metagpu.core.model import Holder
 
 
-@dataclass(frozen=True, slots=True)
-class Relief:
+class Relief(msgspec.Struct, frozen=True):
     """A pod whose move would open room, on its own GPU, for what fits nowhere.
 
     Attributes:
@@ -27,8 +27,7 @@ class Relief:
     onto: str
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """What is left of one GPU.
 
     Attributes:

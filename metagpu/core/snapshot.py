@@ -1,7 +1,8 @@
 """Everything known at one moment, for whoever reads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from metagpu.core.gpu import Gpu, GpuId, Topology
 from metagpu.core.model import Lease, Pause, ResourceName, Share, ShareId, Stock, Verdict
@@ -9,8 +10,7 @@ from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import strays
 
 
-@dataclass(frozen=True, slots=True)
-class GpuState:
+class GpuState(msgspec.Struct, frozen=True):
     """One GPU with everything that changes about it.
 
     Attributes:
@@ -31,15 +31,15 @@ class GpuState:
     gpu: Gpu
     verdict: Verdict
     shares: tuple[Share, ...] = ()
-    leases: Mapping[ShareId, Lease] = field(default_factory=dict)
+    leases: Mapping[ShareId, Lease] = msgspec.field(default_factory=dict)
     withheld: frozenset[ShareId] = frozenset()
     contended: bool = False
-    suspended: Mapping[str, Pause] = field(default_factory=dict)
+    suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
     cordon: Pause | None = None
     cleans: frozenset[str] = frozenset()
-    cleaning: Mapping[str, float] = field(default_factory=dict)
-    stocks: Mapping[str, Stock] = field(default_factory=dict)
-    faults: Mapping[str, Verdict] = field(default_factory=dict)
+    cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
+    stocks: Mapping[str, Stock] = msgspec.field(default_factory=dict)
+    faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
     broken: frozenset[ShareId] = frozenset()
     elsewhere: frozenset[str] | None = None
 
@@ -115,8 +115,7 @@ class GpuState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """One resource: its shares in order, grouped by GPU."""
 
     resource: ResourceName
@@ -124,16 +123,14 @@ class Offer:
     shares: Mapping[ShareId, Share]
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
+class Versions(msgspec.Struct, frozen=True):
     """The driver's version as it writes it, and CUDA's; empty and `None` while they are unknown."""
 
     driver: str = ""
     cuda: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """Everything known at one moment. GPUs are in the order of their index.
 
     Attributes:
@@ -141,9 +138,9 @@ class Snapshot:
         pods: those of this node, where the API server tells them.
     """
 
-    gpus: Mapping[GpuId, GpuState] = field(default_factory=dict)
-    offers: Mapping[ResourceName, Offer] = field(default_factory=dict)
-    topology: Topology = field(default_factory=Topology)
-    versions: Versions = field(default_factory=Versions)
-    rivals: Mapping[ResourceName, str] = field(default_factory=dict)
-    pods: KnownPods = field(default_factory=KnownPods)
+    gpus: Mapping[GpuId, GpuState] = msgspec.field(default_factory=dict)
+    offers: Mapping[ResourceName, Offer] = msgspec.field(default_factory=dict)
+    topology: Topology = msgspec.field(default_factory=Topology)
+    versions: Versions = msgspec.field(default_factory=Versions)
+    rivals: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
+    pods: KnownPods = msgspec.field(default_factory=KnownPods)

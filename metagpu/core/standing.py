@@ -1,9 +1,10 @@
 """What a fact about one GPU makes of its state: its verdict, its pauses, who keeps or cleans it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, TypeVar, assert_never
+
+from msgspec.structs import replace
 
 from metagpu.core.facts import (
     BackendResumed,

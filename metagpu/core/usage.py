@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+
+import msgspec
 
 from metagpu.core.driver import GpuProcess
 from metagpu.core.gpu import MIB, GpuId
@@ -19,8 +20,7 @@ for certain."""
 NOTHING_TOLD: Final[Told] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(msgspec.Struct, frozen=True):
     """A process on a GPU.
 
     Attributes:
@@ -34,8 +34,7 @@ class Process:
     who: Identity | None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """What one container has of one GPU.
 
     Attributes:
@@ -71,8 +70,7 @@ class Usage:
         return memory_mib(self.shares) * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Stranger:
+class Stranger(msgspec.Struct, frozen=True):
     """A process on a GPU that belongs to no lease of it; `why` says how we know."""
 
     gpu: GpuId
@@ -81,8 +79,7 @@ class Stranger:
     holder: Holder | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(msgspec.Struct, frozen=True):
     """Everybody on one GPU: each container that holds shares of it, used or not, and strangers."""
 
     gpu: GpuId

@@ -4,9 +4,10 @@ Memory is in MiB, utilisation in percent; `None` where the driver does not say.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+
+import msgspec
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
@@ -20,8 +21,7 @@ from metagpu.core.usage import Account, Process, Stranger, Usage
 from metagpu.core.wishes import settle
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """What holds on this node.
 
     Attributes:
@@ -35,8 +35,7 @@ class Rules:
     limited: Callable[[Usage], bool] = lambda _: False
 
 
-@dataclass(frozen=True, slots=True)
-class Pod:
+class Pod(msgspec.Struct, frozen=True):
     """Who asks, where that is a pod; the uid tells it from an earlier one of its name."""
 
     namespace: str
@@ -92,8 +91,7 @@ def pod_report(snapshot: Snapshot, findings: Findings, rules: Rules, pod: Pod) -
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
+class _Use(msgspec.Struct, frozen=True):
     """What somebody has of a GPU: shares, memory, and by pid how busy they keep it."""
 
     held: Container[ShareId]

@@ -6,10 +6,10 @@ metagpu.io/memory-policy: report          another policy than its pool's
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.enforcement import Annotation, Enforcement, Policy, limit_of
 from metagpu.core.gpu import Gpu
@@ -27,8 +27,7 @@ LONGEST: Final = 64
 256 KiB of annotations, and each that is refused is told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """What holds for one container on one GPU.
 
     Attributes:

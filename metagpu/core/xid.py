@@ -7,10 +7,11 @@ decides: it is read after every XID, whatever this table says.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
+
+import msgspec
 
 
 class Severity(StrEnum):
@@ -26,8 +27,7 @@ class Severity(StrEnum):
     FATAL = "fatal"
 
 
-@dataclass(frozen=True, slots=True)
-class XidRule:
+class XidRule(msgspec.Struct, frozen=True):
     """One row of the table."""
 
     severity: Severity

@@ -5,9 +5,10 @@ These functions block.
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from metagpu.core.companions import Process
 from metagpu.host.process import read_identity
@@ -18,8 +19,7 @@ _STATE, _STARTED = 0, 19
 _GONE: Final = ("Z", "X", "x")
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(msgspec.Struct, frozen=True):
     """A process that runs: which it is, and what it was started as."""
 
     process: Process

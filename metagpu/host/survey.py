@@ -7,9 +7,10 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from metagpu.core import cdi
 from metagpu.core.doctor import NodeFacts
@@ -27,8 +28,7 @@ _ENVVAR: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
+class Where(msgspec.Struct, frozen=True):
     """Where things are; `root` is the host's root, as seen from here."""
 
     root: Path

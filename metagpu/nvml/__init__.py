@@ -16,13 +16,13 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
 import ctypes
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import anyio
 import pynvml
 import structlog
+from msgspec.structs import replace
 
 from metagpu.core.driver import (
     ComputeMode,

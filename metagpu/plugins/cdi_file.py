@@ -6,13 +6,14 @@ offered.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import structlog
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.core import cdi
 from metagpu.core.driver import Driver

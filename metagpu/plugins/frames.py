@@ -2,8 +2,9 @@
 
 import re
 import struct
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from metagpu.core.errors import MetagpuError
 
@@ -20,8 +21,7 @@ class NotUnderstood(MetagpuError):
     """Raised when a request is not one of our `mgctl`'s."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A command line in a container, and where its output goes.
 
     Attributes:

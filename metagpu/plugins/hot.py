@@ -2,12 +2,14 @@
 
 `proto/deviceplugin.proto` is the truth: the tests hold every function here against the generated
 messages. Decoding 800 ids takes a tenth of what the generic decoder takes, and a list is joined
+import msgspec
 from pieces that were encoded once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from metagpu.core.grant import Grant
 
@@ -20,8 +22,7 @@ _FIELD_1_TAG: Final = 0x0A
 _FIELD_1, _FIELD_2, _FIELD_3, _FIELD_4, _FIELD_5 = b"\x0a", b"\x12", b"\x1a", b"\x22", b"\x2a"
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
+class Preference(msgspec.Struct, frozen=True):
     """One container's question: choose `size` of `available`, all of `required` among them."""
 
     available: Sequence[str]

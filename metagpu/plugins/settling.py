@@ -6,13 +6,14 @@ and names a pod of the API server's, or once it leaves out nobody whom its own c
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import anyio
 import structlog
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.core.facts import LeasesObserved
 from metagpu.core.model import ShareId, gpu_of

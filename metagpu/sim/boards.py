@@ -7,10 +7,10 @@ github.com/modal-labs/modal-client/pull/2797 agrees with all of its boards. NVLi
 sheets, and `nvidia-smi topo -m` of machines with eight of them.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+import msgspec
 import pynvml
 
 from metagpu.core.gpu import MIB
@@ -46,8 +46,7 @@ CUBE_MESH: Final = (
 """NVLinks between the eight GPUs of a DGX-1 with V100, as `nvidia-smi topo -m` draws them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Board:
+class Board(msgspec.Struct, frozen=True):
     """A kind of GPU.
 
     Attributes:

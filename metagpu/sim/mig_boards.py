@@ -5,9 +5,9 @@ Numbers, placements and counts: the tables of NVIDIA's MIG User Guide and publis
 these outputs print, in MiB; engines are those of the guide. What no table has is marked.
 """
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import pynvml
 
 _ONE: Final = pynvml.NVML_GPU_INSTANCE_PROFILE_1_SLICE
@@ -29,8 +29,7 @@ class Engines(NamedTuple):
     ofa: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SimProfile:
+class SimProfile(msgspec.Struct, frozen=True):
     """A kind of GPU instance.
 
     Attributes:

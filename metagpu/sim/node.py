@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import msgspec
 import pynvml
 
 from metagpu.core.driver import ComputeMode, RecoveryAction
@@ -134,8 +135,7 @@ class SimGpu:
         self.mig.reset()
 
 
-@dataclass(frozen=True, slots=True)
-class SimEvent:
+class SimEvent(msgspec.Struct, frozen=True):
     """One event as NVML delivers it."""
 
     gpu: SimGpu

@@ -1,8 +1,7 @@
 """Whole GPUs as a backend: shares, preference and grant."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.whole import WholeBackend, WholeOptions
 from metagpu.core.backend import Options, installed_backends

@@ -1,13 +1,13 @@
 """The configuration: what is taken, and in which words anything else is refused."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
 from metagpu.backends.placement import Placement

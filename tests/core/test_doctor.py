@@ -1,11 +1,11 @@
 """What is made of a node's facts: each trouble has its code, and a mend."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.doctor import CHECKS, Diagnosis, NodeFacts, Verdict, examine
 

@@ -1,12 +1,12 @@
 """What is done about who uses too much memory: when, to whom, and to whom never."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from signal import Signals
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.core.enforcement import (
     QUIET,
@@ -79,7 +79,7 @@ def test_the_limit_is_never_less_than_was_told() -> None:
 @pytest.mark.parametrize("odd", [share(A, 0, backend=FOREIGN), share(A, 0, memory_mib=0)])
 def test_an_unknown_share_has_no_limit(odd: object) -> None:
     """Nobody is judged by a share of which nobody knows the size."""
-    assert limit_of(replace(usage(), shares=(odd,)), A, 512 * MIB) is None  # type: ignore[arg-type]
+    assert limit_of(replace(usage(), shares=(odd,)), A, 512 * MIB) is None
 
 
 # --- warnings -------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """What each fact makes of a snapshot, and what news it is."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.core.facts import (
     Fact,

@@ -2,10 +2,11 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core import keeper as keeper_module

@@ -1,8 +1,7 @@
 """The configuration over the GPUs: which GPU is where, why, and what it offers."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.config import parse

@@ -1,8 +1,7 @@
 """A snapshot as plain data: what `explain` and `status` say."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.facts import GpuFaulted, LeasesObserved, PodsTold, SharesGranted, TopologyRead

@@ -1,10 +1,10 @@
 """What `mgctl` is told: who uses what, in numbers, and to a pod nothing of others."""
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings

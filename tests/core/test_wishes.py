@@ -1,12 +1,12 @@
 """What pods say of their GPU memory by annotations: taken where they may, refused in words."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.core.enforcement import Annotation, Enforcement, Policy
 from metagpu.core.facts import GpusFound, LeasesObserved, PodsTold

@@ -5,10 +5,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.errors import HostError
 from metagpu.core.host import Container, Identity

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Server
+from msgspec.structs import replace
 
 from metagpu.core.facts import Fact, LeasesObserved, PodsTold
 from metagpu.core.model import Holder

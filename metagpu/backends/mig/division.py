@@ -5,7 +5,6 @@ Pure. What a share has beside its instance is the **ending** of its id, and of i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -98,8 +97,7 @@ class MpsTerms(
         return _of(self.replicas, profile)
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(msgspec.Struct, frozen=True):
     """The shares of an instance: their endings, and bytes of its memory for each."""
 
     endings: tuple[str, ...]

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
+
 from metagpu.backends.mig.board import board_of, share_id, slot_in
 from metagpu.backends.mig.division import WHOLE
 from metagpu.backends.mig.profiles import Profile, Spot
@@ -29,8 +31,7 @@ the kubelet takes to tell of a pod that was admitted while nobody was here."""
 _NOT_YET: Final = "its MPS control daemon is not there yet"
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """What the configuration says; times in seconds.
 
     Attributes:
@@ -45,7 +46,7 @@ class Terms:
     keep_warm: float
     deadline: float
     fixed: frozenset[str] | None = None
-    endings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    endings: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     shared: frozenset[str] = frozenset()
 
 

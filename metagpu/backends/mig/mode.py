@@ -1,8 +1,8 @@
 """MIG mode: turned on where the configuration says so and nobody has the GPU; never off again."""
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import structlog
 
 from metagpu.core.errors import DriverError
@@ -43,8 +43,7 @@ def foreseen(gpu: Gpu, *, enable: bool) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class MigMode:
+class MigMode(msgspec.Struct, frozen=True):
     """MIG mode of one GPU, and whether it may be turned on."""
 
     served: ServedGpu

@@ -1,17 +1,17 @@
 """Where an instance goes: a pure choice of the spots that leave the most valuable future."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import add
 from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from metagpu.backends.mig.profiles import Board, disjoint
 from metagpu.core.gpu import Gpu
 from metagpu.core.model import Share
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(msgspec.Struct, frozen=True):
     """One GPU as the choice sees it.
 
     Attributes:

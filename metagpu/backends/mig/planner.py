@@ -1,14 +1,14 @@
 """Which instances go where when they are known beforehand, and what moving one would open."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from metagpu.backends.mig.profiles import Board, Profile, Spot, disjoint
 from metagpu.core.gpu import Gpu
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
+class Misfit(msgspec.Struct, frozen=True):
     """Why a layout cannot be.
 
     Attributes:
@@ -62,8 +62,7 @@ def plan_layout(
     return _misfit(board, order, counts, mask) if best is None else best
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(msgspec.Struct, frozen=True):
     """One GPU and what is on it.
 
     Attributes:
@@ -82,8 +81,7 @@ class Site:
         return self.board.mask(self.others) | _taken(self.board, self.held)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """What one pod's move would open: its instance goes from `spot` of `gpu` to `onto` of `target`.
 
     Attributes:

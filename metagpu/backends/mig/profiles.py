@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+import msgspec
+
 from metagpu.core.mig import Placement
 
 _SLICE: Final = "s"
 """Begins every slot of MIG: `s0` to `s7` are memory slices, `s+me` is an engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(msgspec.Struct, frozen=True):
     """A kind of instance, as NVML tells of it.
 
     Attributes:
@@ -62,8 +63,7 @@ class Profile:
         return frozenset((self.name,)) if alone else self.engines
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(msgspec.Struct, frozen=True):
     """A profile at one of its placements."""
 
     profile: Profile

@@ -5,8 +5,10 @@ and what there is of it goes on being given.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
+
+from msgspec.structs import replace
 
 from metagpu.backends.mig.division import with_ending
 from metagpu.backends.mig.ledger import Ledger, Stuck, identity, later

@@ -4,8 +4,10 @@ Free slices could be an instance of any profile, and pods of several may wait fo
 that reads of all at once sends one pod for each in the same moment, and all but one of them fail.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
+
+from msgspec.structs import replace
 
 from metagpu.core.mig import profile_of
 from metagpu.core.model import Share, ShareId, Stock

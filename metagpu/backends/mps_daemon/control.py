@@ -6,9 +6,10 @@ The commands are those of `nvidia-cuda-mps-control(1)`.
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
+
+import msgspec
 
 from metagpu.core.companions import Companion, Companions
 from metagpu.core.errors import ToolError
@@ -19,8 +20,7 @@ _LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 SHM: Final = Path("/dev/shm")  # noqa: S108 - where MPS has its shared memory
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
+class Folders(msgspec.Struct, frozen=True):
     """What the control daemon of a GPU or MIG instance has to itself, below the run directory."""
 
     home: Path
@@ -127,8 +127,7 @@ def control_daemon(device: str, folders: Folders) -> Companion:
     return Companion(PROGRAM, ("-f",), env, folders.logs / "output.log", {SHM: folders.shm})
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(msgspec.Struct, frozen=True):
     """The commands to one control daemon.
 
     Attributes:

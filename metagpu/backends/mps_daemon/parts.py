@@ -4,8 +4,9 @@ Pure. A **unit** is what a share stands for; a container that has several is one
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from metagpu.backends.mps_daemon.control import PIPES, SHM, Folders
 from metagpu.core.gpu import MIB, Gpu

@@ -1,15 +1,16 @@
 """What to do about an MPS control daemon: pure decisions from what was seen of it, and a clock."""
 
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 PROBES: Final = 3
 """Probes in a row that fail before a control daemon counts as hanging."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """Seconds.
 
     Attributes:
@@ -31,8 +32,7 @@ class Timing:
     steady: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What was seen at one moment.
 
     Attributes:
@@ -50,8 +50,7 @@ class Look:
     used: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(msgspec.Struct, frozen=True):
     """What is remembered from one look to the next.
 
     Attributes:
@@ -79,8 +78,7 @@ class Step(Enum):
     END = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What to do, what to remember, when to look again; `reason` is for those who read lists."""
 
     step: Step

@@ -1,8 +1,9 @@
 """Which configuration the node's labels choose, and what is answered: pure decisions."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from metagpu.core.profiles import Instruction, has
 from metagpu.core.snapshot import GpuState, Snapshot
@@ -13,8 +14,7 @@ MIG_LABEL: Final = "nvidia.com/mig.config"
 MIG_STATE: Final = "nvidia.com/mig.config.state"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of an instruction.
 
     Attributes:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
+import msgspec
 import structlog
 
 from metagpu.core.errors import ClusterError
@@ -40,8 +41,7 @@ _PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(msgspec.Struct, frozen=True):
     """What an Event is about: a Node, which is in no namespace, or a Pod."""
 
     kind: str
@@ -53,8 +53,7 @@ class Subject:
 Sameness = tuple[Subject, str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(msgspec.Struct, frozen=True):
     """Something to tell.
 
     Attributes:

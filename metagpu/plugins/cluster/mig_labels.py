@@ -6,8 +6,10 @@ nodes because a GPU is being cut (docs/decisions/0039).
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Final
+
+import msgspec
+from msgspec.structs import asdict
 
 from metagpu.core.gpu import MIB, Gpu, GpuId
 from metagpu.core.mig import MigProfile, by_mps, profile_of, slot_of
@@ -21,8 +23,7 @@ _SINGLE: Final = frozenset((_GPU, f"{_GPU}.shared"))
 """What instances are called where they stand for GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Instances:
+class _Instances(msgspec.Struct, frozen=True):
     """The instances of one profile that the node can have at once.
 
     Attributes:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
 
@@ -25,8 +27,7 @@ The names are those of their charts and manifests; the GPU operator's plugin is 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RivalPod:
+class RivalPod(msgspec.Struct, frozen=True):
     """A device plugin's pod on this node.
 
     Attributes:

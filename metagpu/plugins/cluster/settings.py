@@ -3,10 +3,11 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from metagpu.core.errors import ConfigError
 
@@ -35,8 +36,7 @@ class Feature(StrEnum):
 ALL: Final = frozenset(Feature)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """What of the API server is used, and where it is.
 
     Attributes:

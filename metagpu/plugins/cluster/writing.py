@@ -1,8 +1,9 @@
 """What we write of our Node: the only two ways."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from metagpu.plugins.cluster.following import Followed
 from metagpu.plugins.cluster.node import MANAGER, Object
@@ -16,8 +17,7 @@ _APPLY: Final = "application/apply-patch+yaml"
 _MERGE: Final = "application/merge-patch+json"
 
 
-@dataclass(frozen=True)
-class Writer:
+class Writer(msgspec.Struct, frozen=True):
     """Writes the Node, and nothing that it was not told to."""
 
     client: "Client"

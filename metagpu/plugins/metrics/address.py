@@ -1,8 +1,9 @@
 """Where monitoring may ask: an address of this machine, as an operator writes it."""
 
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Final
+
+import msgspec
 
 from metagpu.core.errors import ConfigError
 
@@ -11,8 +12,7 @@ _LOCALHOST: Final = "127.0.0.1"
 _MOST: Final = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(msgspec.Struct, frozen=True):
     """A port of one address of this machine, or of all if `host` is empty; port 0 is any free."""
 
     host: str

@@ -10,12 +10,12 @@ import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
 import anyio
 import h11
+import msgspec
 import structlog
 
 from metagpu.core.allowance import Allowance
@@ -43,8 +43,7 @@ _CHUNK: Final = 16 * 1024
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(msgspec.Struct, frozen=True):
     """An answer; `content` is its type."""
 
     status: HTTPStatus

@@ -1,8 +1,9 @@
 """What a page is made of: metrics, and the values of their series."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+import msgspec
 
 
 class Kind(StrEnum):
@@ -13,8 +14,7 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(msgspec.Struct, frozen=True):
     """A metric; `labels` tell its series apart, in this order."""
 
     name: str

@@ -1,8 +1,9 @@
 """Where the numbers come from: the parts of the daemon as monitoring sees them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from metagpu.core.census import Findings
 from metagpu.core.figures import FigureKind
@@ -12,8 +13,7 @@ from metagpu.core.usage_report import Rules
 from metagpu.plugins.record import KubeletRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
+class Configuration(msgspec.Struct, frozen=True):
     """The configuration in force, and what came of reading it.
 
     Attributes:
@@ -35,16 +35,14 @@ class Configuration:
     refused_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Driver:
+class Driver(msgspec.Struct, frozen=True):
     """NVML: why it cannot be used, empty if it can; how many questions it never answered."""
 
     problem: str
     overdue: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
+class Sources(msgspec.Struct, frozen=True):
     """What to ask for each page. Only `findings` waits: the rest is in memory.
 
     Attributes:

@@ -1,7 +1,8 @@
 """Metrics of who uses what of a GPU, from a look at all of them. Pure, for a thread."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings

@@ -2,15 +2,15 @@
 
 import random
 from collections.abc import Collection, Generator
-from dataclasses import dataclass
+
+import msgspec
 
 from metagpu.sim.kubelet.ledger import Ledger
 from metagpu.sim.kubelet.pods import DeviceError
 from metagpu.sim.kubelet.topology import split
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A container's request for one resource.
 
     `reusable` are devices of the pod's earlier init containers, `nodes` the NUMA nodes that the
@@ -27,8 +27,7 @@ class Request:
     running: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """What GetPreferredAllocation is asked, if the plugin announced it (case 45)."""
 
     available: Collection[str]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from metagpu.plugins.pb import v1beta1
 
 if TYPE_CHECKING:
@@ -22,8 +24,7 @@ HEALTHY = "Healthy"
 NO_NODE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """What one container holds of one resource: ids per NUMA node, and the stored answer."""
 
     devices: Mapping[int, tuple[str, ...]]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import msgspec
 from anyio import to_thread
 
 from metagpu.sim.kubelet.admission import Admission
@@ -21,8 +22,7 @@ SOCKET = "kubelet.sock"
 CHECKPOINT = "kubelet_internal_checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What stays the same over all lifetimes; `SimKubelet` says what each means."""
 
     directory: Path

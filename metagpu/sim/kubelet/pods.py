@@ -2,14 +2,14 @@
 
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Self
+
+import msgspec
 
 from metagpu.plugins.pb import v1beta1
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(msgspec.Struct, frozen=True):
     """One container of a pod: its limits on extended resources.
 
     `restartable` means something for init containers only: such a one is a sidecar, which keeps
@@ -17,17 +17,16 @@ class Container:
     """
 
     name: str
-    resources: Mapping[str, int] = field(default_factory=dict)
+    resources: Mapping[str, int] = msgspec.field(default_factory=dict)
     restartable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pod:
+class Pod(msgspec.Struct, frozen=True):
     """A pod bound to this node. The UID is its identity; a random one is made up by default."""
 
     name: str
     namespace: str = "default"
-    uid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    uid: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
     containers: tuple[Container, ...] = ()
     init_containers: tuple[Container, ...] = ()
 
@@ -73,14 +72,13 @@ class Pod:
         return {resource for container in self.in_order() for resource in container.resources}
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(msgspec.Struct, frozen=True):
     """What a container is created with: its resources' AllocateResponses, merged (§1.5)."""
 
-    envs: Mapping[str, str] = field(default_factory=dict)
+    envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[v1beta1.Mount, ...] = ()
     devices: tuple[v1beta1.DeviceSpec, ...] = ()
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     cdi_devices: tuple[str, ...] = ()
 
 

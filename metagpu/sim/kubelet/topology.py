@@ -6,8 +6,9 @@ device manager as the only hint provider and the container as the scope.
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from metagpu.plugins.pb import v1beta1
 from metagpu.sim.kubelet.ledger import Ledger, nodes_of
@@ -15,8 +16,7 @@ from metagpu.sim.kubelet.ledger import Ledger, nodes_of
 TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"]
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(msgspec.Struct, frozen=True):
     """A set of NUMA nodes that could satisfy a request; None stands for "any"."""
 
     nodes: frozenset[int] | None

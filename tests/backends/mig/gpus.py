@@ -1,6 +1,6 @@
 """GPUs with the MIG profiles of the simulated boards, as NVML would tell them."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.mig import ComputeInstance, MigEngines, MigInstance, MigProfile, Placement

@@ -1,9 +1,9 @@
 """Whose an instance is, and what follows: the ledger alone, its time given by the test."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.mig import ledger
 from metagpu.backends.mig.ledger import GRACE, LOOK, POLL, Ledger, Terms

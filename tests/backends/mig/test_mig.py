@@ -1,10 +1,10 @@
 """MIG instances made when a pod asks: what is offered, preferred, refused and given."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.mig import MigBackend
 from metagpu.backends.mig.options import MigOptions

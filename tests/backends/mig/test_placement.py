@@ -1,7 +1,6 @@
 """Where an instance goes, compared with all that could be chosen, and with simpler rules."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Final
@@ -9,6 +8,7 @@ from typing import Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bench import arrivals
 from bench.optimum import Process

@@ -3,12 +3,13 @@
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import pytest
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.backends import mps as mps_backend
 from metagpu.backends.mps import MpsBackend, keeping

@@ -1,12 +1,12 @@
 """MPS: how a GPU is cut, and what a container gets."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.backends.mps import MpsBackend
 from metagpu.core.errors import ConfigError, OneDeviceOnly, TooManyClients

@@ -1,10 +1,9 @@
 """What is done about an MPS control daemon, as pure decisions."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.backends.mps_daemon.supervisor import (
     Decision,

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.core.facts import DriverRead, GpusFound, TopologyRead
 from metagpu.core.gpu import Connection, Gpu, Topology

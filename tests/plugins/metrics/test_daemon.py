@@ -1,8 +1,9 @@
 """Metrics of the daemon itself."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from metagpu import __version__
 from metagpu.core.census import Findings

@@ -1,6 +1,6 @@
 """Metrics of GPUs, resources and who holds what."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from metagpu.core.facts import (
     BackendSuspended,

@@ -1,8 +1,9 @@
 """Metrics of who uses what of a GPU."""
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Findings
@@ -24,7 +25,7 @@ IS_ALICE, IS_BOB = ("team", "alice", "main"), ("team", "bob", "main")
 def measured(rules: Rules = RULES, **changes: object) -> dict[tuple[str, ...], float]:
     """Measure that node."""
     snapshot, findings = node()
-    return valued(of_findings(snapshot, replace(findings, **changes), rules))  # type: ignore[arg-type] # of any
+    return valued(of_findings(snapshot, dataclasses.replace(findings, **changes), rules))  # type: ignore[arg-type] # of any
 
 
 def test_a_containers_part_of_a_gpu() -> None:
