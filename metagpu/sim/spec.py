@@ -24,7 +24,6 @@ the path of a YAML file:
     keep: /var/tmp/driver.json
 """
 
-import difflib
 import re
 import time
 from pathlib import Path
@@ -37,6 +36,7 @@ from metagpu.core.document import Document
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import GpuId
+from metagpu.core.spelling import allowed
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board
@@ -120,7 +120,8 @@ def simulated(argument: str) -> SimNode:
     if Path(argument).suffix in _SUFFIXES or "/" in argument:
         document = _document(argument)
     else:
-        document = Document(msgspec.json.encode({"gpus": _inline(argument)}).decode(), _OPTION)
+        text = msgspec.json.encode({"gpus": _inline(argument)}).decode()
+        document = Document(text, _OPTION, first_line=0)
 
     spec = document.decode(NodeSpec)
     _check(document, spec)
@@ -137,7 +138,7 @@ def board(key: str) -> Board:
         ConfigError: if there is none of that name; says which there are.
     """
     if key not in BOARDS:
-        raise ConfigError(_allowed(f"no board {key!r}", key, list(BOARDS)))
+        raise ConfigError(f"no board {key!r}; {allowed(key, BOARDS)}")
     return BOARDS[key]
 
 
@@ -148,7 +149,7 @@ def recovery_action(name: str) -> RecoveryAction:
         ConfigError: if there is none of that name; says which there are.
     """
     if name not in ACTIONS:
-        raise ConfigError(_allowed(f"no recovery action {name!r}", name, list(ACTIONS)))
+        raise ConfigError(f"no recovery action {name!r}; {allowed(name, ACTIONS)}")
     return ACTIONS[name]
 
 
@@ -270,10 +271,3 @@ def _cut(node: SimNode, gpu: SimGpu, wanted: GpuSpec) -> None:
         in_use_until=time.monotonic() + float(making.in_use),
         compute_takes=float(making.compute_takes),
     )
-
-
-def _allowed(problem: str, given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-
-    return f"{problem}; allowed: {', '.join(known)}{hint}"

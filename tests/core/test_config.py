@@ -345,7 +345,10 @@ def selecting(gpus: str) -> str:
         ),
         (
             POOL + "deviceListStrategy:\n  - envvar\n  - mounts\n",
-            f"8: deviceListStrategy[1]: 'mounts' is not known here; {OF_STRATEGIES}",
+            (
+                f"8: deviceListStrategy[1]: 'mounts' is not known here; {OF_STRATEGIES}; did you "
+                "mean volume-mounts?"
+            ),
         ),
         (
             backend("{backend: fraction, placement: binpak}"),
@@ -532,9 +535,18 @@ def selecting(gpus: str) -> str:
         ),
         (
             HEAD + "\tpools: 1\n",
-            "2: no valid YAML: found character '\\t' that cannot start any token",
+            (
+                "2: no valid YAML: found character '\\t' that cannot start any token; indent with "
+                "spaces, not with tabs"
+            ),
         ),
-        ("a: 1\n---\nb: 2\n", "2: no valid YAML: but found another document"),
+        (
+            "a: 1\n---\nb: 2\n",
+            (
+                "2: no valid YAML: found another document; keep one document in a file, without "
+                "`---` between"
+            ),
+        ),
         ("? [a]\n: 3\n", "1: no valid YAML: found unhashable key"),
         ("a: 2001-02-31\n", "no valid YAML: day is out of range for month"),
         (
