@@ -16,7 +16,7 @@ from metagpu import configuring
 from metagpu.arguments import parser
 from metagpu.core.errors import MetagpuError
 from metagpu.options import cluster_of, metrics_of, settle, source_of
-from metagpu.plugins import control, pod_folder
+from metagpu.plugins import control, kubelet_directory, pod_folder
 from metagpu.plugins.cluster.settings import Settings
 from metagpu.plugins.metrics.address import Address
 from metagpu.sources import Source
@@ -84,6 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     from metagpu.app import Places
 
     joins, metrics = cluster_of(args), metrics_of(args)
+    kubelet_directory.check(args.kubelet_dir)
     _log(args.log_level, args.log_format)
     pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
     places = Places(
