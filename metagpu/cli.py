@@ -14,6 +14,7 @@ import anyio
 
 from metagpu import configuring
 from metagpu.arguments import parser
+from metagpu.command_line import finished
 from metagpu.core.errors import MetagpuError
 from metagpu.options import cluster_of, metrics_of, settle, source_of
 from metagpu.plugins import control, kubelet_directory, pod_folder
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 1
 
     try:
-        status = _do(args)
+        status = finished("metagpu", lambda: _do(args))
     finally:
         _leave_what_hangs(args, status)
     return status
