@@ -16,6 +16,7 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
+from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import MIB, Gpu, bus_id
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import ResourceName
@@ -42,6 +43,10 @@ _CDI_KIND: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?"
 )
 """A vendor and a class, as CDI's specification allows them."""
+
+
+_UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
+"""As NVML writes it: another spelling would select nothing."""
 
 
 class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -76,6 +81,11 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             bus_id(name)
         for part in _listed(self.pci_device):
             PciDevice.parse(part)
+        for part in _listed(self.uuid):
+            if not _UUID.fullmatch(part):
+                raise ValueError(f"{part!r} is no uuid of a GPU; write one as `nvidia-smi -L` does")
+        if "" in _listed(self.product):
+            raise ValueError("an empty `product` matches nothing; write a pattern like *A100*")
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not selected, `None` when it is."""
@@ -100,7 +110,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             (
                 self.product,
                 lambda part: fnmatchcase(gpu.name.lower(), part.lower()),
-                f"{gpu.name} does not match {_shown(self.product)}",
+                f"{gpu.name} does not match {_shown(self.product)}{_nearly(gpu, self.product)}",
             ),
             (
                 self.min_memory,
@@ -153,6 +163,10 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     gpus: Literal["all"] | Selector = "all"
     memory_enforcement: Enforcement = Enforcement()
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise ValueError("a pool has a name, by which people are told of it")
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""
@@ -230,6 +244,12 @@ class Config:
         # What the backends have to say against their options is said now.
         self.pools(self.envelope.injection(Injection()))
 
+    def error(self, path: str, problem: str) -> ConfigError:
+        """Make the error for a problem with what the file says at `path`, or with all of it."""
+        if not path:
+            return ConfigError(problem, file=self.file)
+        return self._document.error(path, problem)
+
     def _options(self, path: str, name: object) -> Options:
         if not isinstance(name, str) or name not in self._backends:
             known = ", ".join(sorted(self._backends))
@@ -292,6 +312,12 @@ def _listed(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 - one or several of 
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
+
+
+def _nearly(gpu: Gpu, product: object) -> str:
+    """Give the pattern that would match a GPU, if only its stars are missing."""
+    parts = [part for part in _listed(product) if part.lower() in gpu.name.lower()]
+    return f"; *{parts[0]}* would" if parts else ""
 
 
 def _memory(size: int) -> str:

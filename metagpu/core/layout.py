@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
-from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
 from metagpu.core.figures import Figure
 from metagpu.core.gpu import Gpu, GpuId
@@ -99,7 +98,7 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
         assignments.append(assignment)
         shares += cut
 
-    _check_ids(config, shares)
+    _check_ids(config, "", shares, set())
     return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts))
 
 
@@ -111,7 +110,9 @@ def rehearse(config: Config) -> None:
     """
     for number, (_, cutters) in enumerate(config.pools(config.envelope.injection(Injection()))):
         gpu = Gpu(GpuId(f"GPU-{UUID(int=number)}"), number, "any", memory=80 * 2**30)
-        _check_ids(config, [share for backend in cutters for share in backend.shares(gpu)])
+        seen: set[str] = set()
+        for place, backend in enumerate(cutters):
+            _check_ids(config, f"pools[{number}].backends[{place}]", backend.shares(gpu), seen)
 
 
 def _assign(
@@ -136,18 +137,13 @@ def _uncut(gpu: Gpu, cutters: list[Backend], reason: str) -> str:
     return "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
 
 
-def _check_ids(config: Config, shares: list[Share]) -> None:
-    seen: set[str] = set()
-
+def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str]) -> None:
     for share in shares:
         if len(share.id) > ID_LIMIT:
-            raise ConfigError(
-                f"the share id {share.id} has more than {ID_LIMIT} characters", file=config.file
-            )
+            problem = f"the share id {share.id} has more than {ID_LIMIT} characters"
+            raise config.error(path, problem)
         if share.id in seen:
-            raise ConfigError(
-                f"the share id {share.id} would be offered twice, again as {share.resource}; "
-                "use each backend once in a pool",
-                file=config.file,
-            )
+            name = share.id.replace(share.gpu, "GPU-UUID")
+            problem = f"each {name} would be offered twice, again as {share.resource}"
+            raise config.error(path, f"{problem}; use each backend once in a pool")
         seen.add(share.id)

@@ -244,6 +244,7 @@ POOL = pool("sharesPerGpu: 10")
 
 OF_FRACTIONS = "allowed: backend, memoryUnit, metagpuEnv, placement, resource, sharesPerGpu, split"
 HOLDS_ITSELF = "no usable YAML: a value holds itself, or too many others in each other"
+OTHER = "GPU-5f2e1a3c-0000-0000-0000-00000000beef"
 OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
 
 
@@ -528,6 +529,25 @@ def selecting(gpus: str) -> str:
                 "of them"
             ),
         ),
+        (
+            selecting("{uuid: GPU-5f2e}"),
+            "4: pools[0].gpus: 'GPU-5f2e' is no uuid of a GPU; write one as `nvidia-smi -L` does",
+        ),
+        (
+            selecting(f"{{uuid: {OTHER.upper()}}}"),
+            (
+                f"4: pools[0].gpus: '{OTHER.upper()}' is no uuid of a GPU; write one as "
+                "`nvidia-smi -L` does"
+            ),
+        ),
+        (
+            selecting('{product: ["*T4*", ""]}'),
+            "4: pools[0].gpus: an empty `product` matches nothing; write a pattern like *A100*",
+        ),
+        (
+            HEAD + "pools: [{name: ' ', backends: []}]\n",
+            "2: pools[0]: a pool has a name, by which people are told of it",
+        ),
         # no YAML
         (
             HEAD + "pools: [\n",
@@ -600,7 +620,7 @@ THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0", pci_devic
         Selector(index=" 1 - 2 , 7"),
         Selector(index=(0, "2-4")),
         Selector(uuid=THE_GPU.id),
-        Selector(uuid=("GPU-other", THE_GPU.id)),
+        Selector(uuid=(OTHER, THE_GPU.id)),
         Selector(pci="0000:af:00.0"),
         Selector(pci_device="0x20B010DE"),
         Selector(pci_device=("0x20B210DE", 0x20B010DE)),
@@ -625,10 +645,10 @@ def test_a_selector_takes_a_gpu_for_which_all_is_true(selector: Selector) -> Non
         (Selector(index="0-1,3"), "index 2 is not in 0-1,3"),
         (Selector(index=(0, "3-5")), "index 2 is not in 0,3-5"),
         (Selector(pci_device="0x20B210DE"), "PCI device id 0x20B010DE is not 0x20B210DE"),
-        (Selector(uuid="GPU-other"), f"uuid {THE_GPU.id} is not listed"),
+        (Selector(uuid=OTHER), f"uuid {THE_GPU.id} is not listed"),
         (Selector(pci="0000:01:00.0"), "PCI bus id 0000:af:00.0 is not listed"),
         (Selector(product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),
-        (Selector(product="A100"), "NVIDIA A100-SXM4-40GB does not match A100"),
+        (Selector(product="A100"), "NVIDIA A100-SXM4-40GB does not match A100; *A100* would"),
         (Selector(index=2, product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),
     ],
     ids=str,

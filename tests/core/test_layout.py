@@ -87,8 +87,12 @@ def test_a_pool_without_backends_may_say_why() -> None:
 def test_what_is_wrong_on_any_node_is_told_without_one() -> None:
     """A rehearsal finds ids that would be offered twice before there is a GPU."""
     rehearse(config())
-    with pytest.raises(ConfigError, match="use each backend once in a pool"):
+    with pytest.raises(ConfigError) as caught:
         rehearse(config(pool() + "      - {backend: fraction, resource: example.com/b}\n"))
+    assert str(caught.value) == (
+        "test.yaml: 6: pools[0].backends[1]: each GPU-UUID::m00 would be offered twice, again as "
+        "example.com/b; use each backend once in a pool"
+    )
 
 
 def test_two_pools_of_one_resource_cut_as_each_says() -> None:
@@ -147,8 +151,8 @@ def test_an_id_twice_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         laid_out(gpu(0), text=text)
     assert str(caught.value) == (
-        f"test.yaml: the share id {gpu(0).id}::m00 would be offered twice, again as example.com/b; "
-        "use each backend once in a pool"
+        "test.yaml: each GPU-UUID::m00 would be offered twice, again as example.com/b; use each "
+        "backend once in a pool"
     )
 
 
