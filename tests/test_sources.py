@@ -216,7 +216,9 @@ def test_the_layout_of_a_label_is_taken_where_none_is_said_here() -> None:
 
 def test_an_empty_directory_is_told(tmp_path: Path) -> None:
     """A directory without profiles says that there are none."""
-    assert refusal(Source((tmp_path,))).endswith("there are: none")
+    assert refusal(Source((tmp_path,))).endswith(
+        ": there is no profile in it; put a configuration there"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,18 @@ from metagpu.core.units import Bytes, Duration
 from metagpu.sim import cutting, foreign, instances
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.host import cgroup_of
-from metagpu.sim.node import SimError, SimNode, SimProcess
+from metagpu.sim.node import SimError, SimGpu, SimNode, SimProcess
 from metagpu.sim.spec import ACTIONS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
 
 __all__ = ["AnyCommand", "Reply", "add_arguments", "command_from", "describe", "steer"]
+
+
+_MOST_XIDS: Final = 9999
+_MOST_PIDS: Final = 2**22
+"""Linux' PID_MAX_LIMIT."""
+_MOST_FAILURES: Final = 1_000_000
+_MOST_ERRORS: Final = 2**32 - 1
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -43,8 +50,10 @@ class Xid(Command, frozen=True, tag="xid"):
     ci: int | None = None
 
     def apply(self, node: SimNode) -> str:
-        node.raise_xid(node.gpu(self.gpu), self.code, self.gi, self.ci)
-        return f"XID {self.code} on GPU {self.gpu}"
+        _within("the XID", self.code, 1, _MOST_XIDS)
+        gpu = node.gpu(self.gpu)
+        node.raise_xid(gpu, self.code, self.gi, self.ci)
+        return f"XID {self.code} on GPU {self.gpu}{_inside(gpu, self.gi)}"
 
 
 class Lose(Command, frozen=True, tag="lose"):
@@ -96,11 +105,13 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
+        _within("the pid", self.pid, 1, _MOST_PIDS)
+        _within("--sm", self.sm, 0, 100)
         cgroup = cgroup_of(self.pid)
         node.add_process(
             gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
         )
-        return f"process {self.pid} is on GPU {self.gpu}"
+        return f"process {self.pid} is on GPU {self.gpu}{_inside(gpu, self.gi)}"
 
 
 class Mig(Command, frozen=True, tag="mig"):
@@ -117,8 +128,8 @@ class Mig(Command, frozen=True, tag="mig"):
                 raise SimError(f"GPU {self.gpu} is a {gpu.board.key}, which has no MIG")
             cutting.set_mode(gpu, enabled=enabled)
             if gpu.mig.enabled != enabled:
-                return f"MIG will be {self.change} on GPU {self.gpu} after a reset"
-        return f"MIG is {self.change} on GPU {self.gpu}"
+                return f"MIG of GPU {self.gpu} will be {self.change} after a reset"
+        return f"MIG of GPU {self.gpu} is {self.change}"
 
 
 class Instance(Command, frozen=True, tag="instance"):
@@ -148,6 +159,8 @@ class Making(Command, frozen=True, tag="making"):
     in_use: float = 0.0
 
     def apply(self, node: SimNode) -> str:
+        _within("--failures", self.failures, 0, _MOST_FAILURES)
+        _within("--compute-failures", self.compute_failures, 0, _MOST_FAILURES)
         with node.changed:
             node.gpu(self.gpu).mig.making = instances.Making(
                 self.takes,
@@ -179,6 +192,7 @@ class Ecc(Command, frozen=True, tag="ecc"):
     count: int = 1
 
     def apply(self, node: SimNode) -> str:
+        _within("--count", self.count, 1, _MOST_ERRORS)
         node.ecc(node.gpu(self.gpu), double_bit=self.double_bit, count=self.count)
         kind = "uncorrected" if self.double_bit else "corrected"
         return f"{self.count} {kind} memory errors on GPU {self.gpu}"
@@ -192,7 +206,7 @@ class Hang(Command, frozen=True, tag="hang"):
 
     def apply(self, node: SimNode) -> str:
         node.hang(node.gpu(self.gpu), self.seconds)
-        return f"GPU {self.gpu} hangs for {self.seconds:g} s"
+        return f"GPU {self.gpu} hangs for {self.seconds:.12g} s"
 
 
 class Add(Command, frozen=True, tag="add"):
@@ -250,6 +264,19 @@ class Reply(msgspec.Struct, frozen=True):
 
     message: str
     node: NodeView
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise SimError(f"{name} is {value}; allowed: {least} to {most}")
+
+
+def _inside(gpu: SimGpu, instance: int | None) -> str:
+    """Say in which MIG instance something happens, and whether there is such a one."""
+    if instance is None:
+        return ""
+    absent = "" if instance in gpu.mig.present else ", which it does not have"
+    return f", in its GPU instance {instance}{absent}"
 
 
 def steer(node: SimNode, command: AnyCommand) -> Reply:

@@ -58,7 +58,7 @@ def test_a_gpu_of_which_nothing_is_cut_says_why() -> None:
 
     assert [assignment.why for assignment in layout.assignments] == [
         "all GPUs, but nothing is cut: MIG mode is on",
-        "all GPUs, but nothing is cut: too small for its backends",
+        "all GPUs, but nothing is cut: a share is 1024 MiB, and the GPU has 512",
     ]
     assert layout.shares == ()
 
