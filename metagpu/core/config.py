@@ -149,6 +149,9 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
     def __post_init__(self) -> None:
         if self.rescan_period <= 0:
             raise ValueError("rescanPeriod must be longer than 0")
+        for code in self.xids:
+            if code < 1:
+                raise ValueError(f"{code} is no XID; they are numbered from 1")
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

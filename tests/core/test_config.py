@@ -548,6 +548,10 @@ def selecting(gpus: str) -> str:
             HEAD + "pools: [{name: ' ', backends: []}]\n",
             "2: pools[0]: a pool has a name, by which people are told of it",
         ),
+        (
+            POOL + "health: {xids: {-3: fatal}}\n",
+            "6: health: -3 is no XID; they are numbered from 1",
+        ),
         # no YAML
         (
             HEAD + "pools: [\n",
