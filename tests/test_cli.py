@@ -313,7 +313,7 @@ def test_validate_of_an_open_choice_that_cannot_be(
     assert main(["validate", str(tmp_path), str(tmp_path / "none")]) == 1
 
     empty, missing = capsys.readouterr().err.splitlines()
-    assert empty.endswith("there are: none")
+    assert empty.endswith(": there is no profile in it; put a configuration there")
     assert missing == f"{tmp_path}/none: cannot be read: No such file or directory"
 
 
