@@ -381,9 +381,14 @@ async def test_pod_of_another_resource_does_not_concern_us(tmp_path: Path) -> No
     """A pod that gets its GPUs elsewhere, as by DRA, causes no call to us (case 38)."""
     async with node(tmp_path) as it, it.kubelet.running():
         await it.until(20, 20)
-        await it.kubelet.admit(pod("other", 0))
+        await it.kubelet.admit(pod("other", 1, "example.com/of-another"))
+        await it.kubelet.admit(pod("none", 0))
+        calls = it.record.of(ResourceName(METAGPU)).calls
+        before = sum(sum(each.outcomes.values()) for each in calls.values())
+        await it.kubelet.admit(pod("ours", 1))
 
-        assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+        assert before == 0
+        assert sum(sum(each.outcomes.values()) for each in calls.values()) > 0
 
 
 class Registrar(v1beta1.RegistrationBase):
