@@ -56,6 +56,7 @@ def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) ->
         gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY", health=brief_health),
         *reasons(explained["gpus"]),
         *mixed(explained["gpus"]),
+        *unused_pools(explained.get("unusedPools", {})),
         *map(Text, explained["remarks"]),
         *(topology_tables(explained) if topology else ()),
     )
@@ -218,6 +219,11 @@ def mixed(gpus: Sequence[Mapping[str, Any]]) -> Sequence[RenderableType]:
         )
         for backends, indices in found.items()
     ]
+
+
+def unused_pools(pools: Mapping[str, str]) -> Sequence[RenderableType]:
+    """Say which pools have no GPU here, and why."""
+    return [Text(f"pool {name} has no GPU here: {why}") for name, why in pools.items()]
 
 
 def topology_tables(explained: Mapping[str, Any]) -> Sequence[RenderableType]:

@@ -81,6 +81,20 @@ def test_explain_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "small: " in neither["why"]
 
 
+def test_explain_tells_of_a_pool_without_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever expects GPUs in a pool reads why there are none."""
+    file = tmp_path / "two.yaml"
+    file.write_text(TWO_POOLS)
+
+    assert main(["explain", "--config", str(file), "--simulate", "a100-40gb:2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "",
+        "pool small has no GPU here: NVIDIA A100-SXM4-40GB does not match *T4*",
+    ]
+
+
 def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     """For people there is a table, without colours where no terminal listens."""
     assert main(["explain", "--simulate", "t4:1"]) == 0

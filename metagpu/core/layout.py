@@ -18,6 +18,8 @@ from metagpu.core.snapshot import GpuState, Snapshot
 
 ID_LIMIT = 63
 """Characters of a device id, by the comment in the kubelet's API."""
+_MOST_REASONS = 3
+"""Of those for which GPUs are not in a pool."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -37,12 +39,17 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What the node offers: the result of one configuration and one set of GPUs."""
+    """What the node offers: the result of one configuration and one set of GPUs.
+
+    Attributes:
+        unused: the pools that have no GPU here, and why.
+    """
 
     assignments: tuple[Assignment, ...]
     backends: Mapping[ResourceName, Backend]
     shares: tuple[Share, ...]
     cuts: tuple[Cut, ...] = ()
+    unused: Mapping[str, str] = {}
 
     @property
     def offered(self) -> SharesOffered:
@@ -99,7 +106,8 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
         shares += cut
 
     _check_ids(config, "", shares, set())
-    return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts))
+    unused = _unused([pool for pool, _ in pools], assignments)
+    return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts), unused)
 
 
 def rehearse(config: Config) -> None:
@@ -129,6 +137,24 @@ def _assign(
         refusals.append(f"{pool.name}: {refusal}")
 
     return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), [], ""
+
+
+def _unused(pools: Iterable[Pool], assignments: Sequence[Assignment]) -> Mapping[str, str]:
+    """Find the pools without a GPU, and say of each why that is so."""
+    used = {assignment.pool for assignment in assignments}
+    found = {}
+
+    for pool in pools:
+        if assignments and pool.name not in used:
+            refusals = dict.fromkeys(pool.refusal(each.gpu) for each in assignments)
+            taken = "a pool before it has the GPUs that it selects"
+            found[pool.name] = taken if None in refusals else _some(list(map(str, refusals)))
+    return found
+
+
+def _some(reasons: Sequence[str]) -> str:
+    more = len(reasons) - _MOST_REASONS
+    return "; ".join([*reasons[:_MOST_REASONS], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _uncut(gpu: Gpu, cutters: list[Backend], reason: str) -> str:
