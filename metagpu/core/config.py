@@ -283,7 +283,8 @@ class Config:
                         _claim(resource, backend.name, claims)
                 except ValueError as error:
                     path = f"pools[{number}].backends[{place}]"
-                    raise self._document.error(path, str(error)) from None
+                    key = ".resource" if isinstance(error, _NameError) else ""
+                    raise self._document.error(path + key, str(error)) from None
                 backends.append(backend)
             made.append((pool, backends))
 
@@ -299,13 +300,17 @@ def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config
     return Config(Document(text, file), backends)
 
 
+class _NameError(ValueError):
+    """Raised when a resource cannot be offered under its name."""
+
+
 def _claim(resource: ResourceName, backend: str, claims: dict[ResourceName, str]) -> None:
     if refusal := name_refusal(resource):
-        raise ValueError(f"{resource!r} is no resource name: {refusal}")
+        raise _NameError(f"{resource!r} is no resource name: {refusal}")
 
     first = claims.setdefault(resource, backend)
     if first != backend:
-        raise ValueError(
+        raise _NameError(
             f"{resource} is offered by backend {first} already and cannot be offered by {backend} "
             "too; give it another `resource`"
         )

@@ -29,6 +29,8 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[\"([^\"]*)\"\]")
 """A key, a place in a list, or in quotes a key that has dots or brackets in it."""
 _PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 """How msgspec ends a message: where it was, and whether it means a key there."""
+_ABOUT_KEY = re.compile(r"(\w+) (?:is|must) .*", re.DOTALL)
+"""How a struct complains of one of its keys."""
 _PLAIN = {
     "object": "a mapping",
     "array": "a list",
@@ -132,6 +134,8 @@ class Document:
             problem = _unknown_key(unknown[1], expected)
         elif unknown := re.search(r"nvalid enum value (.*)", problem, re.DOTALL):
             problem = _unknown_value(unknown[1], expected)
+        elif (about := _ABOUT_KEY.fullmatch(problem)) and about[1] in _keys(self.at(full)):
+            full = f"{full}.{about[1]}".removeprefix(".")
         elif is_key:
             problem = f"one of its keys: {_plain(problem)}"
         return self.error(full, _plain(problem))
@@ -153,6 +157,10 @@ def below(path: str, key: object) -> str:
     name = str(key)
     plain = re.fullmatch(r"[^.\[\]\"]+", name)
     return f"{path}.{name}".removeprefix(".") if plain else f'{path}["{name}"]'
+
+
+def _keys(value: object) -> Iterable[object]:
+    return value.keys() if isinstance(value, dict) else ()
 
 
 def _child(node: yaml.Node | None, key: str, index: int | None) -> tuple[yaml.Node, int] | None:

@@ -382,7 +382,10 @@ def selecting(gpus: str) -> str:
                 "512Mi, 1Gi or 16G"
             ),
         ),
-        (POOL + "health: {rescanPeriod: 0s}\n", "6: health: rescanPeriod must be longer than 0"),
+        (
+            POOL + "health: {rescanPeriod: 0s}\n",
+            "6: health.rescanPeriod: rescanPeriod must be longer than 0",
+        ),
         # memory enforcement
         *(
             (
@@ -401,9 +404,9 @@ def selecting(gpus: str) -> str:
                         "did you mean limit?"
                     ),
                 ),
-                ("{policy: on}", ": policy is no switch; allowed: off, report, warn, kill"),
+                ("{policy: on}", ".policy: policy is no switch; allowed: off, report, warn, kill"),
                 ("{victims: some}", ".victims: 'some' is not known here; allowed: all, largest"),
-                ("{period: 0s}", ": period must be longer than 0"),
+                ("{period: 0s}", ".period: period must be longer than 0"),
                 (
                     "{grace: soon}",
                     ".grace: 'soon' is no duration; write one like 250ms, 30s, 5m or 1h",
@@ -478,26 +481,29 @@ def selecting(gpus: str) -> str:
         *(
             (
                 backend(f"{{backend: fraction, sharesPerGpu: {count}}}"),
-                f"5: pools[0].backends[0]: sharesPerGpu is {count}; allowed: 1 to 100000",
+                (
+                    f"5: pools[0].backends[0].sharesPerGpu: sharesPerGpu is {count}; allowed: 1 "
+                    "to 100000"
+                ),
             )
             for count in (0, -1, 100001)
         ),
         (
             backend("{backend: fraction, memoryUnit: 1023Ki}"),
-            "5: pools[0].backends[0]: memoryUnit must be 1Mi or more",
+            "5: pools[0].backends[0].memoryUnit: memoryUnit must be 1Mi or more",
         ),
         (
             backend("{backend: fraction, resource: metagpu}"),
             (
-                "5: pools[0].backends[0]: 'metagpu' is no resource name: it needs a domain, one "
-                "`/` and a name, as in cnvrg.io/metagpu"
+                "5: pools[0].backends[0].resource: 'metagpu' is no resource name: it needs a "
+                "domain, one `/` and a name, as in cnvrg.io/metagpu"
             ),
         ),
         (
             POOL + "      - {backend: whole, resource: cnvrg.io/metagpu}\n",
             (
-                "6: pools[0].backends[1]: cnvrg.io/metagpu is offered by backend fraction already "
-                "and cannot be offered by whole too; give it another `resource`"
+                "6: pools[0].backends[1].resource: cnvrg.io/metagpu is offered by backend fraction "
+                "already and cannot be offered by whole too; give it another `resource`"
             ),
         ),
         # strategies that contradict each other
