@@ -15,15 +15,13 @@ from metagpu.sim import cutting, foreign, instances
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.host import cgroup_of
 from metagpu.sim.node import SimError, SimGpu, SimNode, SimProcess
-from metagpu.sim.spec import ACTIONS, board, recovery_action
+from metagpu.sim.spec import ACTIONS, MOST_PIDS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
 
 __all__ = ["AnyCommand", "Reply", "add_arguments", "command_from", "describe", "steer"]
 
 
 _MOST_XIDS: Final = 9999
-_MOST_PIDS: Final = 2**22
-"""Linux' PID_MAX_LIMIT."""
 _MOST_FAILURES: Final = 1_000_000
 _MOST_ERRORS: Final = 2**32 - 1
 
@@ -105,7 +103,7 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
-        _within("the pid", self.pid, 1, _MOST_PIDS)
+        _within("the pid", self.pid, 1, MOST_PIDS)
         _within("--sm", self.sm, 0, 100)
         cgroup = cgroup_of(self.pid)
         node.add_process(
