@@ -10,7 +10,7 @@ import anyio
 import structlog
 from asyncinotify import Inotify, Mask
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, why
 from metagpu.plugins.serving import identity_of
 
 KUBELET_SOCKET: Final = "kubelet.sock"
@@ -106,7 +106,7 @@ class KubeletDirectory:
                 if not told:
                     told = True
                     mend = "raise fs.inotify.max_user_instances"
-                    log.warning("no inotify: changes are seen late", error=str(error), mend=mend)
+                    log.warning("no inotify: changes are seen late", error=why(error), mend=mend)
                 await anyio.sleep(POLL)
 
     async def _follow(self, inotify: Inotify) -> None:

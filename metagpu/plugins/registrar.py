@@ -11,7 +11,7 @@ import structlog
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError
 
-from metagpu.core.errors import KubeletError
+from metagpu.core.errors import KubeletError, why
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
 
@@ -77,7 +77,7 @@ class Registrar:
         log.warning(
             "no kubelet takes registrations; waiting for one",
             socket=str(self._directory.kubelet_socket),
-            why=error.strerror or str(error),
+            why=why(error),
             mend="start the kubelet, or name its device-plugins folder with --kubelet-dir",
         )
 
