@@ -15,8 +15,8 @@ from metagpu.core.model import ShareId
 from metagpu.core.report import status
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.kubelet import AdmissionError, Pod
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.mig_rig import a_node, blocked, made, places, pod, until, until_placed
 

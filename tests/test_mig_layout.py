@@ -8,9 +8,9 @@ import pytest
 from metagpu.backends.mig import keeping, ledger
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.mig_rig import (
     a_node,

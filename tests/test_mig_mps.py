@@ -17,9 +17,10 @@ from metagpu.core import report
 from metagpu.core.driver import ComputeMode
 from metagpu.plugins import podresources
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.heard import heard

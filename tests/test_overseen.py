@@ -12,9 +12,10 @@ from metagpu.core.gpu import MIB
 from metagpu.core.model import Holder
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.sim.apiserver import SimApiServer
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.kubelet import Container, Pod
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import board
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.host_rig import running

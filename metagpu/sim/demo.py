@@ -25,9 +25,10 @@ from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState
 from metagpu.nvml import Nvml
 from metagpu.plugins.podresources import observed
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools, simulated_companions
 from metagpu.sources import Source

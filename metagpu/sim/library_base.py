@@ -11,8 +11,9 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 import pynvml
 
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.instances import SimCompute, SimInstance
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
 from metagpu.sim.texts import error_text
 
 Argument: TypeAlias = Any

@@ -11,6 +11,7 @@ import pynvml
 
 from metagpu.core.driver import ComputeMode
 from metagpu.core.gpu import MIB
+from metagpu.sim.gpu import SimGpu, SimProcess
 from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.library_base import (
     Argument,
@@ -24,7 +25,7 @@ from metagpu.sim.library_base import (
     number,
     target,
 )
-from metagpu.sim.node import RECOVERY_SINCE, SimGpu, SimProcess
+from metagpu.sim.node import RECOVERY_SINCE
 
 _NONE: Final = 0xFFFFFFFF
 _MUTE: Final = 0xFFFFFFFFFFFFFFFF

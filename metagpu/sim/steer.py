@@ -13,8 +13,9 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import cutting, foreign, instances
 from metagpu.sim.boards import BOARDS
+from metagpu.sim.gpu import SimError, SimProcess
 from metagpu.sim.host import cgroup_of
-from metagpu.sim.node import SimError, SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import ACTIONS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
 

@@ -24,9 +24,10 @@ from metagpu.core.snapshot import Versions
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.usage import Usage
 from metagpu.nvml import Nvml
+from metagpu.sim.gpu import SimError, SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimError, SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import board
 from tests.build import laid_out, pool
 from tests.heard import heard

@@ -25,9 +25,10 @@ from metagpu.core.registry import Registry
 from metagpu.core.units import Duration
 from metagpu.host import LinuxHost
 from metagpu.nvml import Nvml
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.build import laid_out, pool
 from tests.heard import heard

@@ -9,7 +9,8 @@ from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import MIB
 from metagpu.sim import steer
-from metagpu.sim.node import SimError, SimNode
+from metagpu.sim.gpu import SimError
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 
 

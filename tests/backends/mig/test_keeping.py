@@ -15,8 +15,8 @@ from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.facts import LeasesObserved
 from metagpu.core.injection import Injection
 from metagpu.core.model import Share
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
-from metagpu.sim.node import SimProcess
 from tests.mig_rig import configured, cut
 from tests.served import Care, in_care
 
