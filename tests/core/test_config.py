@@ -12,13 +12,14 @@ from msgspec.structs import replace
 from metagpu.backends.fraction import FractionBackend, FractionOptions, Split
 from metagpu.backends.placement import Placement
 from metagpu.core.backend import Backend, Options
-from metagpu.core.config import DEFAULT, Config, Health, Selector, parse
+from metagpu.core.config import DEFAULT, Config, Health, parse
 from metagpu.core.enforcement import Annotation, Enforcement, Policy, Victims
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import Gpu
 from metagpu.core.grant import Grant
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import ResourceName, Share
+from metagpu.core.selector import Selector
 from metagpu.core.snapshot import Snapshot
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.xid import Severity
