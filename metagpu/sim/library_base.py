@@ -84,6 +84,13 @@ def fill_text(argument: Argument, length: Argument, text: str) -> None:
     target(argument).value = text.encode()
 
 
+def fill_address(info: Argument, bus_id: str) -> None:
+    """Write a place on the PCI bus into a structure."""
+    pci = target(info)
+    pci.busId, pci.busIdLegacy = bus_id.encode(), bus_id[4:].encode()
+    pci.domain, pci.bus, pci.device = int(bus_id[:8], 16), int(bus_id[9:11], 16), 0
+
+
 def address_in(argument: Argument) -> int:
     """Read the address that a handle stands for, 0 for a null one."""
     return ctypes.cast(argument, ctypes.c_void_p).value or 0
