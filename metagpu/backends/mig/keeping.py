@@ -14,7 +14,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from metagpu.backends.mig import daemons
+from metagpu.backends.mig import daemons, telling
 from metagpu.backends.mig.daemons import Daemons, Device
 from metagpu.backends.mig.ledger import LOOK, POLL, Ledger, Terms, identity
 from metagpu.backends.mig.mode import Hindrance, MigMode
@@ -323,7 +323,7 @@ class Keeping:
 
     def _tell(self) -> None:
         """Tell all of it; who is asked for a share in this turn knows it already."""
-        stock, state = self._ledger.stock(alone=self.alone), self.served.state
+        stock, state = telling.stock(self._ledger, alone=self.alone), self.served.state
         if self.terms.fixed is None:  # instances of a layout are not in each other's way
             now = anyio.current_time()
             stock = self.turns.taken_in(stock, state, self.served.backend, now)
