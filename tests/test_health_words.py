@@ -2,10 +2,7 @@
 
 import pytest
 
-from metagpu.core.facts import (
-    Fact,
-    GpuFaulted,
-)
+from metagpu.core.facts import Fact, GpuFaulted
 from metagpu.health_words import full_health
 from tests.build import offer
 from tests.reported import CORDON, ENDED, FRACTIONS, HELD, SUSPENDED, A, told

@@ -2,9 +2,7 @@
 
 import pytest
 
-from metagpu.core.facts import (
-    GpuFaulted,
-)
+from metagpu.core.facts import GpuFaulted
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
 from metagpu.tables import fullness, show_explanation, show_plan, show_status

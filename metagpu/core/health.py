@@ -18,13 +18,7 @@ import structlog
 from metagpu.core.config import Health
 from metagpu.core.driver import Condition, Driver, DriverEvent, Survey, Xid
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
-from metagpu.core.facts import (
-    DriverRead,
-    GpuFaulted,
-    GpuRecovered,
-    GpusFound,
-    TopologyRead,
-)
+from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
 from metagpu.core.fault_news import FaultNews
 from metagpu.core.gpu import GpuId
 from metagpu.core.instance_health import InstanceHealth

@@ -24,14 +24,7 @@ import anyio
 import pynvml
 from msgspec.structs import replace
 
-from metagpu.core.driver import (
-    ComputeMode,
-    Condition,
-    DriverEvent,
-    GpuProcess,
-    Survey,
-    Unreadable,
-)
+from metagpu.core.driver import ComputeMode, Condition, DriverEvent, GpuProcess, Survey, Unreadable
 from metagpu.core.errors import DriverError, DriverUnavailable, GpuLost
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.snapshot import Versions
@@ -40,12 +33,7 @@ from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
 from metagpu.nvml.limits import limit_memory
 from metagpu.nvml.listening import hear, stop_listening
-from metagpu.nvml.reading import (
-    read_compute_mode,
-    read_condition,
-    read_processes,
-    set_compute_mode,
-)
+from metagpu.nvml.reading import read_compute_mode, read_condition, read_processes, set_compute_mode
 from metagpu.nvml.session import SLICE, Known, Session
 from metagpu.nvml.wiring import Wiring
 
