@@ -275,7 +275,7 @@ class Agent:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
         if self.cluster is not None:
-            await self.cluster.decision()
+            await self.cluster.chooser.decision()
         await self._lay_out()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))

@@ -107,8 +107,10 @@ class Service:
     ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
         async def call(stream: "Stream[bytes, bytes]") -> None:
             request = await stream.recv_message()
-            with wire.errors_as_status():
+            try:
                 reply = await answer(request or b"")
+            except Exception as error:
+                raise wire.as_status(error) from error
             await stream.send_message(reply)
 
         return call
