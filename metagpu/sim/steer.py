@@ -21,6 +21,10 @@ __all__ = ["AnyCommand", "Reply", "steer"]
 _MOST_XIDS: Final = 9999
 _MOST_FAILURES: Final = 1_000_000
 _MOST_ERRORS: Final = 2**32 - 1
+_MOST_INSTANCES: Final = 2**32 - 2
+"""The number after it means none to NVML."""
+_LONGEST: Final = 1000 * 3600.0
+"""Seconds that something may take."""
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -46,6 +50,7 @@ class Xid(Command, frozen=True, tag="xid"):
 
     def apply(self, node: SimNode) -> str:
         _within("the XID", self.code, 1, _MOST_XIDS)
+        _check_instance(self.gi, self.ci)
         gpu = node.gpu(self.gpu)
         node.raise_xid(gpu, self.code, self.gi, self.ci)
         return f"XID {self.code} on GPU {self.gpu}{_inside(gpu, self.gi)}"
@@ -102,6 +107,7 @@ class Process(Command, frozen=True, tag="process"):
 
         _within("the pid", self.pid, 1, MOST_PIDS)
         _within("--sm", self.sm, 0, 100)
+        _check_instance(self.gi, self.ci)
         cgroup = cgroup_of(self.pid)
         node.add_process(
             gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
@@ -156,6 +162,8 @@ class Making(Command, frozen=True, tag="making"):
     def apply(self, node: SimNode) -> str:
         _within("--failures", self.failures, 0, _MOST_FAILURES)
         _within("--compute-failures", self.compute_failures, 0, _MOST_FAILURES)
+        for seconds in (self.takes, self.compute_takes, self.in_use):
+            _check_time(seconds)
         with node.changed:
             node.gpu(self.gpu).mig.making = instances.Making(
                 self.takes,
@@ -200,6 +208,7 @@ class Hang(Command, frozen=True, tag="hang"):
     seconds: float
 
     def apply(self, node: SimNode) -> str:
+        _check_time(self.seconds)
         node.hang(node.gpu(self.gpu), self.seconds)
         return f"GPU {self.gpu} hangs for {self.seconds:.12g} s"
 
@@ -264,6 +273,17 @@ class Reply(msgspec.Struct, frozen=True):
 def _within(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise SimError(f"{name} is {value}; allowed: {least} to {most}")
+
+
+def _check_time(seconds: float) -> None:
+    if seconds > _LONGEST:
+        raise SimError(f"{seconds:g} s is too long; allowed: {_LONGEST / 3600:g}h at most")
+
+
+def _check_instance(gi: int | None, ci: int | None) -> None:
+    for option, number in (("--gi", gi), ("--ci", ci)):
+        if number is not None:
+            _within(option, number, 0, _MOST_INSTANCES)
 
 
 def _inside(gpu: SimGpu, instance: int | None) -> str:
