@@ -1,11 +1,12 @@
 """What people read in tables: the state of a GPU in a few words."""
 
 import pytest
+from rich.text import Text
 
 from metagpu.core.facts import GpuFaulted
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import fullness, show_explanation, show_plan, show_status
+from metagpu.tables import fullness, show, show_explanation, show_plan, show_status, table
 from tests.build import after
 from tests.reported import CORDON, HELD, SUSPENDED, A, told
 
@@ -134,3 +135,20 @@ def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     words = " ".join(out.split())
     assert "team/old (main): 3 of a.b/c" in words
     assert "other terms from the next request or event on: health" in words
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+def test_no_table_is_cut(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However narrow a terminal is, names and numbers stay whole, and no line ends in blanks."""
+    monkeypatch.setenv("COLUMNS", columns)
+    drawn = table("POD", "RESOURCE", "GPU 0")
+    slices = Text("3 3 3 3 2 2 1 ·", no_wrap=True)
+    drawn.add_row("a-pod-with-a-long-name", "example.com/a-long-resource", slices)
+    show("before", drawn)
+    said = capsys.readouterr().out
+
+    for whole in ("a-pod-with-a-long-name", "example.com/a-long-resource", "3 3 3 3 2 2 1 ·"):
+        assert whole in said
+    assert [line for line in said.split("\n") if line.endswith(" ")] == []
