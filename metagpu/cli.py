@@ -23,7 +23,8 @@ from metagpu.plugins.metrics.address import Address
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
-    from metagpu.app import Agent, Places
+    from metagpu.app import Agent
+    from metagpu.places import Places
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +83,7 @@ def _ours(error: BaseException) -> MetagpuError | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from metagpu.app import Places
+    from metagpu.places import Places
 
     joins, metrics = cluster_of(args), metrics_of(args)
     kubelet_directory.check(args.kubelet_dir)
@@ -202,8 +203,9 @@ def _agent(
     joins: Settings | None = None,
     metrics: Address | None = None,
 ) -> "Agent":
-    from metagpu.app import Agent, Places
+    from metagpu.app import Agent
     from metagpu.nvml import Nvml
+    from metagpu.places import Places
 
     places = places or Places()
     if simulate is None:
