@@ -5,7 +5,7 @@ words: `FILE: LINE: PATH: what is wrong, what is allowed`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -124,20 +124,27 @@ class Document:
     def _misfit(self, message: str, wanted: type, path: str) -> ConfigError:
         """Say what msgspec says of the value at `path`, in the words of whoever wrote the file."""
         problem, is_key, inner = _parts(message)
-        # msgspec does not tell which of a mapping's own keys it was, so the mapping is named.
-        full = ".".join(part for part in (path, inner.partition("[...]")[0]) if part)
-        full = full.replace(".[", "[")
         expected = _types_at(wanted, inner)
+        # msgspec does not tell which of a mapping's own keys it was.
+        head, of_a_key, rest = inner.partition("[...]")
+        key = _culprit(self.at(path), wanted, message, head) if of_a_key or is_key else None
+        place = head if key is None else below(head, key) + rest.partition("[...]")[0]
+        full = ".".join(part for part in (path, place) if part).replace(".[", "[")
 
         if unknown := re.search(r"unknown field `(.*)`", problem, re.DOTALL):
             full = f"{full}.{unknown[1]}".removeprefix(".")
             problem = _unknown_key(unknown[1], expected)
         elif unknown := re.search(r"nvalid enum value (.*)", problem, re.DOTALL):
             problem = _unknown_value(unknown[1], expected)
-        elif (about := _ABOUT_KEY.fullmatch(problem)) and about[1] in _keys(self.at(full)):
+        elif (
+            key is None
+            and (about := _ABOUT_KEY.fullmatch(problem))
+            and (about[1] in _keys(self.at(full)))
+        ):
             full = f"{full}.{about[1]}".removeprefix(".")
         elif is_key:
-            problem = f"one of its keys: {_plain(problem)}"
+            whose = "one of its keys" if key is None else "the key"
+            problem = f"{whose}: {_plain(problem)}"
         return self.error(full, _plain(problem))
 
     def line(self, path: str) -> int:
@@ -157,6 +164,35 @@ def below(path: str, key: object) -> str:
     name = str(key)
     plain = re.fullmatch(r"[^.\[\]\"]+", name)
     return f"{path}.{name}".removeprefix(".") if plain else f'{path}["{name}"]'
+
+
+def _culprit(value: object, wanted: type, message: str, head: str) -> object:
+    """Find the key of the mapping at `head` that msgspec complains of, by giving it each alone."""
+    steps = [int(index) if index else quoted or key for key, index, quoted in _STEP.findall(head)]
+    mapping: Any = value
+    try:
+        for step in steps:
+            mapping = mapping[step]
+    except LookupError:  # a key that is no text is not found by its name
+        return None
+
+    for key in _keys(mapping):
+        try:
+            alone = _with(value, steps, {key: mapping[key]})
+            msgspec.convert(alone, wanted, dec_hook=decode_unit)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return key
+    return None
+
+
+def _with(value: Any, steps: Sequence[int | str], other: object) -> object:  # noqa: ANN401 - YAML
+    """Copy a value with another one at the end of some steps into it."""
+    if not steps:
+        return other
+    copy: Any = list(value) if isinstance(value, list) else dict(value)
+    copy[steps[0]] = _with(value[steps[0]], steps[1:], other)
+    return copy
 
 
 def _keys(value: object) -> Iterable[object]:

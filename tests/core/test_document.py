@@ -82,14 +82,15 @@ def test_a_part_can_be_decoded() -> None:
     [
         ("books: [{x: [1, two]}]", "1: books[0].x[1]: expected a whole number, got a text"),
         ("books:\n- x: [1]\n  y: 2", "3: books[0].y: unknown key; allowed: x"),
-        ("boxes: {blue: {}}", "1: boxes: missing key `x`"),
-        ("boxes:\n  blue: {y: 1}", "1: boxes.y: unknown key; allowed: x"),
-        ("sizes: {a: [1, b]}", "1: sizes: expected a whole number, got a text"),
-        ("sizes: {1: [1]}", "1: sizes: one of its keys: expected a text, got a whole number"),
+        ("boxes: {blue: {}}", "1: boxes.blue: missing key `x`"),
+        ("boxes:\n  red: {x: [1]}\n  blue: {y: 1}", "3: boxes.blue.y: unknown key; allowed: x"),
+        ("boxes: {a.b: {x: [1, c]}}", '1: boxes["a.b"].x[1]: expected a whole number, got a text'),
+        ("sizes:\n  b: [1]\n  a: [1, b]", "3: sizes.a[1]: expected a whole number, got a text"),
+        ("sizes:\n  a: [1]\n  1: [1]", "3: sizes.1: the key: expected a text, got a whole number"),
     ],
 )
 def test_a_misfit_is_found_inside_lists_and_mappings(text: str, message: str) -> None:
-    """The path goes through lists to the place; of a mapping's own keys the mapping is named."""
+    """The path goes through lists and mappings to the place."""
     with pytest.raises(ConfigError) as caught:
         Document(text, "f").decode(Shelves)
     assert str(caught.value) == f"f: {message}"
