@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from metagpu.core.document import Document, below
+from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
+from metagpu.core.paths import below
 
 TEXT = """\
 first: 1
