@@ -11,7 +11,6 @@ import msgspec
 import yaml
 
 from metagpu.core.errors import ConfigError
-from metagpu.core.misfit import misfit
 from metagpu.core.paths import joined, steps, value_at
 from metagpu.core.units import decode_unit
 
@@ -101,6 +100,8 @@ class Document:
         try:
             return msgspec.convert(value, wanted, dec_hook=decode_unit)
         except msgspec.ValidationError as error:
+            from metagpu.core.misfit import misfit  # noqa: PLC0415 - a good file does without it
+
             place, problem = misfit(value, wanted, str(error))
             raise self.error(joined(path, place), problem) from None
 
