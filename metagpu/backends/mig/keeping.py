@@ -123,10 +123,10 @@ class Keeping:
         for lease in list(self._ledger.waiting()):
             slot = slot_of(lease.share.id)
             if slot not in self.over:  # which of its replicas is waited for is all the same
-                self._begin(slot)
+                self._begin_to_make(slot)
                 group.start_soon(self._make, slot, lease)
         for slot in self._ledger.absent(anyio.current_time()):
-            self._begin(slot)
+            self._begin_to_make(slot)
             group.start_soon(self._make, slot)
         for slot in self._ledger.unwanted(anyio.current_time()):
             group.start_soon(self._remove, slot)
@@ -314,9 +314,16 @@ class Keeping:
         self.over[slot] = anyio.Event()
         self.known.busy.add(slot)
 
+    def _begin_to_make(self, slot: str) -> None:
+        """Begin to make an instance; who keeps the GPU after us shall know whose it is."""
+        self._begin(slot)
+        self.known.making.add(slot)
+        self._tell()
+
     def _end(self, slot: str) -> None:
         """End what was done with an instance, and let everybody know."""
         self.known.busy.discard(slot)
+        self.known.making.discard(slot)
         self.over.pop(slot).set()
         self._tell()
         self.poked.set()
