@@ -1,5 +1,7 @@
 """Reports as tables for people; the only place that draws."""
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,6 +12,8 @@ from rich.text import Text
 
 from metagpu.core.tally import tally_lines
 
+ENDLESS: Final = 1_000_000
+"""Letters in a line that nobody has to fold."""
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {
     "NV": "NVLinks, so many, between the two or from each to NVSwitches",
@@ -31,8 +35,13 @@ _UNBROKEN: Final = {
 
 
 def console() -> Console:
-    """Give the console that tables are drawn on; colours only if it is a terminal."""
-    return Console(highlight=False, soft_wrap=False)
+    """Give the console that tables are drawn on; colours only if it is a terminal.
+
+    Lines fold at a terminal's width, or at what COLUMNS says, as `watch` does for its programs.
+    What goes into a pipe or a file does not: programs read a line as one.
+    """
+    folds = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, soft_wrap=False, width=None if folds else ENDLESS)
 
 
 def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) -> None:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from metagpu.core.facts import (
     BackendSuspended,
@@ -192,3 +194,59 @@ def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     words = " ".join(out.split())
     assert "team/old (main): 3 of a.b/c" in words
     assert "other terms from the next request or event on: health" in words
+
+
+def long_plan() -> dict[str, Any]:
+    """Give a plan whose names are longer than most terminals are wide."""
+    change = {"change": "added", "before": 0, "after": 4, "backendBefore": None}
+    one = {
+        "index": 0,
+        "uuid": A.id,
+        "product": "NVIDIA A100",
+        "change": "added",
+        "poolBefore": None,
+        "poolAfter": "p" * 70,
+        "backendsBefore": [],
+        "backendsAfter": ["fraction"],
+        "waitsFor": [],
+    }
+    return {
+        "resources": {LONG: {**change, "backendAfter": "fraction"}},
+        "gpus": [one],
+        "settings": [f"a setting with the number {number}" for number in range(9)],
+    }
+
+
+LONG = f"example.com/{'r' * 90}"
+
+
+def test_what_goes_into_a_pipe_is_not_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line is one thing, however long, for whoever reads it by a program."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show_plan(long_plan())
+
+    lines = capsys.readouterr().out.splitlines()
+    [resource] = [line for line in lines if "fraction" in line and LONG in line]
+    assert resource.split() == [LONG, "added", "0", "->", "4", "-", "->", "fraction"]
+    [pool] = [line for line in lines if "A100" in line]
+    assert "p" * 70 in pool
+    assert lines[-1].endswith("a setting with the number 8")
+    assert max(map(len, lines)) < 1000  # nor is it filled up
+
+
+def test_a_terminal_folds_at_its_own_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is wider than the terminal is, nor than COLUMNS says where it is set."""
+    monkeypatch.setenv("COLUMNS", "100")
+    show_plan(long_plan())
+    assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    wide = Console().width
+    show_plan(long_plan())
+    drawn = Text.from_ansi(capsys.readouterr().out).plain
+    assert max(map(len, drawn.splitlines())) <= wide
