@@ -65,6 +65,7 @@ def show_status(status: Mapping[str, Any]) -> None:
         Group(
             *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
             *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
+            *(Text(line, style="bold red") for line in lost_lines(status.get("lost", ()))),
             *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
             *(Text(line, style="yellow") for line in cdi_lines(status.get("cdi"))),
             resources_table(status["resources"]),
@@ -89,6 +90,11 @@ def cdi_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
 def rival_lines(rivals: Mapping[str, str]) -> Sequence[str]:
     """Say which resources another device plugin serves in our stead."""
     return [f"{name} is served by another plugin on {it}" for name, it in rivals.items()]
+
+
+def lost_lines(lost: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Say which containers were given MIG devices that are no more, and what helps."""
+    return [f"{it['holder'].partition(' ')[0]}: {it['why']}" for it in lost]
 
 
 def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:

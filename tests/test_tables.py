@@ -164,6 +164,15 @@ def test_a_status_says_what_containers_by_cdi_lack(capsys: pytest.CaptureFixture
     assert "containers" not in capsys.readouterr().out
 
 
+def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the tables, with the pod and what helps."""
+    one = {"holder": "team/alice (main)", "why": "container main was given MIG-1, which is no more"}
+    show_status({"resources": {}, "gpus": [told()], "leases": [], "lost": [one]})
+
+    out = capsys.readouterr().out
+    assert out.startswith("team/alice: container main was given MIG-1, which is no more")
+
+
 def test_a_status_ends_with_what_backends_remark(capsys: pytest.CaptureFixture[str]) -> None:
     """Each sentence of a backend stands below the tables, on its own line."""
     remarks = ["GPU 0: it is full", "if a/b (c) moved, there would be room"]
