@@ -19,7 +19,6 @@
 Times are seconds since the epoch, memory is in bytes.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NewType
@@ -185,8 +184,11 @@ def gpu_of(share: ShareId) -> GpuId:
 
 def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:
     """Group shares by their GPU, in order; one that is named twice counts once."""
-    found: defaultdict[GpuId, list[Share]] = defaultdict(list)
+    once = list({share.id: share for share in shares}.values())
+    if len({share.gpu for share in once}) == 1:
+        return {once[0].gpu: once}  # nearly always, and somebody waits for it
 
-    for share in {share.id: share for share in shares}.values():
-        found[share.gpu].append(share)
+    found: dict[GpuId, list[Share]] = {}
+    for share in once:
+        found.setdefault(share.gpu, []).append(share)
     return found

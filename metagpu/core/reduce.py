@@ -28,7 +28,7 @@ from metagpu.core.facts import (
     TopologyRead,
 )
 from metagpu.core.gpu import GpuId, Topology
-from metagpu.core.leasing import awaited, observed, with_leases, with_states
+from metagpu.core.leasing import awaited, granted, observed, with_leases, with_states
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
 from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import contended, withheld
@@ -57,9 +57,7 @@ def reduce(  # noqa: C901, PLR0911 - one return for each kind of fact
         case SharesOffered():
             return _offered(snapshot, fact)
         case SharesGranted():
-            return with_leases(
-                snapshot, fact.at, started=[Lease(share, fact.at) for share in fact.shares]
-            )
+            return granted(snapshot, fact)
         case SharesAwaited():
             return awaited(snapshot, fact)
         case SharesReleased():
