@@ -51,6 +51,7 @@ class _Kept:
         leases: as they were then, and have been `since`.
         without: the driver's version that knows no limits on this GPU.
         asked: those whom an earlier daemon may have limited, once that was asked.
+        searched: the leases under which such were looked for last.
         until: when nobody of before is looked for any more.
         later: when to try a container again.
     """
@@ -63,6 +64,7 @@ class _Kept:
     without: Versions | None = None
     later: dict[Container, float] = field(default_factory=dict)
     asked: set[Container] = field(default_factory=set)
+    searched: Mapping[ShareId, Lease] | None = None
     until: float | None = None
 
 
@@ -144,10 +146,12 @@ class DriverLimits:
         """
         now = anyio.current_time()
         kept.until = now + HEIR if kept.until is None else kept.until
-        shares = self._wards(gpu) if now < kept.until else {}
-        if not shares:
-            return
+        leases = self._registry.snapshot.gpus[gpu].leases
+        shares = self._wards(gpu)
+        if not shares or leases is kept.searched or now >= kept.until:
+            return  # who was limited before is running: a container that comes later was not
 
+        kept.searched = leases
         await self._find(gpu, kept, shares)
         strict = replace(terms, policy=Policy.KILL)
         for home in kept.homes:

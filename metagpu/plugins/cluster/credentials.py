@@ -40,7 +40,8 @@ async def credentials(kubeconfig: Path | None) -> Configuration:
         return await to_thread.run_sync(_of_the_pod)
 
     merged, user = await to_thread.run_sync(_parsed, kubeconfig)
-    if "exec" not in user:
+    if not user.get("exec"):
+        user.pop("exec", None)
         return await to_thread.run_sync(_configured, merged)
     program = ExecProvider(ConfigNode("exec", user["exec"]))
     said = _understood(program, await _printed(program))
@@ -60,12 +61,15 @@ def _parsed(kubeconfig: Path) -> tuple[KubeConfigMerger, dict[str, Any]]:
     """Read a file; give it with the user of its context, which may be changed. Blocks."""
     if not kubeconfig.is_file():
         raise ConfigException("there is no such file")
-    merged = KubeConfigMerger(str(kubeconfig))
-    context = KubeConfigLoader(config_dict=merged.config, config_base_path=None).current_context
-    name = context["context"].get("user") if context else None
-    users = merged.config["users"] if merged.config else None
-    found = users.get_with_name(name, safe=True) if users is not None and name else None
-    user = found.value.get("user") if found is not None else None
+    try:
+        merged = KubeConfigMerger(str(kubeconfig))
+        context = KubeConfigLoader(config_dict=merged.config, config_base_path=None).current_context
+        name = context["context"].get("user") if context else None
+        users = merged.config["users"] if merged.config else None
+        found = users.get_with_name(name, safe=True) if users is not None and name else None
+        user = found.value.get("user") if found is not None else None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigException("it is no kubeconfig") from error
     return merged, user if isinstance(user, dict) else {}
 
 
