@@ -26,15 +26,7 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
-from metagpu.core.facts import (
-    DriverRead,
-    GpuFaulted,
-    GpuRecovered,
-    GpusFound,
-    MemoryErrorHeard,
-    TopologyRead,
-    XidHeard,
-)
+from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
 from metagpu.core.gpu import GpuId
 from metagpu.core.instance_health import InstanceHealth
 from metagpu.core.judgement import (
@@ -46,6 +38,7 @@ from metagpu.core.judgement import (
     without_echoes,
 )
 from metagpu.core.model import Fault
+from metagpu.core.news import MemoryErrorHeard, XidHeard
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
 

@@ -16,9 +16,9 @@ import structlog
 
 from metagpu.core.driver import Driver
 from metagpu.core.errors import DriverError
-from metagpu.core.facts import DevicesLost
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import Holder, Lease, ShareId, gpu_of
+from metagpu.core.news import DevicesLost
 from metagpu.core.registry import Registry
 
 PERIOD: Final = 10.0

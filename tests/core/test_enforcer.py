@@ -17,10 +17,11 @@ from metagpu.core.census import Census
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import HostError
-from metagpu.core.facts import GpusFound, LeasesObserved, MemoryExceeded, ProcessSignalled
+from metagpu.core.facts import GpusFound, LeasesObserved
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.host import Identity
 from metagpu.core.model import Holder, ShareId
+from metagpu.core.news import MemoryExceeded, ProcessSignalled
 from metagpu.core.registry import Registry
 from metagpu.core.units import Duration
 from metagpu.host import LinuxHost

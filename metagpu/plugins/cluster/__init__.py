@@ -15,8 +15,8 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.model import ResourceName
+from metagpu.core.news import ConfigurationRefused
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.plugins.cluster import node_news, pod_news

@@ -2,7 +2,9 @@
 
 from typing import Final
 
-from metagpu.core.facts import (
+from metagpu.core.gpu import MIB, GpuId
+from metagpu.core.lost import explained
+from metagpu.core.news import (
     DevicesLost,
     Event,
     MemoryExceeded,
@@ -10,8 +12,6 @@ from metagpu.core.facts import (
     StrangerFound,
     WishRefused,
 )
-from metagpu.core.gpu import MIB, GpuId
-from metagpu.core.lost import explained
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster.events import News, Subject
 
