@@ -215,7 +215,7 @@ def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
-    from metagpu.sim import steer  # noqa: PLC0415 - a running daemon does without it
+    from metagpu.sim.arguments import add_arguments  # noqa: PLC0415 - a running daemon does without it
 
     it = _command(
         commands,
@@ -224,7 +224,7 @@ def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
         "metagpu sim xid 0 79\n  metagpu sim recover 0\n  metagpu sim node",
     )
     _add_run_dir(it)
-    steer.add_arguments(it.add_subparsers(title="what to do", required=True, metavar="WHAT"))
+    add_arguments(it.add_subparsers(title="what to do", required=True, metavar="WHAT"))
 
 
 def _command(

@@ -22,7 +22,8 @@ from metagpu.plugins.metrics.address import Address
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
-    from metagpu.app import Agent, Places
+    from metagpu.app import Agent
+    from metagpu.places import Places
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def _ours(error: BaseException) -> MetagpuError | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from metagpu.app import Places
+    from metagpu.places import Places
 
     joins, metrics = cluster_of(args), metrics_of(args)
     _log(args.log_level, args.log_format)
@@ -200,8 +201,9 @@ def _agent(
     joins: Settings | None = None,
     metrics: Address | None = None,
 ) -> "Agent":
-    from metagpu.app import Agent, Places
+    from metagpu.app import Agent
     from metagpu.nvml import Nvml
+    from metagpu.places import Places
 
     places = places or Places()
     if simulate is None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from metagpu.core.tally import tally_lines
+from metagpu.health_words import brief_health, full_health, reasons
 
 ENDLESS: Final = 1_000_000
 """Letters in a line that nobody has to fold."""
@@ -249,60 +250,6 @@ def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not leases:
         rows.add_row("nobody holds a share", "", "", "")
     return rows
-
-
-def brief_health(gpu: Mapping[str, Any]) -> Text:
-    """Say in a word for each what `full_health` gives the reasons of."""
-    words = [Text("out of service", style="bold red")] if not gpu["healthy"] else []
-    for word, there in (
-        ("instance out", gpu["faults"]),
-        ("cordoned", gpu["cordon"]),
-        ("suspended", gpu["suspended"]),
-        ("cleaning", gpu["cleaning"]),
-        ("withheld", gpu["blocked"]),
-        ("waiting", gpu["waitsFor"]),
-    ):
-        if there:
-            words.append(Text(word, style="yellow"))
-    return Text("\n").join(words) if words else Text("healthy", style="green")
-
-
-def reasons(gpus: Sequence[Mapping[str, Any]]) -> Sequence[Text]:
-    """Say below a table what `brief_health` has no room for: a line for each reason."""
-    return [
-        Text(f"GPU {gpu['index']}: ") + line
-        for gpu in gpus
-        for line in full_health(gpu).split("\n")
-        if line.plain != "healthy"
-    ]
-
-
-def full_health(gpu: Mapping[str, Any]) -> Text:
-    """Say whether a GPU is healthy, and all that keeps it or one of its backends from serving."""
-    lines = []
-    if not gpu["healthy"]:
-        lines.append(Text(f"{gpu['reason']}, since {_moment(gpu['since'])}", style="bold red"))
-    for fault in gpu["faults"]:
-        slots = ", ".join(share.partition("::")[2] for share in fault["shares"]) or "not of ours"
-        told = f"MIG device {fault['device']} ({slots}): {fault['reason']}"
-        lines.append(Text(f"{told}, since {_moment(fault['since'])}", style="bold red"))
-    if cordon := gpu["cordon"]:
-        told = f"cordoned: {cordon['reason']}, since {_moment(cordon['since'])}"
-        lines.append(Text(told, style="yellow"))
-    for backend, pause in gpu["suspended"].items():
-        told = f"{backend} suspended: {pause['reason']}, since {_moment(pause['since'])}"
-        lines.append(Text(told, style="yellow"))
-    for backend, since in gpu["cleaning"].items():
-        lines.append(Text(f"{backend} cleans it since {_moment(since)}", style="yellow"))
-    lines += [Text(blocked, style="yellow") for blocked in gpu["blocked"]]
-    if gpu["waitsFor"]:
-        lines.append(Text(gpu["waitsFor"], style="yellow"))
-
-    return Text("\n").join(lines) if lines else Text("healthy", style="green")
-
-
-def _moment(since: str) -> str:
-    return since.removesuffix("+00:00").replace("T", " ") + " UTC"
 
 
 def fullness(shares: Mapping[str, Mapping[str, int]]) -> RenderableType:

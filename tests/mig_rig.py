@@ -5,8 +5,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import pytest
 
+from metagpu.backends.mig import keeping, ledger
 from metagpu.core.model import Made
+from metagpu.plugins import podresources
 from metagpu.sim.foreign import place_of
 from metagpu.sim.kubelet import Pod, SimKubelet
 from metagpu.sim.node import SimNode
@@ -14,6 +17,21 @@ from metagpu.sim.spec import simulated
 from tests.agent_rig import Scene, agent_at_work
 
 PROFILES = "1g.5gb, 1g.5gb+me, 2g.10gb, 3g.20gb, 7g.40gb"
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, *, period: float = 0.02) -> None:
+    """Have nobody wait for what takes seconds on a real node.
+
+    Args:
+        monkeypatch: takes it back.
+        period: seconds between two questions to the kubelet.
+    """
+    monkeypatch.setattr(podresources, "PERIOD", period)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    for module in (ledger, keeping):
+        monkeypatch.setattr(module, "POLL", 0.05)
+        monkeypatch.setattr(module, "LOOK", 0.2)
+    monkeypatch.setattr(ledger, "GRACE", 0.2)
 
 
 def configured(options: str = "keepWarm: 100ms", profiles: str = PROFILES) -> str:

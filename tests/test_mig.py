@@ -8,18 +8,19 @@ import anyio
 import pynvml
 import pytest
 
-from metagpu.backends.mig import keeping, ledger, turns
-from metagpu.plugins import podresources, serving
+from metagpu.backends.mig import turns
+from metagpu.plugins import serving
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import agent_at_work
 from tests.mig_rig import (
     a_node,
     blocked,
     configured,
+    hurry,
     made,
     mig_at_work,
     places,
@@ -37,13 +38,8 @@ WHOLE = "nvidia.com/mig-7g.40gb"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    hurry(monkeypatch)
     monkeypatch.setattr(turns, "TURN", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(ledger, "GRACE", 0.2)
 
 
 async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path) -> None:

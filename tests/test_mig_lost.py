@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from metagpu.backends.mig import keeping, ledger, turns
+from metagpu.backends.mig import turns
 from metagpu.core import lost
-from metagpu.plugins import podresources
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.sim.apiserver import SimApiServer
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.node import SimNode
 from tests.agent_rig import Scene, agent_at_work
 from tests.heard import heard
-from tests.mig_rig import a_node, configured, cut, pod, until
+from tests.mig_rig import a_node, configured, cut, hurry, pod, until
 
 TWO = "nvidia.com/mig-2g.10gb"
 NODE = "gpu-1"
@@ -26,12 +25,8 @@ GPUS = "{board: a100-40gb, mig: true}"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
     monkeypatch.setattr(lost, "PERIOD", 0.05)
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    hurry(monkeypatch)
     monkeypatch.setattr(turns, "TURN", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
 
 
 async def told_lost(it: Scene) -> Sequence[Mapping[str, Any]]:

@@ -5,12 +5,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.backends.mig import keeping, ledger, turns
-from metagpu.plugins import podresources
+from metagpu.backends.mig import making, turns
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError
 from tests.agent_rig import Scene, agent_at_work
-from tests.mig_rig import a_node, made, places, pod, until, until_placed
+from tests.mig_rig import a_node, hurry, made, places, pod, until, until_placed
 
 TWO = "nvidia.com/mig-2g.10gb"
 TWO_THREE = "[2g.10gb, 3g.20gb]"
@@ -30,12 +29,8 @@ GPUS = "{board: a100-40gb, mig: true}, {board: a100-40gb}"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    hurry(monkeypatch)
     monkeypatch.setattr(turns, "TURN", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
 
 
 async def changed(it: Scene, before: str, after: str) -> None:
@@ -95,7 +90,7 @@ async def test_a_pod_whose_share_is_gone_is_told_at_once(
     tmp_path: Path, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not wait for what nobody makes any more, and reads why, before its list ends."""
-    monkeypatch.setattr(keeping, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(making, "FIRST_PAUSE", 0.01)
     node = await a_node(tmp_path, GPUS)
     async with agent_at_work(tmp_path, node, POOLS) as it:
         await it.until(3, 3, TWO)

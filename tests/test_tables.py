@@ -6,68 +6,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from metagpu.core.facts import (
-    BackendSuspended,
-    Fact,
-    GpuCordoned,
-    GpuFaulted,
-    GpuKept,
-    GpusFound,
-    SharesGranted,
-    SharesReleased,
-)
+from metagpu.core.facts import GpuFaulted
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import full_health, fullness, show_explanation, show_plan, show_status
-from tests.build import after, gpu, offer, share
-
-A = gpu(0)
-FRACTIONS = tuple(share(A, number) for number in range(4))
-UNITS = tuple(share(A, number, backend="mps", resource="x.y/mps") for number in range(2))
-
-
-def told(*facts: Fact) -> dict[str, Any]:
-    """Tell of a GPU after some facts."""
-    kept = GpuKept(A.id, "mps", readies=False, cleans=True, at=0)
-    snapshot = after(GpusFound((A,), at=0), kept, offer(*FRACTIONS, *UNITS), *facts)
-    [gpu] = explanation(snapshot, Layout((), {}, ()))["gpus"]
-    return dict(gpu)
-
-
-CORDON = GpuCordoned(A.id, "riser", at=60)
-SUSPENDED = BackendSuspended(A.id, "mps", "no daemon", at=120)
-HELD = SharesGranted(UNITS[:1], at=30)
-ENDED = SharesReleased(UNITS[:1], at=180)
-
-
-@pytest.mark.parametrize(
-    ("facts", "lines"),
-    [
-        ((), ["healthy"]),
-        ((GpuFaulted(A.id, "XID 79", at=0),), ["XID 79, since 1970-01-01 00:00:00 UTC"]),
-        ((CORDON,), ["cordoned: riser, since 1970-01-01 00:01:00 UTC"]),
-        (
-            (CORDON, SUSPENDED),
-            [
-                "cordoned: riser, since 1970-01-01 00:01:00 UTC",
-                "mps suspended: no daemon, since 1970-01-01 00:02:00 UTC",
-            ],
-        ),
-        ((HELD, ENDED), ["mps cleans it since 1970-01-01 00:03:00 UTC"]),
-    ],
-    ids=["healthy", "faulty", "cordoned", "suspended too", "being cleaned"],
-)
-def test_all_that_keeps_a_gpu_from_serving_is_told(
-    facts: tuple[Fact, ...], lines: list[str]
-) -> None:
-    """Each reason has its line, with since when."""
-    assert full_health(told(*facts)).plain.splitlines() == lines
-
-
-def test_a_gpu_that_waits_says_for_whom() -> None:
-    """A GPU cut anew is healthy and tells whose end it waits for."""
-    waiting = full_health(told(HELD, offer(*FRACTIONS)))
-    assert "is held by a pod that is being admitted" in waiting.plain
+from metagpu.tables import fullness, show_explanation, show_plan, show_status
+from tests.build import after
+from tests.reported import CORDON, HELD, SUSPENDED, A, told
 
 
 def test_bars_tell_held_from_free_from_shut() -> None:

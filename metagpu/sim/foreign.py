@@ -4,8 +4,9 @@ import re
 from typing import Final
 
 from metagpu.sim import cutting
+from metagpu.sim.gpu import SimError, SimGpu
 from metagpu.sim.instances import SimInstance
-from metagpu.sim.node import SimError, SimGpu, SimNode
+from metagpu.sim.node import SimNode
 
 _PLACE: Final = re.compile(r"(\d+g\.[^@]+)@(\d+)")
 

@@ -10,8 +10,9 @@ import msgspec
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import GpuId
 from metagpu.sim.cutting import Refusal, profile_of
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.instances import SimCompute, SimInstance
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
 
 _DRAFT: Final = ".new"
 

@@ -40,9 +40,10 @@ from metagpu.core.gpu import GpuId
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board
+from metagpu.sim.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.lasting import keep
-from metagpu.sim.node import DRIVER, SimError, SimGpu, SimNode, SimProcess
+from metagpu.sim.node import DRIVER, SimNode
 
 _OPTION: Final = "--simulate"
 _PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")

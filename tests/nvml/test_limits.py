@@ -8,7 +8,8 @@ import pytest
 from metagpu.core.errors import DriverError, NotThere, Unsupported
 from metagpu.core.gpu import MIB
 from metagpu.nvml import Nvml
-from metagpu.sim.node import SimError, SimNode, SimProcess
+from metagpu.sim.gpu import SimError, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import board
 from tests.nvml.rig import altered
 

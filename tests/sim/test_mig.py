@@ -5,9 +5,10 @@ import pytest
 from metagpu.core.gpu import MIB
 from metagpu.sim import cutting, foreign
 from metagpu.sim.boards import BOARDS
-from metagpu.sim.node import SimError, SimGpu, SimNode, SimProcess
+from metagpu.sim.gpu import SimError, SimGpu, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.steer import describe
+from metagpu.sim.view import describe
 from tests.sim.test_steer import done
 
 
