@@ -14,9 +14,10 @@ import anyio
 
 from metagpu import configuring
 from metagpu.arguments import parser
+from metagpu.command_line import finished
 from metagpu.core.errors import MetagpuError
 from metagpu.options import cluster_of, metrics_of, settle, source_of
-from metagpu.plugins import control, pod_folder
+from metagpu.plugins import control, kubelet_directory, pod_folder
 from metagpu.plugins.cluster.settings import Settings
 from metagpu.plugins.metrics.address import Address
 from metagpu.sources import Source
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 1
 
     try:
-        status = _do(args)
+        status = finished("metagpu", lambda: _do(args))
     finally:
         _leave_what_hangs(args, status)
     return status
@@ -85,6 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     from metagpu.places import Places
 
     joins, metrics = cluster_of(args), metrics_of(args)
+    kubelet_directory.check(args.kubelet_dir)
     _log(args.log_level, args.log_format)
     pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
     places = Places(

@@ -1,15 +1,12 @@
 """What people read in tables: the state of a GPU in a few words."""
 
-from typing import Any
-
 import pytest
-from rich.console import Console
 from rich.text import Text
 
 from metagpu.core.facts import GpuFaulted
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import fullness, show_explanation, show_plan, show_status
+from metagpu.tables import fullness, show, show_explanation, show_plan, show_status, table
 from tests.build import after
 from tests.reported import CORDON, HELD, SUSPENDED, A, told
 
@@ -149,57 +146,36 @@ def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     assert "other terms from the next request or event on: health" in words
 
 
-def long_plan() -> dict[str, Any]:
-    """Give a plan whose names are longer than most terminals are wide."""
-    change = {"change": "added", "before": 0, "after": 4, "backendBefore": None}
-    one = {
-        "index": 0,
-        "uuid": A.id,
-        "product": "NVIDIA A100",
-        "change": "added",
-        "poolBefore": None,
-        "poolAfter": "p" * 70,
-        "backendsBefore": [],
-        "backendsAfter": ["fraction"],
-        "waitsFor": [],
-    }
-    return {
-        "resources": {LONG: {**change, "backendAfter": "fraction"}},
-        "gpus": [one],
-        "settings": [f"a setting with the number {number}" for number in range(9)],
-    }
-
-
-LONG = f"example.com/{'r' * 90}"
-
-
 def test_what_goes_into_a_pipe_is_not_folded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line is one thing, however long, for whoever reads it by a program."""
+    """A line is one thing, however long, for whoever reads it by a program; nothing is left out."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    show_plan(long_plan())
+    pool, reason = "p" * 90, f"a reason that is longer than a terminal is wide: {'x ' * 60}"
+    one = {**told(GpuFaulted(A.id, reason, at=0)), "product": "NVIDIA A100", "pool": pool}
+    show_status({"resources": {}, "gpus": [one], "leases": [], "remarks": ["words " * 40]})
 
     lines = capsys.readouterr().out.splitlines()
-    [resource] = [line for line in lines if "fraction" in line and LONG in line]
-    assert resource.split() == [LONG, "added", "0", "->", "4", "-", "->", "fraction"]
-    [pool] = [line for line in lines if "A100" in line]
-    assert "p" * 70 in pool
-    assert lines[-1].endswith("a setting with the number 8")
+    [head] = [line for line in lines if line.lstrip().startswith("GPU ") and "PRODUCT" in line]
+    assert {"MEMORY", "POOL"} <= set(head.split())
+    assert [line for line in lines if pool in line and "A100" in line]
+    assert [line for line in lines if reason in line and "since 1970" in line]
+    assert lines[-1].split() == ["words"] * 40
     assert max(map(len, lines)) < 1000  # nor is it filled up
 
 
-def test_a_terminal_folds_at_its_own_width(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+def test_no_table_is_cut(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is wider than the terminal is, nor than COLUMNS says where it is set."""
-    monkeypatch.setenv("COLUMNS", "100")
-    show_plan(long_plan())
-    assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
+    """However narrow a terminal is, names and numbers stay whole, and no line ends in blanks."""
+    monkeypatch.setenv("COLUMNS", columns)
+    drawn = table("POD", "RESOURCE", "GPU 0")
+    slices = Text("3 3 3 3 2 2 1 ·", no_wrap=True)
+    drawn.add_row("a-pod-with-a-long-name", "example.com/a-long-resource", slices)
+    show("before", drawn)
+    said = capsys.readouterr().out
 
-    monkeypatch.delenv("COLUMNS")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    wide = Console().width
-    show_plan(long_plan())
-    drawn = Text.from_ansi(capsys.readouterr().out).plain
-    assert max(map(len, drawn.splitlines())) <= wide
+    for whole in ("a-pod-with-a-long-name", "example.com/a-long-resource", "3 3 3 3 2 2 1 ·"):
+        assert whole in said
+    assert [line for line in said.split("\n") if line.endswith(" ")] == []

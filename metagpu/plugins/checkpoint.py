@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from metagpu.core.errors import why
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.injection import MEMORY
 from metagpu.core.lost import Given
@@ -128,7 +129,7 @@ def read_told(directory: Path) -> Told:
             "the kubelet's checkpoint cannot be read: containers that are older than this daemon "
             "are held to shares of the present size",
             file=str(path),
-            why=str(error) or type(error).__name__,
+            why=why(error),
         )
         return NOTHING_TOLD
     return dict(told)

@@ -14,7 +14,7 @@ from metagpu.backends.fraction import FractionBackend
 from metagpu.core.errors import RequestError
 from metagpu.core.facts import SharesOffered
 from metagpu.core.grant import Grant
-from metagpu.core.model import Share
+from metagpu.core.model import ResourceName, Share
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import service, serving
 from metagpu.plugins.pb import v1, v1alpha1, v1beta1
@@ -220,6 +220,7 @@ async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
             with pytest.raises(grpclib.GRPCError) as refused:
                 await allocate(stub, ["GPU-gone::m01"])
 
+        assert it.record.of(ResourceName(METAGPU)).lists == 2  # sent before the refusal came
         assert refused.value.status is Status.NOT_FOUND
         assert "no share has the id 'GPU-gone::m01'" in str(refused.value.message)
         await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 2)
