@@ -104,6 +104,7 @@ class Agent:
             self.registry,
             lambda gpu: terms_in(self.config, self.layout, gpu),
             {name: kind.guard for name, kind in self._kinds.items()},
+            given=partial(to_thread.run_sync, checkpoint.read_given, self.places.kubelet),
         )
         self._node = os.environ.get("NODE_NAME") or socket.gethostname()
         self.inside = Inside(
@@ -253,6 +254,7 @@ class Agent:
         return {
             **report.status(self.registry.snapshot, self.layout),
             "enforcement": self.oversight.tally,
+            "lost": self.oversight.lost,
             "configuration": self.adoption.report(),
             "cluster": self.cluster.report() if self.cluster else None,
             "cdi": self.cdi.report(),

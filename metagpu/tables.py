@@ -1,5 +1,7 @@
 """Reports as tables for people; the only place that draws."""
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,6 +13,7 @@ from rich.text import Text
 from metagpu.core.tally import tally_lines
 from metagpu.health_words import brief_health, full_health, reasons
 
+ENDLESS: Final = 1_000_000  # letters in a line that nobody has to fold
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {
     "NV": "NVLinks, so many, between the two or from each to NVSwitches",
@@ -34,7 +37,8 @@ _UNBROKEN: Final = {
 def show(*parts: RenderableType) -> None:
     """Print tables and texts below each other; colours only if a terminal reads.
 
-    No table is cut: where the terminal has no room for one, it breaks the lines itself.
+    No table is cut: where the terminal has no room for one, it breaks the lines itself. In a pipe
+    or a file a line may be as long as it likes, unless COLUMNS is set, as `watch` does.
     """
     for part in parts:
         out = _console()
@@ -47,6 +51,8 @@ def show(*parts: RenderableType) -> None:
 
 
 def _console(width: int | None = None) -> Console:
+    if width is None and not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        width = ENDLESS
     return Console(highlight=False, soft_wrap=False, width=width)
 
 
@@ -69,6 +75,7 @@ def show_status(status: Mapping[str, Any]) -> None:
     show(
         *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
         *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
+        *(Text(line, style="bold red") for line in lost_lines(status.get("lost", ()))),
         *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
         *(Text(line, style="yellow") for line in cdi_lines(status.get("cdi"))),
         resources_table(status["resources"]),
@@ -92,6 +99,11 @@ def cdi_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
 def rival_lines(rivals: Mapping[str, str]) -> Sequence[str]:
     """Say which resources another device plugin serves in our stead."""
     return [f"{name} is served by another plugin on {it}" for name, it in rivals.items()]
+
+
+def lost_lines(lost: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Say which containers were given MIG devices that are no more, and what helps."""
+    return [f"{it['holder'].partition(' ')[0]}: {it['why']}" for it in lost]
 
 
 def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:

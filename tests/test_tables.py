@@ -105,6 +105,15 @@ def test_a_status_says_what_containers_by_cdi_lack(capsys: pytest.CaptureFixture
     assert "containers" not in capsys.readouterr().out
 
 
+def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the tables, with the pod and what helps."""
+    one = {"holder": "team/alice (main)", "why": "container main was given MIG-1, which is no more"}
+    show_status({"resources": {}, "gpus": [told()], "leases": [], "lost": [one]})
+
+    out = capsys.readouterr().out
+    assert out.startswith("team/alice: container main was given MIG-1, which is no more")
+
+
 def test_a_status_ends_with_what_backends_remark(capsys: pytest.CaptureFixture[str]) -> None:
     """Each sentence of a backend stands below the tables, on its own line."""
     remarks = ["GPU 0: it is full", "if a/b (c) moved, there would be room"]
@@ -135,6 +144,24 @@ def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     words = " ".join(out.split())
     assert "team/old (main): 3 of a.b/c" in words
     assert "other terms from the next request or event on: health" in words
+
+
+def test_what_goes_into_a_pipe_is_not_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line is one thing, however long, for whoever reads it by a program; nothing is left out."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pool, reason = "p" * 90, f"a reason that is longer than a terminal is wide: {'x ' * 60}"
+    one = {**told(GpuFaulted(A.id, reason, at=0)), "product": "NVIDIA A100", "pool": pool}
+    show_status({"resources": {}, "gpus": [one], "leases": [], "remarks": ["words " * 40]})
+
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line for line in lines if line.lstrip().startswith("GPU ") and "PRODUCT" in line]
+    assert {"MEMORY", "POOL"} <= set(head.split())
+    assert [line for line in lines if pool in line and "A100" in line]
+    assert [line for line in lines if reason in line and "since 1970" in line]
+    assert lines[-1].split() == ["words"] * 40
+    assert max(map(len, lines)) < 1000  # nor is it filled up
 
 
 @pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
