@@ -23,6 +23,8 @@ from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, 
 
 DEADLINE: Final = 10.0
 """Seconds for the program, or for whoever else is asked: those of clouds take one to five."""
+LAST_WORDS: Final = 1.0
+"""Seconds for the pipes of a program that was ended; what it sent away may hold them open."""
 
 _OWN: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
 """What a user of a kubeconfig may have that its program's answer takes the place of."""
@@ -98,7 +100,9 @@ async def _printed(program: ExecProvider) -> bytes:
         "KUBERNETES_EXEC_INFO": json.dumps({**info, "spec": {"interactive": False}}),
     }
     try:
-        process = await anyio.open_process(program.args, env=env, start_new_session=True)
+        # Who is cancelled in the middle of a start could end neither all of it nor its pipes.
+        with anyio.CancelScope(shield=True):
+            process = await anyio.open_process(program.args, env=env, start_new_session=True)
     except OSError as error:
         raise _failed(program, f"could not be started: {error.strerror}") from error
 
@@ -119,6 +123,10 @@ async def _printed(program: ExecProvider) -> bytes:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, SIGKILL)
+            # The event loop closes a pipe where it ends, and nowhere else.
+            with anyio.move_on_after(LAST_WORDS, shield=True):
+                await _drain(process.stdout, printed)
+                await _drain(process.stderr, complaint)
 
     if status:
         last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]

@@ -1,12 +1,15 @@
 """Credentials that a program gives, as a kubeconfig names it: real programs, a simulated server."""
 
+import gc
 import os
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import anyio
+import anyio.abc
 import pytest
 import yaml
 from kubernetes_asyncio.config import ConfigException
@@ -156,6 +159,29 @@ async def test_who_is_cancelled_leaves_no_program(tmp_path: Path) -> None:
         group.cancel_scope.cancel()
     pid = int((tmp_path / "pid").read_text())
     await until(lambda: not _runs(pid))
+
+
+async def test_who_is_cancelled_in_a_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that is just being started is ended whole, and its pipes are closed."""
+    started: list[int] = []
+    start = anyio.open_process
+
+    async def cancelled(*args: Any, **more: Any) -> anyio.abc.Process:
+        group.cancel_scope.cancel()
+        process = await start(*args, **more)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(anyio, "open_process", cancelled)
+    path = kubeconfig(tmp_path, "sleep 3600")
+    async with anyio.create_task_group() as group:
+        group.start_soon(credentials, path)
+
+    [pid] = started
+    await until(lambda: not _runs(pid))
+    gc.collect()  # a pipe that is open still is a warning, and that fails
 
 
 def _runs(pid: int) -> bool:
