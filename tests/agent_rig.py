@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 
 from metagpu.app import Agent, Places
-from metagpu.core.facts import Event
 from metagpu.core.host import Host
+from metagpu.core.news import Event
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml

@@ -10,9 +10,9 @@ import structlog
 
 from metagpu.core.bus import Bus
 from metagpu.core.driver import DriverEvent, EccError, Xid
-from metagpu.core.facts import Event, MemoryErrorHeard, XidHeard
 from metagpu.core.gpu import GpuId
 from metagpu.core.judgement import Heard
+from metagpu.core.news import Event, MemoryErrorHeard, XidHeard
 
 CORRECTED_EVERY: Final = 60.0
 """Seconds for which a GPU's corrected memory errors are counted rather than told."""

@@ -12,12 +12,10 @@ from msgspec.structs import replace
 
 from metagpu.core.facts import (
     DriverRead,
-    Event,
     Fact,
     GpuFact,
     GpusFound,
     LeasesObserved,
-    PodEnded,
     PodsTold,
     RivalLeft,
     RivalMet,
@@ -30,6 +28,7 @@ from metagpu.core.facts import (
 from metagpu.core.gpu import GpuId, Topology
 from metagpu.core.leasing import awaited, granted, observed, with_leases, with_states
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
+from metagpu.core.news import Event, PodEnded
 from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import contended, withheld
 from metagpu.core.snapshot import GpuState, Offer, Snapshot

@@ -14,8 +14,9 @@ import structlog
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from metagpu.core.facts import Event, LeasesObserved, PodEnded, SharesGranted, SharesOffered
+from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
 from metagpu.core.model import Holder, ResourceName, ShareId
+from metagpu.core.news import Event, PodEnded
 from metagpu.core.registry import Registry
 from metagpu.plugins.pb import v1
 from metagpu.plugins.settling import Settling

@@ -11,9 +11,9 @@ import anyio
 from metagpu.core import endurance, enforcer
 from metagpu.core.enforcement import Policy
 from metagpu.core.errors import HostError
-from metagpu.core.facts import MemoryExceeded, ProcessSignalled
 from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity
+from metagpu.core.news import MemoryExceeded, ProcessSignalled
 from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.kubelet import Container, Pod, SimKubelet

@@ -25,10 +25,11 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
-from metagpu.core.facts import GpuRecovered, MemoryErrorHeard, StockTold, XidHeard
+from metagpu.core.facts import GpuRecovered, StockTold
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.health import HealthWatch
 from metagpu.core.model import Fault, Made, ShareId, Stock
+from metagpu.core.news import MemoryErrorHeard, XidHeard
 from metagpu.core.registry import Registry
 from metagpu.core.xid import Severity
 from tests.build import gpu

@@ -11,9 +11,10 @@ from anyio.abc import Process
 
 from metagpu.core import strangers
 from metagpu.core.census import Census
-from metagpu.core.facts import GpusFound, LeasesObserved, StrangerFound
+from metagpu.core.facts import GpusFound, LeasesObserved
 from metagpu.core.gpu import MIB
 from metagpu.core.model import Holder
+from metagpu.core.news import StrangerFound
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
 from metagpu.sim.gpu import SimProcess

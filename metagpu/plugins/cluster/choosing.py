@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import ConfigurationRefused
+from metagpu.core.news import ConfigurationRefused
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state

@@ -2,14 +2,8 @@
 
 from typing import Final
 
-from metagpu.core.facts import (
-    Event,
-    MemoryExceeded,
-    ProcessSignalled,
-    StrangerFound,
-    WishRefused,
-)
 from metagpu.core.gpu import MIB, GpuId
+from metagpu.core.news import Event, MemoryExceeded, ProcessSignalled, StrangerFound, WishRefused
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster.events import News, Subject
 
