@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu import app
+from metagpu import app, laying
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.errors import MetagpuError
@@ -138,7 +138,7 @@ async def test_device_node_that_comes_late_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device node that was not there at the start is given to the next pod."""
-    monkeypatch.setattr(app, "NODES_PERIOD", 0.01)
+    monkeypatch.setattr(laying, "NODES_PERIOD", 0.01)
     uvm = tmp_path / "dev" / "nvidia-uvm"
 
     async with agent_at_work(tmp_path) as it:

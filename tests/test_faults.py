@@ -32,6 +32,18 @@ async def test_fatal_xid_reaches_the_kubelet_and_heals(tmp_path: Path) -> None:
         assert it.state(0).verdict.healthy
 
 
+async def test_a_lost_gpu_is_named_once(tmp_path: Path) -> None:
+    """What NVML says of a GPU is told without the GPU's name, which its reader has already."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        it.node.lose(it.node.gpu("0"))
+        await it.until(20, 10)
+
+        assert it.state(0).verdict.reason == (
+            "the GPU is lost: it has fallen off the bus or does not answer"
+        )
+
+
 async def test_application_xid_changes_nothing(tmp_path: Path) -> None:
     """An application's XID costs no share."""
     async with agent_at_work(tmp_path) as it:

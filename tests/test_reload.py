@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu import adoption, app
+from metagpu import adoption, laying
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.errors import ConfigError
@@ -72,7 +72,7 @@ async def test_a_fault_of_our_own_with_a_new_gpu_ends_nothing(
         def fail(*_: object) -> None:
             raise RuntimeError("nobody thought of that")
 
-        with heard(app) as lines, monkeypatch.context() as patched:
+        with heard(laying) as lines, monkeypatch.context() as patched:
             patched.setattr(FractionBackend, "shares", fail)
             it.node.add_gpu(BOARDS["t4"])
             with anyio.fail_after(30):
@@ -157,7 +157,7 @@ async def test_reload_is_not_undone_by_a_gpu_that_comes(tmp_path: Path) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(it.agent.reload)
             for _ in range(5):
-                group.start_soon(it.agent._take_in_gpus)
+                group.start_soon(it.agent.laying.again)
 
         assert len(it.agent.layout.shares) == 40
         await it.until(40, 40)

@@ -1,11 +1,12 @@
 """What people read in tables: the state of a GPU in a few words."""
 
 import pytest
+from rich.text import Text
 
 from metagpu.core.facts import GpuFaulted
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import fullness, show_explanation, show_plan, show_status
+from metagpu.tables import fullness, show, show_explanation, show_plan, show_status, table
 from tests.build import after
 from tests.reported import CORDON, HELD, SUSPENDED, A, told
 
@@ -104,6 +105,15 @@ def test_a_status_says_what_containers_by_cdi_lack(capsys: pytest.CaptureFixture
     assert "containers" not in capsys.readouterr().out
 
 
+def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the tables, with the pod and what helps."""
+    one = {"holder": "team/alice (main)", "why": "container main was given MIG-1, which is no more"}
+    show_status({"resources": {}, "gpus": [told()], "leases": [], "lost": [one]})
+
+    out = capsys.readouterr().out
+    assert out.startswith("team/alice: container main was given MIG-1, which is no more")
+
+
 def test_a_status_ends_with_what_backends_remark(capsys: pytest.CaptureFixture[str]) -> None:
     """Each sentence of a backend stands below the tables, on its own line."""
     remarks = ["GPU 0: it is full", "if a/b (c) moved, there would be room"]
@@ -134,3 +144,38 @@ def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     words = " ".join(out.split())
     assert "team/old (main): 3 of a.b/c" in words
     assert "other terms from the next request or event on: health" in words
+
+
+def test_what_goes_into_a_pipe_is_not_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line is one thing, however long, for whoever reads it by a program; nothing is left out."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pool, reason = "p" * 90, f"a reason that is longer than a terminal is wide: {'x ' * 60}"
+    one = {**told(GpuFaulted(A.id, reason, at=0)), "product": "NVIDIA A100", "pool": pool}
+    show_status({"resources": {}, "gpus": [one], "leases": [], "remarks": ["words " * 40]})
+
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line for line in lines if line.lstrip().startswith("GPU ") and "PRODUCT" in line]
+    assert {"MEMORY", "POOL"} <= set(head.split())
+    assert [line for line in lines if pool in line and "A100" in line]
+    assert [line for line in lines if reason in line and "since 1970" in line]
+    assert lines[-1].split() == ["words"] * 40
+    assert max(map(len, lines)) < 1000  # nor is it filled up
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+def test_no_table_is_cut(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However narrow a terminal is, names and numbers stay whole, and no line ends in blanks."""
+    monkeypatch.setenv("COLUMNS", columns)
+    drawn = table("POD", "RESOURCE", "GPU 0")
+    slices = Text("3 3 3 3 2 2 1 ·", no_wrap=True)
+    drawn.add_row("a-pod-with-a-long-name", "example.com/a-long-resource", slices)
+    show("before", drawn)
+    said = capsys.readouterr().out
+
+    for whole in ("a-pod-with-a-long-name", "example.com/a-long-resource", "3 3 3 3 2 2 1 ·"):
+        assert whole in said
+    assert [line for line in said.split("\n") if line.endswith(" ")] == []

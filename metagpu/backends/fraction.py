@@ -75,6 +75,13 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         # Two digits at least and never more than needed: an id outlives a change of count.
         return self.equal(gpu, (f"m{number:02d}" for number in range(number_of)), memory)
 
+    def why_none(self, gpu: Gpu) -> str:
+        """Say why a GPU has no share."""
+        unit = self.options.memory_unit
+        if gpu.mig_enabled or unit is None:
+            return super().why_none(gpu)
+        return f"a share is {unit // MIB} MiB, and the GPU has {gpu.memory // MIB}"
+
     def prefer(
         self,
         available: Sequence[Share],

@@ -15,6 +15,7 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
+from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import Gpu
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import ResourceName
@@ -60,6 +61,9 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
     def __post_init__(self) -> None:
         if self.rescan_period <= 0:
             raise ValueError("rescanPeriod must be longer than 0")
+        for code in self.xids:
+            if code < 1:
+                raise ValueError(f"{code} is no XID; they are numbered from 1")
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -74,6 +78,10 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     gpus: Literal["all"] | Selector = "all"
     memory_enforcement: Enforcement = Enforcement()
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise ValueError("a pool has a name, by which people are told of it")
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""
@@ -143,6 +151,12 @@ class Config:
         # What the backends have to say against their options is said now.
         self.pools(self.envelope.injection(Injection()))
 
+    def error(self, path: str, problem: str) -> ConfigError:
+        """Make the error for a problem with what the file says at `path`, or with all of it."""
+        if not path:
+            return ConfigError(problem, file=self.file)
+        return self._document.error(path, problem)
+
     def _check_injection(self) -> None:
         """Refuse what containers cannot be given their GPUs by."""
         strategies, kind = self.envelope.strategies, self.envelope.cdi_kind
@@ -188,7 +202,8 @@ class Config:
                         _claim(resource, backend.name, claims)
                 except ValueError as error:
                     path = f"pools[{number}].backends[{place}]"
-                    raise self._document.error(path, str(error)) from None
+                    key = ".resource" if isinstance(error, _NameError) else ""
+                    raise self._document.error(path + key, str(error)) from None
                 backends.append(backend)
             made.append((pool, backends))
 
@@ -204,13 +219,17 @@ def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config
     return Config(Document(text, file), backends)
 
 
+class _NameError(ValueError):
+    """Raised when a resource cannot be offered under its name."""
+
+
 def _claim(resource: ResourceName, backend: str, claims: dict[ResourceName, str]) -> None:
     if refusal := name_refusal(resource):
-        raise ValueError(f"{resource!r} is no resource name: {refusal}")
+        raise _NameError(f"{resource!r} is no resource name: {refusal}")
 
     first = claims.setdefault(resource, backend)
     if first != backend:
-        raise ValueError(
+        raise _NameError(
             f"{resource} is offered by backend {first} already and cannot be offered by {backend} "
             "too; give it another `resource`"
         )

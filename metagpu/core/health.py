@@ -245,7 +245,8 @@ class HealthWatch:
         except DriverUnavailable:
             raise
         except DriverError as error:
-            return str(error), Fault.NO_ANSWER
+            # Whoever shows a verdict has named the GPU already.
+            return str(error).rpartition(f"({gpu}): ")[2], Fault.NO_ANSWER
         refusal = judge_condition(condition)
         return None if refusal is None else (refusal, fault_in(condition))
 

@@ -163,6 +163,8 @@ class Stock(msgspec.Struct, frozen=True):
         named: the MIG devices that there are, whoever made them, by all names that CDI knows them
             by: their uuids, and those of the places where they may be made again.
         late: shares that are not on offer yet, though nothing may be in their way any more.
+        making: instances that the driver was asked for and has not answered about: what turns up
+            there is ours, whoever keeps the GPU by then.
     """
 
     made: Mapping[ShareId, Made] = msgspec.field(default_factory=dict)
@@ -172,6 +174,7 @@ class Stock(msgspec.Struct, frozen=True):
     alone: bool = False
     named: Mapping[str, Made] = msgspec.field(default_factory=dict)
     late: frozenset[ShareId] = frozenset()
+    making: frozenset[str] = frozenset()
 
 
 def gpu_of(share: ShareId) -> GpuId:

@@ -105,6 +105,20 @@ class WishRefused(msgspec.Struct, frozen=True):
     at: float
 
 
+class DevicesLost(msgspec.Struct, frozen=True):
+    """A container was given MIG devices that are no more: once for each container.
+
+    Attributes:
+        mend: the command that helps.
+    """
+
+    holder: Holder
+    pod_uid: str
+    devices: tuple[str, ...]
+    mend: str
+    at: float
+
+
 Event = (
     Fact
     | MemoryExceeded
@@ -115,5 +129,6 @@ Event = (
     | MemoryErrorHeard
     | PodEnded
     | WishRefused
+    | DevicesLost
 )
 """What is heard on the bus: facts that changed something, and what is only heard."""

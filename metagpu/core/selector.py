@@ -3,13 +3,15 @@
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from metagpu.core.gpu import MIB, Gpu, bus_id
 from metagpu.core.units import Bytes, PciDevice
 
+_UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
+"""As NVML writes it: another spelling would select nothing."""
 _Check: TypeAlias = tuple[object, Callable[[Any], bool], str]
 """What is wanted, one of which has to fit; how to tell whether it does; why it does not."""
 
@@ -46,6 +48,11 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             bus_id(name)
         for part in _listed(self.pci_device):
             PciDevice.parse(part)
+        for part in _listed(self.uuid):
+            if not _UUID.fullmatch(part):
+                raise ValueError(f"{part!r} is no uuid of a GPU; write one as `nvidia-smi -L` does")
+        if "" in _listed(self.product):
+            raise ValueError("an empty `product` matches nothing; write a pattern like *A100*")
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not selected, `None` when it is."""
@@ -70,7 +77,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
             (
                 self.product,
                 lambda part: fnmatchcase(gpu.name.lower(), part.lower()),
-                f"{gpu.name} does not match {_shown(self.product)}",
+                f"{gpu.name} does not match {_shown(self.product)}{_nearly(gpu, self.product)}",
             ),
             (
                 self.min_memory,
@@ -96,6 +103,12 @@ def _listed(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 - one or several of 
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
+
+
+def _nearly(gpu: Gpu, product: object) -> str:
+    """Give the pattern that would match a GPU, if only its stars are missing."""
+    parts = [part for part in _listed(product) if part.lower() in gpu.name.lower()]
+    return f"; *{parts[0]}* would" if parts else ""
 
 
 def _memory(size: int) -> str:

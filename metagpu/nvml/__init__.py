@@ -31,7 +31,7 @@ from metagpu.core.snapshot import Versions
 from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
-from metagpu.nvml.limits import limit_memory
+from metagpu.nvml.limits import limit_memory, read_limit
 from metagpu.nvml.listening import hear, stop_listening
 from metagpu.nvml.reading import read_compute_mode, read_condition, read_processes, set_compute_mode
 from metagpu.nvml.session import SLICE, Known, Session
@@ -162,6 +162,11 @@ class Nvml:
         """Have the driver refuse all processes of a cgroup together more than so many bytes."""
         known = self._known(gpu)
         await known.lane.call(partial(limit_memory, known.handle, cgroup, limit), self._deadline)
+
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
+        """Read what all processes of a cgroup together are limited to, `None` for nothing."""
+        known = self._known(gpu)
+        return await known.lane.call(partial(read_limit, known.handle, cgroup), self._deadline)
 
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
         """Read who may use a GPU for computing; `None` when the driver does not say."""

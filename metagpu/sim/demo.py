@@ -18,12 +18,13 @@ from typing import Any
 import anyio
 from msgspec.structs import replace
 
-from metagpu.app import Agent, Places
+from metagpu.app import Agent
 from metagpu.core import report
 from metagpu.core.injection import VISIBLE_DEVICES
 from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState
 from metagpu.nvml import Nvml
+from metagpu.places import Places
 from metagpu.plugins.podresources import observed
 from metagpu.sim.gpu import SimGpu
 from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet

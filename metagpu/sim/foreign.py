@@ -30,6 +30,8 @@ def make(node: SimNode, gpu: SimGpu, place: str) -> int:
 
     profile = named[name]
     with node.changed:
+        if not gpu.mig.enabled:
+            raise SimError(f"no {place} on GPU {gpu.id}: its MIG mode is off")
         try:
             made = cutting.make(node, gpu, profile.number, start, profile.size)
             kind = next(k for k, c in cutting.COMPUTES.items() if c == profile.slices)

@@ -103,7 +103,8 @@ def keep(node: SimNode, file: Path) -> None:
         with node.changed:
             pass  # from the first moment on
     except (OSError, msgspec.MsgspecError, Refusal) as error:
-        why = f"cannot keep a simulated driver's instances: {error}"
+        reason = getattr(error, "strerror", None) or error
+        why = f"cannot keep a simulated driver's instances: {reason}"
         raise ConfigError(why, file=str(file)) from error
 
 

@@ -4,18 +4,23 @@ A command is a value that goes over any wire as JSON (`AnyCommand`); `steer` doe
 """
 
 import time
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from metagpu.sim import cutting, foreign, instances
-from metagpu.sim.gpu import SimError, SimProcess
+from metagpu.sim.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.host import cgroup_of
 from metagpu.sim.node import SimNode
-from metagpu.sim.spec import board, recovery_action
+from metagpu.sim.spec import MOST_PIDS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
 
 __all__ = ["AnyCommand", "Reply", "steer"]
+
+
+_MOST_XIDS: Final = 9999
+_MOST_FAILURES: Final = 1_000_000
+_MOST_ERRORS: Final = 2**32 - 1
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -40,8 +45,10 @@ class Xid(Command, frozen=True, tag="xid"):
     ci: int | None = None
 
     def apply(self, node: SimNode) -> str:
-        node.raise_xid(node.gpu(self.gpu), self.code, self.gi, self.ci)
-        return f"XID {self.code} on GPU {self.gpu}"
+        _within("the XID", self.code, 1, _MOST_XIDS)
+        gpu = node.gpu(self.gpu)
+        node.raise_xid(gpu, self.code, self.gi, self.ci)
+        return f"XID {self.code} on GPU {self.gpu}{_inside(gpu, self.gi)}"
 
 
 class Lose(Command, frozen=True, tag="lose"):
@@ -93,11 +100,13 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
+        _within("the pid", self.pid, 1, MOST_PIDS)
+        _within("--sm", self.sm, 0, 100)
         cgroup = cgroup_of(self.pid)
         node.add_process(
             gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
         )
-        return f"process {self.pid} is on GPU {self.gpu}"
+        return f"process {self.pid} is on GPU {self.gpu}{_inside(gpu, self.gi)}"
 
 
 class Mig(Command, frozen=True, tag="mig"):
@@ -114,8 +123,8 @@ class Mig(Command, frozen=True, tag="mig"):
                 raise SimError(f"GPU {self.gpu} is a {gpu.board.key}, which has no MIG")
             cutting.set_mode(gpu, enabled=enabled)
             if gpu.mig.enabled != enabled:
-                return f"MIG will be {self.change} on GPU {self.gpu} after a reset"
-        return f"MIG is {self.change} on GPU {self.gpu}"
+                return f"MIG of GPU {self.gpu} will be {self.change} after a reset"
+        return f"MIG of GPU {self.gpu} is {self.change}"
 
 
 class Instance(Command, frozen=True, tag="instance"):
@@ -145,6 +154,8 @@ class Making(Command, frozen=True, tag="making"):
     in_use: float = 0.0
 
     def apply(self, node: SimNode) -> str:
+        _within("--failures", self.failures, 0, _MOST_FAILURES)
+        _within("--compute-failures", self.compute_failures, 0, _MOST_FAILURES)
         with node.changed:
             node.gpu(self.gpu).mig.making = instances.Making(
                 self.takes,
@@ -176,6 +187,7 @@ class Ecc(Command, frozen=True, tag="ecc"):
     count: int = 1
 
     def apply(self, node: SimNode) -> str:
+        _within("--count", self.count, 1, _MOST_ERRORS)
         node.ecc(node.gpu(self.gpu), double_bit=self.double_bit, count=self.count)
         kind = "uncorrected" if self.double_bit else "corrected"
         return f"{self.count} {kind} memory errors on GPU {self.gpu}"
@@ -189,7 +201,7 @@ class Hang(Command, frozen=True, tag="hang"):
 
     def apply(self, node: SimNode) -> str:
         node.hang(node.gpu(self.gpu), self.seconds)
-        return f"GPU {self.gpu} hangs for {self.seconds:g} s"
+        return f"GPU {self.gpu} hangs for {self.seconds:.12g} s"
 
 
 class Add(Command, frozen=True, tag="add"):
@@ -247,6 +259,19 @@ class Reply(msgspec.Struct, frozen=True):
 
     message: str
     node: NodeView
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise SimError(f"{name} is {value}; allowed: {least} to {most}")
+
+
+def _inside(gpu: SimGpu, instance: int | None) -> str:
+    """Say in which MIG instance something happens, and whether there is such a one."""
+    if instance is None:
+        return ""
+    absent = "" if instance in gpu.mig.present else ", which it does not have"
+    return f", in its GPU instance {instance}{absent}"
 
 
 def steer(node: SimNode, command: AnyCommand) -> Reply:

@@ -11,6 +11,7 @@ ALLOWED = f"allowed: {', '.join(sorted(TWO_BACKENDS))}"
 
 OF_FRACTIONS = "allowed: backend, memoryUnit, metagpuEnv, placement, resource, sharesPerGpu, split"
 HOLDS_ITSELF = "no usable YAML: a value holds itself, or too many others in each other"
+OTHER = "GPU-5f2e1a3c-0000-0000-0000-00000000beef"
 OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
 
 
@@ -102,7 +103,10 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         (
             POOL + "deviceListStrategy:\n  - envvar\n  - mounts\n",
-            f"8: deviceListStrategy[1]: 'mounts' is not known here; {OF_STRATEGIES}",
+            (
+                f"8: deviceListStrategy[1]: 'mounts' is not known here; {OF_STRATEGIES}; did you "
+                "mean volume-mounts?"
+            ),
         ),
         (
             backend("{backend: fraction, placement: binpak}"),
@@ -135,7 +139,10 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 "512Mi, 1Gi or 16G"
             ),
         ),
-        (POOL + "health: {rescanPeriod: 0s}\n", "6: health: rescanPeriod must be longer than 0"),
+        (
+            POOL + "health: {rescanPeriod: 0s}\n",
+            "6: health.rescanPeriod: rescanPeriod must be longer than 0",
+        ),
         # memory enforcement
         *(
             (
@@ -154,9 +161,9 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                         "did you mean limit?"
                     ),
                 ),
-                ("{policy: on}", ": policy is no switch; allowed: off, report, warn, kill"),
+                ("{policy: on}", ".policy: policy is no switch; allowed: off, report, warn, kill"),
                 ("{victims: some}", ".victims: 'some' is not known here; allowed: all, largest"),
-                ("{period: 0s}", ": period must be longer than 0"),
+                ("{period: 0s}", ".period: period must be longer than 0"),
                 (
                     "{grace: soon}",
                     ".grace: 'soon' is no duration; write one like 250ms, 30s, 5m or 1h",
@@ -231,26 +238,29 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         *(
             (
                 backend(f"{{backend: fraction, sharesPerGpu: {count}}}"),
-                f"5: pools[0].backends[0]: sharesPerGpu is {count}; allowed: 1 to 100000",
+                (
+                    f"5: pools[0].backends[0].sharesPerGpu: sharesPerGpu is {count}; allowed: 1 "
+                    "to 100000"
+                ),
             )
             for count in (0, -1, 100001)
         ),
         (
             backend("{backend: fraction, memoryUnit: 1023Ki}"),
-            "5: pools[0].backends[0]: memoryUnit must be 1Mi or more",
+            "5: pools[0].backends[0].memoryUnit: memoryUnit must be 1Mi or more",
         ),
         (
             backend("{backend: fraction, resource: metagpu}"),
             (
-                "5: pools[0].backends[0]: 'metagpu' is no resource name: it needs a domain, one "
-                "`/` and a name, as in cnvrg.io/metagpu"
+                "5: pools[0].backends[0].resource: 'metagpu' is no resource name: it needs a "
+                "domain, one `/` and a name, as in cnvrg.io/metagpu"
             ),
         ),
         (
             POOL + "      - {backend: whole, resource: cnvrg.io/metagpu}\n",
             (
-                "6: pools[0].backends[1]: cnvrg.io/metagpu is offered by backend fraction already "
-                "and cannot be offered by whole too; give it another `resource`"
+                "6: pools[0].backends[1].resource: cnvrg.io/metagpu is offered by backend fraction "
+                "already and cannot be offered by whole too; give it another `resource`"
             ),
         ),
         # strategies that contradict each other
@@ -282,6 +292,29 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 "of them"
             ),
         ),
+        (
+            selecting("{uuid: GPU-5f2e}"),
+            "4: pools[0].gpus: 'GPU-5f2e' is no uuid of a GPU; write one as `nvidia-smi -L` does",
+        ),
+        (
+            selecting(f"{{uuid: {OTHER.upper()}}}"),
+            (
+                f"4: pools[0].gpus: '{OTHER.upper()}' is no uuid of a GPU; write one as "
+                "`nvidia-smi -L` does"
+            ),
+        ),
+        (
+            selecting('{product: ["*T4*", ""]}'),
+            "4: pools[0].gpus: an empty `product` matches nothing; write a pattern like *A100*",
+        ),
+        (
+            HEAD + "pools: [{name: ' ', backends: []}]\n",
+            "2: pools[0]: a pool has a name, by which people are told of it",
+        ),
+        (
+            POOL + "health: {xids: {-3: fatal}}\n",
+            "6: health: -3 is no XID; they are numbered from 1",
+        ),
         # no YAML
         (
             HEAD + "pools: [\n",
@@ -289,9 +322,18 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         (
             HEAD + "\tpools: 1\n",
-            "2: no valid YAML: found character '\\t' that cannot start any token",
+            (
+                "2: no valid YAML: found character '\\t' that cannot start any token; indent with "
+                "spaces, not with tabs"
+            ),
         ),
-        ("a: 1\n---\nb: 2\n", "2: no valid YAML: but found another document"),
+        (
+            "a: 1\n---\nb: 2\n",
+            (
+                "2: no valid YAML: found another document; keep one document in a file, without "
+                "`---` between"
+            ),
+        ),
         ("? [a]\n: 3\n", "1: no valid YAML: found unhashable key"),
         ("a: 2001-02-31\n", "no valid YAML: day is out of range for month"),
         (

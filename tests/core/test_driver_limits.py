@@ -88,7 +88,9 @@ class Ground:
 
 
 @asynccontextmanager
-async def ground(tmp_path: Path, driver: str = NEW) -> AsyncIterator[Ground]:
+async def ground(
+    tmp_path: Path, driver: str = NEW, terms: Enforcement = TERMS
+) -> AsyncIterator[Ground]:
     """Run an enforcer while the block lasts."""
     node = SimNode(driver)
     for _ in range(2):
@@ -97,6 +99,7 @@ async def ground(tmp_path: Path, driver: str = NEW) -> AsyncIterator[Ground]:
     async with nvml.session(), anyio.create_task_group() as group:
         gpus = (await nvml.survey()).gpus
         it = Ground(node, nvml, SimHost(tmp_path))
+        it.terms = terms
         it.registry.apply(GpusFound(gpus, at=0))
         it.registry.apply(laid_out(*gpus, text=pool("sharesPerGpu: 100")).offered)
         it.registry.apply(DriverRead(Versions(driver)))
@@ -253,3 +256,44 @@ async def test_a_limit_that_cannot_be_changed_is_lifted_all_the_same(
         it.terms = Enforcement(policy=Policy.WARN, period=Duration(0.02))
         it.node.root = True
         await becomes(lambda: it.set_limits() == [])
+
+
+@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT, Policy.WARN])
+async def test_what_an_earlier_daemon_limited_is_lifted_by_one_that_would_not(
+    tmp_path: Path, policy: Policy
+) -> None:
+    """It is known by its value, which is what this daemon would set; another one's stays."""
+    terms = Enforcement(policy=policy, period=Duration(0.02))
+    async with ground(tmp_path, terms=terms) as it:
+        ours = await to_thread.run_sync(it.machine.start, ALICE)
+        others = await to_thread.run_sync(it.machine.start, BOB)
+        it.node.gpu(0).limits.update({ours: LIMIT_OF_25, others: LIMIT_OF_25 + 7 * MIB})
+        it.hold(ALICE, 25)
+        it.hold(BOB, 25)
+
+        await becomes(lambda: it.set_limits() == [LIMIT_OF_25 + 7 * MIB])
+        await becomes(lambda: it.limits.count == 0)
+        assert others in it.node.gpu(0).limits
+
+
+async def test_an_older_driver_is_asked_for_no_limits_again_and_again(tmp_path: Path) -> None:
+    """Where none can be read there is nothing to lift, nor anything to say."""
+    terms = Enforcement(policy=Policy.WARN, period=Duration(0.02))
+    with heard(driver_limits) as entries:
+        async with ground(tmp_path, "580.65.06", terms=terms) as it:
+            asked: list[str] = []
+            read = it.nvml.memory_limit
+
+            async def counted(gpu: GpuId, cgroup: str) -> int | None:
+                asked.append(cgroup)
+                return await read(gpu, cgroup)
+
+            it.nvml.memory_limit = counted  # type: ignore[method-assign] # counts what is asked
+            await to_thread.run_sync(it.machine.start, ALICE)
+            it.hold(ALICE, 25)
+            await becomes(lambda: len(asked) == 1)
+            await to_thread.run_sync(it.machine.start, BOB)
+            it.hold(BOB, 25)
+            await becomes(lambda: len(asked) == 2)
+    assert len(set(asked)) == 2
+    assert entries == []

@@ -86,6 +86,10 @@ class Told:
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Limit nothing."""
 
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:  # noqa: ARG002
+        """Say that nothing is limited."""
+        return None
+
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
         """Say that anyone may."""
         return ComputeMode.DEFAULT

@@ -16,6 +16,7 @@ def test_no_index_is_too_large_to_be_read() -> None:
     assert selector.refusal(gpu(3)) is None
 
 
+OTHER = "GPU-5f2e1a3c-0000-0000-0000-00000000beef"
 THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0", pci_device=0x20B010DE)
 
 
@@ -29,7 +30,7 @@ THE_GPU = replace(gpu(2, memory_mib=40960), pci_bus_id="0000:af:00.0", pci_devic
         Selector(index=" 1 - 2 , 7"),
         Selector(index=(0, "2-4")),
         Selector(uuid=THE_GPU.id),
-        Selector(uuid=("GPU-other", THE_GPU.id)),
+        Selector(uuid=(OTHER, THE_GPU.id)),
         Selector(pci="0000:af:00.0"),
         Selector(pci_device="0x20B010DE"),
         Selector(pci_device=("0x20B210DE", 0x20B010DE)),
@@ -54,10 +55,10 @@ def test_a_selector_takes_a_gpu_for_which_all_is_true(selector: Selector) -> Non
         (Selector(index="0-1,3"), "index 2 is not in 0-1,3"),
         (Selector(index=(0, "3-5")), "index 2 is not in 0,3-5"),
         (Selector(pci_device="0x20B210DE"), "PCI device id 0x20B010DE is not 0x20B210DE"),
-        (Selector(uuid="GPU-other"), f"uuid {THE_GPU.id} is not listed"),
+        (Selector(uuid=OTHER), f"uuid {THE_GPU.id} is not listed"),
         (Selector(pci="0000:01:00.0"), "PCI bus id 0000:af:00.0 is not listed"),
         (Selector(product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),
-        (Selector(product="A100"), "NVIDIA A100-SXM4-40GB does not match A100"),
+        (Selector(product="A100"), "NVIDIA A100-SXM4-40GB does not match A100; *A100* would"),
         (Selector(index=2, product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),
     ],
     ids=str,

@@ -10,10 +10,11 @@ import pytest
 from grpclib.client import Channel
 
 from metagpu.backends.fraction import FractionBackend
+from metagpu.core.facts import SharesOffered
 from metagpu.core.grant import Grant
 from metagpu.core.model import Share
 from metagpu.core.snapshot import Snapshot
-from metagpu.plugins import service
+from metagpu.plugins import service, serving
 from metagpu.plugins.pb import v1, v1alpha1, v1beta1
 from metagpu.sim.kubelet import AdmissionError, Container, Pod
 from tests.plugins.rig import (
@@ -197,3 +198,29 @@ async def test_stopping_answers_who_waits(tmp_path: Path, monkeypatch: pytest.Mo
                 await anyio.lowlevel.checkpoint()
 
     assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+
+
+async def test_what_is_being_answered_is_answered_before_the_list_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource that is withdrawn meanwhile costs no pod its answer: its list waits for that."""
+    monkeypatch.setattr(serving, "LINGER", 60.0)
+    asked, go_on = anyio.Event(), anyio.Event()
+    grant = FractionBackend.grant
+
+    async def slow(it: FractionBackend, shares: Sequence[Share], now: Snapshot) -> Grant:
+        asked.set()
+        await go_on.wait()
+        return await grant(it, shares, now)
+
+    monkeypatch.setattr(FractionBackend, "grant", slow)
+    async with node(tmp_path) as it, it.kubelet.running(), anyio.create_task_group() as group:
+        await it.until(20, 20)
+        group.start_soon(it.kubelet.admit, pod("train", 1))
+        await asked.wait()
+        [socket] = it.sockets()
+        it.registry.apply(SharesOffered((), ()))
+        with anyio.fail_after(30):
+            while socket.exists():  # noqa: ASYNC110 - a file tells nobody
+                await anyio.sleep(0.01)
+        go_on.set()

@@ -7,6 +7,7 @@ import pytest
 from grpclib.const import Status
 
 from metagpu.backends.fraction import FractionBackend
+from metagpu.core.model import ResourceName
 from metagpu.sim.kubelet import AdmissionError
 from tests.plugins.rig import (
     CONFIG,
@@ -65,6 +66,7 @@ async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
             with pytest.raises(grpclib.GRPCError) as refused:
                 await allocate(stub, ["GPU-gone::m01"])
 
+        assert it.record.of(ResourceName(METAGPU)).lists == 2  # sent before the refusal came
         assert refused.value.status is Status.NOT_FOUND
         assert "no share has the id 'GPU-gone::m01'" in str(refused.value.message)
         await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 2)

@@ -97,7 +97,14 @@ def test_the_driver_is_away_and_back() -> None:
         ("process end 0 1", SimError, "no process 1"),
         ("process add 0 1 99Gi", SimError, "MiB left"),
         ("need 0 reset", ConfigError, "allowed: none, gpu-reset"),
-        ("add a100", ConfigError, r"did you mean a100-80gb\?"),
+        ("add a100", ConfigError, r"did you mean a100-40gb\?"),
+        ("xid 0 0", SimError, "the XID is 0; allowed: 1 to 9999"),
+        ("xid 0 99999999999999", SimError, "the XID is 99999999999999; allowed: 1 to 9999"),
+        ("process add 0 0 1Gi", SimError, "the pid is 0; allowed: 1 to 4194304"),
+        ("process add 0 1 1Gi --sm 101", SimError, "--sm is 101; allowed: 0 to 100"),
+        ("making 0 --failures -1", SimError, "--failures is -1; allowed: 0 to 1000000"),
+        ("making 0 --compute-failures -1", SimError, "--compute-failures is -1; allowed: 0"),
+        ("ecc 0 --count 0", SimError, "--count is 0; allowed: 1 to 4294967295"),
         ("hang 0 long", ConfigError, "no duration"),
         ("process add 0 1 lots", ConfigError, "no amount of memory"),
     ],
@@ -106,3 +113,16 @@ def test_what_cannot_be_done_says_why(line: str, error: type[Exception], message
     """Errors say what there is, or what is allowed."""
     with pytest.raises(error, match=message):
         done(simulated("a100-40gb:8"), line)
+
+
+def test_an_instance_is_told_and_whether_it_is_there() -> None:
+    """Who mistakes the number of a MIG instance reads so; the driver may name any."""
+    node = simulated("h100-80gb:1")
+    done(node, "mig on 0")
+    made = done(node, "instance make 0 2g.20gb@4").message
+
+    assert made == "GPU instance 5 is 2g.20gb@4 on GPU 0"
+    assert done(node, "xid 0 13 --gi 5 --ci 0").message == "XID 13 on GPU 0, in its GPU instance 5"
+    assert done(node, "process add 0 7 --gi 6").message == (
+        "process 7 is on GPU 0, in its GPU instance 6, which it does not have"
+    )

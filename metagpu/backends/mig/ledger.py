@@ -67,7 +67,7 @@ class Ledger:
         idle: ours that nobody holds or uses, and since when.
         left: those that were held when all was told last, and were not looked at since.
         users: programs on what nobody holds, for messages.
-        busy: what is being made or removed.
+        busy: what is being made or removed; `making` what is being made.
         stuck: what could not be removed.
         late: what NVML was asked to make and did not answer in time.
         failed: leases whose shares could not be made.
@@ -85,6 +85,7 @@ class Ledger:
     left: set[str] = field(default_factory=set)
     users: dict[str, str] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
+    making: set[str] = field(default_factory=set)
     stuck: dict[str, Stuck] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     failed: dict[ShareId, Failure] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class Ledger:
         if not self.looked:  # what was told in this daemon, under another configuration
             stock = self.state.stocks.get(self.backend, Stock())
             before = {made.device for made in stock.made.values()}
+            self.late |= stock.making
         self.present = {slot_in(self.state.gpu.mig_profiles, it): it for it in listed}
 
         for slot, instance in self.present.items():

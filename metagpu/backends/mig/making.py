@@ -54,6 +54,8 @@ class Maker:
     def start(self, group: TaskGroup, slot: str, lease: Lease | None = None) -> None:
         """Begin to make an instance for a lease, or one of the layout."""
         self._begin(slot)
+        self.known.making.add(slot)
+        self.tell()  # who keeps the GPU after us shall know whose it is
         group.start_soon(self._make, slot, lease)
 
     async def remove(self, slot: str) -> DriverError | None:
@@ -187,6 +189,7 @@ class Maker:
     def _end(self, slot: str) -> None:
         """End what was done with an instance, and let everybody know."""
         self.known.busy.discard(slot)
+        self.known.making.discard(slot)
         self.over.pop(slot).set()
         self.tell()
         self.done()

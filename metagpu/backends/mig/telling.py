@@ -35,7 +35,8 @@ def stock(known: Ledger, *, alone: bool) -> Stock:
                 paused |= dict.fromkeys(known.shares(slot), f"instance {slot}: {why}")
 
     blocked |= known.missing()
-    return Stock(made, dict(known.failed), blocked, paused, alone, named)
+    making = frozenset(known.making)
+    return Stock(made, dict(known.failed), blocked, paused, alone, named, making=making)
 
 
 def why_blocked(known: Ledger, slot: str) -> str:

@@ -5,7 +5,7 @@ import pytest
 from metagpu.backends.mig import ledger
 from metagpu.backends.mig.ledger import GRACE, LOOK, POLL
 from metagpu.backends.mig.telling import stock
-from metagpu.core.facts import SharesAwaited, SharesGranted
+from metagpu.core.facts import SharesAwaited, SharesGranted, StockTold
 from tests.backends.mig.gpus import instance
 from tests.backends.mig.ledgers import (
     GPU,
@@ -137,6 +137,21 @@ def test_what_came_too_late_is_ours() -> None:
     other.take_in([], 1)
     other.take_in([TWO], 2)
     assert not other.ours
+
+
+def test_what_was_being_made_under_another_configuration_is_ours() -> None:
+    """What the driver was asked for is handed on: nobody takes its instance for somebody else's."""
+    before = ledger_of(SharesGranted((share("2g.10gb@4"),), at=1))
+    before.making.add("2g.10gb@4")
+    told = StockTold(GPU.id, "mig", stock(before, alone=True), at=2)
+    assert told.stock.making == {"2g.10gb@4"}
+
+    it = ledger_of(SharesGranted((share("2g.10gb@4"),), at=1), told, looked=False)
+    it.take_in([TWO, instance(GPU, "1g.5gb@0", 7)], 3)
+    assert it.is_ours("2g.10gb@4")
+    assert not list(it.waiting())
+    assert not it.is_ours("1g.5gb@0")
+    assert stock(it, alone=True).making == frozenset()
 
 
 def test_idle_instances_go_after_a_while() -> None:
