@@ -168,7 +168,7 @@ async def test_who_is_cancelled_in_a_start_leaves_nothing(
     started: list[int] = []
     start = anyio.open_process
 
-    async def cancelled(*args: Any, **more: Any) -> anyio.abc.Process:
+    async def cancelled(*args: Any, **more: Any) -> anyio.abc.Process:  # noqa: ANN401 - as it is called
         group.cancel_scope.cancel()
         process = await start(*args, **more)
         started.append(process.pid)
