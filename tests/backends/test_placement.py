@@ -107,6 +107,27 @@ def test_the_lowest_numbers_are_taken(placement: Placement) -> None:
     assert [one.number for one in chosen] == [2, 3, 5]
 
 
+@EITHER
+def test_shares_are_ranked_once(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many shares are asked for, those of each GPU are put in order once at most."""
+    ranked: list[int] = []
+    take = Seat.take
+
+    def counting(self: Seat, count: int) -> list[Share]:
+        ranked.append(self.gpu.index)
+        return take(self, count)
+
+    monkeypatch.setattr(Seat, "take", counting)
+    seats = [seat(index, 100, whole=100) for index in range(8)]
+
+    for size, gpus in ((1, 1), (100, 1), (450, 5), (800, 8)):
+        ranked.clear()
+        chosen = place(size, seats, placement, 100)
+        assert chosen is not None
+        assert len(chosen) == size
+        assert len(set(ranked)) == len(ranked) == gpus
+
+
 # --- on several GPUs ------------------------------------------------------------------------------
 
 
