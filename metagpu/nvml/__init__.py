@@ -47,7 +47,7 @@ from metagpu.nvml.reading import (
     read_processes,
     set_compute_mode,
 )
-from metagpu.nvml.session import SLICE, Known, Session
+from metagpu.nvml.session import SLICE, Interruptible, Known, Session
 from metagpu.nvml.wiring import Wiring
 
 __all__ = ["Nvml"]
@@ -204,7 +204,9 @@ class Nvml:
             return ()
 
         try:
-            return await session.wait.call(session.take, SLICE + self._deadline)
+            return await session.wait.call(
+                session.take, SLICE + self._deadline, partial(self._interrupt, session)
+            )
         except GpuLost:
             return await self._who_is_lost(session)
 
@@ -251,6 +253,7 @@ class Nvml:
             await self._renew(session)
 
     async def _renew(self, session: Session) -> None:
+        self._interrupt(session)
         try:
             await session.wait.call(session.renew, SLICE + self._deadline)
         except DriverUnavailable:
@@ -261,6 +264,11 @@ class Nvml:
                 log.warning("the NVML event set cannot be replaced yet", error=str(error))
         else:
             session.complaints.clear()
+
+    def _interrupt(self, session: Session) -> None:
+        """End the wait for events, where the library knows how to."""
+        if isinstance(self._library, Interruptible):
+            self._library.interrupt(session.events)
 
     def _survey(self, answers: Sequence[Gpu | DriverError], versions: Versions) -> Survey:
         gpus = [answer for answer in answers if isinstance(answer, Gpu)]

@@ -6,7 +6,7 @@ The methods block, and run in lanes; they raise what pynvml does.
 import ctypes
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import anyio
 import pynvml
@@ -42,6 +42,14 @@ _HEARD: Final = (
     | pynvml.nvmlEventTypeGpuUnavailableError
     | pynvml.nvmlEventTypeGpuRecoveryAction
 )
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A library whose waits for events can be ended early, which NVML's own cannot."""
+
+    def interrupt(self, events: Handle) -> None:
+        """Have the wait on this event set end now, or the next one if nobody waits."""
 
 
 def address_of(handle: Handle) -> int | None:
