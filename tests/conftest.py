@@ -64,6 +64,7 @@ def blockbuster() -> Iterator[BlockBuster]:
 def paces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody rest where the daemon does so only to spare the kubelet or the processor."""
     monkeypatch.setattr(podresources, "SETTLE", 0.02)
+    monkeypatch.setattr(podresources, "SOUGHT_PERIOD", 0.05)
     monkeypatch.setattr(enforcer, "IDLE_PERIOD", 0.02)
 
 

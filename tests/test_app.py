@@ -225,9 +225,18 @@ async def test_lost_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
 async def test_missing_nvml_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a driver nothing is offered; when it comes, everything is."""
     monkeypatch.setattr(health, "RETRY", 0.01)
+    tries: list[object] = []
+    start = Library.nvmlInitWithFlags
 
+    def counted(self: Library, flags: object) -> int:
+        tries.append(flags)
+        return start(self, flags)
+
+    monkeypatch.setattr(Library, "nvmlInitWithFlags", counted)
     async with agent_at_work(tmp_path, drivers=False) as it:
-        await anyio.sleep(0.05)
+        with anyio.fail_after(30):
+            while len(tries) < 3:  # noqa: ASYNC110 - a driver that is away tells nobody
+                await anyio.sleep(0.01)
 
         assert it.kubelet.registrations[METAGPU] == 0
 

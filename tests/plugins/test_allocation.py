@@ -1,6 +1,6 @@
 """How pods get shares: cases 28 to 49 of the contract, as far as they concern a plugin."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -31,6 +31,7 @@ from tests.plugins.rig import (
     pod,
     simulated_kubelet,
 )
+from tests.waiting import skip
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 
@@ -128,12 +129,14 @@ class Preparing(FractionBackend):
         super().__init__(*args)  # type: ignore[arg-type]
         self.prepared: list[list[str]] = []
         self.refusal: RequestError | None = None
+        self.begin: Callable[[], None] = lambda: None
         self.wait = anyio.Event()
         self.wait.set()
 
     async def prepare(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Note the call."""
         del snapshot
+        self.begin()
         await self.wait.wait()
         self.prepared.append([share.id for share in shares])
         if self.refusal is not None:
@@ -178,17 +181,18 @@ async def test_prepare_that_fails_is_tried_again(
 ) -> None:
     """A start that takes too long or is refused fails with our text; the next works (case 37)."""
     made = preparing(monkeypatch)
-    kubelet = simulated_kubelet(tmp_path, pre_start_timeout=0.05)
+    kubelet = simulated_kubelet(tmp_path)
 
     async with node(tmp_path, kubelet=kubelet) as it, kubelet.running():
         await it.until(20, 20)
         running = pod("train", 2)
         await kubelet.admit(running)
 
-        made[-1].wait = anyio.Event()
+        made[-1].wait, made[-1].begin = anyio.Event(), lambda: skip(30)
         with pytest.raises(ContainerStartError):
             await kubelet.start_container(running, "main")
         made[-1].wait.set()
+        made[-1].begin = lambda: None
 
         made[-1].refusal = RequestError("the GPU is being cleaned")
         with pytest.raises(ContainerStartError, match="the GPU is being cleaned"):

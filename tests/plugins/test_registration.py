@@ -28,6 +28,8 @@ from tests.plugins.rig import (
     pod,
     simulated_kubelet,
 )
+from tests.sim.kubelet_rig import dials
+from tests.waiting import skip
 
 
 class History:
@@ -397,6 +399,8 @@ async def test_socket_wiped_before_the_dial_is_made_again(
     kubelet = simulated_kubelet(tmp_path)
 
     async with node(tmp_path, kubelet=kubelet) as it, kubelet.running():
+        await dials(kubelet)
+        skip(10)
         await it.until(20, 20)
 
         [refusal] = kubelet.refusals
