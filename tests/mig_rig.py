@@ -5,8 +5,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import pytest
 
+from metagpu.backends.mig import keeping, ledger, turns
 from metagpu.core.model import Made
+from metagpu.plugins import podresources
 from metagpu.sim.foreign import place_of
 from metagpu.sim.kubelet import Pod, SimKubelet
 from metagpu.sim.node import SimNode
@@ -14,6 +17,16 @@ from metagpu.sim.spec import simulated
 from tests.agent_rig import Scene, agent_at_work
 
 PROFILES = "1g.5gb, 1g.5gb+me, 2g.10gb, 3g.20gb, 7g.40gb"
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody wait for what takes seconds on a real node."""
+    monkeypatch.setattr(podresources, "PERIOD", 0.02)
+    monkeypatch.setattr(turns, "TURN", 0.01)
+    for module in (ledger, keeping):
+        monkeypatch.setattr(module, "POLL", 0.05)
+        monkeypatch.setattr(module, "LOOK", 0.2)
+    monkeypatch.setattr(ledger, "GRACE", 0.2)
 
 
 def configured(options: str = "keepWarm: 100ms", profiles: str = PROFILES) -> str:

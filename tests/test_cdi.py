@@ -8,16 +8,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.backends.mig import keeping, ledger
 from metagpu.core.errors import ConfigError
-from metagpu.plugins import podresources
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, ContainerStartError, Pod, RunOptions, SimKubelet
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from tests.agent_rig import METAGPU, Scene, agent_at_work
 from tests.cdi_rig import CdiRefusedError, host, resolved
-from tests.mig_rig import a_node, made, places, pod, until, until_placed, why
+from tests.mig_rig import a_node, hasten, made, places, pod, until, until_placed, why
 
 TWO = "nvidia.com/mig-2g.10gb"
 
@@ -25,12 +23,7 @@ TWO = "nvidia.com/mig-2g.10gb"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(ledger, "GRACE", 0.2)
+    hasten(monkeypatch)
 
 
 def fractions(strategies: str = "cdi-cri", more: str = "") -> str:

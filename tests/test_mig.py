@@ -8,8 +8,6 @@ import anyio
 import pynvml
 import pytest
 
-from metagpu.backends.mig import keeping, ledger, turns
-from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
@@ -20,6 +18,7 @@ from tests.mig_rig import (
     a_node,
     blocked,
     configured,
+    hasten,
     made,
     mig_at_work,
     places,
@@ -37,13 +36,7 @@ WHOLE = "nvidia.com/mig-7g.40gb"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    monkeypatch.setattr(turns, "TURN", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(ledger, "GRACE", 0.2)
+    hasten(monkeypatch)
 
 
 async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path) -> None:

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.backends.mig import keeping, ledger
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.facts import GpuFaulted, InstanceFaulted
 from metagpu.core.model import ShareId
 from metagpu.core.report import status
-from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.kubelet import AdmissionError, Pod
 from metagpu.sim.node import SimProcess
 from tests.agent_rig import Scene, agent_at_work
-from tests.mig_rig import a_node, blocked, made, places, pod, until, until_placed
+from tests.mig_rig import a_node, blocked, hasten, made, places, pod, until, until_placed
 
 TWO = "nvidia.com/mig-2g.10gb"
 THREE = "nvidia.com/mig-3g.20gb"
@@ -28,12 +26,7 @@ REASON = "XID 94: contained memory error"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(ledger, "GRACE", 0.2)
+    hasten(monkeypatch)
 
 
 @asynccontextmanager

@@ -5,8 +5,6 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.backends.mig import keeping, ledger
-from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
@@ -17,6 +15,7 @@ from tests.mig_rig import (
     blocked,
     configured,
     cut,
+    hasten,
     made,
     mig_at_work,
     places,
@@ -36,12 +35,7 @@ FIVE = ("1g.5gb@0", "1g.5gb@1", "1g.5gb@6", "2g.10gb@2", "2g.10gb@4")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(ledger, "GRACE", 0.2)
+    hasten(monkeypatch)
 
 
 async def change(it: Scene, text: str) -> None:

@@ -10,12 +10,11 @@ import pytest
 from anyio import to_thread
 
 from metagpu.backends import mig
-from metagpu.backends.mig import MigBackend, keeping, ledger
+from metagpu.backends.mig import MigBackend
 from metagpu.backends.mps_daemon.control import Folders
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core import report
 from metagpu.core.driver import ComputeMode
-from metagpu.plugins import podresources
 from metagpu.sim import foreign
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
@@ -23,7 +22,7 @@ from metagpu.sim.node import SimNode, SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.heard import heard
-from tests.mig_rig import a_node, cut, made, places
+from tests.mig_rig import a_node, cut, hasten, made, places
 from tests.waiting import until
 
 SHARED, TWO = "nvidia.com/mig-1g.5gb.shared", "nvidia.com/mig-2g.10gb"
@@ -36,12 +35,7 @@ LIMIT = 30.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.05)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    for module in (ledger, keeping):
-        monkeypatch.setattr(module, "POLL", 0.05)
-        monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(ledger, "GRACE", 0.2)
+    hasten(monkeypatch)
     timing = Timing(period=0.1, retry=0.05, deadline=20.0, first_pause=0.05, longest_pause=0.2)
     monkeypatch.setattr(MigBackend, "timing", timing)
 
