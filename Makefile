@@ -54,7 +54,7 @@ wheel: $(PROGRAMS) ## build the package with everything in it, into dist/
 test: $(VENV)/.test $(PROGRAMS) ## run the tests
 	$(BIN)/python -m pytest
 
-fuzz: $(VENV)/.test ## send the daemon's sockets what nobody should, for a minute (PIECES=60: an hour; PIECE=N: that one)
+fuzz: $(VENV)/.test ## send the daemon's sockets what nobody should, for a minute (PIECES=60; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
 
 lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is what proto/ says

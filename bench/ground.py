@@ -19,9 +19,10 @@ from metagpu.core.layout import lay_out
 from metagpu.core.model import Holder, ShareId
 from metagpu.core.registry import Registry
 from metagpu.nvml import Nvml
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 
 POOL: Final = """\

@@ -10,7 +10,7 @@ from anyio import to_thread
 
 from metagpu.core.config import Config
 from metagpu.core.errors import ConfigError
-from metagpu.core.facts import ConfigurationRefused
+from metagpu.core.news import ConfigurationRefused
 from metagpu.core.profiles import Instruction
 from metagpu.plugins.cluster import Outcome
 from metagpu.plugins.config_files import changes

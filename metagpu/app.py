@@ -7,41 +7,37 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-import msgspec
 import structlog
 from anyio import to_thread
 
 from metagpu import __version__, host
 from metagpu.adoption import Adoption
 from metagpu.companions import HostCompanions
-from metagpu.core import plan, report
-from metagpu.core.backend import Backend, installed_backends
+from metagpu.core import report
+from metagpu.core.backend import installed_backends
 from metagpu.core.companions import Companions
 from metagpu.core.config import Config, parse
 from metagpu.core.driver import Driver
 from metagpu.core.endurance import enduring
-from metagpu.core.errors import CdiError, ConfigError
 from metagpu.core.facts import BackendSuspended, GpusFound
 from metagpu.core.health import HealthWatch
 from metagpu.core.host import Host
-from metagpu.core.injection import Injection
 from metagpu.core.keeper import Keeper
-from metagpu.core.layout import Layout, lay_out
-from metagpu.core.model import ResourceName
+from metagpu.core.layout import Layout
 from metagpu.core.oversight import Oversight, terms_in
 from metagpu.core.parts import Parts
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.core.server import serve
 from metagpu.core.tools import Tools
-from metagpu.host import DeviceNodes
 from metagpu.inside import Inside
+from metagpu.laying import Laying
 from metagpu.orders import Orders
-from metagpu.plugins import checkpoint, control, kubelet_directory, podresources, wire
+from metagpu.places import Places
+from metagpu.plugins import checkpoint, control, kubelet_directory, podresources
 from metagpu.plugins.cdi_file import CdiFile
 from metagpu.plugins.cluster import Cluster, Feature, Outcome, Settings
 from metagpu.plugins.endpoints import serve_offers
@@ -53,24 +49,10 @@ from metagpu.tools import DRIVER_ROOT, HostTools
 if TYPE_CHECKING:
     from metagpu.plugins.metrics.exporter import Exporter
 
-NODES_PERIOD: Final = 10.0
-"""Seconds between two looks at the host's device nodes."""
-
 FIRST_LOOK: Final = 1.0
 """Seconds that the offer of GPUs that are cut in several ways waits to hear who holds what."""
 
 log = structlog.get_logger()
-
-
-class Places(msgspec.Struct, frozen=True):
-    """Where the agent finds the kubelet and the host, and may be found itself."""
-
-    kubelet: Path = kubelet_directory.DEFAULT_DIRECTORY
-    pod_resources: Path = podresources.DEFAULT_SOCKET
-    run: Path = control.DEFAULT_RUN_DIR
-    dev_root: Path | None = None
-    pods: Path | None = None
-    cdi: Path | None = None
 
 
 @dataclass
@@ -105,11 +87,10 @@ class Agent:
         self.adoption = Adoption(
             self.source, self._kinds, self._adopt, patient=asked, publish=publish
         )
-        self.config = self.adoption.loaded.config
         self.cluster = Cluster(self.joins, self.registry, self._follow) if self.joins else None
-        self.health = HealthWatch(self.driver, self.registry, self.config.envelope.health)
+        config = self.adoption.loaded.config
+        self.health = HealthWatch(self.driver, self.registry, config.envelope.health)
         self.orders = Orders(self.registry, self.health)
-        self.layout = Layout((), {}, ())
         roots = [root for root in (self.places.dev_root, DRIVER_ROOT) if root is not None]
         own = HostTools(tuple(roots))
         tools, companions = self.tools or own, self.companions or HostCompanions(own)
@@ -123,6 +104,7 @@ class Agent:
             self.registry,
             lambda gpu: terms_in(self.config, self.layout, gpu),
             {name: kind.guard for name, kind in self._kinds.items()},
+            given=partial(to_thread.run_sync, checkpoint.read_given, self.places.kubelet),
         )
         self._node = os.environ.get("NODE_NAME") or socket.gethostname()
         self.inside = Inside(
@@ -135,11 +117,18 @@ class Agent:
         self.parts = Parts()
         self.record = KubeletRecord()
         self.exporter = self._exporter(self.metrics) if self.metrics else None
-        self._pods = ""
-        self._backends: dict[ResourceName, Backend] = {}
-        self._nodes = DeviceNodes()
-        self._laying = anyio.Lock()
+        self.laying = Laying(config, self.registry, self.keeper, self.cdi, self.inside, self.places)
         self._looked = anyio.Event()
+
+    @property
+    def config(self) -> Config:
+        """The configuration in force."""
+        return self.laying.config
+
+    @property
+    def layout(self) -> Layout:
+        """What it makes of the GPUs."""
+        return self.laying.layout
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -197,7 +186,7 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-        layout = await self._laid_out(self.config)
+        layout = await self.laying.laid_out(self.config)
         self.registry.apply(layout.offered)
         for cut in layout.cuts:
             if why := cut.backend.foreseen(cut.gpu):
@@ -209,7 +198,7 @@ class Agent:
         await self.adoption.reload()
 
     async def _adopt(self, config: Config) -> None:
-        await self._lay_out(config)
+        await self.laying.lay_out(config)
         self.health.settings = config.envelope.health
 
     async def _follow(self, told: Instruction) -> Outcome:
@@ -217,66 +206,12 @@ class Agent:
         await self.health.surveyed.wait()
         return await self.adoption.follow(told)
 
-    def backend(self, resource: ResourceName) -> Backend:
-        """Give the backend that cuts a resource, also while its endpoint is being taken down."""
-        return self._backends[resource]
-
-    async def _lay_out(self, config: Config | None = None) -> None:
-        """Lay a configuration, the present one if none is given, over the GPUs known now.
-
-        Raises:
-            ConfigError: if it does not fit them; everything stays as it was.
-        """
-        async with self._laying:  # who comes second lays out what the first has made present
-            self.keeper.keep(await self._laid_out(config or self.config))
-
-    async def _laid_out(self, config: Config) -> Layout:
-        """Lay a configuration over the GPUs known now, and take the result as the present one.
-
-        Raises:
-            ConfigError: if it does not fit them; everything stays as it was.
-        """
-        nodes = await to_thread.run_sync(host.device_nodes, self.places.dev_root)
-        pods = await self.inside.folder()
-        self._pods = str(pods.absolute()) if pods else ""
-        layout = self._laid(config, nodes)
-        try:
-            await self.cdi.keep(config.envelope.injection(self._injection(nodes)))
-        except CdiError as error:
-            problem, path = str(error), "deviceListStrategy"
-            raise ConfigError(problem, file=config.file, path=path) from error
-
-        self._nodes, self.config, self.layout = nodes, config, layout
-        self._backends.update(layout.backends)
-        return layout
-
-    def _laid(self, config: Config, nodes: DeviceNodes) -> Layout:
-        """Lay a configuration over the GPUs known now and some device nodes; change nothing.
-
-        Raises:
-            ConfigError: if it does not fit them.
-        """
-        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
-        layout = lay_out(config, gpus, self._injection(nodes))
-        wire.check_size(layout, config.file)
-        return layout
-
-    def _injection(self, nodes: DeviceNodes) -> Injection:
-        """Say what this host has for containers; the configuration's choices come on top."""
-        return Injection(
-            dev_root=str(self.places.dev_root or ""),
-            present=nodes.present,
-            capabilities=nodes.capabilities,
-            run_dir=str(self.places.run.absolute()),
-            pod_dir=self._pods,
-        )
-
     async def _offer(self) -> None:
         """Offer what the configuration makes of the GPUs, and go on when GPUs come."""
         await self.health.surveyed.wait()
         if self.cluster is not None:
-            await self.cluster.decision()
-        await self._lay_out()
+            await self.cluster.chooser.decision()
+        await self.laying.lay_out()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("on offer", resource=resource, shares=len(offer.shares))
 
@@ -292,28 +227,15 @@ class Agent:
         async with anyio.create_task_group() as group:
             directory = kubelet_directory.KubeletDirectory(self.places.kubelet)
             describe = self.cdi.describe
-            offers = partial(serve_offers, self.registry, directory, self.backend, self.record)
+            offers = partial(
+                serve_offers, self.registry, directory, self.laying.backend, self.record
+            )
             group.start_soon(partial(offers, describe=describe))
-            group.start_soon(self._follow_nodes)
+            group.start_soon(self.laying.follow_nodes)
 
             with self.registry.news.subscribe(GpusFound) as news:
                 async for _ in news:
-                    await self._take_in_gpus()
-
-    async def _follow_nodes(self) -> None:
-        """Notice device nodes that come late, as nvidia-uvm's do with the first CUDA program."""
-        while True:
-            await anyio.sleep(NODES_PERIOD)
-            if await to_thread.run_sync(host.device_nodes, self.places.dev_root) != self._nodes:
-                await self._take_in_gpus()
-
-    async def _take_in_gpus(self) -> None:
-        try:
-            await self._lay_out()
-        except ConfigError as error:
-            log.error("new GPUs are not offered", error=str(error))
-        except Exception:
-            log.exception("new GPUs are not offered, by a fault of metagpu's own")
+                    await self.laying.again()
 
     async def _leases(self) -> None:
         await self.health.surveyed.wait()
@@ -332,6 +254,7 @@ class Agent:
         return {
             **report.status(self.registry.snapshot, self.layout),
             "enforcement": self.oversight.tally,
+            "lost": self.oversight.lost,
             "configuration": self.adoption.report(),
             "cluster": self.cluster.report() if self.cluster else None,
             "cdi": self.cdi.report(),
@@ -341,18 +264,8 @@ class Agent:
         """Say what a configuration, as text of ours, would change if it were taken now."""
         text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
         config = await to_thread.run_sync(parse, text, file, self._kinds)
-        now = plan.State(self.layout, self.config)
         # In a thread: a plan of very many shares must not keep the kubelet waiting.
-        return await to_thread.run_sync(self.planned, config, now)
-
-    def planned(self, config: Config, before: plan.State) -> dict[str, Any]:
-        """Say what a configuration would make of the GPUs known now, against another state.
-
-        Raises:
-            ConfigError: if it does not fit them.
-        """
-        after = plan.State(self._laid(config, self._nodes), config)
-        return plan.told(plan.compare(self.registry.snapshot, before, after))
+        return await to_thread.run_sync(self.laying.planned, config)
 
     def _exporter(self, address: Address) -> "Exporter":
         """Make what monitoring asks: the libraries for it are loaded for who wants it alone."""

@@ -6,6 +6,7 @@ from textwrap import fill
 from typing import Any, Final
 
 from metagpu import __version__
+from metagpu.command_line import Parser
 from metagpu.core import cdi
 from metagpu.options import Variable, add_choice, add_cluster, add_metrics, add_source
 from metagpu.plugins import control, kubelet_directory, pod_folder, podresources
@@ -21,7 +22,7 @@ _GPU_HELP: Final = "index, uuid or PCI bus id"
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser; what it reads names the `command`."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="metagpu",
         description="Lets the pods of a Kubernetes node share its NVIDIA GPUs.",
         epilog="Try `metagpu demo`: it needs neither a GPU nor a cluster.",
@@ -50,6 +51,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
     _add_node(it)
     it.add_argument(
         "--kubelet-dir",
+        metavar="DIR",
         type=Path,
         default=Variable(
             ("METAGPU_KUBELET_DIR",), kubelet_directory.DEFAULT_DIRECTORY, convert=Path
@@ -58,18 +60,21 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
     )
     it.add_argument(
         "--pod-resources",
+        metavar="PATH",
         type=Path,
         default=Variable(("METAGPU_POD_RESOURCES",), podresources.DEFAULT_SOCKET, convert=Path),
         help="the kubelet's PodResources socket (default: %(default)s)",
     )
     it.add_argument(
         "--dev-root",
+        metavar="DIR",
         type=Path,
         default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
         help="where the host's /dev stands, as seen from here and from the container runtime",
     )
     it.add_argument(
         "--pod-dir",
+        metavar="DIR",
         type=Path,
         default=Variable(("METAGPU_POD_DIR",), convert=Path),
         help="the folder that containers with shares see, with mgctl and its socket; the same path "
@@ -78,6 +83,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
     )
     it.add_argument(
         "--cdi-dir",
+        metavar="DIR",
         type=Path,
         default=Variable(("METAGPU_CDI_DIR",), cdi.DEFAULT_DIR, convert=Path),
         help="where the CDI specification is written, if a configuration gives GPUs by CDI; one of "
@@ -215,7 +221,7 @@ def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
-    from metagpu.sim import steer  # noqa: PLC0415 - a running daemon does without it
+    from metagpu.sim.arguments import add_arguments  # noqa: PLC0415 - a running daemon does without it
 
     it = _command(
         commands,
@@ -224,7 +230,7 @@ def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
         "metagpu sim xid 0 79\n  metagpu sim recover 0\n  metagpu sim node",
     )
     _add_run_dir(it)
-    steer.add_arguments(it.add_subparsers(title="what to do", required=True, metavar="WHAT"))
+    add_arguments(it.add_subparsers(title="what to do", required=True, metavar="WHAT"))
 
 
 def _command(
@@ -256,6 +262,7 @@ def _add_node(it: argparse.ArgumentParser) -> None:
 def _add_run_dir(it: argparse.ArgumentParser) -> None:
     it.add_argument(
         "--run-dir",
+        metavar="DIR",
         type=Path,
         default=Variable(("METAGPU_RUN_DIR",), control.DEFAULT_RUN_DIR, convert=Path),
         help="where the daemon's control socket stands (default: %(default)s)",

@@ -14,15 +14,17 @@ import anyio
 
 from metagpu import configuring
 from metagpu.arguments import parser
+from metagpu.command_line import finished
 from metagpu.core.errors import MetagpuError
 from metagpu.options import cluster_of, metrics_of, settle, source_of
-from metagpu.plugins import control, pod_folder
+from metagpu.plugins import control, kubelet_directory, pod_folder
 from metagpu.plugins.cluster.settings import Settings
 from metagpu.plugins.metrics.address import Address
 from metagpu.sources import Source
 
 if TYPE_CHECKING:
-    from metagpu.app import Agent, Places
+    from metagpu.app import Agent
+    from metagpu.places import Places
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 1
 
     try:
-        status = _do(args)
+        status = finished("metagpu", lambda: _do(args))
     finally:
         _leave_what_hangs(args, status)
     return status
@@ -81,9 +83,10 @@ def _ours(error: BaseException) -> MetagpuError | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from metagpu.app import Places
+    from metagpu.places import Places
 
     joins, metrics = cluster_of(args), metrics_of(args)
+    kubelet_directory.check(args.kubelet_dir)
     _log(args.log_level, args.log_format)
     pods = args.pod_dir or pod_folder.usual_folder(args.run_dir)
     places = Places(
@@ -200,8 +203,9 @@ def _agent(
     joins: Settings | None = None,
     metrics: Address | None = None,
 ) -> "Agent":
-    from metagpu.app import Agent, Places
+    from metagpu.app import Agent
     from metagpu.nvml import Nvml
+    from metagpu.places import Places
 
     places = places or Places()
     if simulate is None:

@@ -63,7 +63,7 @@ def plan(args: argparse.Namespace, agent_of: AgentOf) -> dict[str, Any]:
     args.agent = agent = agent_of(old, args.simulate)
     anyio.run(agent.look)
     before = State(agent.layout, agent.config) if args.before else State(Layout((), {}, ()))
-    return agent.planned(loaded.config, before)
+    return agent.laying.planned(loaded.config, before)
 
 
 def warn(agent: "Agent") -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from msgspec.structs import asdict
 
 from metagpu import __version__
+from metagpu.command_line import Parser, finished
 from metagpu.core import doctor
 from metagpu.core.errors import MetagpuError
 from metagpu.host.survey import Where, survey
@@ -37,20 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
 
     try:
-        return int(args.do(args))
+        return finished("mgctl", lambda: int(args.do(args)))
     except MetagpuError as error:
         print(f"mgctl: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-        return 1
-    except BrokenPipeError:
-        # Who read us has had enough. What is still to be flushed at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mgctl",
         description="Says who uses what of this node's GPUs.",
         epilog="examples:\n  mgctl get processes -w\n  mgctl get pods -o json\n  mgctl top",
@@ -154,6 +151,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _add_run_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
+        metavar="DIR",
         type=Path,
         default=control.DEFAULT_RUN_DIR,
         help="where the daemon's control socket stands (default: %(default)s)",

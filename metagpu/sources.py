@@ -1,6 +1,7 @@
 """Where a configuration comes from: files, directories of profiles, ConfigMaps; in any format."""
 
 import os
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -276,6 +277,12 @@ def _listed(directory: Path) -> list[Path]:
 
 def _read(file: Path) -> str:
     try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigError(
+                "cannot be read: it is no file, and is read more than once; write "
+                "what it says to a file",
+                file=os.fspath(file),
+            )
         # Opened once: between a look at the size and the reading another file may have come.
         with file.open("rb") as opened:
             raw = opened.read(_LARGEST + 1)

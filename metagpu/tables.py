@@ -1,15 +1,19 @@
 """Reports as tables for people; the only place that draws."""
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from metagpu.core.tally import tally_lines
+from metagpu.health_words import brief_health, full_health, reasons
 
+ENDLESS: Final = 1_000_000  # letters in a line that nobody has to fold
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {
     "NV": "NVLinks, so many, between the two or from each to NVSwitches",
@@ -30,41 +34,56 @@ _UNBROKEN: Final = {
 }
 
 
-def console() -> Console:
-    """Give the console that tables are drawn on; colours only if it is a terminal."""
-    return Console(highlight=False, soft_wrap=False)
+def show(*parts: RenderableType) -> None:
+    """Print tables and texts below each other; colours only if a terminal reads.
+
+    No table is cut: where the terminal has no room for one, it breaks the lines itself. In a pipe
+    or a file a line may be as long as it likes, unless COLUMNS is set, as `watch` does.
+    """
+    for part in parts:
+        out = _console()
+        if isinstance(part, Table) and (need := _need(part, out)) > out.width:
+            out = _console(need)
+        with out.capture() as drawn:
+            out.print(part)
+        lines = drawn.get().split("\n")
+        print("\n".join(line.rstrip() for line in lines), end="")  # noqa: T201 - a command line speaks so
+
+
+def _console(width: int | None = None) -> Console:
+    if width is None and not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        width = ENDLESS
+    return Console(highlight=False, soft_wrap=False, width=width)
 
 
 def show_explanation(explained: Mapping[str, Any], *, topology: bool = False) -> None:
     """Draw what `core.report.explanation` says, how the GPUs are connected only if wanted."""
-    console().print(
-        Group(
-            resources_table(explained["resources"]),
-            gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY", health=brief_health),
-            *reasons(explained["gpus"]),
-            *mixed(explained["gpus"]),
-            *map(Text, explained["remarks"]),
-            *(topology_tables(explained) if topology else ()),
-        )
+    show(
+        resources_table(explained["resources"]),
+        gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY", health=brief_health),
+        *reasons(explained["gpus"]),
+        *mixed(explained["gpus"]),
+        *unused_pools(explained.get("unusedPools", {})),
+        *map(Text, explained["remarks"]),
+        *(topology_tables(explained) if topology else ()),
     )
 
 
 def show_status(status: Mapping[str, Any]) -> None:
     """Draw what `core.report.status` says, and what hinders the configuration."""
     error = status.get("configuration", {}).get("error")
-    console().print(
-        Group(
-            *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
-            *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
-            *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
-            *(Text(line, style="yellow") for line in cdi_lines(status.get("cdi"))),
-            resources_table(status["resources"]),
-            gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
-            *reasons(status["gpus"]),
-            leases_table(status["leases"]),
-            *map(Text, tally_lines(status.get("enforcement"))),
-            *map(Text, status.get("remarks", ())),
-        )
+    show(
+        *([Text(f"configuration not taken: {error}", style="bold red")] if error else []),
+        *(Text(line, style="bold red") for line in rival_lines(status.get("rivals", {}))),
+        *(Text(line, style="bold red") for line in lost_lines(status.get("lost", ()))),
+        *(Text(line, style="yellow") for line in cluster_lines(status.get("cluster"))),
+        *(Text(line, style="yellow") for line in cdi_lines(status.get("cdi"))),
+        resources_table(status["resources"]),
+        gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
+        *reasons(status["gpus"]),
+        leases_table(status["leases"]),
+        *map(Text, tally_lines(status.get("enforcement"))),
+        *map(Text, status.get("remarks", ())),
     )
 
 
@@ -80,6 +99,11 @@ def cdi_lines(told: Mapping[str, Any] | None) -> Sequence[str]:
 def rival_lines(rivals: Mapping[str, str]) -> Sequence[str]:
     """Say which resources another device plugin serves in our stead."""
     return [f"{name} is served by another plugin on {it}" for name, it in rivals.items()]
+
+
+def lost_lines(lost: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Say which containers were given MIG devices that are no more, and what helps."""
+    return [f"{it['holder'].partition(' ')[0]}: {it['why']}" for it in lost]
 
 
 def cluster_lines(cluster: Mapping[str, Any] | None) -> Sequence[str]:
@@ -120,8 +144,8 @@ def show_plan(plan: Mapping[str, Any]) -> None:
         )
 
     settings = ", ".join(plan["settings"])
-    also = Text(f"other terms from the next request or event on: {settings}") if settings else ""
-    console().print(Group(resources, gpus, also))
+    also = [Text(f"other terms from the next request or event on: {settings}")] if settings else []
+    show(resources, gpus, *also)
 
 
 def _turn(before: object, after: object) -> str:
@@ -170,7 +194,7 @@ def gpus_table(
         "WHY": lambda gpu: gpu["why"],
     }
     wanted = [name for name in columns if name in {*_ALWAYS, *more}]
-    out = console()
+    out = _console()
 
     for name in (None, *_GIVEN_UP):
         wanted = [each for each in wanted if each != name]
@@ -188,9 +212,9 @@ def _need(rows: Table, out: Console) -> int:
     """Give the columns of a terminal that a table needs, so that no word of it is broken."""
     endless = out.options.update(max_width=10_000)
     for column in rows.columns:
-        if column.no_wrap:
-            cells = (out.measure(cell, options=endless).maximum for cell in column.cells)
-            column.min_width = max(column.min_width or 0, *cells, 0)
+        whole = [cell for cell in column.cells if column.no_wrap or getattr(cell, "no_wrap", False)]
+        widths = (out.measure(cell, options=endless).maximum for cell in whole)
+        column.min_width = max(column.min_width or 0, *widths, 0)
     return out.measure(rows, options=endless).minimum
 
 
@@ -208,6 +232,11 @@ def mixed(gpus: Sequence[Mapping[str, Any]]) -> Sequence[RenderableType]:
         )
         for backends, indices in found.items()
     ]
+
+
+def unused_pools(pools: Mapping[str, str]) -> Sequence[RenderableType]:
+    """Say which pools have no GPU here, and why."""
+    return [Text(f"pool {name} has no GPU here: {why}") for name, why in pools.items()]
 
 
 def topology_tables(explained: Mapping[str, Any]) -> Sequence[RenderableType]:
@@ -234,60 +263,6 @@ def leases_table(leases: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not leases:
         rows.add_row("nobody holds a share", "", "", "")
     return rows
-
-
-def brief_health(gpu: Mapping[str, Any]) -> Text:
-    """Say in a word for each what `full_health` gives the reasons of."""
-    words = [Text("out of service", style="bold red")] if not gpu["healthy"] else []
-    for word, there in (
-        ("instance out", gpu["faults"]),
-        ("cordoned", gpu["cordon"]),
-        ("suspended", gpu["suspended"]),
-        ("cleaning", gpu["cleaning"]),
-        ("withheld", gpu["blocked"]),
-        ("waiting", gpu["waitsFor"]),
-    ):
-        if there:
-            words.append(Text(word, style="yellow"))
-    return Text("\n").join(words) if words else Text("healthy", style="green")
-
-
-def reasons(gpus: Sequence[Mapping[str, Any]]) -> Sequence[Text]:
-    """Say below a table what `brief_health` has no room for: a line for each reason."""
-    return [
-        Text(f"GPU {gpu['index']}: ") + line
-        for gpu in gpus
-        for line in full_health(gpu).split("\n")
-        if line.plain != "healthy"
-    ]
-
-
-def full_health(gpu: Mapping[str, Any]) -> Text:
-    """Say whether a GPU is healthy, and all that keeps it or one of its backends from serving."""
-    lines = []
-    if not gpu["healthy"]:
-        lines.append(Text(f"{gpu['reason']}, since {_moment(gpu['since'])}", style="bold red"))
-    for fault in gpu["faults"]:
-        slots = ", ".join(share.partition("::")[2] for share in fault["shares"]) or "not of ours"
-        told = f"MIG device {fault['device']} ({slots}): {fault['reason']}"
-        lines.append(Text(f"{told}, since {_moment(fault['since'])}", style="bold red"))
-    if cordon := gpu["cordon"]:
-        told = f"cordoned: {cordon['reason']}, since {_moment(cordon['since'])}"
-        lines.append(Text(told, style="yellow"))
-    for backend, pause in gpu["suspended"].items():
-        told = f"{backend} suspended: {pause['reason']}, since {_moment(pause['since'])}"
-        lines.append(Text(told, style="yellow"))
-    for backend, since in gpu["cleaning"].items():
-        lines.append(Text(f"{backend} cleans it since {_moment(since)}", style="yellow"))
-    lines += [Text(blocked, style="yellow") for blocked in gpu["blocked"]]
-    if gpu["waitsFor"]:
-        lines.append(Text(gpu["waitsFor"], style="yellow"))
-
-    return Text("\n").join(lines) if lines else Text("healthy", style="green")
-
-
-def _moment(since: str) -> str:
-    return since.removesuffix("+00:00").replace("T", " ") + " UTC"
 
 
 def fullness(shares: Mapping[str, Mapping[str, int]]) -> RenderableType:

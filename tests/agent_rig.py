@@ -7,12 +7,13 @@ from pathlib import Path
 
 import anyio
 
-from metagpu.app import Agent, Places
-from metagpu.core.facts import Event
+from metagpu.app import Agent
 from metagpu.core.host import Host
+from metagpu.core.news import Event
 from metagpu.core.snapshot import GpuState, Snapshot
 from metagpu.core.tools import Tools
 from metagpu.nvml import Nvml
+from metagpu.places import Places
 from metagpu.plugins.cluster.settings import Settings
 from metagpu.plugins.metrics.address import Address
 from metagpu.sim.kubelet import SimKubelet

@@ -41,7 +41,7 @@ _MAY_BLOCK = (
     # Tracebacks are drawn with their source by structlog's defaults alone; the daemon's are plain.
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # Credentials are read in a thread, on a loop of its own that serves nothing else.
-    ("metagpu/plugins/cluster/client.py", {"_credentials"}, ()),
+    ("metagpu/plugins/cluster/credentials.py", {"_configured"}, ()),
     # It is called when there is something to read, though its descriptor is a blocking one.
     ("asyncinotify/__init__.py", {"_get"}, ("os.read",)),
     # A node's configuration is a small file, read at start and when an operator says so.

@@ -19,9 +19,15 @@ from tests.agent_rig import Scene, agent_at_work
 PROFILES = "1g.5gb, 1g.5gb+me, 2g.10gb, 3g.20gb, 7g.40gb"
 
 
-def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nobody wait for what takes seconds on a real node."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
+def hurry(monkeypatch: pytest.MonkeyPatch, *, period: float = 0.02) -> None:
+    """Have nobody wait for what takes seconds on a real node.
+
+    Args:
+        monkeypatch: takes it back.
+        period: seconds between two questions to the kubelet.
+    """
+    monkeypatch.setattr(podresources, "PERIOD", period)
+    monkeypatch.setattr(podresources, "SETTLE", 0.01)
     monkeypatch.setattr(turns, "TURN", 0.01)
     for module in (ledger, keeping):
         monkeypatch.setattr(module, "POLL", 0.05)

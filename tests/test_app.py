@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu import adoption, app
+from metagpu import adoption, app, laying
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core import health
@@ -43,6 +43,18 @@ async def test_fatal_xid_reaches_the_kubelet_and_heals(tmp_path: Path) -> None:
         await it.until(20, 20)
 
         assert it.state(0).verdict.healthy
+
+
+async def test_a_lost_gpu_is_named_once(tmp_path: Path) -> None:
+    """What NVML says of a GPU is told without the GPU's name, which its reader has already."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        it.node.lose(it.node.gpu("0"))
+        await it.until(20, 10)
+
+        assert it.state(0).verdict.reason == (
+            "the GPU is lost: it has fallen off the bus or does not answer"
+        )
 
 
 async def test_application_xid_changes_nothing(tmp_path: Path) -> None:
@@ -323,7 +335,7 @@ async def test_a_fault_of_our_own_with_a_new_gpu_ends_nothing(
         def fail(*_: object) -> None:
             raise RuntimeError("nobody thought of that")
 
-        with heard(app) as lines, monkeypatch.context() as patched:
+        with heard(laying) as lines, monkeypatch.context() as patched:
             patched.setattr(FractionBackend, "shares", fail)
             it.node.add_gpu(BOARDS["t4"])
             with anyio.fail_after(30):
@@ -441,7 +453,7 @@ async def test_device_node_that_comes_late_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device node that was not there at the start is given to the next pod."""
-    monkeypatch.setattr(app, "NODES_PERIOD", 0.01)
+    monkeypatch.setattr(laying, "NODES_PERIOD", 0.01)
     uvm = tmp_path / "dev" / "nvidia-uvm"
 
     async with agent_at_work(tmp_path) as it:
@@ -478,7 +490,7 @@ async def test_reload_is_not_undone_by_a_gpu_that_comes(tmp_path: Path) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(it.agent.reload)
             for _ in range(5):
-                group.start_soon(it.agent._take_in_gpus)
+                group.start_soon(it.agent.laying.again)
 
         assert len(it.agent.layout.shares) == 40
         await it.until(40, 40)

@@ -15,7 +15,7 @@ from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from tests.agent_rig import METAGPU, Scene, agent_at_work
 from tests.cdi_rig import CdiRefusedError, host, resolved
-from tests.mig_rig import a_node, hasten, made, places, pod, until, until_placed, why
+from tests.mig_rig import a_node, hurry, made, places, pod, until, until_placed, why
 
 TWO = "nvidia.com/mig-2g.10gb"
 
@@ -23,7 +23,7 @@ TWO = "nvidia.com/mig-2g.10gb"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    hasten(monkeypatch)
+    hurry(monkeypatch)
 
 
 def fractions(strategies: str = "cdi-cri", more: str = "") -> str:
@@ -214,6 +214,50 @@ async def test_a_start_waits_for_its_instance(tmp_path: Path) -> None:
         assert len([node for node in nodes if node.startswith("nvidia-cap")]) == 4
         assert await it.started(asking) == nodes
         assert it.scene.node.gpus[0].mig.making.begun == 2
+
+
+async def test_a_start_outlives_a_change_of_the_configuration(tmp_path: Path) -> None:
+    """What was being made for it when the configuration changed is what the container gets."""
+    async with at_work(tmp_path, instances(), await mig_node(tmp_path)) as it:
+        await it.scene.until(3, 3, TWO)
+        gpu = it.scene.node.gpus[0]
+        gpu.mig.making = Making(takes=0.7)
+        asking, nodes = pod("train"), list[str]()
+        await it.scene.kubelet.admit(asking)
+
+        async def start() -> None:
+            nodes.extend(await it.started(asking))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(start)
+            await until(lambda: gpu.mig.making.begun > 0)
+            config = instances().replace("100ms", "200ms")
+            await anyio.Path(it.scene.config_file).write_text(config)
+            await it.scene.agent.reload()
+
+        assert "nvidia0" in nodes
+        assert gpu.mig.making.begun == 1
+
+
+async def test_a_start_on_a_gpu_that_waits_for_a_reset_says_so(tmp_path: Path) -> None:
+    """The container does not wait for what nobody makes: it fails with the command that helps."""
+    node = await mig_node(tmp_path)
+    async with at_work(tmp_path, instances(), node) as it:
+        await it.scene.until(3, 3, TWO)
+        asking = pod("train")
+        await it.scene.kubelet.admit(asking)
+        await until(lambda: len(places(node)) == 1)
+        await it.scene.told()
+        gpu = node.gpus[0]
+        with node.changed:
+            gpu.mig.present.clear()
+            gpu.mig.enabled, gpu.mig.pending = False, True
+        await until(lambda: "waits for a reset" in why(it.scene))
+
+        with pytest.raises(
+            ContainerStartError, match=r"MIG mode waits for a reset: .*gpu-reset -i"
+        ):
+            await it.scene.kubelet.start_container(asking, "main")
 
 
 async def test_a_start_that_fails_is_tried_again(tmp_path: Path) -> None:

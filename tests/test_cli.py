@@ -53,7 +53,7 @@ def test_unknown_command_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
         main(["frobnicate"])
 
     assert end.value.code == 2
-    assert "'explain'" in capsys.readouterr().err
+    assert "allowed: run, demo, explain, " in capsys.readouterr().err
 
 
 def test_explain_by_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +83,20 @@ def test_explain_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert neither["pool"] is None
     assert "big: " in neither["why"]
     assert "small: " in neither["why"]
+
+
+def test_explain_tells_of_a_pool_without_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever expects GPUs in a pool reads why there are none."""
+    file = tmp_path / "two.yaml"
+    file.write_text(TWO_POOLS)
+
+    assert main(["explain", "--config", str(file), "--simulate", "a100-40gb:2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "",
+        "pool small has no GPU here: NVIDIA A100-SXM4-40GB does not match *T4*",
+    ]
 
 
 def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +334,7 @@ def test_validate_of_an_open_choice_that_cannot_be(
     assert main(["validate", str(tmp_path), str(tmp_path / "none")]) == 1
 
     empty, missing = capsys.readouterr().err.splitlines()
-    assert empty.endswith("there are: none")
+    assert empty.endswith(": there is no profile in it; put a configuration there")
     assert missing == f"{tmp_path}/none: cannot be read: No such file or directory"
 
 

@@ -23,9 +23,9 @@ from metagpu import __version__
 from metagpu.core.gpu import MIB
 from metagpu.core.model import Holder
 from metagpu.sheets import AFRESH
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod
-from metagpu.sim.node import SimProcess
 from metagpu.usage_text import FORMATS, KINDS
 from tests.agent_rig import METAGPU, QUICK, Scene, agent_at_work
 from tests.host_rig import running

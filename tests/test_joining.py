@@ -8,7 +8,7 @@ import pytest
 from metagpu import adoption
 from metagpu.compat.contract import Circumstances
 from metagpu.core.errors import ConfigError
-from metagpu.core.facts import ConfigurationRefused
+from metagpu.core.news import ConfigurationRefused
 from metagpu.core.profiles import Choice
 from metagpu.core.report import explanation
 from metagpu.plugins.cluster.settings import ALL, Feature, Settings

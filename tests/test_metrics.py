@@ -16,9 +16,9 @@ from metagpu.plugins.metrics import exporter, probes, shared
 from metagpu.plugins.metrics.address import Address
 from metagpu.plugins.metrics.families import FAMILIES
 from metagpu.sim.apiserver import SimApiServer
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import METAGPU, QUICK, Scene, agent_at_work
 from tests.core.test_enforcer import STUBBORN
 from tests.heard import heard

@@ -354,12 +354,14 @@ def test_without_a_daemon_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_what_is_not_understood_is_misuse(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it does not know ends with status 2 and the usage."""
+    """What it does not know ends with status 2 and a line that says where to read on."""
     with pytest.raises(SystemExit) as end:
         mgctl.main(arguments)
 
     assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: mgctl")
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith("mgctl")
+    assert "--help`" in told
 
 
 async def test_a_reader_who_goes_ends_it_quietly(

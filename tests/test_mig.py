@@ -8,17 +8,18 @@ import anyio
 import pynvml
 import pytest
 
+from metagpu.plugins import serving
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import agent_at_work
 from tests.mig_rig import (
     a_node,
     blocked,
     configured,
-    hasten,
+    hurry,
     made,
     mig_at_work,
     places,
@@ -36,7 +37,7 @@ WHOLE = "nvidia.com/mig-7g.40gb"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    hasten(monkeypatch)
+    hurry(monkeypatch)
 
 
 async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path) -> None:
@@ -248,9 +249,12 @@ async def test_a_new_daemon_knows_the_instances_of_its_pods(tmp_path: Path) -> N
             await it.until(1, 1, WHOLE)
 
 
-async def test_nothing_stays_of_a_daemon_killed_meanwhile(tmp_path: Path) -> None:
+async def test_nothing_stays_of_a_daemon_killed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An instance whose pod was never answered is found by the next daemon, and removed."""
-    node = await a_node(tmp_path, "{board: a100-40gb, mig: true, making: {takes: 500ms}}")
+    monkeypatch.setattr(serving, "LINGER", 0.05)  # who is killed answers nobody
+    node = await a_node(tmp_path, "{board: a100-40gb, mig: true, making: {takes: 1500ms}}")
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
     async with kubelet.running(), anyio.create_task_group() as group:
         async with agent_at_work(tmp_path, node, configured(), kubelet=kubelet) as it:

@@ -13,10 +13,10 @@ from metagpu.core.facts import GpuFaulted, InstanceFaulted
 from metagpu.core.model import ShareId
 from metagpu.core.report import status
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.kubelet import AdmissionError, Pod
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import Scene, agent_at_work
-from tests.mig_rig import a_node, blocked, hasten, made, places, pod, until, until_placed
+from tests.mig_rig import a_node, blocked, hurry, made, places, pod, until, until_placed
 
 TWO = "nvidia.com/mig-2g.10gb"
 THREE = "nvidia.com/mig-3g.20gb"
@@ -26,7 +26,7 @@ REASON = "XID 94: contained memory error"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    hasten(monkeypatch)
+    hurry(monkeypatch)
 
 
 @asynccontextmanager

@@ -6,16 +6,16 @@ import anyio
 import pytest
 
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import Scene, agent_at_work
 from tests.mig_rig import (
     a_node,
     blocked,
     configured,
     cut,
-    hasten,
+    hurry,
     made,
     mig_at_work,
     places,
@@ -35,7 +35,7 @@ FIVE = ("1g.5gb@0", "1g.5gb@1", "1g.5gb@6", "2g.10gb@2", "2g.10gb@4")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    hasten(monkeypatch)
+    hurry(monkeypatch)
 
 
 async def change(it: Scene, text: str) -> None:

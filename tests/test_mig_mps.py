@@ -16,13 +16,14 @@ from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core import report
 from metagpu.core.driver import ComputeMode
 from metagpu.sim import foreign
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.kubelet import AdmissionError, Pod, SimKubelet
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.heard import heard
-from tests.mig_rig import a_node, cut, hasten, made, places
+from tests.mig_rig import a_node, cut, hurry, made, places
 from tests.waiting import until
 
 SHARED, TWO = "nvidia.com/mig-1g.5gb.shared", "nvidia.com/mig-2g.10gb"
@@ -35,7 +36,7 @@ LIMIT = 30.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
-    hasten(monkeypatch)
+    hurry(monkeypatch, period=0.05)
     timing = Timing(period=0.1, retry=0.05, deadline=20.0, first_pause=0.05, longest_pause=0.2)
     monkeypatch.setattr(MigBackend, "timing", timing)
 

@@ -1,23 +1,23 @@
 """The whole agent with an API server and enforcement: what pods wish, and what they are told."""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-import anyio
 
 from metagpu.app import Agent
 from metagpu.core.gpu import MIB
 from metagpu.core.model import Holder
 from metagpu.plugins.cluster.settings import Feature, Settings
 from metagpu.sim.apiserver import SimApiServer
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.kubelet import Container, Pod
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import board
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.host_rig import running
+from tests.waiting import becomes
 
 NODE: Final = "gpu-1"
 ALICE: Final = Holder("team", "alice", "main")
@@ -39,13 +39,6 @@ def joined(server: SimApiServer, tmp_path: Path) -> Settings:
     """Use the running server for pods, and nothing else."""
     uses = frozenset({Feature.PODS, Feature.POD_EVENTS})
     return Settings(NODE, server.kubeconfig(tmp_path), features=uses)
-
-
-async def until(seen: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    with anyio.fail_after(30):
-        while not seen():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await anyio.sleep(0.01)
 
 
 async def asked(agent: Agent, command: str) -> Mapping[str, Any]:
@@ -131,8 +124,8 @@ async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> Non
     async with agent_at_work(tmp_path, node, STRICT, host=machine.host) as it:
         await it.until(100, 100)
         await it.kubelet.admit(POD)
-        await until(lambda: list(node.gpu(0).limits.values()) == [(10085 + 1024) * MIB])
-        await until(lambda: it.agent.oversight.tally["driverLimits"] == 1)
+        await becomes(lambda: list(node.gpu(0).limits.values()) == [(10085 + 1024) * MIB])
+        await becomes(lambda: it.agent.oversight.tally["driverLimits"] == 1)
         [container] = (await asked(it.agent, "usage"))["containers"]
 
     [part] = container["gpus"]

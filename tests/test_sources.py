@@ -1,5 +1,6 @@
 """Where a configuration comes from: files, directories of profiles, ConfigMaps."""
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -214,9 +215,22 @@ def test_the_layout_of_a_label_is_taken_where_none_is_said_here() -> None:
     assert Source((layouts,), circumstances=here).told(told).situation.mig_config == "other"
 
 
+def test_a_pipe_is_told(tmp_path: Path) -> None:
+    """What can be read once only is no configuration, and nobody waits for who writes it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    assert refusal(Source((pipe,))) == (
+        f"{pipe}: cannot be read: it is no file, and is read more than once; write what it says "
+        "to a file"
+    )
+
+
 def test_an_empty_directory_is_told(tmp_path: Path) -> None:
     """A directory without profiles says that there are none."""
-    assert refusal(Source((tmp_path,))).endswith("there are: none")
+    assert refusal(Source((tmp_path,))).endswith(
+        ": there is no profile in it; put a configuration there"
+    )
 
 
 @pytest.mark.parametrize(

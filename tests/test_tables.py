@@ -1,71 +1,14 @@
 """What people read in tables: the state of a GPU in a few words."""
 
-from typing import Any
-
 import pytest
+from rich.text import Text
 
-from metagpu.core.facts import (
-    BackendSuspended,
-    Fact,
-    GpuCordoned,
-    GpuFaulted,
-    GpuKept,
-    GpusFound,
-    SharesGranted,
-    SharesReleased,
-)
+from metagpu.core.facts import GpuFaulted
 from metagpu.core.layout import Layout
 from metagpu.core.report import explanation
-from metagpu.tables import full_health, fullness, show_explanation, show_plan, show_status
-from tests.build import after, gpu, offer, share
-
-A = gpu(0)
-FRACTIONS = tuple(share(A, number) for number in range(4))
-UNITS = tuple(share(A, number, backend="mps", resource="x.y/mps") for number in range(2))
-
-
-def told(*facts: Fact) -> dict[str, Any]:
-    """Tell of a GPU after some facts."""
-    kept = GpuKept(A.id, "mps", readies=False, cleans=True, at=0)
-    snapshot = after(GpusFound((A,), at=0), kept, offer(*FRACTIONS, *UNITS), *facts)
-    [gpu] = explanation(snapshot, Layout((), {}, ()))["gpus"]
-    return dict(gpu)
-
-
-CORDON = GpuCordoned(A.id, "riser", at=60)
-SUSPENDED = BackendSuspended(A.id, "mps", "no daemon", at=120)
-HELD = SharesGranted(UNITS[:1], at=30)
-ENDED = SharesReleased(UNITS[:1], at=180)
-
-
-@pytest.mark.parametrize(
-    ("facts", "lines"),
-    [
-        ((), ["healthy"]),
-        ((GpuFaulted(A.id, "XID 79", at=0),), ["XID 79, since 1970-01-01 00:00:00 UTC"]),
-        ((CORDON,), ["cordoned: riser, since 1970-01-01 00:01:00 UTC"]),
-        (
-            (CORDON, SUSPENDED),
-            [
-                "cordoned: riser, since 1970-01-01 00:01:00 UTC",
-                "mps suspended: no daemon, since 1970-01-01 00:02:00 UTC",
-            ],
-        ),
-        ((HELD, ENDED), ["mps cleans it since 1970-01-01 00:03:00 UTC"]),
-    ],
-    ids=["healthy", "faulty", "cordoned", "suspended too", "being cleaned"],
-)
-def test_all_that_keeps_a_gpu_from_serving_is_told(
-    facts: tuple[Fact, ...], lines: list[str]
-) -> None:
-    """Each reason has its line, with since when."""
-    assert full_health(told(*facts)).plain.splitlines() == lines
-
-
-def test_a_gpu_that_waits_says_for_whom() -> None:
-    """A GPU cut anew is healthy and tells whose end it waits for."""
-    waiting = full_health(told(HELD, offer(*FRACTIONS)))
-    assert "is held by a pod that is being admitted" in waiting.plain
+from metagpu.tables import fullness, show, show_explanation, show_plan, show_status, table
+from tests.build import after
+from tests.reported import CORDON, HELD, SUSPENDED, A, told
 
 
 def test_bars_tell_held_from_free_from_shut() -> None:
@@ -162,6 +105,15 @@ def test_a_status_says_what_containers_by_cdi_lack(capsys: pytest.CaptureFixture
     assert "containers" not in capsys.readouterr().out
 
 
+def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the tables, with the pod and what helps."""
+    one = {"holder": "team/alice (main)", "why": "container main was given MIG-1, which is no more"}
+    show_status({"resources": {}, "gpus": [told()], "leases": [], "lost": [one]})
+
+    out = capsys.readouterr().out
+    assert out.startswith("team/alice: container main was given MIG-1, which is no more")
+
+
 def test_a_status_ends_with_what_backends_remark(capsys: pytest.CaptureFixture[str]) -> None:
     """Each sentence of a backend stands below the tables, on its own line."""
     remarks = ["GPU 0: it is full", "if a/b (c) moved, there would be room"]
@@ -192,3 +144,38 @@ def test_a_plan_names_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     words = " ".join(out.split())
     assert "team/old (main): 3 of a.b/c" in words
     assert "other terms from the next request or event on: health" in words
+
+
+def test_what_goes_into_a_pipe_is_not_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line is one thing, however long, for whoever reads it by a program; nothing is left out."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pool, reason = "p" * 90, f"a reason that is longer than a terminal is wide: {'x ' * 60}"
+    one = {**told(GpuFaulted(A.id, reason, at=0)), "product": "NVIDIA A100", "pool": pool}
+    show_status({"resources": {}, "gpus": [one], "leases": [], "remarks": ["words " * 40]})
+
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line for line in lines if line.lstrip().startswith("GPU ") and "PRODUCT" in line]
+    assert {"MEMORY", "POOL"} <= set(head.split())
+    assert [line for line in lines if pool in line and "A100" in line]
+    assert [line for line in lines if reason in line and "since 1970" in line]
+    assert lines[-1].split() == ["words"] * 40
+    assert max(map(len, lines)) < 1000  # nor is it filled up
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+def test_no_table_is_cut(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However narrow a terminal is, names and numbers stay whole, and no line ends in blanks."""
+    monkeypatch.setenv("COLUMNS", columns)
+    drawn = table("POD", "RESOURCE", "GPU 0")
+    slices = Text("3 3 3 3 2 2 1 ·", no_wrap=True)
+    drawn.add_row("a-pod-with-a-long-name", "example.com/a-long-resource", slices)
+    show("before", drawn)
+    said = capsys.readouterr().out
+
+    for whole in ("a-pod-with-a-long-name", "example.com/a-long-resource", "3 3 3 3 2 2 1 ·"):
+        assert whole in said
+    assert [line for line in said.split("\n") if line.endswith(" ")] == []

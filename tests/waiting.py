@@ -21,3 +21,12 @@ def skip(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     time = loop.time
     loop.time = lambda: time() + seconds  # type: ignore[method-assign]
+
+
+async def becomes(is_so: Callable[[], object], deadline: float = 30) -> None:
+    """Look again and again until something in this process is so."""
+
+    async def now() -> bool:
+        return bool(is_so())
+
+    await until(now, deadline)

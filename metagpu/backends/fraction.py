@@ -75,6 +75,13 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         # Two digits at least and never more than needed: an id outlives a change of count.
         return self.equal(gpu, (f"m{number:02d}" for number in range(number_of)), memory)
 
+    def why_none(self, gpu: Gpu) -> str:
+        """Say why a GPU has no share."""
+        unit = self.options.memory_unit
+        if gpu.mig_enabled or unit is None:
+            return super().why_none(gpu)
+        return f"a share is {unit // MIB} MiB, and the GPU has {gpu.memory // MIB}"
+
     def prefer(
         self,
         available: Sequence[Share],
@@ -99,10 +106,10 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
         Raises:
             FractionSplit: saying what is free where.
         """
-        taken = by_gpu(shares)
-        if len(taken) == 1 or self.options.split is Split.ACCEPT:
+        if len({share.gpu for share in shares}) == 1 or self.options.split is Split.ACCEPT:
             return
 
+        taken = by_gpu(shares)
         on_offer = snapshot.offers[self.resource].by_gpu
         counts = [(len(those), len(on_offer[gpu])) for gpu, those in taken.items()]
 
@@ -112,17 +119,18 @@ class FractionBackend(OneResourceBackend[FractionOptions]):
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Give the GPUs, and say how much memory of each the container should keep to."""
-        taken = sorted(by_gpu(shares).items(), key=lambda item: snapshot.gpus[item[0]].gpu.index)
-        gpus = [snapshot.gpus[gpu_id].gpu for gpu_id, _ in taken]
+        taken = by_gpu(shares)
+        gpus = sorted([snapshot.gpus[gpu].gpu for gpu in taken], key=lambda gpu: gpu.index)
+        memory = [(gpu, memory_mib(taken[gpu.id])) for gpu in gpus]
         envs: dict[str, str] = {}
 
         if self.options.metagpu_env:
-            envs["METAGPU_MAX_MEM"] = str(sum(memory_mib(those) for _, those in taken))
-            names = _metagpu_names(gpus, dict(taken))
+            envs["METAGPU_MAX_MEM"] = str(sum([mib for _, mib in memory]))
+            names = _metagpu_names(gpus, taken)
             if len(names) <= _ENV_LIMIT:
                 envs["CNVRG_META_GPU_DEVICES"] = names
 
-        return self.injection.grant_shares(shares, snapshot, envs)
+        return self.injection.grant_memory(memory, envs)
 
     def _seats(
         self, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
@@ -155,7 +163,8 @@ def _metagpu_names(gpus: Sequence[Gpu], taken: Mapping[GpuId, Sequence[Share]]) 
 
     for gpu in gpus:
         head, tail = f"cnvrg-meta-{gpu.index}-", f"-{gpu.id}"
-        names += [f"{head}{n}{tail}" for n in sorted([share.number for share in taken[gpu.id]])]
+        numbers = sorted([share.number for share in taken[gpu.id]])
+        names.append(head + f"{tail},{head}".join(map(str, numbers)) + tail)
     return ",".join(names)
 
 

@@ -4,7 +4,6 @@ A key is honoured if it is a field of the struct that its mapping is read as. Al
 those that are known with what they would have done, the rest as unknown.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,6 +11,7 @@ import msgspec
 
 from metagpu.compat.contract import Note, Origin
 from metagpu.core.document import Document, below
+from metagpu.core.spelling import hint
 
 
 class Unheeded(msgspec.Struct, frozen=True):
@@ -86,6 +86,4 @@ def _other(
 
     parent = plain.rpartition(".")[0]
     siblings = [name.rpartition(".")[2] for name in unheeded if name.rpartition(".")[0] == parent]
-    close = difflib.get_close_matches(key, [*fields, *siblings], n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    yield here.note(f"unknown key, has no effect{hint}")
+    yield here.note(f"unknown key, has no effect{hint(key, [*fields, *siblings])}")

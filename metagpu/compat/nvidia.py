@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from metagpu.compat import cuts, mig_parted, nvidia_file, selection
+from metagpu.compat import cuts, mig_parted, nvidia_file, nvidia_single, selection
 from metagpu.compat.contract import Circumstances, Converted, Data, Draft, Origin
 from metagpu.compat.keys import noted
 from metagpu.compat.mig_parted import Wanted
 from metagpu.compat.nvidia_file import Named, Replication, Settings
-from metagpu.compat.nvidia_instances import Entry, Instances
+from metagpu.compat.nvidia_instances import Entry, Instances, pool_name
 from metagpu.core.document import Document
 
 _PREFIX: Final = "nvidia.com/"
@@ -76,30 +76,15 @@ class _Conversion:
         """Fill the draft."""
         self._set()
         self._share()
-        strategy = self.settings.strategy or ("mixed" if self.wanted else "none")
-        cut_up = any(entry.instances for entry in self.wanted)
-
         if self.instances.one_name is not None:
-            self._single()
+            nvidia_single.offer(self.wanted, self.instances, self.draft)
             return
-        if strategy != "none" and not self.wanted:
-            self.draft.note(
-                self._flag("flags.migStrategy", "MIG_STRATEGY"),
-                "has no effect here; it would have offered the MIG instances that there are. Give "
-                "mig-parted's file beside this one, or a pool with backend mig",
-            )
-        if strategy == "none" and cut_up:
-            self.draft.note(
-                self._flag("flags.migStrategy", "MIG_STRATEGY"),
-                "has no effect here; it would have offered a GPU in MIG mode as a whole one, which "
-                "CUDA cannot use. Instances are offered by profile, as with mixed",
-            )
 
-        covered = False
+        self._note_strategy()
         for entry in self.wanted:
             if entry.instances:
                 cut = self.instances.cut(entry.instances)
-                self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
+                self.draft.pool(pool_name(entry.instances), entry.gpus, [cut], entry.origin)
             else:
                 self._gpus(entry.gpus)
                 off = Origin(entry.origin.document, f"{entry.origin.path}.mig-enabled")
@@ -107,8 +92,7 @@ class _Conversion:
                     off,
                     "would have turned MIG mode off; metagpu leaves it on, and such a GPU alone",
                 )
-            covered = covered or entry.gpus is None
-        if not covered:
+        if all(entry.gpus is not None for entry in self.wanted):
             self._gpus(None)
 
     # --- the file as a whole ----------------------------------------------------------------------
@@ -125,14 +109,31 @@ class _Conversion:
         if said.xids:
             self.draft.set("health", {"xids": dict(said.xids)}, self.root)
 
+    def _note_strategy(self) -> None:
+        """Tell where MIG's strategy asks for what is not done here."""
+        strategy = self.settings.strategy or ("mixed" if self.wanted else "none")
+        origin = self._flag("flags.migStrategy", "MIG_STRATEGY")
+
+        if strategy != "none" and not self.wanted:
+            self.draft.note(
+                origin,
+                "has no effect here; it would have offered the MIG instances that there are. Give "
+                "mig-parted's file beside this one, or a pool with backend mig",
+            )
+        if strategy == "none" and any(entry.instances for entry in self.wanted):
+            self.draft.note(
+                origin,
+                "has no effect here; it would have offered a GPU in MIG mode as a whole one, which "
+                "CUDA cannot use. Instances are offered by profile, as with mixed",
+            )
+
     def _share(self) -> None:
         """Find what is shared; with both ways MPS wins, as in NVIDIA's plugin."""
         sharing = self.file.sharing or nvidia_file.Sharing()
         ways = [("mps", sharing.mps), ("timeSlicing", sharing.time_slicing)]
         given = [(self._at(f"sharing.{name}"), way) for name, way in ways if way is not None]
 
-        for origin, way in given[1:]:
-            del way
+        for origin, _ in given[1:]:
             self.draft.note(origin, "has no effect: where sharing.mps is given, that wins")
         for origin, way in given[:1]:
             self.by_mps = way is sharing.mps
@@ -248,40 +249,6 @@ class _Conversion:
 
     # --- MIG --------------------------------------------------------------------------------------
 
-    def _single(self) -> None:
-        """Offer all instances by one name: all GPUs have to be laid out, and all alike.
-
-        GPUs that are laid out otherwise are offered to nobody, and say why: NVIDIA's plugin would
-        not start, and take all GPUs of the node with it.
-        """
-        for entry in self.wanted:
-            if wrong := self._wrong(entry):
-                reason = (
-                    "the strategy single wants instances of one profile on all GPUs, and "
-                    f"{wrong}; choose mixed, or another layout"
-                )
-                self.draft.pool("not-single", entry.gpus, [], entry.origin, {"reason": reason})
-                self.draft.note(entry.origin, f"its GPUs are offered to nobody: {reason}")
-                continue
-            cut = self.instances.cut(entry.instances)
-            self.draft.pool(_named(entry.instances), entry.gpus, [cut], entry.origin)
-
-        if not any(entry.gpus is None for entry in self.wanted):
-            text = "GPUs that this layout does not name are offered to nobody under single"
-            self.draft.note(self.wanted[-1].origin, text)
-
-    def _wrong(self, entry: Wanted) -> str:
-        """Say why an entry's GPUs are none of the strategy single's, empty where they are."""
-        alone = {tuple(each.instances) for each in self.wanted if len(each.instances) == 1}
-        if not entry.instances:
-            return "these have no MIG instances"
-        if len(entry.instances) > 1:
-            return f"these have {', '.join(sorted(entry.instances))}"
-        if len(alone) > 1:  # none of them is any more right than another
-            profiles = sorted(profile for (profile,) in alone)
-            return f"the GPUs of this layout have {', '.join(profiles)}"
-        return ""
-
     def _one_name(self) -> str | None:
         """Give the name of all instances under the strategy single, if there are any."""
         if self.settings.strategy != "single" or not any(each.instances for each in self.wanted):
@@ -308,8 +275,3 @@ def _full(name: str) -> str:
 
 def _last(resource: str) -> str:
     return resource.rpartition("/")[2]
-
-
-def _named(instances: dict[str, int]) -> str:
-    """Name a pool as mig-parted's layouts are named: 2x2g.10gb-3x1g.5gb."""
-    return "-".join(f"{count}x{profile}" for profile, count in sorted(instances.items())[::-1])

@@ -115,3 +115,8 @@ class Instances:
             if selection.matches(pattern, profile):
                 return number
         return None
+
+
+def pool_name(layout: dict[str, int]) -> str:
+    """Name a pool as mig-parted's layouts are named: 2x2g.10gb-3x1g.5gb."""
+    return "-".join(f"{count}x{profile}" for profile, count in sorted(layout.items())[::-1])

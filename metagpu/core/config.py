@@ -4,8 +4,7 @@ The envelope is described here; what a pool says to a backend is described by th
 """
 
 import re
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -16,11 +15,13 @@ from metagpu.core.backend import Backend, Options
 from metagpu.core.client import Mgctl
 from metagpu.core.document import Document
 from metagpu.core.enforcement import Enforcement
-from metagpu.core.gpu import MIB, Gpu, bus_id
+from metagpu.core.errors import ConfigError
+from metagpu.core.gpu import Gpu
 from metagpu.core.injection import DeviceListStrategy, Injection
 from metagpu.core.model import ResourceName
 from metagpu.core.names import name_refusal
-from metagpu.core.units import Bytes, Duration, PciDevice
+from metagpu.core.selector import Selector
+from metagpu.core.units import Duration
 from metagpu.core.xid import Severity
 
 VERSION: Final = "metagpu/v1"
@@ -37,89 +38,10 @@ pools:
 """
 """What runs without a file: MetaGPU's behaviour, 100 shares of every GPU."""
 
-
 _CDI_KIND: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?"
 )
 """A vendor and a class, as CDI's specification allows them."""
-
-
-class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Which GPUs a pool takes: those for which everything given is true.
-
-    Attributes:
-        index: numbers and ranges, as in `0-3,6`.
-        uuid: one or several NVML uuids.
-        pci: one or several bus ids, as `0000:07:00.0`, or with NVML's domain of eight digits.
-        pci_device: one or several kinds of GPU by their PCI id, device before vendor: `0x20B010DE`.
-        product: a pattern for the product name with `*` and `?`, in any case: `*A100*`.
-        min_memory: least total memory, as `40Gi`.
-    """
-
-    index: str | int | tuple[str | int, ...] | None = None
-    uuid: str | tuple[str, ...] | None = None
-    pci: str | tuple[str, ...] | None = None
-    pci_device: str | int | tuple[str | int, ...] | None = None
-    product: str | tuple[str, ...] | None = None
-    min_memory: Bytes | None = None
-
-    def __post_init__(self) -> None:
-        if all(getattr(self, name) is None for name in self.__struct_fields__):
-            raise ValueError("an empty selector selects nothing; write `gpus: all`")
-        for name in self.__struct_fields__:
-            if getattr(self, name) == ():
-                raise ValueError(f"the list `{name}` is empty and selects nothing; leave it out")
-
-        for part in _listed(self.index):
-            _index_ranges(part)
-        for name in _listed(self.pci):
-            bus_id(name)
-        for part in _listed(self.pci_device):
-            PciDevice.parse(part)
-
-    def refusal(self, gpu: Gpu) -> str | None:
-        """Say why a GPU is not selected, `None` when it is."""
-        own = "unknown" if gpu.pci_device is None else PciDevice(gpu.pci_device)
-        checks: tuple[tuple[object, Callable[[Any], bool], str], ...] = (
-            (
-                self.index,
-                lambda part: any(gpu.index in numbers for numbers in _index_ranges(part)),
-                f"index {gpu.index} is not in {_shown(self.index)}",
-            ),
-            (self.uuid, lambda part: gpu.id == part, f"uuid {gpu.id} is not listed"),
-            (
-                self.pci,
-                lambda part: gpu.pci_bus_id == bus_id(part),
-                f"PCI bus id {gpu.pci_bus_id} is not listed",
-            ),
-            (
-                self.pci_device,
-                lambda part: gpu.pci_device == PciDevice.parse(part),
-                f"PCI device id {own} is not {_shown(self.pci_device)}",
-            ),
-            (
-                self.product,
-                lambda part: fnmatchcase(gpu.name.lower(), part.lower()),
-                f"{gpu.name} does not match {_shown(self.product)}",
-            ),
-            (
-                self.min_memory,
-                lambda part: gpu.memory >= part,
-                f"{_memory(gpu.memory)} of memory are less than {_memory(self.min_memory or 0)}",
-            ),
-        )
-
-        for wanted, fits, why in checks:
-            if wanted is not None and not any(map(fits, _listed(wanted))):
-                return why
-        return None
-
-    def __str__(self) -> str:
-        names = zip(self.__struct_encode_fields__, self.__struct_fields__, strict=True)
-        given = {key: getattr(self, name) for key, name in names}
-        if self.min_memory is not None:
-            given["minMemory"] = _memory(self.min_memory)
-        return ", ".join(f"{k} {_shown(v)}" for k, v in given.items() if v is not None)
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -139,6 +61,9 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ca
     def __post_init__(self) -> None:
         if self.rescan_period <= 0:
             raise ValueError("rescanPeriod must be longer than 0")
+        for code in self.xids:
+            if code < 1:
+                raise ValueError(f"{code} is no XID; they are numbered from 1")
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -153,6 +78,10 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     gpus: Literal["all"] | Selector = "all"
     memory_enforcement: Enforcement = Enforcement()
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise ValueError("a pool has a name, by which people are told of it")
 
     def refusal(self, gpu: Gpu) -> str | None:
         """Say why a GPU is not in this pool, `None` when it is."""
@@ -172,13 +101,19 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     cdi_kind: str = cdi.KIND
     mgctl: Mgctl = Mgctl()
 
+    @property
+    def strategies(self) -> tuple[DeviceListStrategy, ...]:
+        """How containers get to see their GPUs, in all ways together."""
+        given = self.device_list_strategy
+        return given if isinstance(given, tuple) else (given,)
+
     def injection(self, base: Injection) -> Injection:
         """Give the node's injection: the file's choices on what `base` knows of the host."""
         mounted = bool(base.pod_dir) and self.mgctl.in_pods
 
         return replace(
             base,
-            strategies=frozenset(_listed(self.device_list_strategy)),
+            strategies=frozenset(self.strategies),
             pass_device_specs=self.pass_device_specs,
             cdi_kind=self.cdi_kind,
             pod_dir=base.pod_dir if mounted else "",
@@ -204,21 +139,7 @@ class Config:
 
         if not self.envelope.pools:
             raise document.error("pools", "there is no pool; give at least one")
-        if not _listed(self.envelope.device_list_strategy):
-            raise document.error("deviceListStrategy", "there is no strategy; give at least one")
-        if DeviceListStrategy.CDI_CRI in _listed(self.envelope.device_list_strategy) and (
-            DeviceListStrategy.CDI_ANNOTATIONS in _listed(self.envelope.device_list_strategy)
-        ):
-            raise document.error(
-                "deviceListStrategy", "cdi-cri and cdi-annotations inject twice; choose one of them"
-            )
-
-        if not _CDI_KIND.fullmatch(self.envelope.cdi_kind):
-            problem = (
-                f"{self.envelope.cdi_kind!r} is no vendor/class; write one like nvidia.com/gpu"
-            )
-            raise document.error("cdiKind", problem)
-
+        self._check_injection()
         for number, pool in enumerate(self.envelope.pools):
             path = f"pools[{number}]"
             if pool.name in self.options:
@@ -229,6 +150,27 @@ class Config:
             )
         # What the backends have to say against their options is said now.
         self.pools(self.envelope.injection(Injection()))
+
+    def error(self, path: str, problem: str) -> ConfigError:
+        """Make the error for a problem with what the file says at `path`, or with all of it."""
+        if not path:
+            return ConfigError(problem, file=self.file)
+        return self._document.error(path, problem)
+
+    def _check_injection(self) -> None:
+        """Refuse what containers cannot be given their GPUs by."""
+        strategies, kind = self.envelope.strategies, self.envelope.cdi_kind
+        if not strategies:
+            raise self._document.error(
+                "deviceListStrategy", "there is no strategy; give at least one"
+            )
+        if {DeviceListStrategy.CDI_CRI, DeviceListStrategy.CDI_ANNOTATIONS}.issubset(strategies):
+            raise self._document.error(
+                "deviceListStrategy", "cdi-cri and cdi-annotations inject twice; choose one of them"
+            )
+        if not _CDI_KIND.fullmatch(kind):
+            problem = f"{kind!r} is no vendor/class; write one like nvidia.com/gpu"
+            raise self._document.error("cdiKind", problem)
 
     def _options(self, path: str, name: object) -> Options:
         if not isinstance(name, str) or name not in self._backends:
@@ -260,7 +202,8 @@ class Config:
                         _claim(resource, backend.name, claims)
                 except ValueError as error:
                     path = f"pools[{number}].backends[{place}]"
-                    raise self._document.error(path, str(error)) from None
+                    key = ".resource" if isinstance(error, _NameError) else ""
+                    raise self._document.error(path + key, str(error)) from None
                 backends.append(backend)
             made.append((pool, backends))
 
@@ -276,45 +219,17 @@ def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config
     return Config(Document(text, file), backends)
 
 
+class _NameError(ValueError):
+    """Raised when a resource cannot be offered under its name."""
+
+
 def _claim(resource: ResourceName, backend: str, claims: dict[ResourceName, str]) -> None:
     if refusal := name_refusal(resource):
-        raise ValueError(f"{resource!r} is no resource name: {refusal}")
+        raise _NameError(f"{resource!r} is no resource name: {refusal}")
 
     first = claims.setdefault(resource, backend)
     if first != backend:
-        raise ValueError(
+        raise _NameError(
             f"{resource} is offered by backend {first} already and cannot be offered by {backend} "
             "too; give it another `resource`"
         )
-
-
-def _listed(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 - one or several of anything
-    if value is None:
-        return ()
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _memory(size: int) -> str:
-    """Say a size in bytes as tables do: in MiB, with a fraction only where there is one."""
-    return f"{size // MIB} MiB" if size % MIB == 0 else f"{size / MIB:.3f} MiB"
-
-
-def _shown(value: object) -> str:
-    return ",".join(str(part) for part in _listed(value))
-
-
-def _index_ranges(part: str | int) -> list[range]:
-    """Read `3`, `0-3` or `0-3,6`.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    found = []
-
-    for piece in str(part).split(","):
-        ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", piece)
-        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ValueError(f"{part!r} is no index; write one like 3, 0-3 or 0-3,6")
-        found.append(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
-
-    return found

@@ -193,6 +193,17 @@ def _health(facts: NodeFacts) -> Judged:
     return _GOOD, f"{some}, none out of service"
 
 
+def _lost(facts: NodeFacts) -> Judged:
+    if facts.status is None:
+        return _NOTE, _UNKNOWN
+    lost = facts.status.get("lost") or ()
+    if not lost:
+        return _GOOD, "every container's MIG devices are there"
+    holders = ", ".join(str(it["holder"]) for it in lost)
+    mends = "; ".join(dict.fromkeys(f"`{it['mend']}`" for it in lost))
+    return _BAD, f"given MIG devices that are no more: {holders}", mends
+
+
 def _client(facts: NodeFacts) -> Judged:
     if not facts.client:
         return (
@@ -270,6 +281,7 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Judged]]] = {
     "MG401": _daemon,
     "MG402": _offer,
     "MG403": _health,
+    "MG404": _lost,
     "MG501": _client,
     "MG601": _toolkit,
     "MG602": _cdi,

@@ -4,23 +4,33 @@ A `Document` remembers where each value stands, so that any later check can comp
 words: `FILE: LINE: PATH: what is wrong, what is allowed`.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import yaml
 
 from metagpu.core.errors import ConfigError
+from metagpu.core.spelling import allowed
 from metagpu.core.units import decode_unit
 
 ValueT = TypeVar("ValueT")
 
+_MOST_VALUES: Final = 100_000
+"""Values of a document, each alias counted as what it stands for: some lines of aliases of aliases
+stand for thousands of millions, and whoever may write a ConfigMap must not stop a node's daemon."""
+_MENDS: Final = {
+    "found character '\\t' that cannot start any token": "indent with spaces, not with tabs",
+    "found another document": "keep one document in a file, without `---` between",
+}
+"""What to do about a problem that PyYAML names, where its words alone do not say it."""
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[\"([^\"]*)\"\]")
 """A key, a place in a list, or in quotes a key that has dots or brackets in it."""
 _PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 """How msgspec ends a message: where it was, and whether it means a key there."""
+_ABOUT_KEY = re.compile(r"(\w+) (?:is|must) .*", re.DOTALL)
+"""How a struct complains of one of its keys."""
 _PLAIN = {
     "object": "a mapping",
     "array": "a list",
@@ -42,10 +52,12 @@ class Document:
     Args:
         text: what it says.
         file: what messages call it.
-        first_line: the line of `file` at which `text` begins, when it is a part of it.
+        first_line: the line of `file` at which `text` begins, when it is a part of it; 0 for a
+            text of one line, of which nobody has to be told the line.
 
     Raises:
-        ConfigError: if it is no YAML, holds itself, or a key stands twice in one mapping.
+        ConfigError: if it is no YAML, holds itself or too much, or a key stands twice in one
+            mapping.
     """
 
     def __init__(self, text: str, file: str, first_line: int = 1) -> None:
@@ -55,11 +67,20 @@ class Document:
         try:
             # libyaml's loader is faster, and ends the process when lists are nested deeply.
             self._root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+            if (values := _weight(self._root, {})) > _MOST_VALUES:
+                raise ConfigError(
+                    f"no usable YAML: it has {values} values, those that aliases stand for "
+                    f"included; allowed: {_MOST_VALUES} at most",
+                    file=file,
+                )
             self.data: Any = yaml.safe_load(text)
             repeated = list(_repeated(self._root))
         except yaml.MarkedYAMLError as error:
             line = self._above + error.problem_mark.line + 1 if error.problem_mark else 0
-            raise ConfigError(f"no valid YAML: {error.problem}", file=file, line=line) from error
+            told = str(error.problem).removeprefix("but ")
+            mend = _MENDS.get(told)
+            problem = f"{told}; {mend}" if mend else told
+            raise ConfigError(f"no valid YAML: {problem}", file=file, line=line) from error
         except RecursionError:
             problem = "no usable YAML: a value holds itself, or too many others in each other"
             raise ConfigError(problem, file=file) from None
@@ -113,6 +134,8 @@ class Document:
             problem = _unknown_key(unknown[1], expected)
         elif unknown := re.search(r"nvalid enum value (.*)", problem, re.DOTALL):
             problem = _unknown_value(unknown[1], expected)
+        elif (about := _ABOUT_KEY.fullmatch(problem)) and about[1] in _keys(self.at(full)):
+            full = f"{full}.{about[1]}".removeprefix(".")
         elif is_key:
             problem = f"one of its keys: {_plain(problem)}"
         return self.error(full, _plain(problem))
@@ -136,6 +159,10 @@ def below(path: str, key: object) -> str:
     return f"{path}.{name}".removeprefix(".") if plain else f'{path}["{name}"]'
 
 
+def _keys(value: object) -> Iterable[object]:
+    return value.keys() if isinstance(value, dict) else ()
+
+
 def _child(node: yaml.Node | None, key: str, index: int | None) -> tuple[yaml.Node, int] | None:
     """Find the value node under a key or index, and the line a person would look at."""
     if isinstance(node, yaml.MappingNode) and index is None:
@@ -146,6 +173,20 @@ def _child(node: yaml.Node | None, key: str, index: int | None) -> tuple[yaml.No
         value = node.value[index]
         return value, value.start_mark.line + 1
     return None
+
+
+def _weight(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
+    """Count the values of a node as if each alias were written out, without doing so."""
+    if node is None:
+        return 0
+    if node not in known:
+        inner: Iterable[yaml.Node] = ()
+        if isinstance(node, yaml.MappingNode):
+            inner = (part for pair in node.value for part in pair)
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[node] = 1 + sum(_weight(part, known) for part in inner)
+    return known[node]
 
 
 def _repeated(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int, int]]:
@@ -196,7 +237,7 @@ def _unknown_key(key: str, expected: Iterable[msgspec.inspect.Type]) -> str:
     structs = [info for info in expected if isinstance(info, msgspec.inspect.StructType)]
     known = [field.encode_name for info in structs for field in info.fields]
 
-    return f"unknown key; {_allowed(key, known)}"
+    return f"unknown key; {allowed(key, sorted(known))}"
 
 
 def _unknown_value(given: str, expected: Iterable[msgspec.inspect.Type]) -> str:
@@ -207,14 +248,8 @@ def _unknown_value(given: str, expected: Iterable[msgspec.inspect.Type]) -> str:
         elif isinstance(info, msgspec.inspect.EnumType):
             values += [str(member.value) for member in info.cls]
 
-    return f"{given} is not known here; {_allowed(given, values)}"
-
-
-def _allowed(given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-
-    return f"allowed: {', '.join(sorted(known))}{hint}"
+    bare = given.strip("'")
+    return f"{given} is not known here; {allowed(bare, sorted(values))}"
 
 
 def _plain(problem: str) -> str:

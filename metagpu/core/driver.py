@@ -279,6 +279,15 @@ class Driver(Protocol):
         """
         ...
 
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
+        """Read what `limit_memory`, or somebody else, set for a cgroup; `None` for nothing.
+
+        Raises:
+            Unsupported: as `limit_memory`, and by some drivers where no limit is set at all.
+            DriverError: as `limit_memory`.
+        """
+        ...
+
     async def utilisation(self, gpu: GpuId) -> Mapping[int, int] | None:
         """Tell how busy processes kept one GPU's processors of late, in percent, by their pids.
 

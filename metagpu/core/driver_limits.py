@@ -11,11 +11,12 @@ from typing import Final
 
 import anyio
 import structlog
+from msgspec.structs import replace
 
 from metagpu.core.backend import Guard
 from metagpu.core.census import Census
 from metagpu.core.driver import Driver
-from metagpu.core.enforcement import Annotation, Enforcement
+from metagpu.core.enforcement import Annotation, Enforcement, Policy
 from metagpu.core.errors import DriverError, DriverUnavailable, Unsupported
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.host import Container, Home, Host
@@ -23,13 +24,16 @@ from metagpu.core.model import Holder, Lease, Share, ShareId
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions
 from metagpu.core.usage import Usage
-from metagpu.core.wishes import settle
+from metagpu.core.wishes import Settled, settle
 
 RESTARTS: Final = 2.0
 """Seconds between two looks for containers that were started anew in their pods."""
 EAGER: Final = 30.0
 """Seconds after a change of leases in which a container may start at any moment: until then each
 look looks for those that have not."""
+HEIR: Final = 120.0
+"""Seconds in which limits of an earlier daemon are looked for where none is wanted any more: by
+then the kubelet has told who is here from before."""
 AGAIN: Final = 10.0
 """Seconds until a limit is tried again that could not be set."""
 
@@ -46,6 +50,9 @@ class _Kept:
         homes: of the containers that hold shares, as they were found at `at`.
         leases: as they were then, and have been `since`.
         without: the driver's version that knows no limits on this GPU.
+        asked: those whom an earlier daemon may have limited, once that was asked.
+        searched: the leases under which such were looked for last.
+        until: when nobody of before is looked for any more.
         later: when to try a container again.
     """
 
@@ -56,6 +63,9 @@ class _Kept:
     since: float = 0.0
     without: Versions | None = None
     later: dict[Container, float] = field(default_factory=dict)
+    asked: set[Container] = field(default_factory=set)
+    searched: Mapping[ShareId, Lease] | None = None
+    until: float | None = None
 
 
 class DriverLimits:
@@ -111,10 +121,14 @@ class DriverLimits:
         kept = self._kept[gpu]
         versions = self._registry.snapshot.versions
         wanted = terms.by_driver or Annotation.POLICY in terms.allow_annotations
-        if kept.without == versions or not (wanted or kept.limits):
+        if kept.without == versions:
             return
 
         try:
+            if not terms.by_driver:
+                await self._inherit(gpu, kept, terms)
+            if not (wanted or kept.limits):
+                return
             for home, limit in await self._due(gpu, kept, terms):
                 await self._limit(gpu, kept, home, limit)
         except Unsupported as error:
@@ -124,22 +138,59 @@ class DriverLimits:
             self.forget(gpu)
             raise
 
+    async def _inherit(self, gpu: GpuId, kept: _Kept, terms: Enforcement) -> None:
+        """Find limits that an earlier daemon of ours has left, so that they are lifted.
+
+        They are known by their value: exactly what we would set. Another limit is somebody else's,
+        or from another headroom, and stays.
+        """
+        now = anyio.current_time()
+        kept.until = now + HEIR if kept.until is None else kept.until
+        leases = self._registry.snapshot.gpus[gpu].leases
+        shares = self._wards(gpu)
+        if not shares or leases is kept.searched or now >= kept.until:
+            return  # who was limited before is running: a container that comes later was not
+
+        kept.searched = leases
+        await self._find(gpu, kept, shares)
+        strict = replace(terms, policy=Policy.KILL)
+        for home in kept.homes:
+            if home.container in kept.asked or home.holder not in shares:
+                continue
+            try:
+                there = await self._driver.memory_limit(gpu, home.cgroup)
+            except DriverUnavailable:
+                raise
+            except DriverError:
+                there = None  # also where no limit is set at all: what cannot be read is left
+            kept.asked.add(home.container)
+            ours = self._settled(gpu, home, shares[home.holder], strict).limit
+            if there is not None and ours is not None and abs(there - ours) < MIB:
+                kept.limits[home.container] = home.holder, there
+
+    def _settled(
+        self, gpu: GpuId, home: Home, shares: Sequence[Share], terms: Enforcement
+    ) -> Settled:
+        """Say what holds of a container."""
+        uid, holder = home.container.pod_uid, home.holder
+        told = self._census.told.get((uid, holder.container, gpu))
+        usage = Usage(gpu, holder, uid, tuple(shares), told=told)
+        return settle(usage, self._registry.snapshot, terms)
+
     async def _due(
         self, gpu: GpuId, kept: _Kept, terms: Enforcement
     ) -> Sequence[tuple[Home, int | None]]:
         """Find the containers whose limit is not what it should be, and what it should be."""
-        snapshot, now = self._registry.snapshot, anyio.current_time()
+        now = anyio.current_time()
         shares = self._wards(gpu)
         await self._find(gpu, kept, shares)
 
         due: list[tuple[Home, int | None]] = []
         for home in kept.homes:
-            uid, holder = home.container.pod_uid, home.holder
+            holder = home.holder
             if holder not in shares or kept.later.get(home.container, 0.0) > now:
                 continue
-            told = self._census.told.get((uid, holder.container, gpu))
-            usage = Usage(gpu, holder, uid, tuple(shares[holder]), told=told)
-            settled = settle(usage, snapshot, terms)
+            settled = self._settled(gpu, home, shares[holder], terms)
             limit = settled.limit if settled.terms.by_driver else None
             wanted = None if limit is None else (holder, limit)
             if kept.limits.get(home.container) != wanted:

@@ -16,10 +16,10 @@ from metagpu.core.driver_limits import DriverLimits
 from metagpu.core.endurance import enduring
 from metagpu.core.enforcement import Enforcement, Excess, Policy, rule
 from metagpu.core.errors import DriverError, DriverUnavailable, HostError
-from metagpu.core.facts import MemoryExceeded, ProcessSignalled
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.host import Host
 from metagpu.core.model import Holder
+from metagpu.core.news import MemoryExceeded, ProcessSignalled
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import GpuState
 from metagpu.core.tally import Tally

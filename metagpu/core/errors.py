@@ -31,6 +31,11 @@ MetagpuError
 """
 
 
+def why(error: BaseException) -> str:
+    """Say why something failed: in the system's words without its number, or what failed at all."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class MetagpuError(Exception):
     """Base of all errors that metagpu raises on purpose."""
 

@@ -7,7 +7,6 @@ drivers that report no recovery action, silence proves nothing after a fatal XID
 operator, or a restart of the daemon, brings the GPU back.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,24 +16,10 @@ import anyio
 import structlog
 
 from metagpu.core.config import Health
-from metagpu.core.driver import (
-    Condition,
-    Driver,
-    DriverEvent,
-    EccError,
-    Survey,
-    Xid,
-)
+from metagpu.core.driver import Condition, Driver, DriverEvent, Survey, Xid
 from metagpu.core.errors import DriverError, DriverUnavailable, MetagpuError
-from metagpu.core.facts import (
-    DriverRead,
-    GpuFaulted,
-    GpuRecovered,
-    GpusFound,
-    MemoryErrorHeard,
-    TopologyRead,
-    XidHeard,
-)
+from metagpu.core.facts import DriverRead, GpuFaulted, GpuRecovered, GpusFound, TopologyRead
+from metagpu.core.fault_news import FaultNews
 from metagpu.core.gpu import GpuId
 from metagpu.core.instance_health import InstanceHealth
 from metagpu.core.judgement import (
@@ -54,18 +39,7 @@ RETRY: Final = 5.0
 BACK_OFF: Final = 1.0
 """Seconds to wait after NVML failed to wait for events, so that a broken one costs no CPU."""
 
-CORRECTED_EVERY: Final = 60.0
-"""Seconds for which a GPU's corrected memory errors are counted rather than told."""
-
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class _Corrected:
-    """The corrected memory errors of one GPU: when they were told last, and how many came since."""
-
-    told: float
-    untold: int = 0
 
 
 @dataclass
@@ -85,12 +59,13 @@ class HealthWatch:
     surveyed: anyio.Event = field(default_factory=anyio.Event)
     unusable: str = "NVML was not asked yet"
     instances: InstanceHealth = field(init=False)
+    news: FaultNews = field(init=False)
     _patients: dict[GpuId, Patient] = field(default_factory=dict)
     _unplaced: dict[GpuId, list[Heard]] = field(default_factory=dict)
-    _corrected: dict[GpuId | None, _Corrected] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.instances = InstanceHealth(self.driver, self.registry, self.clock)
+        self.news = FaultNews(self.registry.news, self.clock)
 
     async def run(self) -> None:
         """Watch until cancelled; an NVML that is missing or lost is tried again."""
@@ -210,45 +185,19 @@ class HealthWatch:
     def _hear(self, event: DriverEvent) -> tuple[GpuId, ...]:
         """Act on an event at once; give the GPUs whose condition should now be read."""
         heard = judge_event(event, self.settings)
-        self._publish(event)
+        self.news.publish(event)
         if heard.fatal and heard.gpu is not None:
             if heard.inside is None:
                 fault = Fault.XID if isinstance(event, Xid) else Fault.MEMORY
                 self._fault(heard.gpu, heard.reason, fault, proof=True)
             elif not self.instances.hear(heard.gpu, heard):
                 self._unplaced.setdefault(heard.gpu, []).append(heard)
-        if event == EccError(heard.gpu, double_bit=False):
-            self._tell_corrected(heard)
-        else:
-            where = {"instance": heard.inside.gpu_instance} if heard.inside else {}
-            log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, **where)
+        self.news.log(event, heard)
 
         if heard.gpu is None:
             # Nobody knows which GPU it was: no healthy one is blamed, every one is looked at.
             return tuple(self.registry.snapshot.gpus)
         return (heard.gpu,)
-
-    def _publish(self, event: DriverEvent) -> None:
-        match event:
-            case Xid(gpu, code):
-                self.registry.news.publish(XidHeard(gpu, code, self.clock()))
-            case EccError(gpu, double_bit):
-                news = MemoryErrorHeard(gpu, corrected=not double_bit, at=self.clock())
-                self.registry.news.publish(news)
-
-    def _tell_corrected(self, heard: Heard) -> None:
-        """Tell a GPU's first corrected error, and of those that follow how many there were.
-
-        A worn GPU has them by the thousand, each harmless; a count waits for the next error.
-        """
-        now = anyio.current_time()
-        known = self._corrected.setdefault(heard.gpu, _Corrected(-math.inf))
-        known.untold += 1
-        if now - known.told < CORRECTED_EVERY:
-            return
-
-        log.warning("NVML reports", gpu=heard.gpu, news=heard.reason, times=known.untold)
-        known.told, known.untold = now, 0
 
     async def _rescan(self) -> None:
         while True:
@@ -296,7 +245,8 @@ class HealthWatch:
         except DriverUnavailable:
             raise
         except DriverError as error:
-            return str(error), Fault.NO_ANSWER
+            # Whoever shows a verdict has named the GPU already.
+            return str(error).rpartition(f"({gpu}): ")[2], Fault.NO_ANSWER
         refusal = judge_condition(condition)
         return None if refusal is None else (refusal, fault_in(condition))
 

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -166,7 +167,7 @@ class Injection(msgspec.Struct, frozen=True):
 
         return Grant(
             envs=envs,
-            mounts=mounts + self._mgctl,
+            mounts=mounts + _mgctl(self.pod_dir, self.command),
             nodes=() if by_cdi or not self.pass_device_specs else nodes,
             annotations=_annotation(names)
             if DeviceListStrategy.CDI_ANNOTATIONS in self.strategies
@@ -186,18 +187,14 @@ class Injection(msgspec.Struct, frozen=True):
         """
         held = by_gpu(shares)
         gpus = sorted((snapshot.gpus[gpu].gpu for gpu in held), key=lambda gpu: gpu.index)
-        memory = ",".join([f"{gpu.id}={memory_mib(held[gpu.id])}" for gpu in gpus])
-        return self.grant(gpus, {MEMORY: memory, **(variables or {})})
+        return self.grant_memory([(gpu, memory_mib(held[gpu.id])) for gpu in gpus], variables)
 
-    @property
-    def _mgctl(self) -> tuple[Mount, ...]:
-        if not self.pod_dir:
-            return ()
-        # The folder, not what is in it: a new daemon's socket and program are seen at once.
-        folder = Mount(POD_FOLDER, self.pod_dir)
-        if not self.command:
-            return (folder,)
-        return (folder, Mount(self.command, f"{self.pod_dir}/{CLIENT_NAME}"))
+    def grant_memory(
+        self, memory: Sequence[tuple[Gpu, int]], variables: Mapping[str, str] | None = None
+    ) -> Grant:
+        """Give GPUs, and say how much memory of each the container should keep to, in MiB."""
+        told = ",".join([f"{gpu.id}={mib}" for gpu, mib in memory])
+        return self.grant([gpu for gpu, _ in memory], {MEMORY: told, **(variables or {})})
 
     def _nodes(self, gpus: Sequence[Gpu], more: Sequence[str] = ()) -> tuple[DeviceNode, ...]:
         own = [path for gpu in gpus for path in _own(gpu)]
@@ -210,9 +207,24 @@ class Injection(msgspec.Struct, frozen=True):
         return [f"/dev/nvidia-caps/nvidia-cap{n}" for n in map(self.capabilities.get, names) if n]
 
     def _present(self, paths: Sequence[str]) -> tuple[DeviceNode, ...]:
-        return tuple(
-            DeviceNode(path, f"{self.dev_root}{path}") for path in paths if path in self.present
-        )
+        return _nodes_at(tuple(paths), self.dev_root, self.present)
+
+
+# The same few in every answer, for which somebody waits.
+@lru_cache(maxsize=256)
+def _nodes_at(
+    paths: tuple[str, ...], dev_root: str, present: frozenset[str]
+) -> tuple[DeviceNode, ...]:
+    return tuple(DeviceNode(path, f"{dev_root}{path}") for path in paths if path in present)
+
+
+@lru_cache(maxsize=16)
+def _mgctl(pod_dir: str, command: str) -> tuple[Mount, ...]:
+    if not pod_dir:
+        return ()
+    # The folder, not what is in it: a new daemon's socket and program are seen at once.
+    folder = Mount(POD_FOLDER, pod_dir)
+    return (folder, Mount(command, f"{pod_dir}/{CLIENT_NAME}")) if command else (folder,)
 
 
 def _own(gpu: Gpu) -> list[str]:

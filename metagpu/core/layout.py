@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from metagpu.core.backend import Backend, Options
 from metagpu.core.config import Config, Pool
-from metagpu.core.errors import ConfigError
 from metagpu.core.facts import SharesOffered
 from metagpu.core.figures import Figure
 from metagpu.core.gpu import Gpu, GpuId
@@ -19,6 +18,8 @@ from metagpu.core.snapshot import GpuState, Snapshot
 
 ID_LIMIT = 63
 """Characters of a device id, by the comment in the kubelet's API."""
+_MOST_REASONS = 3
+"""Of those for which GPUs are not in a pool."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -38,12 +39,17 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What the node offers: the result of one configuration and one set of GPUs."""
+    """What the node offers: the result of one configuration and one set of GPUs.
+
+    Attributes:
+        unused: the pools that have no GPU here, and why.
+    """
 
     assignments: tuple[Assignment, ...]
     backends: Mapping[ResourceName, Backend]
     shares: tuple[Share, ...]
     cuts: tuple[Cut, ...] = ()
+    unused: Mapping[str, str] = {}
 
     @property
     def offered(self) -> SharesOffered:
@@ -99,8 +105,9 @@ def lay_out(config: Config, gpus: Iterable[Gpu], injection: Injection) -> Layout
         assignments.append(assignment)
         shares += cut
 
-    _check_ids(config, shares)
-    return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts))
+    _check_ids(config, "", shares, set())
+    unused = _unused([pool for pool, _ in pools], assignments)
+    return Layout(tuple(assignments), backends, tuple(shares), tuple(cuts), unused)
 
 
 def rehearse(config: Config) -> None:
@@ -111,7 +118,9 @@ def rehearse(config: Config) -> None:
     """
     for number, (_, cutters) in enumerate(config.pools(config.envelope.injection(Injection()))):
         gpu = Gpu(GpuId(f"GPU-{UUID(int=number)}"), number, "any", memory=80 * 2**30)
-        _check_ids(config, [share for backend in cutters for share in backend.shares(gpu)])
+        seen: set[str] = set()
+        for place, backend in enumerate(cutters):
+            _check_ids(config, f"pools[{number}].backends[{place}]", backend.shares(gpu), seen)
 
 
 def _assign(
@@ -130,24 +139,37 @@ def _assign(
     return Assignment(gpu, None, f"no pool selects it ({'; '.join(refusals)})"), [], ""
 
 
+def _unused(pools: Iterable[Pool], assignments: Sequence[Assignment]) -> Mapping[str, str]:
+    """Find the pools without a GPU, and say of each why that is so."""
+    used = {assignment.pool for assignment in assignments}
+    found = {}
+
+    for pool in pools:
+        if assignments and pool.name not in used:
+            refusals = dict.fromkeys(pool.refusal(each.gpu) for each in assignments)
+            taken = "a pool before it has the GPUs that it selects"
+            found[pool.name] = taken if None in refusals else _some(list(map(str, refusals)))
+    return found
+
+
+def _some(reasons: Sequence[str]) -> str:
+    more = len(reasons) - _MOST_REASONS
+    return "; ".join([*reasons[:_MOST_REASONS], *([f"and {more} more"] if more > 0 else [])])
+
+
 def _uncut(gpu: Gpu, cutters: list[Backend], reason: str) -> str:
     if not cutters:
         return reason or "the pool has no backends"
     return "; ".join(dict.fromkeys(cutter.why_none(gpu) for cutter in cutters))
 
 
-def _check_ids(config: Config, shares: list[Share]) -> None:
-    seen: set[str] = set()
-
+def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str]) -> None:
     for share in shares:
         if len(share.id) > ID_LIMIT:
-            raise ConfigError(
-                f"the share id {share.id} has more than {ID_LIMIT} characters", file=config.file
-            )
+            problem = f"the share id {share.id} has more than {ID_LIMIT} characters"
+            raise config.error(path, problem)
         if share.id in seen:
-            raise ConfigError(
-                f"the share id {share.id} would be offered twice, again as {share.resource}; "
-                "use each backend once in a pool",
-                file=config.file,
-            )
+            name = share.id.replace(share.gpu, "GPU-UUID")
+            problem = f"each {name} would be offered twice, again as {share.resource}"
+            raise config.error(path, f"{problem}; use each backend once in a pool")
         seen.add(share.id)

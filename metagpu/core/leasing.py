@@ -15,7 +15,7 @@ from metagpu.core.facts import (
     SharesReleased,
 )
 from metagpu.core.gpu import GpuId
-from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, gpu_of
+from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, by_gpu, gpu_of
 from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState, Snapshot
 
@@ -52,7 +52,7 @@ def observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[
     new = [it for it in snapshot.gpus.values() if it.elsewhere != elsewhere]
     if new and fact.settled:
         snapshot = with_states(snapshot, [replace(it, elsewhere=elsewhere) for it in new])
-    return with_leases(snapshot, fact.at, started=started, ended=ended)
+    return with_leases(snapshot, fact.at, started=_by_gpu(started), ended=ended)
 
 
 def _held_share(
@@ -78,39 +78,52 @@ def awaited(snapshot: Snapshot, fact: SharesAwaited) -> tuple[Snapshot, tuple[Fa
         for share in fact.shares
         if (state := snapshot.gpus.get(share.gpu)) and (lease := state.leases.get(share.id))
     ]
-    return with_leases(snapshot, fact.at, started=again)
+    return with_leases(snapshot, fact.at, started=_by_gpu(again))
+
+
+def granted(snapshot: Snapshot, fact: SharesGranted) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin the leases of what was granted."""
+    started = {
+        gpu: {share.id: Lease(share, fact.at) for share in those}
+        for gpu, those in by_gpu(fact.shares).items()
+    }
+    return with_leases(snapshot, fact.at, started=started)
+
+
+def _by_gpu(leases: Iterable[Lease]) -> dict[GpuId, dict[ShareId, Lease]]:
+    found = defaultdict[GpuId, dict[ShareId, Lease]](dict)
+    for lease in leases:
+        found[lease.share.gpu][lease.share.id] = lease
+    return found
 
 
 def with_leases(
     snapshot: Snapshot,
     at: float,
     *,
-    started: Iterable[Lease] = (),
+    started: Mapping[GpuId, Mapping[ShareId, Lease]] = MappingProxyType({}),
     ended: Iterable[ShareId] = (),
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Begin and end leases; the news are the releases, then the grants."""
-    starting = defaultdict[GpuId, dict[ShareId, Lease]](dict)
     ending = defaultdict[GpuId, list[ShareId]](list)
-    for lease in started:
-        starting[lease.share.gpu][lease.share.id] = lease
     for share_id in ended:
         ending[gpu_of(share_id)].append(share_id)
 
     states: list[GpuState] = []
-    granted: list[Share] = []
+    begun: list[Share] = []
     released: list[Share] = []
 
     for gpu, state in snapshot.gpus.items():
-        if gpu not in ending and gpu not in starting:
+        if gpu not in ending and gpu not in started:
             continue
 
-        new, held = starting[gpu], dict(state.leases)
+        new, held = started.get(gpu, {}), state.leases.copy()
         released += [held.pop(i).share for i in ending[gpu] if i in held]
-        granted += [lease.share for i, lease in new.items() if i not in held]
-        held |= new
+        begun += [lease.share for i, lease in new.items() if i not in held]
+        held.update(new)
         if held != state.leases:
             # What is on offer of a GPU where nothing can conflict may be granted without a count.
-            unknown = any(lease.share.backend == FOREIGN for lease in new.values())
+            unknown = FOREIGN in {lease.share.backend for lease in new.values()}
             cleaning = _cleaning(state, held, at)
             busy = state.contended or state.withheld or state.cleaning or cleaning or state.stocks
             simple = not (busy or ending[gpu] or unknown)
@@ -124,7 +137,7 @@ def with_leases(
     if not states:
         return snapshot, ()
     news: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
-    news += [SharesGranted(tuple(granted), at)] if granted else []
+    news += [SharesGranted(tuple(begun), at)] if begun else []
     return with_states(snapshot, states), tuple(news)
 
 
@@ -141,6 +154,6 @@ def _cleaning(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Mapp
 
 def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
     """Put new states of some GPUs in the place of the old."""
-    gpus = dict(snapshot.gpus)
+    gpus = snapshot.gpus.copy()
     gpus.update((state.gpu.id, state) for state in states)
     return replace(snapshot, gpus=MappingProxyType(gpus))

@@ -19,7 +19,6 @@
 Times are seconds since the epoch, memory is in bytes.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NewType
@@ -164,6 +163,8 @@ class Stock(msgspec.Struct, frozen=True):
         named: the MIG devices that there are, whoever made them, by all names that CDI knows them
             by: their uuids, and those of the places where they may be made again.
         late: shares that are not on offer yet, though nothing may be in their way any more.
+        making: instances that the driver was asked for and has not answered about: what turns up
+            there is ours, whoever keeps the GPU by then.
     """
 
     made: Mapping[ShareId, Made] = msgspec.field(default_factory=dict)
@@ -173,6 +174,7 @@ class Stock(msgspec.Struct, frozen=True):
     alone: bool = False
     named: Mapping[str, Made] = msgspec.field(default_factory=dict)
     late: frozenset[ShareId] = frozenset()
+    making: frozenset[str] = frozenset()
 
 
 def gpu_of(share: ShareId) -> GpuId:
@@ -182,8 +184,11 @@ def gpu_of(share: ShareId) -> GpuId:
 
 def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:
     """Group shares by their GPU, in order; one that is named twice counts once."""
-    found: defaultdict[GpuId, list[Share]] = defaultdict(list)
+    once = list({share.id: share for share in shares}.values())
+    if len({share.gpu for share in once}) == 1:
+        return {once[0].gpu: once}  # nearly always, and somebody waits for it
 
-    for share in {share.id: share for share in shares}.values():
-        found[share.gpu].append(share)
+    found: dict[GpuId, list[Share]] = {}
+    for share in once:
+        found.setdefault(share.gpu, []).append(share)
     return found

@@ -15,6 +15,7 @@ from metagpu.core.enforcer import Enforcer, Terms
 from metagpu.core.gpu import GpuId
 from metagpu.core.host import Host
 from metagpu.core.layout import Layout
+from metagpu.core.lost import LostWatch, Reader
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
 from metagpu.core.tally import tally_report
@@ -34,7 +35,12 @@ def terms_in(config: Config, layout: Layout, gpu: GpuId) -> Enforcement:
 
 
 class Oversight:
-    """See the module; `guards` says what guards the containers of each backend, by its name."""
+    """See the module.
+
+    Args:
+        guards: what guards the containers of each backend, by its name.
+        given: reads what the kubelet keeps of its answers.
+    """
 
     def __init__(
         self,
@@ -43,6 +49,8 @@ class Oversight:
         registry: Registry,
         terms: Terms,
         guards: Mapping[str, Guard],
+        *,
+        given: Reader,
     ) -> None:
         self._registry = registry
         self._census = Census(driver, host, registry)
@@ -52,20 +60,27 @@ class Oversight:
         self._looks = Looks(self._census)
         self._strangers = StrangerWatch(self._census, host, registry)
         self._wishes = WishWatch(registry, terms, guards)
+        self._lost = LostWatch(driver, registry, given)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """What has to run: memory enforced, strangers told of, and wishes that are refused."""
+        """What has to run: memory enforced; strangers, refused wishes and lost devices told of."""
         return (
             self._enforcer.run,
             partial(enduring, self._strangers.run, "watch for strangers"),
             partial(enduring, self._wishes.run, "watch over annotations"),
+            partial(enduring, self._lost.run, "watch for lost devices"),
         )
 
     @property
     def tally(self) -> dict[str, Any]:
         """Say what was done about memory since the daemon's start, and who is over now."""
         return tally_report(self._enforcer.tally, self._registry.snapshot, self._limits.count)
+
+    @property
+    def lost(self) -> list[dict[str, Any]]:
+        """Say which containers were given MIG devices that are no more."""
+        return self._lost.report()
 
     @property
     def driver_limits(self) -> int:

@@ -1,6 +1,6 @@
 """Profiles: several configurations side by side, of which a node has one."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -10,6 +10,8 @@ from metagpu.core.errors import ConfigError
 DEFAULT: Final = "default"
 """The profile that a node has when nobody chose one: the name that NVIDIA's plugin looks for."""
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
+_MOST: Final = 20
+"""Names that a message lists."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ def choose(
     """
     known = {name: name for name in sorted(names)}
     known |= {_bare(name): name for name in known if _bare(name) not in known}
-    listed = ", ".join(sorted(set(known.values()))) or "none"
+    listed = _listed(sorted(set(known.values())))
 
     for name, option in ((choice.wanted, choice.by), (choice.default, "--default-profile")):
         if name is None or (name not in known and name in elsewhere):
@@ -77,6 +79,8 @@ def choose(
         return known[DEFAULT]
     if len(set(known.values())) == 1:
         return next(iter(known.values()))
+    if not known:
+        raise ConfigError("there is no profile in it; put a configuration there", file=place)
     problem = f"no profile is chosen; give --profile or --default-profile; there are: {listed}"
     raise ConfigError(problem, file=place)
 
@@ -91,6 +95,12 @@ def chooses(names: Iterable[str], choice: Choice) -> bool:
 def has(names: Iterable[str], name: str) -> bool:
     """Tell whether a profile is among some names, with or without a suffix."""
     return any(name in (known, _bare(known)) for known in names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Write names, of very many the first: a folder may turn out to be somebody's home."""
+    more = [f"and {len(names) - _MOST} more"] if len(names) > _MOST else []
+    return ", ".join([*names[:_MOST], *more]) or "none"
 
 
 def _bare(name: str) -> str:

@@ -12,12 +12,10 @@ from msgspec.structs import replace
 
 from metagpu.core.facts import (
     DriverRead,
-    Event,
     Fact,
     GpuFact,
     GpusFound,
     LeasesObserved,
-    PodEnded,
     PodsTold,
     RivalLeft,
     RivalMet,
@@ -28,8 +26,9 @@ from metagpu.core.facts import (
     TopologyRead,
 )
 from metagpu.core.gpu import GpuId, Topology
-from metagpu.core.leasing import awaited, observed, with_leases, with_states
+from metagpu.core.leasing import awaited, granted, observed, with_leases, with_states
 from metagpu.core.model import FOREIGN, Lease, ResourceName, Share, ShareId, Verdict
+from metagpu.core.news import Event, PodEnded
 from metagpu.core.pods import KnownPods
 from metagpu.core.sharing import contended, withheld
 from metagpu.core.snapshot import GpuState, Offer, Snapshot
@@ -57,9 +56,7 @@ def reduce(  # noqa: C901, PLR0911 - one return for each kind of fact
         case SharesOffered():
             return _offered(snapshot, fact)
         case SharesGranted():
-            return with_leases(
-                snapshot, fact.at, started=[Lease(share, fact.at) for share in fact.shares]
-            )
+            return granted(snapshot, fact)
         case SharesAwaited():
             return awaited(snapshot, fact)
         case SharesReleased():

@@ -6,7 +6,8 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from metagpu.core.bus import Bus
-from metagpu.core.facts import Event, Fact
+from metagpu.core.facts import Fact
+from metagpu.core.news import Event
 from metagpu.core.reduce import reduce
 from metagpu.core.snapshot import Snapshot
 
@@ -37,7 +38,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.snapshot = Snapshot()
-        self.news: Bus[Event] = Bus()
+        self.news = Bus[Event]()
         self._watchers: list[_Watcher[Any]] = []
 
     def apply(self, fact: Fact) -> bool:

@@ -46,6 +46,7 @@ def explanation(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
             }
             for gpu, state in snapshot.gpus.items()
         ],
+        "unusedPools": dict(layout.unused),
         "topology": _topology(snapshot),
         "remarks": list(room.sentences(rooms)),
         "rivals": dict(snapshot.rivals),

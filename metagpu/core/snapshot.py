@@ -1,6 +1,7 @@
 """Everything known at one moment, for whoever reads."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -31,7 +32,7 @@ class GpuState(msgspec.Struct, frozen=True):
     gpu: Gpu
     verdict: Verdict
     shares: tuple[Share, ...] = ()
-    leases: Mapping[ShareId, Lease] = msgspec.field(default_factory=dict)
+    leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     withheld: frozenset[ShareId] = frozenset()
     contended: bool = False
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
@@ -138,7 +139,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         pods: those of this node, where the API server tells them.
     """
 
-    gpus: Mapping[GpuId, GpuState] = msgspec.field(default_factory=dict)
+    gpus: MappingProxyType[GpuId, GpuState] = MappingProxyType({})
     offers: Mapping[ResourceName, Offer] = msgspec.field(default_factory=dict)
     topology: Topology = msgspec.field(default_factory=Topology)
     versions: Versions = msgspec.field(default_factory=Versions)

@@ -15,9 +15,9 @@ import structlog
 
 from metagpu.core.census import Census
 from metagpu.core.errors import DriverError
-from metagpu.core.facts import StrangerFound
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.host import Container, Host
+from metagpu.core.news import StrangerFound
 from metagpu.core.registry import Registry
 from metagpu.core.usage import Stranger
 

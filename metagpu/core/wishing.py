@@ -9,9 +9,9 @@ import structlog
 
 from metagpu.core.backend import Guard
 from metagpu.core.enforcement import Enforcement
-from metagpu.core.facts import WishRefused
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import Holder, Share
+from metagpu.core.news import WishRefused
 from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Snapshot

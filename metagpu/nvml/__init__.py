@@ -8,51 +8,36 @@ other. Idle, there is one thread for all GPUs, the one that waits for events.
     reading   one GPU's answers -> our values
     mig       the same for MIG, and what is done with it; `instances` puts it into the GPU's lane
     session   the GPUs met so far, and the one event set
+    listening events, from the GPUs that are not lost
     wiring    how the GPUs are connected, read once for each set of them
     activity  how busy processes keep a GPU
     limits    how much of its memory the driver lets a cgroup have
 """
 
 import ctypes
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Final
 
 import anyio
 import pynvml
-import structlog
 from msgspec.structs import replace
 
-from metagpu.core.driver import (
-    ComputeMode,
-    Condition,
-    DriverEvent,
-    GpuProcess,
-    GpuUnavailable,
-    Survey,
-    Unreadable,
-)
-from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
+from metagpu.core.driver import ComputeMode, Condition, DriverEvent, GpuProcess, Survey, Unreadable
+from metagpu.core.errors import DriverError, DriverUnavailable, GpuLost
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.snapshot import Versions
 from metagpu.nvml.activity import read_utilisation
 from metagpu.nvml.instances import Instances
 from metagpu.nvml.lane import Lane
-from metagpu.nvml.limits import limit_memory
-from metagpu.nvml.reading import (
-    read_compute_mode,
-    read_condition,
-    read_memory,
-    read_processes,
-    set_compute_mode,
-)
-from metagpu.nvml.session import SLICE, Interruptible, Known, Session
+from metagpu.nvml.limits import limit_memory, read_limit
+from metagpu.nvml.listening import hear, stop_listening
+from metagpu.nvml.reading import read_compute_mode, read_condition, read_processes, set_compute_mode
+from metagpu.nvml.session import SLICE, Known, Session
 from metagpu.nvml.wiring import Wiring
 
 __all__ = ["Nvml"]
-
-log = structlog.get_logger()
 
 _OPENING: Final = 60.0  # seconds: without persistence mode, initialising wakes every GPU in turn
 _FIRST_TOUCH: Final = 4  # deadlines: taking a GPU's handle may initialise it
@@ -100,7 +85,7 @@ class Nvml:
         if self._session is not None:
             raise RuntimeError("this Nvml has an open session already")
 
-        session = Session(self._whole)
+        session = Session(self._whole, self._library)
         with _below_pynvml(self._library):
             await session.library.call(session.open, max(_OPENING, self._deadline))
             self._session, self._wiring = session, Wiring()
@@ -139,7 +124,7 @@ class Nvml:
                 raise answer
         survey = self._survey(answers, versions)
         lost = [u.gpu for u in survey.unreadable if u.gpu and isinstance(answers[u.index], GpuLost)]
-        await self._stop_listening(session, lost)
+        await stop_listening(session, lost, self._deadline)
 
         topology = await self._wiring.read(survey.gpus, session.gpus, self._deadline)
         return replace(survey, topology=topology)
@@ -160,7 +145,7 @@ class Nvml:
             # A reset may have taken the registration with it, and NVML would not say so.
             known.lost, session.spoiled = False, True
             async with session.registering:
-                await self._stop_listening(session, [])
+                await stop_listening(session, (), self._deadline)
         return condition
 
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
@@ -178,6 +163,11 @@ class Nvml:
         known = self._known(gpu)
         await known.lane.call(partial(limit_memory, known.handle, cgroup, limit), self._deadline)
 
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
+        """Read what all processes of a cgroup together are limited to, `None` for nothing."""
+        known = self._known(gpu)
+        return await known.lane.call(partial(read_limit, known.handle, cgroup), self._deadline)
+
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
         """Read who may use a GPU for computing; `None` when the driver does not say."""
         known = self._known(gpu)
@@ -193,82 +183,7 @@ class Nvml:
 
         A GPU that is lost is reported as `GpuUnavailable`, which asks for its condition.
         """
-        session = self._opened()
-
-        # Who holds the lock replaces the set itself; a survey may hold it for long.
-        if session.spoiled and not session.registering.locked():
-            async with session.registering:
-                await self._stop_listening(session, [])
-        if not any(known.heard for known in session.gpus.values()):
-            await anyio.sleep(SLICE)
-            return ()
-
-        try:
-            return await session.wait.call(
-                session.take, SLICE + self._deadline, partial(self._interrupt, session)
-            )
-        except GpuLost:
-            return await self._who_is_lost(session)
-
-    async def _who_is_lost(self, session: Session) -> Sequence[DriverEvent]:
-        """Find out whom NVML means when it only says that a GPU of the event set is lost."""
-        lost: list[GpuId] = []
-
-        async def ask(gpu: GpuId, known: Known) -> None:
-            with suppress(DriverError):
-                try:
-                    await known.lane.call(partial(read_memory, known.handle), self._deadline)
-                except (GpuLost, DriverTimeout):
-                    lost.append(gpu)
-
-        async with anyio.create_task_group() as group:
-            for gpu, known in session.gpus.items():
-                if known.heard:
-                    group.start_soon(ask, gpu, known)
-
-        # While it is in the set, NVML answers with the same error at once.
-        async with session.registering:
-            await self._stop_listening(session, lost)
-        if lost:
-            return tuple(GpuUnavailable(gpu) for gpu in lost)
-
-        await anyio.sleep(SLICE)
-        # A set that could not be replaced still holds whom we know: that is no news.
-        return () if session.spoiled else (GpuUnavailable(None),)
-
-    async def _stop_listening(self, session: Session, lost: Collection[GpuId]) -> None:
-        """Keep lost GPUs out of the event set, and replace it if it is spoiled or holds them.
-
-        A failure is told and leaves the set spoiled, for the next call to try again.
-
-        Raises:
-            DriverUnavailable: if NVML as a whole is gone.
-        """
-        gone = [session.gpus[gpu] for gpu in lost if gpu in session.gpus]
-        session.spoiled |= any(known.heard for known in gone)
-
-        for known in gone:
-            known.heard, known.lost, known.ailing = 0, True, True
-        if session.spoiled and session.events is not None:
-            await self._renew(session)
-
-    async def _renew(self, session: Session) -> None:
-        self._interrupt(session)
-        try:
-            await session.wait.call(session.renew, SLICE + self._deadline)
-        except DriverUnavailable:
-            raise
-        except DriverError as error:
-            if str(error) not in session.complaints:
-                session.complaints.add(str(error))
-                log.warning("the NVML event set cannot be replaced yet", error=str(error))
-        else:
-            session.complaints.clear()
-
-    def _interrupt(self, session: Session) -> None:
-        """End the wait for events, where the library knows how to."""
-        if isinstance(self._library, Interruptible):
-            self._library.interrupt(session.events)
+        return await hear(self._opened(), self._deadline)
 
     def _survey(self, answers: Sequence[Gpu | DriverError], versions: Versions) -> Survey:
         gpus = [answer for answer in answers if isinstance(answer, Gpu)]

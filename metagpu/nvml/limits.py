@@ -37,8 +37,15 @@ def limit_memory(handle: Handle, cgroup: str, limit: int | None) -> None:
     if limit is None:
         return
 
-    # Above the one that was set, a cgroup without a counter of its own tells that of another.
-    told = pynvml.c_nvmlGetMemoryLimits_v1_t(path)
-    pynvml.nvmlDeviceGetMemoryLimits_v1(handle, told)
-    if told.hardLimit > limit + MIB:
+    if (told := read_limit(handle, cgroup)) is None or told > limit + MIB:
         raise DriverError("the driver took a limit of memory without effect")
+
+
+def read_limit(handle: Handle, cgroup: str) -> int | None:
+    """Read what a cgroup is limited to, `None` for nothing.
+
+    Above the one that was set, a cgroup without a counter of its own tells that of another.
+    """
+    told = pynvml.c_nvmlGetMemoryLimits_v1_t(os.fsencode(cgroup))
+    pynvml.nvmlDeviceGetMemoryLimits_v1(handle, told)
+    return None if told.hardLimit >= pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX else int(told.hardLimit)

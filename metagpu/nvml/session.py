@@ -85,6 +85,7 @@ class Session:
 
     Attributes:
         library: the lane of NVML as a whole; it outlives the session.
+        below: the library that was put below pynvml, `None` for this machine's.
         events: the event set, `None` where NVML has no events.
         registering: held while GPUs are registered with it, or it is replaced.
         spoiled: whether it has to be replaced; `renew` clears it, once the new set is there.
@@ -92,6 +93,7 @@ class Session:
     """
 
     library: Lane
+    below: object = None
     wait: Lane = field(default_factory=lambda: Lane("NVML events"))
     lanes: dict[int, Lane] = field(default_factory=dict)
     gpus: dict[GpuId, Known] = field(default_factory=dict)
@@ -208,6 +210,11 @@ class Session:
             batch.append(self._event(data))
 
         return tuple(batch)
+
+    def interrupt(self) -> None:
+        """End the wait for an event, where the library knows how to; this does not block."""
+        if isinstance(self.below, Interruptible):
+            self.below.interrupt(self.events)
 
     def free(self) -> None:
         """Free the event set."""

@@ -31,6 +31,12 @@ NODES_DEADLINE: Final = 1.0
 NODES_PAUSE: Final = 0.05
 """Seconds that the nodes of a new MIG device are awaited, and between two looks: the driver's
 programs, or udev, make them a moment after the device."""
+NOTHING: Final = (
+    "no GPU has all of its device nodes on this machine, so there is no CDI specification, and "
+    "containers that are given GPUs by it do not start until there are; load the driver, run "
+    "`nvidia-modprobe -c 0 -u`, or say with --dev-root where the host's /dev stands"
+)
+"""What is wrong while there are GPUs and none can be named."""
 _ASKED: Final = ("nvidia-ctk", "cdi", "generate", "--format=json")
 
 Found = Mapping[GpuId, tuple[Gpu, Mapping[str, Made]]]
@@ -232,10 +238,18 @@ class CdiFile:
                     "another one with --cdi-dir, or leave CDI out of deviceListStrategy"
                 )
                 raise CdiError(self._problem) from error
-            self._seen, self._problem = found, ""
+            self._seen, before = found, self._problem
+            self._problem = NOTHING if found and not self._names else ""
+            if self._problem not in ("", before):
+                log.error("containers may not start", error=self._problem)
 
     def _put(self, found: Found) -> frozenset[str]:
-        """Put what was found into the file; give the names in it. Blocks."""
+        """Put what was found into the file; give the names in it. Blocks.
+
+        No specification is one without a device, and an old one would name what is not there: a
+        container would get a dead node, or whatever has its number by now. So it goes, and runtimes
+        say that they know no such device.
+        """
         present, capabilities = self.look()
         ours = self._injection or Injection()
         injection = replace(ours, present=present, capabilities=capabilities)
@@ -247,7 +261,10 @@ class CdiFile:
             if (nodes := injection.nodes_of(gpu, made))
         }
         if not named:
-            return frozenset()  # no specification is one without a device
+            self._text = ""
+            if self._file.exists():
+                self._file.unlink()
+            return frozenset()
         text = cdi.specification(named, injection.common_nodes(), self._edits)
         if text != self._text:
             _replace(self._file, text)

@@ -14,8 +14,10 @@ from typing import Final
 import msgspec
 import structlog
 
+from metagpu.core.errors import why
 from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.injection import MEMORY
+from metagpu.core.lost import Given
 from metagpu.core.model import ShareId
 from metagpu.core.usage import NOTHING_TOLD, Told
 from metagpu.plugins.pb import v1beta1
@@ -23,6 +25,8 @@ from metagpu.plugins.pb import v1beta1
 FILE: Final = "kubelet_internal_checkpoint"
 SOCKET: Final = "kubelet.sock"
 """Stands beside it."""
+MIG: Final = "MIG-"
+"""Begins the uuids of MIG devices."""
 
 log = structlog.get_logger()
 
@@ -67,12 +71,42 @@ def read_held(directory: Path) -> frozenset[ShareId] | None:
         return None
 
 
+def read_given(directory: Path) -> tuple[Given, ...] | None:
+    """Read which MIG devices containers were told for which shares; blocks.
+
+    None where that cannot be known.
+    """
+    try:
+        return tuple(_given((directory / FILE).read_bytes()))
+    except Exception:  # noqa: BLE001 - as in `read_told`, which has told of it at the start
+        return None
+
+
+def _given(text: bytes) -> Iterator[Given]:
+    for entry in msgspec.json.decode(text, type=_Checkpoint).data.entries or ():
+        devices = frozenset(name for name, _ in _memory(entry) if name.startswith(MIG))
+        if devices:
+            yield Given(entry.pod_uid, entry.container, frozenset(_held(entry)), devices)
+
+
 def _ids(text: bytes) -> Iterator[ShareId]:
     for entry in msgspec.json.decode(text, type=_Checkpoint).data.entries or ():
-        devices = entry.devices or ()
-        parts = devices.values() if isinstance(devices, dict) else (devices,)
-        for part in parts:
-            yield from map(ShareId, part or ())
+        yield from _held(entry)
+
+
+def _held(entry: _Entry) -> Iterator[ShareId]:
+    devices = entry.devices or ()
+    parts = devices.values() if isinstance(devices, dict) else (devices,)
+    for part in parts:
+        yield from map(ShareId, part or ())
+
+
+def _memory(entry: _Entry) -> Iterator[tuple[str, int]]:
+    """Give what a container was told of each device, in MiB."""
+    envs = v1beta1.ContainerAllocateResponse.parse(entry.answer).envs
+    for part in filter(None, envs.get(MEMORY, "").split(",")):
+        device, _, mib = part.partition("=")
+        yield device, int(mib)
 
 
 def read_told(directory: Path) -> Told:
@@ -86,10 +120,8 @@ def read_told(directory: Path) -> Told:
     try:
         entries = msgspec.json.decode(path.read_bytes(), type=_Checkpoint).data.entries or ()
         for entry in entries:
-            envs = v1beta1.ContainerAllocateResponse.parse(entry.answer).envs
-            for part in filter(None, envs.get(MEMORY, "").split(",")):
-                gpu, _, mib = part.partition("=")
-                told[entry.pod_uid, entry.container, GpuId(gpu)] += int(mib) * MIB
+            for device, mib in _memory(entry):
+                told[entry.pod_uid, entry.container, GpuId(device)] += mib * MIB
     except FileNotFoundError:
         return NOTHING_TOLD
     except Exception as error:  # noqa: BLE001 - protobuf fails in many ways, and all mean the same
@@ -97,7 +129,7 @@ def read_told(directory: Path) -> Told:
             "the kubelet's checkpoint cannot be read: containers that are older than this daemon "
             "are held to shares of the present size",
             file=str(path),
-            why=str(error) or type(error).__name__,
+            why=why(error),
         )
         return NOTHING_TOLD
     return dict(told)

@@ -17,6 +17,8 @@ import structlog
 from anyio import to_thread
 from asyncinotify import Inotify, Mask
 
+from metagpu.core.errors import why
+
 SETTLE: Final = 0.05
 """Seconds without another event after which a change is taken to be complete."""
 LONGEST: Final = 1.0
@@ -59,7 +61,7 @@ async def changes(paths: Sequence[Path]) -> AsyncGenerator[None, None]:
             if not told:
                 told = True
                 mend = "raise fs.inotify.max_user_instances, or reload by SIGHUP"
-                log.warning("no inotify: changes are seen late", error=str(error), mend=mend)
+                log.warning("no inotify: changes are seen late", error=why(error), mend=mend)
             yield None
             await anyio.sleep(BLIND)
 

@@ -134,8 +134,7 @@ def _listener(run_dir: Path) -> Iterator[tuple[Path, socket.socket]]:
             listener = held.enter_context(_bound(path))
         except OSError as error:
             raise MetagpuError(
-                f"cannot make {error.filename or path}: {error.strerror or error}; run as root or "
-                "give --run-dir"
+                f"cannot make {error.filename or path}: {error.strerror or error}; {_mend(error)}"
             ) from error
 
         identity = identity_of(path)
@@ -144,6 +143,12 @@ def _listener(run_dir: Path) -> Iterator[tuple[Path, socket.socket]]:
         finally:
             if identity_of(path) == identity:  # what somebody else put there stays
                 path.unlink(missing_ok=True)
+
+
+def _mend(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "run as root, or name another folder with --run-dir"
+    return f"name {'another' if error.errno else 'a shorter'} folder with --run-dir"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import anyio
 import structlog
 from grpclib.exceptions import StreamTerminatedError
 
-from metagpu.core.errors import KubeletError
+from metagpu.core.errors import KubeletError, why
 from metagpu.plugins import wire
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.record import KubeletRecord
@@ -96,8 +96,8 @@ class Endpoint:
             self._log.warning("the kubelet refuses the registration", error=str(error))
             return True
         except (OSError, StreamTerminatedError) as error:
-            why = str(error) or type(error).__name__
-            self._log.warning("the resource could not be served", socket=str(path), error=why)
+            reason = why(error)
+            self._log.warning("the resource could not be served", socket=str(path), error=reason)
         return False
 
     async def _rest(

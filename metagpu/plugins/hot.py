@@ -7,6 +7,7 @@ from pieces that were encoded once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -18,6 +19,8 @@ _SHORT: Final = 0x80
 _ONE_BYTE: Final = tuple(bytes((value,)) for value in range(_SHORT))
 _WIDEST: Final = 70
 """Bits in ten bytes, the longest varint there is."""
+_PATHS: Final = 1024
+"""Mounts and device nodes whose encoding is kept: a node has the same few in every answer."""
 _FIELD_1_TAG: Final = 0x0A
 _FIELD_1, _FIELD_2, _FIELD_3, _FIELD_4, _FIELD_5 = b"\x0a", b"\x12", b"\x1a", b"\x22", b"\x2a"
 
@@ -102,16 +105,17 @@ def _parts(data: bytes) -> list[bytes]:
 
 def _container(data: bytes) -> tuple[list[str], list[str], int]:
     """Decode fields 1 and 2 (repeated strings) and 3 (an int) of either container request."""
-    texts: dict[int, list[str]] = {_FIELD_1[0]: [], _FIELD_2[0]: []}
     text = data.decode("latin-1")  # once for all ids: they are ASCII, or unknown anyway
-    size, at, end = 0, 0, len(data)
+    first = _alike(data, text)
+    texts: dict[int, list[str]] = {_FIELD_1_TAG: first, _FIELD_2[0]: []}
+    size, end = 0, len(data)
+    at = len(first) * (data[1] + 2) if first else 0
 
     # Nearly all of a request is this: hundreds of short ids, one after the other.
-    add = texts[_FIELD_1[0]].append
     while at + 1 < end and data[at] == _FIELD_1_TAG and (length := data[at + 1]) < _SHORT:
         start = at + 2
         at = start + length
-        add(text[start:at])
+        first.append(text[start:at])
     if at > end:
         raise ValueError("a text is cut off")
 
@@ -135,7 +139,26 @@ def _container(data: bytes) -> tuple[list[str], list[str], int]:
         elif tag == 0x18:  # noqa: PLR2004 - field 3, a varint
             size = _read_varint(data, start)[0]
 
-    return texts[_FIELD_1[0]], texts[_FIELD_2[0]], size
+    return first, texts[_FIELD_2[0]], size
+
+
+def _alike(data: bytes, text: str) -> list[str]:
+    """Decode the texts of field 1 that a message begins with, if they and they alone fill it.
+
+    They have to be of one length, as our ids are, and what follows them shorter than one of them;
+    else none is decoded. It takes a third of the time that one after the other takes.
+    """
+    size = data[1] + 2 if len(data) > 1 else 0
+    # A head of two equal bytes could be found where none begins.
+    if not data.startswith(_FIELD_1) or size in (0, _FIELD_1_TAG + 2) or size > _SHORT + 1:
+        return []
+
+    count = len(data) // size
+    until = count * size
+    if data[:until:size] != data[:1] * count or data[1:until:size] != data[1:2] * count:
+        return []
+    found = text[2:until].split(text[:2])
+    return found if len(found) == count else []
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
@@ -203,16 +226,23 @@ def _map(tag: bytes, entries: Mapping[str, str]) -> bytes:
     )
 
 
+@lru_cache(maxsize=_PATHS)
+def _mount(container_path: str, host_path: str, read_only: bool) -> bytes:  # noqa: FBT001 - as above
+    body = _text(_FIELD_1, container_path) + _text(_FIELD_2, host_path)
+    return _framed(_FIELD_2, body + (b"\x18\x01" if read_only else b""))
+
+
+@lru_cache(maxsize=_PATHS)
+def _node(container_path: str, host_path: str, permissions: str) -> bytes:
+    body = _text(_FIELD_1, container_path) + _text(_FIELD_2, host_path)
+    return _framed(_FIELD_3, body + _text(_FIELD_3, permissions))
+
+
 def _grant(grant: Grant) -> bytes:
     parts = [_map(_FIELD_1, grant.envs)]
 
-    for mount in grant.mounts:
-        body = _text(_FIELD_1, mount.container_path) + _text(_FIELD_2, mount.host_path)
-        parts.append(_framed(_FIELD_2, body + (b"\x18\x01" if mount.read_only else b"")))
-    for node in grant.nodes:
-        body = _text(_FIELD_1, node.container_path) + _text(_FIELD_2, node.host_path)
-        parts.append(_framed(_FIELD_3, body + _text(_FIELD_3, node.permissions)))
-
+    parts += [_mount(it.container_path, it.host_path, it.read_only) for it in grant.mounts]
+    parts += [_node(it.container_path, it.host_path, it.permissions) for it in grant.nodes]
     parts.append(_map(_FIELD_4, grant.annotations))
     parts += [_framed(_FIELD_5, _text(_FIELD_1, name)) for name in grant.cdi_names]
     return b"".join(parts)

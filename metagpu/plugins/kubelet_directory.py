@@ -10,6 +10,7 @@ import anyio
 import structlog
 from asyncinotify import Inotify, Mask
 
+from metagpu.core.errors import ConfigError, why
 from metagpu.plugins.serving import identity_of
 
 KUBELET_SOCKET: Final = "kubelet.sock"
@@ -18,12 +19,34 @@ POLL: Final = 1.0
 """Seconds after which readers look again even if inotify said nothing."""
 _PATH_LIMIT: Final = 107
 """Bytes of a unix socket's path (sun_path, less its closing zero)."""
+_LONGEST_NAME: Final = len("metagpu--ffffffff-99999.sock")
+"""Bytes of a socket's name in the folder, without the resource's name, which may be left out."""
 _WHAT: Final = (
     Mask.CREATE | Mask.DELETE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE_SELF | Mask.MOVE_SELF
 )
 
 
 log = structlog.get_logger()
+
+
+def check(path: Path) -> None:
+    """Refuse what can never be the kubelet's folder; one that is not there yet may come.
+
+    Raises:
+        ConfigError: if it is no folder, or has no room for a socket's path.
+    """
+    longest, length = _PATH_LIMIT - _LONGEST_NAME - 1, len(os.fsencode(path))
+    problem = ""
+
+    if path.exists() and not path.is_dir():
+        problem = f"{path} is no folder; name the kubelet's device-plugins folder"
+    elif length > longest:
+        problem = (
+            f"{path} has {length} bytes, which leaves no room for a socket's path; allowed: "
+            f"{longest} at most"
+        )
+    if problem:
+        raise ConfigError(problem, file="--kubelet-dir")
 
 
 class KubeletDirectory:
@@ -83,7 +106,7 @@ class KubeletDirectory:
                 if not told:
                     told = True
                     mend = "raise fs.inotify.max_user_instances"
-                    log.warning("no inotify: changes are seen late", error=str(error), mend=mend)
+                    log.warning("no inotify: changes are seen late", error=why(error), mend=mend)
                 await anyio.sleep(POLL)
 
     async def _follow(self, inotify: Inotify) -> None:

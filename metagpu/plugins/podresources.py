@@ -14,8 +14,10 @@ import structlog
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from metagpu.core.facts import Event, LeasesObserved, PodEnded, SharesGranted, SharesOffered
+from metagpu.core.errors import why
+from metagpu.core.facts import LeasesObserved, SharesGranted, SharesOffered
 from metagpu.core.model import Holder, ResourceName, ShareId
+from metagpu.core.news import Event, PodEnded
 from metagpu.core.registry import Registry
 from metagpu.plugins.pb import v1
 from metagpu.plugins.settling import Settling
@@ -82,8 +84,8 @@ async def follow_leases(
                 except Exception as error:  # noqa: BLE001 - whatever it says, leases stay
                     settling.broken()
                     # A hang has no text.
-                    if (why := str(error) or type(error).__name__) != told:
-                        told = why
+                    if (reason := why(error)) != told:
+                        told = reason
                         _tell_failure(error, socket, told)
 
                 if looked is not None:

@@ -7,10 +7,11 @@ so they share one connection to it: four of their own take longer than the four 
 from typing import Final
 
 import anyio
+import structlog
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError
 
-from metagpu.core.errors import KubeletError
+from metagpu.core.errors import KubeletError, why
 from metagpu.plugins.kubelet_directory import KubeletDirectory
 from metagpu.plugins.pb import v1beta1
 
@@ -18,6 +19,11 @@ DEADLINE: Final = 15.0
 """Seconds for a registration; the kubelet itself gives up dialling us back after 10."""
 PAUSE: Final = (0.001, 1.0)
 """First and longest pause, in seconds, while the kubelet's socket refuses connections."""
+PATIENCE: Final = 5.0
+"""Seconds without a kubelet after which that is told, once: a restart takes less, a wrong folder
+for ever."""
+
+log = structlog.get_logger()
 
 
 class Registrar:
@@ -48,7 +54,7 @@ class Registrar:
         A starting kubelet binds its socket first and listens a moment later, so the first tries
         follow each other within milliseconds.
         """
-        pause = PAUSE[0]
+        pause, began, told = PAUSE[0], anyio.current_time(), False
 
         while True:
             kubelet = self._directory.kubelet()
@@ -56,11 +62,24 @@ class Registrar:
             self._channel = channel
             try:
                 await channel.__connect__()
-            except OSError:
+            except OSError as error:
+                if not told and anyio.current_time() - began >= PATIENCE:
+                    told = True
+                    self._tell_absence(error)
                 pause = PAUSE[0] if kubelet is None else min(pause * 2, PAUSE[1])
                 await self._directory.replaced(kubelet, PAUSE[1] if kubelet is None else pause)
             else:
+                if told:
+                    log.info("the kubelet takes registrations")
                 return
+
+    def _tell_absence(self, error: OSError) -> None:
+        log.warning(
+            "no kubelet takes registrations; waiting for one",
+            socket=str(self._directory.kubelet_socket),
+            why=why(error),
+            mend="start the kubelet, or name its device-plugins folder with --kubelet-dir",
+        )
 
     async def register(self, request: v1beta1.RegisterRequest) -> None:
         """Register once (see `Line.register`)."""

@@ -14,22 +14,16 @@ import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from metagpu.core import cdi, report
+from metagpu.core import cdi
 from metagpu.core.backend import Backend
-from metagpu.core.errors import (
-    GpuPaused,
-    GpuUnhealthy,
-    InstanceUnhealthy,
-    RequestError,
-    ShareTaken,
-    UnknownShare,
-)
+from metagpu.core.errors import GpuUnhealthy, RequestError
 from metagpu.core.facts import SharesAwaited, SharesGranted, SharesReleased
 from metagpu.core.grant import Grant
 from metagpu.core.model import ResourceName, Share
 from metagpu.core.registry import Registry
-from metagpu.core.snapshot import GpuState, Snapshot
+from metagpu.core.snapshot import Snapshot
 from metagpu.plugins import hot, wire
+from metagpu.plugins.claims import Claim, claimed, refuse_unavailable
 from metagpu.plugins.making import is_made, made, made_anew
 from metagpu.plugins.record import Call, Outcome, ResourceRecord
 from metagpu.plugins.serving import Calls
@@ -113,8 +107,10 @@ class Service:
     ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
         async def call(stream: "Stream[bytes, bytes]") -> None:
             request = await stream.recv_message()
-            with wire.errors_as_status():
+            try:
                 reply = await answer(request or b"")
+            except Exception as error:
+                raise wire.as_status(error) from error
             await stream.send_message(reply)
 
         return call
@@ -179,7 +175,7 @@ class Service:
 
     async def _pre_start(self, request: bytes) -> bytes:
         snapshot, backend = self._registry.snapshot, self._backend(self.resource)
-        shares = self._named(hot.pre_start_request(request), snapshot)
+        shares = claimed(self.resource, hot.pre_start_request(request), snapshot)
         if backend.defers:
             snapshot = await self._begun(shares, backend)
         await backend.prepare(shares, snapshot)
@@ -229,30 +225,29 @@ class Service:
 
     async def _allocate(self, request: bytes) -> bytes:
         """Grant to each container what it asks for, or nothing to any of them."""
-        claimed: list[Share] = []
+        claims: list[Claim] = []
 
         try:
             requests = hot.allocate_request(request)
-            grants = [await self._grant(ids, claimed) for ids in requests]
+            grants = [await self._grant(ids, claims) for ids in requests]
         except BaseException as error:
-            if claimed:
-                self._registry.apply(SharesReleased(tuple(claimed), self._clock()))
+            if new := tuple(share for claim in claims for share in claim.new):
+                self._registry.apply(SharesReleased(new, self._clock()))
             if isinstance(error, RequestError):
                 self._log.warning("request refused", error=str(error))
                 await self._tell()
             raise
         return hot.allocate_response(grants)
 
-    async def _grant(self, ids: Sequence[str], claimed: list[Share]) -> Grant:
+    async def _grant(self, ids: Sequence[str], claims: list[Claim]) -> Grant:
         """Claim the shares, then ask the backend: while it waits, nobody else can have them."""
         snapshot = self._registry.snapshot
         backend = self._backend(self.resource)
-        shares = self._named(sorted(ids), snapshot)
-        self._refuse_unavailable(shares, snapshot)
+        shares = claimed(self.resource, sorted(ids), snapshot)
+        refuse_unavailable(shares, snapshot)
         backend.check(shares, snapshot)
 
-        held = {gpu: snapshot.gpus[gpu].leases for gpu in {share.gpu for share in shares}}
-        claimed += [share for share in shares if share.id not in held[share.gpu]]
+        claims.append(Claim(shares, snapshot))
         self._registry.apply(SharesGranted(tuple(shares), self._clock()))
         # A kubelet that was not told to call before a start does not: then all is done here.
         deferred = backend.defers and self._calls_before_start
@@ -266,33 +261,3 @@ class Service:
         if not deferred and (names := cdi.names_in(grant)):
             await self._describe(names)
         return grant
-
-    def _named(self, ids: Sequence[str], snapshot: Snapshot) -> list[Share]:
-        offer = snapshot.offers.get(self.resource)
-        known = cast("Mapping[str, Share]", offer.shares if offer else {})
-
-        try:
-            return [known[share_id] for share_id in ids]
-        except KeyError as error:
-            raise UnknownShare(self.resource, error.args[0]) from None
-
-    def _refuse_unavailable(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
-        for gpu in {share.gpu for share in shares}:
-            state = snapshot.gpus[gpu]
-            if not state.verdict.healthy:
-                raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
-            if why := report.pause(state, shares[0].backend):
-                raise GpuPaused(self.resource, str(state.gpu), why)
-            if state.broken or state.withheld or state.paused:
-                for share in shares:
-                    if share.gpu == gpu:
-                        self._refuse_if_shut(share, state)
-
-    def _refuse_if_shut(self, share: Share, state: GpuState) -> None:
-        if (fault := state.fault_of(share.id)) is not None:
-            slot = share.id.partition("::")[2]
-            raise InstanceUnhealthy(self.resource, slot, str(state.gpu), fault.reason)
-        if share.id in state.withheld:
-            raise ShareTaken(share.id, report.hindrance(state, share))
-        if (why := state.paused.get(share.id)) is not None:
-            raise GpuPaused(self.resource, str(state.gpu), why)

@@ -51,7 +51,7 @@ class Calls:
     """The calls of one service that last, such as ListAndWatch."""
 
     def __init__(self) -> None:
-        self._scopes: set[anyio.CancelScope] = set()
+        self._scopes: dict[anyio.CancelScope, asyncio.Task[None] | None] = {}
         self._any = anyio.Event()
         self._changed = anyio.Event()
 
@@ -59,14 +59,19 @@ class Calls:
     def lasting(self) -> Iterator[None]:
         """Run a call's body until it ends or the service does; then the call returns as usual."""
         with anyio.CancelScope() as scope:
-            self._scopes.add(scope)
+            self._scopes[scope] = asyncio.current_task()
             self._any.set()
             try:
                 yield
             finally:
-                self._scopes.discard(scope)
+                del self._scopes[scope]
                 self._changed.set()
                 self._changed = anyio.Event()
+
+    @property
+    def tasks(self) -> frozenset[asyncio.Task[None] | None]:
+        """What runs them."""
+        return frozenset(self._scopes.values())
 
     async def opened(self) -> None:
         """Wait until there was such a call, be it over by now."""
@@ -83,11 +88,21 @@ class Calls:
             scope.cancel()
 
 
+class _Handler(Handler):
+    """What answers one peer."""
+
+    @property
+    def running(self) -> frozenset[asyncio.Task[None]]:
+        """The calls that have no answer yet."""
+        return frozenset(task for task in self._tasks.values() if not task.done())
+
+
 class _Connection(H2Protocol):
     """One peer, accounted for while it is there."""
 
-    def __init__(self, handler: Handler, peers: "_Peers") -> None:
+    def __init__(self, handler: _Handler, peers: "_Peers") -> None:
         super().__init__(handler, _GRPC, _H2)
+        self.answering = handler
         self._peers = peers
         self._transport: asyncio.Transport | None = None
 
@@ -117,7 +132,7 @@ class _Peers:
 
     def connection(self) -> _Connection:
         """Make the protocol for one more peer."""
-        handler = Handler(self._methods, RawCodec(), None, _DispatchServerEvents())
+        handler = _Handler(self._methods, RawCodec(), None, _DispatchServerEvents())
         return _Connection(handler, self)
 
     def came(self, connection: _Connection) -> None:
@@ -133,6 +148,14 @@ class _Peers:
         while self._open:
             await self._changed.wait()
 
+    async def answered(self, calls: Calls) -> None:
+        """Wait until every call but the lasting ones has its answer."""
+        running = frozenset[asyncio.Task[None]]().union(
+            *(it.answering.running for it in self._open)
+        )
+        if short := running - calls.tasks:
+            await asyncio.wait(short)
+
     def abort(self) -> None:
         for connection in list(self._open):
             connection.abort()
@@ -142,9 +165,10 @@ class _Peers:
 async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> AsyncIterator[None]:
     """Serve on a socket file that only root may open, until the block ends.
 
-    On leaving, in this order: the file is removed and nobody new comes in; lasting calls end with a
-    status; peers may close their connections, which tells us that they saw the end; after `LINGER`
-    the rest is cut, and callers still waiting hear an error instead of nothing.
+    On leaving, in this order: the file is removed and nobody new comes in; calls that do not last
+    have `LINGER` to be answered, since a kubelet whose list ends hears nothing more; lasting calls
+    end with a status; peers may close their connections, which tells us that they saw the end;
+    after `LINGER` the rest is cut, and callers still waiting hear an error instead of nothing.
 
     Raises:
         OSError: if the socket cannot be bound; a path of more than 107 bytes cannot.
@@ -160,8 +184,10 @@ async def serving(path: Path, methods: Mapping[str, Method], calls: Calls) -> As
                 yield
             finally:
                 _remove(path, identity)
-                calls.end()
                 with anyio.CancelScope(shield=True):
+                    with anyio.move_on_after(LINGER):
+                        await peers.answered(calls)
+                    calls.end()
                     await stop_accepting(listener)
                     server.close()
                     with anyio.move_on_after(LINGER):

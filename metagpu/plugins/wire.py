@@ -1,11 +1,9 @@
 """Our values and errors in the kubelet's words; nobody else builds its messages."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-import grpclib
 import structlog
+from grpclib import GRPCError
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
 
@@ -141,25 +139,17 @@ def check_size(layout: Layout, file: str) -> None:
             )
 
 
-@contextmanager
-def errors_as_status() -> Iterator[None]:
-    """Turn errors into gRPC statuses whose text reaches the pod.
-
-    Raises:
-        grpclib.GRPCError: for every error, ours or not.
-    """
-    try:
-        yield
-    except UnknownShare as error:
-        raise grpclib.GRPCError(Status.NOT_FOUND, str(error)) from error
-    except RequestError as error:
-        raise grpclib.GRPCError(Status.FAILED_PRECONDITION, str(error)) from error
-    except MetagpuError as error:
-        raise grpclib.GRPCError(Status.UNAVAILABLE, str(error)) from error
-    except grpclib.GRPCError:
-        raise
-    except Exception as error:
-        # Without this a pod would read "Internal Server Error" and nobody would know why.
-        log.exception("a call failed for a reason of our own")
-        text = f"metagpu failed ({type(error).__name__}: {error}); its log has the details"
-        raise grpclib.GRPCError(Status.INTERNAL, text) from error
+def as_status(error: Exception) -> GRPCError:
+    """Turn an error, ours or not, into a gRPC status whose text reaches the pod."""
+    match error:
+        case UnknownShare():
+            return GRPCError(Status.NOT_FOUND, str(error))
+        case RequestError():
+            return GRPCError(Status.FAILED_PRECONDITION, str(error))
+        case MetagpuError():
+            return GRPCError(Status.UNAVAILABLE, str(error))
+        case _:
+            # Without this a pod would read "Internal Server Error" and nobody would know why.
+            log.error("a call failed for a reason of our own", exc_info=error)
+            text = f"metagpu failed ({type(error).__name__}: {error}); its log has the details"
+            return GRPCError(Status.INTERNAL, text)

@@ -9,9 +9,10 @@ from typing import Final
 
 import pynvml
 
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.mig_boards import SimProfile
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
 from metagpu.sim.texts import error_text
 
 _UUIDS: Final = uuid.UUID("6d657461-6770-7500-9000-000000000000")

@@ -13,97 +13,27 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import anyio
 from msgspec.structs import replace
 
-from metagpu.app import Agent, Places
+from metagpu.app import Agent
 from metagpu.core import report
 from metagpu.core.injection import VISIBLE_DEVICES
 from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState
 from metagpu.nvml import Nvml
+from metagpu.places import Places
 from metagpu.plugins.podresources import observed
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
+from metagpu.sim.script import BOARDS, BROKEN, MIG, PODS, POOL, RESOURCE, XID, Act
 from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools, simulated_companions
 from metagpu.sources import Source
-
-BOARDS: Final = "a100-40gb:8"
-RESOURCE: Final = "cnvrg.io/metagpu"
-BROKEN: Final = "0"
-XID: Final = 79
-
-PODS: Final = (
-    ("metagpu-test", 30),  # the example pod of MetaGPU's own manual
-    ("notebook", 50),
-    ("train-large", 150),
-    ("serve-a", 20),
-    ("serve-b", 20),
-    ("batch", 75),
-    ("finetune", 400),
-    ("experiment", 40),  # more than that is free, but not on one GPU
-)
-
-
-@dataclass(frozen=True)
-class Act:
-    """Pods that ask a node for its GPUs and end, one after the other.
-
-    Attributes:
-        idle: what is on offer while nobody has asked.
-        steps: pod, the resource it asks for, and how much of it; a pod of no resource ends.
-    """
-
-    boards: str
-    config: str
-    idle: Mapping[str, int]
-    steps: Sequence[tuple[str, str, int]]
-
-
-SHARED: Final = "nvidia.com/gpu.shared"
-MPS: Final = "nvidia.com/gpu.mps"
-WHOLE: Final = "nvidia.com/gpu"
-POOL: Final = Act(
-    boards="a100-40gb:2",
-    config="""\
-version: metagpu/v1
-pools:
-  - name: mixed
-    backends:
-      - {backend: timeslice, replicas: 4}
-      - {backend: mps, unitsPerGpu: 100}
-      - {backend: whole}
-""",
-    idle={SHARED: 8, MPS: 200, WHOLE: 2},
-    steps=(("lab", SHARED, 1), ("train", WHOLE, 1), ("lab", "", 0), ("serve", MPS, 50)),
-)
-
-EIGHTH, QUARTER, HALF, FULL = (
-    f"nvidia.com/mig-{profile}" for profile in ("1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb")
-)
-MIG: Final = Act(
-    boards="h100-80gb:1",
-    config="""\
-version: metagpu/v1
-pools:
-  - name: mig
-    backends:
-      - {backend: mig, profiles: [1g.10gb, 2g.20gb, 3g.40gb, 7g.80gb], enableMig: true}
-""",
-    idle={EIGHTH: 7, QUARTER: 3, HALF: 2, FULL: 1},
-    steps=(
-        ("notebook", EIGHTH, 1),
-        ("serve", QUARTER, 1),
-        ("train", HALF, 1),
-        ("notebook", "", 0),
-        ("serve", "", 0),
-        ("finetune", HALF, 1),
-    ),
-)
 
 
 @dataclass(frozen=True)

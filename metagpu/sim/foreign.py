@@ -4,8 +4,9 @@ import re
 from typing import Final
 
 from metagpu.sim import cutting
+from metagpu.sim.gpu import SimError, SimGpu
 from metagpu.sim.instances import SimInstance
-from metagpu.sim.node import SimError, SimGpu, SimNode
+from metagpu.sim.node import SimNode
 
 _PLACE: Final = re.compile(r"(\d+g\.[^@]+)@(\d+)")
 
@@ -29,6 +30,8 @@ def make(node: SimNode, gpu: SimGpu, place: str) -> int:
 
     profile = named[name]
     with node.changed:
+        if not gpu.mig.enabled:
+            raise SimError(f"no {place} on GPU {gpu.id}: its MIG mode is off")
         try:
             made = cutting.make(node, gpu, profile.number, start, profile.size)
             kind = next(k for k, c in cutting.COMPUTES.items() if c == profile.slices)

@@ -10,8 +10,9 @@ import msgspec
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import GpuId
 from metagpu.sim.cutting import Refusal, profile_of
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.instances import SimCompute, SimInstance
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
 
 _DRAFT: Final = ".new"
 
@@ -102,7 +103,8 @@ def keep(node: SimNode, file: Path) -> None:
         with node.changed:
             pass  # from the first moment on
     except (OSError, msgspec.MsgspecError, Refusal) as error:
-        why = f"cannot keep a simulated driver's instances: {error}"
+        reason = getattr(error, "strerror", None) or error
+        why = f"cannot keep a simulated driver's instances: {reason}"
         raise ConfigError(why, file=str(file)) from error
 
 

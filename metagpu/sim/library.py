@@ -10,7 +10,8 @@ from metagpu.sim.library_events import Events
 from metagpu.sim.library_limits import Limits
 from metagpu.sim.library_mig import Mig
 from metagpu.sim.library_queries import Queries
+from metagpu.sim.library_wiring import Wiring
 
 
-class Library(Queries, Mig, Events, Activity, Limits):
+class Library(Queries, Wiring, Mig, Events, Activity, Limits):
     """All of the functions; see `LibraryBase` for what it takes."""

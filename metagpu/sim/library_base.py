@@ -11,8 +11,9 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 import pynvml
 
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.instances import SimCompute, SimInstance
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.node import SimNode
 from metagpu.sim.texts import error_text
 
 Argument: TypeAlias = Any
@@ -81,6 +82,13 @@ def fill_text(argument: Argument, length: Argument, text: str) -> None:
     if len(text) >= number(length):
         raise Return(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
     target(argument).value = text.encode()
+
+
+def fill_address(info: Argument, bus_id: str) -> None:
+    """Write a place on the PCI bus into a structure."""
+    pci = target(info)
+    pci.busId, pci.busIdLegacy = bus_id.encode(), bus_id[4:].encode()
+    pci.domain, pci.bus, pci.device = int(bus_id[:8], 16), int(bus_id[9:11], 16), 0
 
 
 def address_in(argument: Argument) -> int:

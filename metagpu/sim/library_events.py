@@ -8,6 +8,7 @@ from typing import Final
 
 import pynvml
 
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.library_base import (
     Argument,
     LibraryBase,
@@ -19,7 +20,7 @@ from metagpu.sim.library_base import (
     number,
     target,
 )
-from metagpu.sim.node import RECOVERY_SINCE, EventSet, SimEvent, SimGpu, SimNode
+from metagpu.sim.node import RECOVERY_SINCE, EventSet, SimEvent, SimNode
 
 _SETS: Final = 0x7F5F_0000_0000
 _NONE: Final = 0xFFFFFFFF

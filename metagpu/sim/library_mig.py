@@ -10,6 +10,7 @@ from typing import Any
 import pynvml
 
 from metagpu.sim import cutting
+from metagpu.sim.gpu import SimGpu
 from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.library_base import (
     Argument,
@@ -23,7 +24,6 @@ from metagpu.sim.library_base import (
     target,
 )
 from metagpu.sim.mig_boards import SimProfile
-from metagpu.sim.node import SimGpu
 
 
 class Mig(LibraryBase):

@@ -1,16 +1,16 @@
-"""NVML's questions about GPUs."""
+"""NVML's questions about one GPU: what it is, how it is, who is on it."""
 
 # ruff: noqa: N802 - functions carry the names of NVML's own
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import pynvml
 
 from metagpu.core.driver import ComputeMode
 from metagpu.core.gpu import MIB
+from metagpu.sim.gpu import SimGpu, SimProcess
 from metagpu.sim.instances import SimCompute, SimInstance
 from metagpu.sim.library_base import (
     Argument,
@@ -19,18 +19,17 @@ from metagpu.sim.library_base import (
     address_in,
     c_function,
     fill,
+    fill_address,
     fill_pointer,
     fill_text,
     number,
     target,
 )
-from metagpu.sim.node import RECOVERY_SINCE, SimGpu, SimProcess
+from metagpu.sim.node import RECOVERY_SINCE
 
 _NONE: Final = 0xFFFFFFFF
 _MUTE: Final = 0xFFFFFFFFFFFFFFFF
 _ENABLED: Final = 1
-_SWITCH: Final = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
-_SWITCH_ADDRESS: Final = "00000000:C4:00.0"  # of the first NVSwitch of a DGX A100
 
 
 class Queries(LibraryBase):
@@ -99,7 +98,7 @@ class Queries(LibraryBase):
     def nvmlDeviceGetPciInfo_v3(self, device: Argument, info: Argument) -> None:
         """Describe the place on the PCI bus."""
         with self._gpu(device) as gpu:
-            _fill_address(info, gpu.bus_id)
+            fill_address(info, gpu.bus_id)
             target(info).pciDeviceId = gpu.board.pci_device_id
 
     @c_function
@@ -146,40 +145,6 @@ class Queries(LibraryBase):
             if number(size) * 64 <= gpu.numa:
                 raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
             target(nodes)[gpu.numa // 64] = 1 << gpu.numa % 64
-
-    @c_function
-    def nvmlDeviceGetTopologyCommonAncestor(
-        self, first: Argument, second: Argument, level: Argument
-    ) -> None:
-        """Tell where two GPUs meet on the PCI bus."""
-        with self._gpu(first) as a, self._gpu(second) as b:
-            fill(level, self.node.pci_level(a, b))
-
-    @c_function
-    def nvmlDeviceGetNvLinkState(self, device: Argument, link: Argument, active: Argument) -> None:
-        """Tell whether an NVLink is up: one that leads nowhere is down."""
-        with self._gpu(device) as gpu:
-            ends = self.node.nvlinks(gpu)
-            self._supported(bool(gpu.board.nvlinks or ends))
-            if number(link) >= max(gpu.board.nvlinks, len(ends)):
-                raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-            fill(active, number(link) < len(ends))
-
-    @c_function
-    def nvmlDeviceGetNvLinkRemoteDeviceType(
-        self, device: Argument, link: Argument, kind: Argument
-    ) -> None:
-        """Tell whether an NVLink leads to a GPU or an NVSwitch."""
-        with self._link_end(device, link) as end:
-            fill(kind, _SWITCH if end is None else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
-
-    @c_function
-    def nvmlDeviceGetNvLinkRemotePciInfo_v2(
-        self, device: Argument, link: Argument, info: Argument
-    ) -> None:
-        """Describe the place on the PCI bus of who is at the other end of an NVLink."""
-        with self._link_end(device, link) as end:
-            _fill_address(info, _SWITCH_ADDRESS if end is None else end.bus_id)
 
     @c_function
     def nvmlDeviceGetEccMode(self, device: Argument, current: Argument, pending: Argument) -> None:
@@ -267,15 +232,6 @@ class Queries(LibraryBase):
             found = [process for process in _processes(gpu, part) if process.graphics]
             _list_processes(found, count, entries)
 
-    @contextmanager
-    def _link_end(self, device: Argument, link: Argument) -> Iterator[SimGpu | None]:
-        """Give who is at the other end of an NVLink, if it is up."""
-        with self._gpu(device) as gpu:
-            ends = self.node.nvlinks(gpu)
-            if number(link) >= len(ends):
-                raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-            yield ends[number(link)]
-
     def _hand_out(self, gpu: SimGpu, handle: Argument) -> None:
         fill_pointer(handle, self._answering(gpu).handle)
 
@@ -298,12 +254,6 @@ def _processes(gpu: SimGpu, part: tuple[SimInstance, SimCompute] | None) -> Iter
     for process in gpu.processes.values():
         if part is None or (process.gi, process.ci) == (part[0].number, part[1].number):
             yield process
-
-
-def _fill_address(info: Argument, bus_id: str) -> None:
-    pci = target(info)
-    pci.busId, pci.busIdLegacy = bus_id.encode(), bus_id[4:].encode()
-    pci.domain, pci.bus, pci.device = int(bus_id[:8], 16), int(bus_id[9:11], 16), 0
 
 
 def _list_processes(found: list[SimProcess], count: Argument, entries: Argument) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,41 +13,39 @@ from metagpu.sim.view import NodeView
 
 def show(story: Mapping[str, Any]) -> None:
     """Draw what `demo` tells."""
-    out = tables.console()
     fault = story["fault"]
 
     node = story["node"]
-    _heading(out, f"A node with {node['gpus']} offers {node['capacity']} shares, 100 a GPU")
-    out.print(_pods(story["pods"], story["before"]["gpus"]))
+    _heading(f"A node with {node['gpus']} offers {node['capacity']} shares, 100 a GPU")
+    tables.show(_pods(story["pods"], story["before"]["gpus"]))
     for pod in story["pods"]:
         if not pod["admitted"]:
-            out.print(Text(f"{pod['pod']}: {pod['message']}", style="yellow"))
+            tables.show(Text(f"{pod['pod']}: {pod['message']}", style="yellow"))
 
-    _heading(out, f"GPU {fault['gpu']} reports XID {fault['xid']}")
-    out.print(tables.gpus_table(story["after"]["gpus"], "HELD"))
-    out.print(
+    _heading(f"GPU {fault['gpu']} reports XID {fault['xid']}")
+    tables.show(tables.gpus_table(story["after"]["gpus"], "HELD"))
+    tables.show(
         f"Allocatable fell from {node['capacity']} to {fault['allocatable']}: the shares of "
         f"GPU {fault['gpu']} and of no other. The {len(fault['running'])} running pods stay."
     )
-    out.print(
+    tables.show(
         "It comes back when NVML asks for no recovery action and its checks pass for a while, or "
         f"by `metagpu acknowledge {fault['gpu']}`."
     )
 
-    _heading(out, f"In a mixed pool of {story['pool']['gpus']} an idle GPU goes to who asks first")
-    out.print(_steps(story["pool"]["steps"], _owners))
+    _heading(f"In a mixed pool of {story['pool']['gpus']} an idle GPU goes to who asks first")
+    tables.show(_steps(story["pool"]["steps"], _owners))
 
-    _heading(out, f"On {story['mig']['gpus']} MIG instances are made as pods ask for them")
-    out.print(_steps(story["mig"]["steps"], _slices))
-    out.print(
+    _heading(f"On {story['mig']['gpus']} MIG instances are made as pods ask for them")
+    tables.show(_steps(story["mig"]["steps"], _slices))
+    tables.show(
         "What nobody holds any more stays warm for a while, for the next pod of its size, and goes "
         "at once when a pod wants its slices."
     )
 
 
-def _heading(out: Console, text: str) -> None:
-    out.print()
-    out.print(Text(text, style="bold"))
+def _heading(text: str) -> None:
+    tables.show("", Text(text, style="bold"))
 
 
 def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> Table:
@@ -105,6 +102,5 @@ def show_node(node: NodeView) -> None:
         table.add_row(
             *(str(gpu.index), gpu.board, gpu.state, gpu.recovery_action, memory, processes, cut)
         )
-    out = tables.console()
-    out.print(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}")
-    out.print(table)
+    tables.show(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}")
+    tables.show(table)

@@ -9,8 +9,9 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.plugins import control
+from metagpu.sim.arguments import command_from
 from metagpu.sim.node import SimNode
-from metagpu.sim.steer import AnyCommand, Reply, command_from, steer
+from metagpu.sim.steer import AnyCommand, Reply, steer
 
 COMMAND: Final = "sim"
 

@@ -24,7 +24,6 @@ the path of a YAML file:
     keep: /var/tmp/driver.json
 """
 
-import difflib
 import re
 import time
 from pathlib import Path
@@ -37,18 +36,24 @@ from metagpu.core.document import Document
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import GpuId
+from metagpu.core.spelling import allowed
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board
+from metagpu.sim.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.lasting import keep
-from metagpu.sim.node import DRIVER, SimError, SimGpu, SimNode, SimProcess
+from metagpu.sim.node import DRIVER, SimNode
 
 _OPTION: Final = "--simulate"
 _PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")
 _UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
 _SUFFIXES: Final = {".yaml", ".yml", ".json"}
 MOST_GPUS: Final = 64
+MOST_PIDS: Final = 2**22
+"""Linux' PID_MAX_LIMIT."""
+_MOST: Final = 1_000_000
+"""Of what is merely counted; NVML's numbers have 32 bits."""
 _MOST_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)
 
 ACTIONS: Final = {action.name.lower().replace("_", "-"): action for action in RecoveryAction}
@@ -120,14 +125,12 @@ def simulated(argument: str) -> SimNode:
     if Path(argument).suffix in _SUFFIXES or "/" in argument:
         document = _document(argument)
     else:
-        document = Document(msgspec.json.encode({"gpus": _inline(argument)}).decode(), _OPTION)
+        text = msgspec.json.encode({"gpus": _inline(argument)}).decode()
+        document = Document(text, _OPTION, first_line=0)
 
     spec = document.decode(NodeSpec)
     _check(document, spec)
-    try:
-        return _build(spec)
-    except SimError as error:
-        raise document.error("gpus", str(error)) from None
+    return _build(document, spec)
 
 
 def board(key: str) -> Board:
@@ -137,7 +140,7 @@ def board(key: str) -> Board:
         ConfigError: if there is none of that name; says which there are.
     """
     if key not in BOARDS:
-        raise ConfigError(_allowed(f"no board {key!r}", key, list(BOARDS)))
+        raise ConfigError(f"no board {key!r}; {allowed(key, BOARDS)}")
     return BOARDS[key]
 
 
@@ -148,7 +151,7 @@ def recovery_action(name: str) -> RecoveryAction:
         ConfigError: if there is none of that name; says which there are.
     """
     if name not in ACTIONS:
-        raise ConfigError(_allowed(f"no recovery action {name!r}", name, list(ACTIONS)))
+        raise ConfigError(f"no recovery action {name!r}; {allowed(name, ACTIONS)}")
     return ACTIONS[name]
 
 
@@ -157,6 +160,8 @@ def _document(path: str) -> Document:
         return Document(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", file=path) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("cannot be read: not a text in UTF-8", file=path) from error
 
 
 def _inline(argument: str) -> list[dict[str, object]]:
@@ -178,8 +183,11 @@ def _check(document: Document, spec: NodeSpec) -> None:
     """Find what has the right type and still makes no sense."""
     if not re.fullmatch(r"\d{3}(\.\d+)*", spec.driver):
         raise document.error("driver", f"{spec.driver!r} is no driver version such as {DRIVER}")
+    for number, gpu in enumerate(spec.gpus):
+        if gpu.count < 1:
+            raise document.error(f"gpus[{number}].count", "must be at least 1")
     total = sum(gpu.count for gpu in spec.gpus)
-    if not 0 <= total <= MOST_GPUS:
+    if total > MOST_GPUS:
         raise document.error("gpus", f"{total} GPUs; a node has {MOST_GPUS} at most")
 
     for number, gpu in enumerate(spec.gpus):
@@ -205,8 +213,6 @@ def _check_gpu(document: Document, where: str, gpu: GpuSpec) -> None:
         except ConfigError as error:
             raise document.error(path, error.problem) from None
 
-    if gpu.count < 1:
-        raise document.error(f"{where}.count", "must be at least 1")
     if gpu.uuid is not None and gpu.count != 1:
         raise document.error(f"{where}.uuid", f"stands for one GPU, and count is {gpu.count}")
     if gpu.uuid is not None and not _UUID.fullmatch(gpu.uuid):
@@ -225,35 +231,45 @@ def _check_place(document: Document, where: str, gpu: GpuSpec) -> None:
     ):
         if value is not None and value < 0:
             raise document.error(f"{where}.{key}", "must be at least 0")
+        if value is not None and value > _MOST:
+            raise document.error(f"{where}.{key}", f"must be at most {_MOST}")
+    for number, process in enumerate(gpu.processes):
+        if not 1 <= process.pid <= MOST_PIDS:
+            path = f"{where}.processes[{number}].pid"
+            raise document.error(path, f"must be 1 to {MOST_PIDS}")
     if (gpu.nvswitch_links or 0) > _MOST_LINKS:
         raise document.error(f"{where}.nvswitchLinks", f"must be at most {_MOST_LINKS}")
 
 
-def _build(spec: NodeSpec) -> SimNode:
+def _build(document: Document, spec: NodeSpec) -> SimNode:
     node = SimNode(spec.driver)
 
-    for wanted in spec.gpus:
-        for _ in range(wanted.count):
-            gpu_id = None if wanted.uuid is None else GpuId(wanted.uuid)
-            gpu = node.add_gpu(
-                board(wanted.board),
-                gpu_id=gpu_id,
-                numa=wanted.numa,
-                pci_switch=wanted.pci_switch,
-                nvswitch_links=wanted.nvswitch_links,
-            )
-            node.need(gpu, recovery_action(wanted.recovery_action))
-            _cut(node, gpu, wanted)
-            for process in wanted.processes:
-                node.add_process(
-                    gpu, SimProcess(process.pid, process.memory, process.gi, process.ci)
-                )
+    for number, wanted in enumerate(spec.gpus):
+        try:
+            for _ in range(wanted.count):
+                _add(node, wanted)
+        except SimError as error:
+            raise document.error(f"gpus[{number}]", str(error)) from None
 
     if spec.nvlinks is not None:
         node.direct_links = {frozenset(pair.gpus): pair.links for pair in spec.nvlinks}
     if spec.keep is not None:
         keep(node, Path(spec.keep))
     return node
+
+
+def _add(node: SimNode, wanted: GpuSpec) -> None:
+    gpu = node.add_gpu(
+        board(wanted.board),
+        gpu_id=None if wanted.uuid is None else GpuId(wanted.uuid),
+        numa=wanted.numa,
+        pci_switch=wanted.pci_switch,
+        nvswitch_links=wanted.nvswitch_links,
+    )
+    node.need(gpu, recovery_action(wanted.recovery_action))
+    _cut(node, gpu, wanted)
+    for it in wanted.processes:
+        node.add_process(gpu, SimProcess(it.pid, it.memory, it.gi, it.ci))
 
 
 def _cut(node: SimNode, gpu: SimGpu, wanted: GpuSpec) -> None:
@@ -270,10 +286,3 @@ def _cut(node: SimNode, gpu: SimGpu, wanted: GpuSpec) -> None:
         in_use_until=time.monotonic() + float(making.in_use),
         compute_takes=float(making.compute_takes),
     )
-
-
-def _allowed(problem: str, given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-
-    return f"{problem}; allowed: {', '.join(known)}{hint}"

@@ -3,22 +3,24 @@
 A command is a value that goes over any wire as JSON (`AnyCommand`); `steer` does it.
 """
 
-import argparse
 import time
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from metagpu.core.errors import ConfigError
-from metagpu.core.units import Bytes, Duration
 from metagpu.sim import cutting, foreign, instances
-from metagpu.sim.boards import BOARDS
+from metagpu.sim.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.host import cgroup_of
-from metagpu.sim.node import SimError, SimNode, SimProcess
-from metagpu.sim.spec import ACTIONS, board, recovery_action
+from metagpu.sim.node import SimNode
+from metagpu.sim.spec import MOST_PIDS, board, recovery_action
 from metagpu.sim.view import NodeView, describe
 
-__all__ = ["AnyCommand", "Reply", "add_arguments", "command_from", "describe", "steer"]
+__all__ = ["AnyCommand", "Reply", "steer"]
+
+
+_MOST_XIDS: Final = 9999
+_MOST_FAILURES: Final = 1_000_000
+_MOST_ERRORS: Final = 2**32 - 1
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -43,8 +45,10 @@ class Xid(Command, frozen=True, tag="xid"):
     ci: int | None = None
 
     def apply(self, node: SimNode) -> str:
-        node.raise_xid(node.gpu(self.gpu), self.code, self.gi, self.ci)
-        return f"XID {self.code} on GPU {self.gpu}"
+        _within("the XID", self.code, 1, _MOST_XIDS)
+        gpu = node.gpu(self.gpu)
+        node.raise_xid(gpu, self.code, self.gi, self.ci)
+        return f"XID {self.code} on GPU {self.gpu}{_inside(gpu, self.gi)}"
 
 
 class Lose(Command, frozen=True, tag="lose"):
@@ -96,11 +100,13 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
+        _within("the pid", self.pid, 1, MOST_PIDS)
+        _within("--sm", self.sm, 0, 100)
         cgroup = cgroup_of(self.pid)
         node.add_process(
             gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
         )
-        return f"process {self.pid} is on GPU {self.gpu}"
+        return f"process {self.pid} is on GPU {self.gpu}{_inside(gpu, self.gi)}"
 
 
 class Mig(Command, frozen=True, tag="mig"):
@@ -117,8 +123,8 @@ class Mig(Command, frozen=True, tag="mig"):
                 raise SimError(f"GPU {self.gpu} is a {gpu.board.key}, which has no MIG")
             cutting.set_mode(gpu, enabled=enabled)
             if gpu.mig.enabled != enabled:
-                return f"MIG will be {self.change} on GPU {self.gpu} after a reset"
-        return f"MIG is {self.change} on GPU {self.gpu}"
+                return f"MIG of GPU {self.gpu} will be {self.change} after a reset"
+        return f"MIG of GPU {self.gpu} is {self.change}"
 
 
 class Instance(Command, frozen=True, tag="instance"):
@@ -148,6 +154,8 @@ class Making(Command, frozen=True, tag="making"):
     in_use: float = 0.0
 
     def apply(self, node: SimNode) -> str:
+        _within("--failures", self.failures, 0, _MOST_FAILURES)
+        _within("--compute-failures", self.compute_failures, 0, _MOST_FAILURES)
         with node.changed:
             node.gpu(self.gpu).mig.making = instances.Making(
                 self.takes,
@@ -179,6 +187,7 @@ class Ecc(Command, frozen=True, tag="ecc"):
     count: int = 1
 
     def apply(self, node: SimNode) -> str:
+        _within("--count", self.count, 1, _MOST_ERRORS)
         node.ecc(node.gpu(self.gpu), double_bit=self.double_bit, count=self.count)
         kind = "uncorrected" if self.double_bit else "corrected"
         return f"{self.count} {kind} memory errors on GPU {self.gpu}"
@@ -192,7 +201,7 @@ class Hang(Command, frozen=True, tag="hang"):
 
     def apply(self, node: SimNode) -> str:
         node.hang(node.gpu(self.gpu), self.seconds)
-        return f"GPU {self.gpu} hangs for {self.seconds:g} s"
+        return f"GPU {self.gpu} hangs for {self.seconds:.12g} s"
 
 
 class Add(Command, frozen=True, tag="add"):
@@ -252,103 +261,21 @@ class Reply(msgspec.Struct, frozen=True):
     node: NodeView
 
 
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise SimError(f"{name} is {value}; allowed: {least} to {most}")
+
+
+def _inside(gpu: SimGpu, instance: int | None) -> str:
+    """Say in which MIG instance something happens, and whether there is such a one."""
+    if instance is None:
+        return ""
+    absent = "" if instance in gpu.mig.present else ", which it does not have"
+    return f", in its GPU instance {instance}{absent}"
+
+
 def steer(node: SimNode, command: AnyCommand) -> Reply:
     """Do one thing to a node; raises as the command's `apply` does."""
     message = command.apply(node)
 
     return Reply(message, describe(node))
-
-
-_EXAMPLES: Final[dict[type[Command], str]] = {
-    Xid: "xid 0 79",
-    Lose: "lose 0",
-    Need: "need 0 gpu-reset",
-    Recover: "recover 0",
-    Process: "process add 0 4242 8Gi",
-    Mig: "mig on 0",
-    Instance: "instance make 0 2g.10gb@4",
-    Making: "making 0 --takes 2s --failures 1",
-    Ecc: "ecc 0 --double-bit",
-    Hang: "hang 0 10s",
-    Add: "add a100-40gb",
-    Driver: "driver fail",
-    Reboot: "reboot",
-    Node: "node --json",
-}
-_ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
-    "gpu": {"metavar": "GPU", "help": "index or uuid of the GPU"},
-    "code": {"metavar": "XID", "type": int, "help": "number of the XID, such as 79"},
-    "action": {"metavar": "ACTION", "help": f"one of {', '.join(ACTIONS)}"},
-    "board": {"metavar": "BOARD", "help": f"one of {', '.join(BOARDS)}"},
-    "pid": {"metavar": "PID", "type": int, "help": "id of the process"},
-    "memory": {"metavar": "MEMORY", "nargs": "?", "help": "such as 8Gi; left out: not known"},
-    "seconds": {"metavar": "TIME", "help": "such as 10s"},
-    "place": {"metavar": "PROFILE@START", "help": "such as 2g.10gb@4"},
-    "--takes": {"metavar": "TIME", "default": "0", "help": "of each GPU instance (default: 0)"},
-    "--compute-takes": {"metavar": "TIME", "default": "0", "help": "of each compute instance"},
-    "--in-use": {"metavar": "TIME", "default": "0", "help": 'how long NVML says "in use"'},
-    "--failures": {"metavar": "N", "type": int, "default": 0, "help": "GPU instances that fail"},
-    "--compute-failures": {
-        "metavar": "N",
-        "type": int,
-        "default": 0,
-        "help": "compute instances that fail",
-    },
-    "--gi": {"metavar": "N", "type": int, "help": "MIG GPU instance"},
-    "--ci": {"metavar": "N", "type": int, "help": "MIG compute instance in it"},
-    "--sm": {
-        "metavar": "PERCENT",
-        "type": int,
-        "default": 0,
-        "help": "how busy it keeps the GPU (default: 0)",
-    },
-    "--count": {"metavar": "N", "type": int, "default": 1, "help": "how many (default: 1)"},
-    "--double-bit": {"action": "store_true", "help": "errors that could not be corrected"},
-    "--json": {"action": "store_true", "help": "for programs"},
-}
-
-_TIMES: Final = frozenset({"seconds", "takes", "compute_takes", "in_use"})
-
-
-def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add a parser for each command; `command_from` understands what they parse."""
-    for kind, example in _EXAMPLES.items():
-        summary = (kind.__doc__ or "").strip()
-        parser = subparsers.add_parser(
-            str(kind.__struct_config__.tag),
-            help=summary,
-            description=summary,
-            epilog=f"example: metagpu sim {example}",
-        )
-        parser.set_defaults(command_type=kind)
-
-        for field in msgspec.structs.fields(kind):
-            option = f"--{field.name.replace('_', '-')}"
-            if field.name == "change":
-                parser.add_argument("change", choices=get_args(field.type), help="what to do")
-            elif option in _ARGUMENTS:
-                parser.add_argument(option, **_ARGUMENTS[option])
-            else:
-                parser.add_argument(field.name, **_ARGUMENTS[field.name])
-        if kind is Node:
-            parser.add_argument("--json", **_ARGUMENTS["--json"])
-
-
-def command_from(args: argparse.Namespace) -> AnyCommand:
-    """Make the command of what argparse understood.
-
-    Raises:
-        ConfigError: if an amount or a time in it is none.
-    """
-    kind: type[AnyCommand] = args.command_type
-    values = {name: getattr(args, name) for name in kind.__struct_fields__}
-
-    try:
-        if values.get("memory") is not None:
-            values["memory"] = int(Bytes.parse(values["memory"]))
-        for name in _TIMES & values.keys():
-            values[name] = float(Duration.parse(values[name]))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-    return kind(**values)

@@ -7,7 +7,8 @@ import pynvml
 
 from metagpu.core.gpu import MIB
 from metagpu.sim.foreign import place_of
-from metagpu.sim.node import SimGpu, SimNode
+from metagpu.sim.gpu import SimGpu
+from metagpu.sim.node import SimNode
 
 
 class ProcessView(msgspec.Struct, frozen=True):

@@ -12,8 +12,9 @@ from metagpu.core.errors import InUse, NoRoom, Unsupported
 from metagpu.core.gpu import Gpu
 from metagpu.core.mig import MigProfile, Placement
 from metagpu.nvml import Nvml
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 
 NAME = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")

@@ -34,6 +34,10 @@ SOUND = NodeFacts(
 NOTHING: dict[str, Any] = {"resources": {"x/y": {"capacity": 0, "allocatable": 0}}, "gpus": []}
 SHUT = {"resources": {"a/b": {"capacity": 7, "allocatable": 0}}, "gpus": []}
 BROKEN = {**(SOUND.status or {}), "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
+LOST = {
+    **(SOUND.status or {}),
+    "lost": [{"holder": "team/alice (main)", "mend": "kubectl delete pod -n team alice"}],
+}
 NO_LIBRARIES = {
     **(SOUND.status or {}),
     "cdi": {"problem": None, "noLibraries": "there is no nvidia-ctk here"},
@@ -79,6 +83,12 @@ def test_a_sound_node_is_good() -> None:
         ("MG402", Verdict.BAD, {"status": NOTHING}, "nothing is on offer"),
         ("MG402", Verdict.BAD, {"status": SHUT}, "no pod can have anything: 0 of 7 a/b"),
         ("MG403", Verdict.BAD, {"status": BROKEN}, "GPU 0: XID 79"),
+        (
+            "MG404",
+            Verdict.BAD,
+            {"status": LOST},
+            "given MIG devices that are no more: team/alice (main)",
+        ),
         ("MG501", Verdict.NOTE, {"client": False}, "no program /pod/mgctl"),
         ("MG501", Verdict.BAD, {"noexec": True}, "noexec"),
         ("MG501", Verdict.BAD, {"pod_socket": "/pod/s (refused)"}, "/pod/s (refused)"),
@@ -108,6 +118,7 @@ def test_without_a_daemon_its_knowledge_is_missing() -> None:
         "MG401": Verdict.BAD,
         "MG402": Verdict.NOTE,
         "MG403": Verdict.NOTE,
+        "MG404": Verdict.NOTE,
     }
     assert troubles["MG401"].mend == "no daemon answers on /x"
 

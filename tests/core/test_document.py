@@ -127,6 +127,34 @@ def test_anchors_may_be_used_again() -> None:
     }
 
 
+def test_aliases_of_aliases_are_refused_unread() -> None:
+    """A few lines that stand for thousands of millions of values cost nobody any time."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+
+    with pytest.raises(ConfigError) as caught:
+        Document("\n".join(lines), "f")
+    assert str(caught.value) == (
+        "f: no usable YAML: it has 12345679021 values, those that aliases stand for included; "
+        "allowed: 100000 at most"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n\tb: 1", "cannot start any token; indent with spaces, not with tabs"),
+        ("a: 1\n---\na: 2", "found another document; keep one document in a file, without `---`"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_mend(text: str, message: str) -> None:
+    """The commonest mistakes of YAML come with what to do about them."""
+    with pytest.raises(ConfigError) as caught:
+        Document(text, "f")
+    assert str(caught.value).startswith("f: 2: no valid YAML: ")
+    assert message in str(caught.value)
+
+
 def test_a_key_with_dots_is_quoted() -> None:
     """A key that a path would take apart stands in brackets and quotes, and is found so."""
     document = Document('profiles:\n  1g.5gb: {max: 7}\n  "a]b": 1\n', "f")

@@ -1,6 +1,6 @@
 """The driver's own limits, kept as the enforcer's are: on simulated GPUs that refuse memory."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -24,12 +24,14 @@ from metagpu.core.snapshot import Versions
 from metagpu.core.units import Bytes, Duration
 from metagpu.core.usage import Usage
 from metagpu.nvml import Nvml
+from metagpu.sim.gpu import SimError, SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimError, SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import board
 from tests.build import laid_out, pool
 from tests.heard import heard
+from tests.waiting import becomes
 
 NEW: Final = "615.71.09"
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
@@ -86,7 +88,9 @@ class Ground:
 
 
 @asynccontextmanager
-async def ground(tmp_path: Path, driver: str = NEW) -> AsyncIterator[Ground]:
+async def ground(
+    tmp_path: Path, driver: str = NEW, terms: Enforcement = TERMS
+) -> AsyncIterator[Ground]:
     """Run an enforcer while the block lasts."""
     node = SimNode(driver)
     for _ in range(2):
@@ -95,6 +99,7 @@ async def ground(tmp_path: Path, driver: str = NEW) -> AsyncIterator[Ground]:
     async with nvml.session(), anyio.create_task_group() as group:
         gpus = (await nvml.survey()).gpus
         it = Ground(node, nvml, SimHost(tmp_path))
+        it.terms = terms
         it.registry.apply(GpusFound(gpus, at=0))
         it.registry.apply(laid_out(*gpus, text=pool("sharesPerGpu: 100")).offered)
         it.registry.apply(DriverRead(Versions(driver)))
@@ -103,20 +108,13 @@ async def ground(tmp_path: Path, driver: str = NEW) -> AsyncIterator[Ground]:
         group.cancel_scope.cancel()
 
 
-async def until(seen: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    with anyio.fail_after(30):
-        while not seen():  # noqa: ASYNC110 - what tests wait for has no event of its own
-            await anyio.sleep(0.005)
-
-
 async def test_a_container_is_limited_before_it_has_a_process(tmp_path: Path) -> None:
     """As soon as it runs, the driver refuses what its share does not allow; to it alone."""
     async with ground(tmp_path) as it:
         await to_thread.run_sync(it.machine.start, ALICE)
         await to_thread.run_sync(it.machine.start, BOB)
         it.hold(ALICE, 25)
-        await until(lambda: it.limits.holds(it.usage(ALICE)))
+        await becomes(lambda: it.limits.holds(it.usage(ALICE)))
 
         assert it.set_limits() == [LIMIT_OF_25]
         assert it.set_limits(gpu=1) == []
@@ -139,10 +137,10 @@ async def test_a_restarted_container_is_limited_anew(
     async with ground(tmp_path) as it:
         first = await to_thread.run_sync(it.machine.start, ALICE)
         it.hold(ALICE, 25)
-        await until(lambda: it.limits.count == 1)
+        await becomes(lambda: it.limits.count == 1)
         await to_thread.run_sync(first.rmdir)
         second = await to_thread.run_sync(it.machine.start, ALICE, 1)
-        await until(lambda: it.limits.holds(it.usage(ALICE, container_of(ALICE, 1).pod_uid)))
+        await becomes(lambda: it.limits.holds(it.usage(ALICE, container_of(ALICE, 1).pod_uid)))
         assert it.node.gpu(0).limits[second] == LIMIT_OF_25
         assert it.limits.count == 1
 
@@ -155,7 +153,7 @@ async def test_a_limit_follows_the_wish_of_its_pod(tmp_path: Path) -> None:
         )
         await to_thread.run_sync(it.machine.start, ALICE)
         it.hold(ALICE, 25)
-        await until(lambda: it.set_limits() == [LIMIT_OF_25])
+        await becomes(lambda: it.set_limits() == [LIMIT_OF_25])
 
         for wishes, expected in (
             ({"gpu-mem-limit.cnvrg.io/metagpu": "50"}, [(20170 + 512) * MIB]),
@@ -163,8 +161,8 @@ async def test_a_limit_follows_the_wish_of_its_pod(tmp_path: Path) -> None:
         ):
             uid = container_of(ALICE).pod_uid
             it.registry.apply(PodsTold((KnownPod(uid, "default", "alice", wishes=wishes),)))
-            await until(lambda wanted=expected: it.set_limits() == wanted)  # type: ignore[misc] # of a loop
-        await until(lambda: it.limits.count == 0)
+            await becomes(lambda wanted=expected: it.set_limits() == wanted)  # type: ignore[misc] # of a loop
+        await becomes(lambda: it.limits.count == 0)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +181,10 @@ async def test_a_pool_that_ends_nobody_has_nothing_refused(
     async with ground(tmp_path) as it:
         await to_thread.run_sync(it.machine.start, ALICE)
         it.hold(ALICE, 25)
-        await until(lambda: it.set_limits() == [LIMIT_OF_25])
+        await becomes(lambda: it.set_limits() == [LIMIT_OF_25])
         it.terms = terms
-        await until(lambda: it.set_limits() == [])
-        await until(lambda: it.limits.count == 0)
+        await becomes(lambda: it.set_limits() == [])
+        await becomes(lambda: it.limits.count == 0)
 
 
 async def test_an_older_driver_is_told_once_and_asked_again_after_an_upgrade(
@@ -197,12 +195,12 @@ async def test_an_older_driver_is_told_once_and_asked_again_after_an_upgrade(
         async with ground(tmp_path, "580.65.06") as it:
             await to_thread.run_sync(it.machine.start, ALICE)
             it.hold(ALICE, 25)
-            await until(lambda: bool(entries))
+            await becomes(lambda: bool(entries))
             assert not it.limits.holds(it.usage(ALICE))
 
             it.node.driver = NEW
             it.registry.apply(DriverRead(Versions(NEW)))
-            await until(lambda: it.limits.count == 1)
+            await becomes(lambda: it.limits.count == 1)
 
     assert entries[0]["event"] == "the driver does not limit memory; it is enforced without"
     assert [entry["log_level"] for entry in entries] == ["info", "info"]
@@ -213,9 +211,9 @@ async def test_a_driver_that_was_loaded_again_is_told_anew(tmp_path: Path) -> No
     async with ground(tmp_path) as it:
         await to_thread.run_sync(it.machine.start, ALICE)
         it.hold(ALICE, 25)
-        await until(lambda: it.limits.count == 1)
+        await becomes(lambda: it.limits.count == 1)
         it.node.fail_driver()
-        await until(lambda: it.limits.count == 0)
+        await becomes(lambda: it.limits.count == 0)
         assert not it.limits.holds(it.usage(ALICE))
 
 
@@ -228,8 +226,8 @@ async def test_a_limit_that_cannot_be_set_is_told_once(tmp_path: Path) -> None:
             await to_thread.run_sync(it.machine.start, BOB)
             it.hold(ALICE, 25)
             it.hold(BOB, 25)
-            await until(lambda: bool(entries))
-            await until(lambda: len(it.limits._kept[it.gpus[0]].later) == 2)
+            await becomes(lambda: bool(entries))
+            await becomes(lambda: len(it.limits._kept[it.gpus[0]].later) == 2)
             assert it.limits.count == 0
 
     [entry] = entries
@@ -245,16 +243,57 @@ async def test_a_limit_that_cannot_be_changed_is_lifted_all_the_same(
     async with ground(tmp_path) as it:
         await to_thread.run_sync(it.machine.start, ALICE)
         it.hold(ALICE, 25)
-        await until(lambda: it.limits.count == 1)
+        await becomes(lambda: it.limits.count == 1)
 
         it.node.root = False
         it.terms = Enforcement(
             policy=Policy.KILL, period=Duration(0.02), headroom=Bytes(1024 * MIB)
         )
-        await until(lambda: it.limits.count == 0)
+        await becomes(lambda: it.limits.count == 0)
         assert not it.limits.holds(it.usage(ALICE))
         assert it.set_limits() == [LIMIT_OF_25]
 
         it.terms = Enforcement(policy=Policy.WARN, period=Duration(0.02))
         it.node.root = True
-        await until(lambda: it.set_limits() == [])
+        await becomes(lambda: it.set_limits() == [])
+
+
+@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT, Policy.WARN])
+async def test_what_an_earlier_daemon_limited_is_lifted_by_one_that_would_not(
+    tmp_path: Path, policy: Policy
+) -> None:
+    """It is known by its value, which is what this daemon would set; another one's stays."""
+    terms = Enforcement(policy=policy, period=Duration(0.02))
+    async with ground(tmp_path, terms=terms) as it:
+        ours = await to_thread.run_sync(it.machine.start, ALICE)
+        others = await to_thread.run_sync(it.machine.start, BOB)
+        it.node.gpu(0).limits.update({ours: LIMIT_OF_25, others: LIMIT_OF_25 + 7 * MIB})
+        it.hold(ALICE, 25)
+        it.hold(BOB, 25)
+
+        await becomes(lambda: it.set_limits() == [LIMIT_OF_25 + 7 * MIB])
+        await becomes(lambda: it.limits.count == 0)
+        assert others in it.node.gpu(0).limits
+
+
+async def test_an_older_driver_is_asked_for_no_limits_again_and_again(tmp_path: Path) -> None:
+    """Where none can be read there is nothing to lift, nor anything to say."""
+    terms = Enforcement(policy=Policy.WARN, period=Duration(0.02))
+    with heard(driver_limits) as entries:
+        async with ground(tmp_path, "580.65.06", terms=terms) as it:
+            asked: list[str] = []
+            read = it.nvml.memory_limit
+
+            async def counted(gpu: GpuId, cgroup: str) -> int | None:
+                asked.append(cgroup)
+                return await read(gpu, cgroup)
+
+            it.nvml.memory_limit = counted  # type: ignore[method-assign] # counts what is asked
+            await to_thread.run_sync(it.machine.start, ALICE)
+            it.hold(ALICE, 25)
+            await becomes(lambda: len(asked) == 1)
+            await to_thread.run_sync(it.machine.start, BOB)
+            it.hold(BOB, 25)
+            await becomes(lambda: len(asked) == 2)
+    assert len(set(asked)) == 2
+    assert entries == []

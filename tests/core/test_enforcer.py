@@ -17,22 +17,25 @@ from metagpu.core.census import Census
 from metagpu.core.enforcement import Enforcement, Policy
 from metagpu.core.enforcer import Enforcer
 from metagpu.core.errors import HostError
-from metagpu.core.facts import GpusFound, LeasesObserved, MemoryExceeded, ProcessSignalled
+from metagpu.core.facts import GpusFound, LeasesObserved
 from metagpu.core.gpu import MIB, Gpu
 from metagpu.core.host import Identity
 from metagpu.core.model import Holder, ShareId
+from metagpu.core.news import MemoryExceeded, ProcessSignalled
 from metagpu.core.registry import Registry
 from metagpu.core.units import Duration
 from metagpu.host import LinuxHost
 from metagpu.nvml import Nvml
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.build import laid_out, pool
 from tests.heard import heard
 from tests.host_rig import running
 from tests.nvml.rig import opened
+from tests.waiting import becomes
 
 SOON: Final = Duration(0.02)
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
@@ -131,14 +134,7 @@ class Ground:
     async def looked(self, times: int = 5) -> None:
         """Wait until the enforcer has looked so often from now on."""
         wanted = self.host.looks + times
-        await until(lambda: self.host.looks >= wanted)
-
-
-async def until(predicate: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    with anyio.fail_after(30):
-        while not predicate():  # noqa: ASYNC110 - what tests wait for has no event of its own
-            await anyio.sleep(0.005)
+        await becomes(lambda: self.host.looks >= wanted)
 
 
 @asynccontextmanager
@@ -166,7 +162,7 @@ async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Pa
             assert entries == []
 
             it.put(other, 15)
-            await until(lambda: any("being ended" in entry["event"] for entry in entries))
+            await becomes(lambda: any("being ended" in entry["event"] for entry in entries))
             ended = one if entries[1]["pid"] == one.pid else other
             assert await ended.wait() == -signal.SIGTERM
             await it.looked()
@@ -322,7 +318,7 @@ async def test_who_exits_between_decision_and_signal_harms_nobody(tmp_path: Path
         it.host.before = lambda _: leave()
         with heard(enforcer) as entries:
             it.put(greedy, 50)
-            await until(lambda: len(entries) > 1)
+            await becomes(lambda: len(entries) > 1)
 
         assert entries[1]["event"] == "a process that was to be ended has gone by itself"
         assert [who.pid for who in it.host.refused] == [greedy.pid]
@@ -342,7 +338,7 @@ async def test_a_pid_that_was_given_away_is_not_signalled(tmp_path: Path) -> Non
 
         it.host.before = reuse
         it.put(process, 50)
-        await until(lambda: bool(it.host.refused))
+        await becomes(lambda: bool(it.host.refused))
         it.host.before = lambda _: None
         it.node.end_process(it.node.gpu(0), process.pid)
         await it.looked()
@@ -359,7 +355,7 @@ async def test_a_dry_run_only_tells(tmp_path: Path) -> None:
         ):
             it.hold(ALICE, 25)
             it.put(greedy, 50)
-            await until(lambda: len(entries) == 3)
+            await becomes(lambda: len(entries) == 3)
             await it.looked()
 
             assert greedy.returncode is None
@@ -378,7 +374,7 @@ async def test_by_default_an_excess_is_only_told(tmp_path: Path) -> None:
         async with ground(tmp_path, Enforcement(period=SOON)) as it, running() as greedy:
             it.hold(ALICE, 25)
             it.put(greedy, 50)
-            await until(lambda: bool(entries))
+            await becomes(lambda: bool(entries))
             await it.looked()
 
             assert greedy.returncode is None
@@ -473,7 +469,7 @@ async def test_a_restart_with_other_shares_ends_nobody(tmp_path: Path) -> None:
             await it.settles(lambda now: any(state.leases for state in now.gpus.values()))
             it.node.add_process(it.node.gpu(0), SimProcess(modest.pid, 40 * PERCENT))
             wanted = watched.looks + 5
-            await until(lambda: watched.looks >= wanted)
+            await becomes(lambda: watched.looks >= wanted)
             assert modest.returncode is None
 
             it.node.add_process(it.node.gpu(0), SimProcess(modest.pid, 60 * PERCENT))
@@ -487,13 +483,13 @@ async def test_over_is_told_while_it_lasts(tmp_path: Path) -> None:
         gpu = it.gpus[0].id
         it.hold(ALICE, 25)
         it.put(greedy, 50)
-        await until(lambda: bool(over.get(gpu)))
+        await becomes(lambda: bool(over.get(gpu)))
         assert {holder: above // MIB for holder, above in over[gpu].items()} == {
             ALICE: 20480 - LIMIT_OF_25 - 1
         }
 
         it.put(greedy, 20)
-        await until(lambda: not over[gpu])
+        await becomes(lambda: not over[gpu])
 
 
 async def test_what_nvml_does_not_say_is_told_once(tmp_path: Path) -> None:
@@ -502,7 +498,7 @@ async def test_what_nvml_does_not_say_is_told_once(tmp_path: Path) -> None:
         async with ground(tmp_path) as it, running() as process:
             it.hold(ALICE, 25)
             it.node.lose(it.node.gpu(0))
-            await until(lambda: bool(entries))
+            await becomes(lambda: bool(entries))
             it.node.recover(it.node.gpu(0))
             it.put(process, 1)
             await it.looked()
@@ -523,7 +519,7 @@ async def test_a_refusal_of_the_kernel_is_told(tmp_path: Path) -> None:
             it.host.before = refuse
             it.hold(ALICE, 25)
             it.put(greedy, 50)
-            await until(lambda: len(entries) == 3)
+            await becomes(lambda: len(entries) == 3)
             await it.looked()
 
             assert greedy.returncode is None

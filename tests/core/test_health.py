@@ -3,12 +3,13 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import cast
 
 import anyio
 import pytest
 
-from metagpu.core import health
+from metagpu.core import fault_news, health
 from metagpu.core.config import Health
 from metagpu.core.driver import (
     ComputeMode,
@@ -24,10 +25,11 @@ from metagpu.core.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
-from metagpu.core.facts import GpuRecovered, MemoryErrorHeard, StockTold, XidHeard
+from metagpu.core.facts import GpuRecovered, StockTold
 from metagpu.core.gpu import Gpu, GpuId
 from metagpu.core.health import HealthWatch
 from metagpu.core.model import Fault, Made, ShareId, Stock
+from metagpu.core.news import MemoryErrorHeard, XidHeard
 from metagpu.core.registry import Registry
 from metagpu.core.xid import Severity
 from tests.build import gpu
@@ -84,6 +86,10 @@ class Told:
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Limit nothing."""
 
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:  # noqa: ARG002
+        """Say that nothing is limited."""
+        return None
+
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
         """Say that anyone may."""
         return ComputeMode.DEFAULT
@@ -110,12 +116,12 @@ class Mute:
         raise DriverTimeout(f"GPU {gpu} hangs")
 
 
-async def news(*answers: Answer) -> list[dict[str, object]]:
-    """Let a watch hear all this; give what it logged of it."""
+async def news(*answers: Answer, log_of: ModuleType = health) -> list[dict[str, object]]:
+    """Let a watch hear all this; give what a module logged of it."""
     driver = Told(list(answers))
     watch = HealthWatch(driver, Registry())
 
-    with heard(health) as logs:
+    with heard(log_of) as logs:
         async with anyio.create_task_group() as group:
             group.start_soon(watch.run)
             with anyio.fail_after(30):
@@ -136,39 +142,12 @@ async def test_a_lack_of_events_is_told_once_for_each_reason(
     assert [entry["error"] for entry in logs] == ["hangs", "other", "hangs"]
 
 
-async def test_corrected_memory_errors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's first is told at once, those of the next minute with the first one after it."""
-    now = 1000.0
-    monkeypatch.setattr(anyio, "current_time", lambda: now)
-    watch = HealthWatch(Told(), Registry())
-
-    with heard(health) as logs:
-        for now in (1000.0, 1001.0, 1059.0, 1060.0, 1061.0):  # noqa: B007 - the clock reads it
-            watch._hear(EccError(gpu(0).id, double_bit=False))
-        watch._hear(EccError(gpu(1).id, double_bit=False))
-
-    assert [(entry["gpu"], entry["times"]) for entry in logs] == [
-        (gpu(0).id, 1),
-        (gpu(0).id, 3),
-        (gpu(1).id, 1),
-    ]
-
-
-async def test_what_is_not_corrected_is_told_each_time() -> None:
-    """An uncorrected memory error is never only counted."""
-    fatal = EccError(gpu(0).id, double_bit=True)
-    logs = await news([fatal], [fatal])
-
-    assert [entry["event"] for entry in logs].count("NVML reports") == 2
-
-
 async def test_what_is_said_twice_at_once_is_told_once() -> None:
     """NVML may tell the same in several ways; another time it is news again."""
     changed = RecoveryActionChanged(gpu(0).id)
-    logs = await news([changed, Xid(gpu(0).id, 154), changed], [changed])
+    logs = await news([changed, Xid(gpu(0).id, 154), changed], [changed], log_of=fault_news)
 
-    told = [entry["news"] for entry in logs if entry["event"] == "NVML reports"]
-    assert told == [
+    assert [entry["news"] for entry in logs] == [
         "the recovery action changed",
         "XID 154: GPU recovery action changed",
         "the recovery action changed",

@@ -58,7 +58,7 @@ def test_a_gpu_of_which_nothing_is_cut_says_why() -> None:
 
     assert [assignment.why for assignment in layout.assignments] == [
         "all GPUs, but nothing is cut: MIG mode is on",
-        "all GPUs, but nothing is cut: too small for its backends",
+        "all GPUs, but nothing is cut: a share is 1024 MiB, and the GPU has 512",
     ]
     assert layout.shares == ()
 
@@ -84,11 +84,37 @@ def test_a_pool_without_backends_may_say_why() -> None:
     assert layout.assignments[0].why == "matches index 0, but nothing is cut: it is on loan"
 
 
+def test_pools_without_a_gpu_are_told() -> None:
+    """A pool that selects nothing here says why, be it by a star that is missing."""
+    text = pool().replace(
+        "- name: all",
+        "- {name: big, gpus: {product: A100}, backends: []}\n"
+        "  - {name: far, gpus: {index: 7}, backends: []}\n"
+        "  - {name: first, gpus: all, backends: []}\n"
+        "  - name: all",
+    )
+
+    assert laid_out(gpu(0), gpu(1), text=text).unused == {
+        "big": f"{gpu(0).name} does not match A100; *A100* would",
+        "far": "index 0 is not in 7; index 1 is not in 7",
+        "all": "a pool before it has the GPUs that it selects",
+    }
+    many = laid_out(*map(gpu, range(5)), text=text).unused
+    assert (
+        many["far"] == "index 0 is not in 7; index 1 is not in 7; index 2 is not in 7; and 2 more"
+    )
+    assert laid_out(gpu(0)).unused == laid_out().unused == {}
+
+
 def test_what_is_wrong_on_any_node_is_told_without_one() -> None:
     """A rehearsal finds ids that would be offered twice before there is a GPU."""
     rehearse(config())
-    with pytest.raises(ConfigError, match="use each backend once in a pool"):
+    with pytest.raises(ConfigError) as caught:
         rehearse(config(pool() + "      - {backend: fraction, resource: example.com/b}\n"))
+    assert str(caught.value) == (
+        "test.yaml: 6: pools[0].backends[1]: each GPU-UUID::m00 would be offered twice, again as "
+        "example.com/b; use each backend once in a pool"
+    )
 
 
 def test_two_pools_of_one_resource_cut_as_each_says() -> None:
@@ -147,8 +173,8 @@ def test_an_id_twice_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         laid_out(gpu(0), text=text)
     assert str(caught.value) == (
-        f"test.yaml: the share id {gpu(0).id}::m00 would be offered twice, again as example.com/b; "
-        "use each backend once in a pool"
+        "test.yaml: each GPU-UUID::m00 would be offered twice, again as example.com/b; use each "
+        "backend once in a pool"
     )
 
 

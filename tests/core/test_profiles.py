@@ -52,7 +52,15 @@ def test_the_nodes_own_then_the_default_then_the_only_one(
         (
             (),
             Choice(),
-            "profiles: no profile is chosen; give --profile or --default-profile; there are: none",
+            "profiles: there is no profile in it; put a configuration there",
+        ),
+        (
+            tuple(f"p{number:03}" for number in range(300)),
+            Choice(),
+            (
+                "profiles: no profile is chosen; give --profile or --default-profile; there are: "
+                f"{', '.join(f'p{number:03}' for number in range(20))}, and 280 more"
+            ),
         ),
     ],
 )

@@ -14,7 +14,7 @@ from metagpu.core.errors import DriverError
 from metagpu.core.gpu import MIB
 from metagpu.core.model import ResourceName
 from metagpu.core.served import ServedGpu
-from metagpu.sim.node import SimProcess
+from metagpu.sim.gpu import SimProcess
 from tests.build import METAGPU, pool
 from tests.heard import heard
 from tests.served import Care, in_care

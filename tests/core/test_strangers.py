@@ -11,13 +11,15 @@ from anyio.abc import Process
 
 from metagpu.core import strangers
 from metagpu.core.census import Census
-from metagpu.core.facts import GpusFound, LeasesObserved, StrangerFound
+from metagpu.core.facts import GpusFound, LeasesObserved
 from metagpu.core.gpu import MIB
 from metagpu.core.model import Holder
+from metagpu.core.news import StrangerFound
 from metagpu.core.registry import Registry
 from metagpu.core.strangers import StrangerWatch
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from tests.build import laid_out
 from tests.heard import heard
 from tests.host_rig import running

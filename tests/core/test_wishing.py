@@ -8,8 +8,9 @@ import anyio
 from metagpu.core import wishing
 from metagpu.core.backend import Guard
 from metagpu.core.enforcement import Annotation, Enforcement
-from metagpu.core.facts import GpusFound, LeasesObserved, PodsTold, WishRefused
+from metagpu.core.facts import GpusFound, LeasesObserved, PodsTold
 from metagpu.core.model import Holder
+from metagpu.core.news import WishRefused
 from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
 from metagpu.core.wishing import WishWatch

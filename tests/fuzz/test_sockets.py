@@ -20,9 +20,9 @@ from structlog.testing import capture_logs
 
 from metagpu.core.model import Holder
 from metagpu.plugins import control, pod_folder, pod_socket
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost
 from metagpu.sim.kubelet import Pod
-from metagpu.sim.node import SimProcess
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.fuzz.callers import Heard, call, call_and_go, converse, frames
 from tests.fuzz.inputs import control_requests, pod_requests

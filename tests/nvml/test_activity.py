@@ -8,7 +8,7 @@ import pytest
 
 from metagpu.core.errors import DriverError
 from metagpu.nvml import Nvml
-from metagpu.sim.node import SimProcess
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.spec import simulated
 from tests.nvml.rig import altered, opened
 

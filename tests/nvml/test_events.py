@@ -12,10 +12,9 @@ import pynvml
 import pytest
 from structlog.testing import capture_logs
 
-from metagpu import nvml as nvml_room
 from metagpu.core.driver import EccError, GpuUnavailable, RecoveryAction, RecoveryActionChanged, Xid
 from metagpu.core.errors import DriverError
-from metagpu.nvml import Nvml, session
+from metagpu.nvml import Nvml, listening, session
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
@@ -29,7 +28,7 @@ BRIEF = 0.05
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have waits in which nothing happens take a moment."""
     monkeypatch.setattr(session, "SLICE", BRIEF)
-    monkeypatch.setattr(nvml_room, "SLICE", BRIEF)
+    monkeypatch.setattr(listening, "SLICE", BRIEF)
 
 
 async def test_a_burst_comes_in_one_batch() -> None:

@@ -8,7 +8,8 @@ import pytest
 from metagpu.core.errors import DriverError, NotThere, Unsupported
 from metagpu.core.gpu import MIB
 from metagpu.nvml import Nvml
-from metagpu.sim.node import SimError, SimNode, SimProcess
+from metagpu.sim.gpu import SimError, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import board
 from tests.nvml.rig import altered
 
@@ -96,3 +97,18 @@ async def test_limits_end_with_the_driver(tmp_path: Path) -> None:
     assert node.gpu(0).limits
     node.restore_driver()
     assert not node.gpu(0).limits
+
+
+async def test_a_limit_is_read_back(tmp_path: Path) -> None:
+    """What is set is told, also of a cgroup below; nothing where nothing is."""
+    node = new_node()
+    (tmp_path / "below").mkdir()
+    nvml = Nvml(altered(node))
+    async with nvml.session():
+        [gpu] = (await nvml.survey()).gpus
+        assert await nvml.memory_limit(gpu.id, str(tmp_path)) is None
+        await nvml.limit_memory(gpu.id, str(tmp_path), GIB)
+        assert await nvml.memory_limit(gpu.id, str(tmp_path)) == GIB
+        assert await nvml.memory_limit(gpu.id, str(tmp_path / "below")) == GIB
+        with pytest.raises(NotThere):
+            await nvml.memory_limit(gpu.id, str(tmp_path / "nowhere"))

@@ -10,8 +10,9 @@ from metagpu.core.errors import DriverError
 from metagpu.core.gpu import MIB
 from metagpu.nvml import Nvml
 from metagpu.sim.boards import BOARDS
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from tests.nvml.rig import DEADLINE, altered, opened
 

@@ -12,10 +12,11 @@ from grpclib.const import Status
 
 from metagpu.backends.fraction import FractionBackend
 from metagpu.core.errors import RequestError
+from metagpu.core.facts import SharesOffered
 from metagpu.core.grant import Grant
-from metagpu.core.model import Share
+from metagpu.core.model import ResourceName, Share
 from metagpu.core.snapshot import Snapshot
-from metagpu.plugins import service
+from metagpu.plugins import service, serving
 from metagpu.plugins.pb import v1, v1alpha1, v1beta1
 from metagpu.sim.kubelet import AdmissionError, Container, ContainerStartError, Pod
 from tests.plugins.rig import (
@@ -223,6 +224,7 @@ async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
             with pytest.raises(grpclib.GRPCError) as refused:
                 await allocate(stub, ["GPU-gone::m01"])
 
+        assert it.record.of(ResourceName(METAGPU)).lists == 2  # sent before the refusal came
         assert refused.value.status is Status.NOT_FOUND
         assert "no share has the id 'GPU-gone::m01'" in str(refused.value.message)
         await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 2)
@@ -471,6 +473,32 @@ async def test_preference_survives_a_broken_backend(
 
         assert chosen == ids((0, 1), (0, 3))
         await it.kubelet.admit(pod("train", 1))
+
+
+async def test_what_is_being_answered_is_answered_before_the_list_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resource that is withdrawn meanwhile costs no pod its answer: its list waits for that."""
+    monkeypatch.setattr(serving, "LINGER", 60.0)
+    asked, go_on = anyio.Event(), anyio.Event()
+    grant = FractionBackend.grant
+
+    async def slow(it: FractionBackend, shares: Sequence[Share], now: Snapshot) -> Grant:
+        asked.set()
+        await go_on.wait()
+        return await grant(it, shares, now)
+
+    monkeypatch.setattr(FractionBackend, "grant", slow)
+    async with node(tmp_path) as it, it.kubelet.running(), anyio.create_task_group() as group:
+        await it.until(20, 20)
+        group.start_soon(it.kubelet.admit, pod("train", 1))
+        await asked.wait()
+        [socket] = it.sockets()
+        it.registry.apply(SharesOffered((), ()))
+        with anyio.fail_after(30):
+            while socket.exists():  # noqa: ASYNC110 - a file tells nobody
+                await anyio.sleep(0.01)
+        go_on.set()
 
 
 async def test_foreign_error_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

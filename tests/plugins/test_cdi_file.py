@@ -88,6 +88,13 @@ async def kept(root: Path, tools: Tools | None = None) -> AsyncIterator[Kept]:
         yield Kept(made, folder, gpus)
 
 
+def told(file: CdiFile, what: str) -> object:
+    """Give what is reported of a file that is kept."""
+    report = file.report()
+    assert report is not None
+    return report[what]
+
+
 def injection(root: Path, **changes: object) -> Injection:
     """Give GPUs by CDI."""
     return Injection(**{"strategies": BY_CDI, "dev_root": str(root), **changes})  # type: ignore[arg-type]
@@ -343,3 +350,45 @@ async def test_no_device_is_no_file(tmp_path: Path) -> None:
         await it.file.keep(injection(tmp_path))
 
         assert not it.folder.exists()
+
+
+async def test_a_file_of_dead_devices_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When no node is left the file goes, that is said once, and it is back with the nodes."""
+    monkeypatch.setattr(cdi_file, "LOOK", 0.01)
+    monkeypatch.setattr(cdi_file, "NODES_DEADLINE", 0.1)
+    async with kept(tmp_path) as it, anyio.create_task_group() as group:
+        await it.file.keep(injection(tmp_path))
+        nodes = [tmp_path / f"dev/nvidia{number}" for number in range(2)]
+        for node in nodes:
+            node.unlink()
+        with heard(cdi_file) as lines:
+            await it.file.keep(injection(tmp_path))
+            await it.file.keep(injection(tmp_path))
+        assert [line["error"] for line in lines] == [cdi_file.NOTHING]
+        assert list(it.folder.iterdir()) == []
+        assert told(it.file, "devices") == 0
+        assert told(it.file, "problem") == cdi_file.NOTHING
+        with pytest.raises(NotNamed, match="not all of its device nodes are on this machine"):
+            await it.file.describe(frozenset({it.gpus[0].id}))
+
+        group.start_soon(it.file.run)
+        for node in nodes:
+            node.touch()
+        it.tell(MIG_a=Made("MIG-a", 5, 0))
+        await it.until_named("MIG-a")
+        assert told(it.file, "problem") is None
+        group.cancel_scope.cancel()
+
+
+async def test_a_file_of_before_goes_where_there_is_no_gpu(tmp_path: Path) -> None:
+    """What a daemon of before named is not there any more; that nothing is named is no problem."""
+    async with kept(tmp_path) as it:
+        await it.file.keep(injection(tmp_path))
+        look = it.file.look
+        none = CdiFile(Registry(), it.file.driver, RecordedTools(), it.folder, look)
+        await none.keep(injection(tmp_path))
+
+        assert list(it.folder.iterdir()) == []
+        assert told(none, "problem") is None

@@ -7,11 +7,14 @@ import pytest
 from anyio import to_thread
 
 from metagpu.core.gpu import MIB
+from metagpu.core.lost import Given
 from metagpu.plugins import checkpoint
-from metagpu.plugins.checkpoint import FILE, read_told
+from metagpu.plugins.checkpoint import FILE, read_given, read_told
 from metagpu.sim.kubelet import Container, Pod
 from tests.agent_rig import METAGPU, agent_at_work
 from tests.heard import heard
+from tests.mig_rig import mig_at_work
+from tests.mig_rig import pod as mig_pod
 
 
 async def test_what_a_kubelet_keeps_is_read(tmp_path: Path) -> None:
@@ -76,3 +79,25 @@ def test_a_checkpoint_that_cannot_be_read_is_told_of(tmp_path: Path, text: str) 
     )
     assert entry["file"] == str(tmp_path / FILE)
     assert entry["why"]
+
+
+async def test_what_containers_were_told_of_mig_devices_is_read(tmp_path: Path) -> None:
+    """The devices in the answer and the shares they were for, by container; of others nothing."""
+    async with mig_at_work(tmp_path) as it:
+        await it.until(3, 3, "nvidia.com/mig-2g.10gb")
+        train = mig_pod("train")
+        options = (await it.kubelet.admit(train))["main"]
+        given = await to_thread.run_sync(read_given, tmp_path / "device-plugins")
+        [share] = it.state(0).leases
+
+    device = options.envs["NVIDIA_VISIBLE_DEVICES"]
+    assert given == (Given(train.uid, "main", frozenset({share}), frozenset({device})),)
+
+
+def test_a_checkpoint_that_cannot_be_read_says_nothing_of_devices(tmp_path: Path) -> None:
+    """A file that is missing or damaged is no account of anybody."""
+    assert read_given(tmp_path) is None
+    (tmp_path / FILE).write_text("{")
+    assert read_given(tmp_path) is None
+    (tmp_path / FILE).write_text(json.dumps({"Data": {"PodDeviceEntries": None}}))
+    assert read_given(tmp_path) == ()

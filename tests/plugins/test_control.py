@@ -243,7 +243,7 @@ async def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) 
         async with controlled(tmp_path / "file" / "run", HANDLERS):
             pass
     assert str(caught.value) == (
-        f"cannot make {tmp_path}/file/run: Not a directory; run as root or give --run-dir"
+        f"cannot make {tmp_path}/file/run: Not a directory; name another folder with --run-dir"
     )
 
 
@@ -253,8 +253,27 @@ async def test_a_socket_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) 
         async with controlled(tmp_path / ("x" * 120), HANDLERS):
             pass
     assert str(caught.value) == (
-        f"cannot make {tmp_path / ('x' * 120) / SOCKET_NAME}: AF_UNIX path too long; run as root "
-        "or give --run-dir"
+        f"cannot make {tmp_path / ('x' * 120) / SOCKET_NAME}: AF_UNIX path too long; name a "
+        "shorter folder with --run-dir"
+    )
+
+
+async def test_a_folder_of_others_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may not write the run directory is told to be root, or to take another."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/run/metagpu")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+
+    with pytest.raises(MetagpuError) as caught:
+        async with controlled(tmp_path, HANDLERS):
+            pass
+    assert str(caught.value) == (
+        "cannot make /run/metagpu: Permission denied; run as root, or name another folder with "
+        "--run-dir"
     )
 
 

@@ -45,6 +45,25 @@ def test_allocate_requests(containers: list[list[str]]) -> None:
     assert hot.allocate_request(allocation(*containers)) == containers
 
 
+@st.composite
+def alike(draw: st.DrawFn) -> list[str]:
+    """Draw ids of one length, of few characters: also those that frame an id of that length."""
+    length = draw(st.integers(0, 130))
+    each = st.text(
+        st.sampled_from(["\n", chr(length % 128), "a"]), min_size=length, max_size=length
+    )
+    return draw(st.lists(each, max_size=5))
+
+
+@given(alike(), IDS, SIZES)
+def test_ids_of_one_length(ids: list[str], required: list[str], size: int) -> None:
+    """Ids that are all equally long are read as they were written, whatever is in them."""
+    asked = hot.Preference(ids, required, size)
+
+    assert hot.allocate_request(allocation(ids)) == [ids]
+    assert hot.preferred_request(preference(asked)) == [asked]
+
+
 @given(IDS)
 def test_pre_start_requests(ids: list[str]) -> None:
     """Every PreStartContainerRequest is read as it was written."""

@@ -9,8 +9,15 @@ import pytest
 
 from metagpu.backends.mig import MigBackend
 from metagpu.core.errors import NotNamed
-from metagpu.core.facts import InstanceFaulted, StockTold
+from metagpu.core.facts import (
+    BackendResumed,
+    BackendSuspended,
+    GpuKept,
+    InstanceFaulted,
+    StockTold,
+)
 from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
+from metagpu.plugins.making import hindrance
 from metagpu.sim.kubelet import AdmissionError, ContainerStartError
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.rig import Node, allocate, endpoint_of, node, pod
@@ -157,6 +164,52 @@ async def test_a_start_on_a_gpu_out_of_service_says_why(tmp_path: Path) -> None:
 
         tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
         assert (await it.kubelet.start_container(train, "main")).cdi_devices
+
+
+async def test_a_start_on_a_suspended_gpu_says_why_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody makes an instance there: the container's start does not wait for one."""
+    monkeypatch.setattr(MigBackend, "patience", 3600.0)
+    async with node(tmp_path, GPU, config=BY_CDI) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        train = pod("train", 1, WHOLE)
+        await it.kubelet.admit(train)
+        reset = "MIG mode waits for a reset: run `nvidia-smi --gpu-reset -i 0`"
+        it.registry.apply(BackendSuspended(GPU.id, "mig", reset, at=2, reset=True))
+        with pytest.raises(ContainerStartError) as refused:
+            await it.kubelet.start_container(train, "main")
+        assert f"{WHOLE}: {SHARE} could not be made: {reset}" in str(refused.value)
+
+        it.registry.apply(BackendResumed(GPU.id, "mig", at=3))
+        tell(it, Stock({SHARE: Made("MIG-x", 0, 0)}))
+        assert (await it.kubelet.start_container(train, "main")).cdi_devices
+
+
+async def test_a_start_is_told_of_a_gpu_that_is_suspended_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits already hears it too; a GPU that is just being made ready is waited for."""
+    monkeypatch.setattr(MigBackend, "patience", 3600.0)
+    async with node(tmp_path, GPU, config=BY_CDI) as it, it.kubelet.running():
+        await it.until(1, 1, WHOLE)
+        train, refused = pod("train", 1, WHOLE), list[str]()
+        await it.kubelet.admit(train)
+        it.registry.apply(GpuKept(GPU.id, "mig", readies=True, cleans=True, at=2))
+        [share] = it.layout.shares
+        assert hindrance(share, it.registry.snapshot) == ""
+
+        async def start() -> None:
+            with pytest.raises(ContainerStartError) as error:
+                await it.kubelet.start_container(train, "main")
+            refused.append(str(error.value))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(start)
+            await anyio.wait_all_tasks_blocked()
+            assert not refused
+            it.registry.apply(BackendSuspended(GPU.id, "mig", "MIG mode is off", at=3))
+        assert f"{SHARE} could not be made: MIG mode is off" in refused[0]
 
 
 async def test_a_broken_instance_is_refused_in_words(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from anyio.lowlevel import checkpoint
 from grpclib.server import Server
 
 from metagpu.core.backend import Backend
+from metagpu.core.errors import ConfigError
 from metagpu.core.model import ResourceName
 from metagpu.core.registry import Registry
 from metagpu.plugins import endpoint, registrar, wire
-from metagpu.plugins.kubelet_directory import KubeletDirectory
+from metagpu.plugins.kubelet_directory import KubeletDirectory, check
 from metagpu.plugins.pb import v1beta1
 from metagpu.plugins.service import Service
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
+from tests.heard import heard
 from tests.plugins.rig import (
     FOUR_RESOURCES,
     METAGPU,
@@ -246,6 +248,57 @@ async def test_dead_socket_is_waited_for(tmp_path: Path) -> None:
             assert it.kubelet.refusals == []
 
 
+async def test_absent_kubelet_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever named a wrong folder reads so, once, however often it is looked at (case 61)."""
+    monkeypatch.setattr(registrar, "PATIENCE", 0.0)
+    monkeypatch.setattr(registrar, "PAUSE", (0.001, 0.001))
+
+    with heard(registrar) as told:
+        async with node(tmp_path) as it:
+            while not told:
+                await checkpoint()
+            async with it.kubelet.running():
+                await it.until(20, 20)
+            while len(told) < 3:
+                await checkpoint()
+            async with it.kubelet.running():
+                await it.until(20, 20)
+
+    assert [(entry["event"], entry.get("why")) for entry in told] == [
+        ("no kubelet takes registrations; waiting for one", "No such file or directory"),
+        ("the kubelet takes registrations", None),
+        ("no kubelet takes registrations; waiting for one", "Connection refused"),
+        ("the kubelet takes registrations", None),
+    ]
+    assert told[0]["socket"] == str(it.kubelet.socket)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("file", "{folder} is no folder; name the kubelet's device-plugins folder"),
+        ("x" * 120, "leaves no room for a socket's path; allowed: 78 at most"),
+    ],
+)
+def test_a_folder_that_no_kubelet_can_have_is_refused(
+    tmp_path: Path, folder: str, message: str
+) -> None:
+    """What can never become the kubelet's folder ends the start instead of a wait for ever."""
+    (tmp_path / "file").touch()
+    path = tmp_path / folder
+
+    with pytest.raises(ConfigError) as caught:
+        check(path)
+    assert str(caught.value).startswith(f"--kubelet-dir: {path} ")
+    assert str(caught.value).endswith(message.format(folder=path))
+
+
+def test_a_folder_that_may_come_is_taken(tmp_path: Path) -> None:
+    """A folder that is not there yet, and the longest there may be, are waited for."""
+    check(tmp_path / "later")
+    check(Path("/" + "x" * 77))
+
+
 async def test_folder_may_appear_later(tmp_path: Path) -> None:
     """A daemon that started before the kubelet's folder existed registers later (case 62)."""
     async with node(tmp_path, make_directory=False) as it:
@@ -332,9 +385,14 @@ async def test_pod_of_another_resource_does_not_concern_us(tmp_path: Path) -> No
     """A pod that gets its GPUs elsewhere, as by DRA, causes no call to us (case 38)."""
     async with node(tmp_path) as it, it.kubelet.running():
         await it.until(20, 20)
-        await it.kubelet.admit(pod("other", 0))
+        await it.kubelet.admit(pod("other", 1, "example.com/of-another"))
+        await it.kubelet.admit(pod("none", 0))
+        calls = it.record.of(ResourceName(METAGPU)).calls
+        before = sum(sum(each.outcomes.values()) for each in calls.values())
+        await it.kubelet.admit(pod("ours", 1))
 
-        assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+        assert before == 0
+        assert sum(sum(each.outcomes.values()) for each in calls.values()) > 0
 
 
 class Registrar(v1beta1.RegistrationBase):

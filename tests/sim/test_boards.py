@@ -28,6 +28,40 @@ def test_a_board_makes_sense(board: Board) -> None:
     assert board.pci_device_id >> 16 == board.device
 
 
+@pytest.mark.parametrize(
+    ("board", "names"),
+    [
+        ("a30", "1g.6gb 1g.6gb+me 2g.12gb 2g.12gb+me 4g.24gb"),
+        ("a100-40gb", "1g.5gb 1g.5gb+me 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb"),
+        ("a100-pcie-40gb", "1g.5gb 1g.5gb+me 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb"),
+        ("a100-80gb", "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb"),
+        ("h100-80gb", "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb"),
+        ("h200", "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb"),
+        ("b200", "1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb"),
+        ("t4", ""),
+        ("l40s", ""),
+        ("v100-16gb", ""),
+    ],
+)
+def test_profiles_have_the_names_that_nvidia_prints(board: str, names: str) -> None:
+    """Memory of board and profile together give the names of NVIDIA's MIG User Guide."""
+    it = BOARDS[board]
+
+    assert [it.mig_name(profile) for profile in it.mig_profiles] == names.split()
+
+
+@pytest.mark.parametrize("board", [it for it in BOARDS.values() if it.mig], ids=lambda it: it.key)
+def test_instances_have_no_more_than_their_board(board: Board) -> None:
+    """As many instances of a kind as there can be have its memory and engines at most."""
+    whole = max(board.mig_profiles, key=lambda it: it.size)
+
+    for profile in board.mig_profiles:
+        assert profile.most * profile.memory <= board.memory
+        assert profile.most * profile.slices <= whole.slices
+        for own, total in zip(profile.engines, whole.engines, strict=True):
+            assert profile.most * own <= total
+
+
 def test_boards_are_linked_as_in_real_machines() -> None:
     """Eight V100s are a mesh, later SXM boards are on NVSwitches, the others have the PCI bus."""
     fabrics = {key: board.fabric for key, board in BOARDS.items()}

@@ -9,7 +9,7 @@ from metagpu.core.errors import ConfigError
 from metagpu.sim.lasting import KeptNode
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.steer import describe
+from metagpu.sim.view import describe
 from tests.sim.test_steer import done
 
 

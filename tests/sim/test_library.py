@@ -10,8 +10,9 @@ import pytest
 
 from metagpu.core.driver import RecoveryAction
 from metagpu.core.gpu import MIB
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 
 

@@ -5,9 +5,10 @@ import pytest
 from metagpu.core.gpu import MIB
 from metagpu.sim import cutting, foreign
 from metagpu.sim.boards import BOARDS
-from metagpu.sim.node import SimError, SimGpu, SimNode, SimProcess
+from metagpu.sim.gpu import SimError, SimGpu, SimProcess
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from metagpu.sim.steer import describe
+from metagpu.sim.view import describe
 from tests.sim.test_steer import done
 
 
@@ -108,7 +109,7 @@ def test_a_reboot_takes_instances_and_on_hopper_the_mode(board: str, *, stays: b
 def test_steering_cuts_a_gpu_as_somebody_else_would() -> None:
     """Mode, instances and how they are made are steered, and seen in the node."""
     node = simulated("h100-80gb:1")
-    assert done(node, "mig on 0").message == "MIG is on on GPU 0"
+    assert done(node, "mig on 0").message == "MIG of GPU 0 is on"
     assert done(node, "instance make 0 2g.20gb@4").message == (
         "GPU instance 5 is 2g.20gb@4 on GPU 0"
     )
@@ -132,7 +133,7 @@ def test_steering_says_when_a_mode_waits() -> None:
     """On Ampere the mode waits for a reset, which `recover` is."""
     node = simulated("a100-40gb:1")
 
-    assert done(node, "mig on 0").message == "MIG will be on on GPU 0 after a reset"
+    assert done(node, "mig on 0").message == "MIG of GPU 0 will be on after a reset"
     assert describe(node).gpus[0].mig == "off until reset"
     assert done(node, "recover 0").node.gpus[0].mig == "on"
 

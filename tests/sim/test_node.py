@@ -4,9 +4,10 @@ import pynvml
 import pytest
 
 from metagpu.core.driver import RecoveryAction
-from metagpu.core.gpu import MIB, GpuId
+from metagpu.core.gpu import GpuId
 from metagpu.sim.boards import BOARDS
-from metagpu.sim.node import EventSet, SimError, SimNode, SimProcess
+from metagpu.sim.gpu import SimError
+from metagpu.sim.node import EventSet, SimNode
 
 
 def node_of(count: int, board: str = "a100-40gb", seed: str = "node") -> SimNode:
@@ -116,26 +117,3 @@ def test_a_change_of_the_action_is_told_once() -> None:
     node.need(node.gpu(0), RecoveryAction.DRAIN_P2P)
 
     assert len(listener.queue) == 1
-
-
-def test_processes_use_memory_until_they_end() -> None:
-    """Memory is what processes have together; one that grows is not counted twice."""
-    node = node_of(1)
-    gpu = node.gpu(0)
-    node.add_process(gpu, SimProcess(1, 30_000 * MIB))
-    node.add_process(gpu, SimProcess(1, 35_000 * MIB))
-    node.add_process(gpu, SimProcess(2, None))
-    assert gpu.used == 35_000 * MIB
-
-    node.end_process(gpu, 1)
-    assert gpu.used == 0
-    with pytest.raises(SimError, match=r"no process 1 .* there: 2"):
-        node.end_process(gpu, 1)
-
-
-def test_a_full_gpu_takes_no_more() -> None:
-    """What the driver reserves cannot be had."""
-    node = node_of(1)
-
-    with pytest.raises(SimError, match="40340 MiB left"):
-        node.add_process(node.gpu(0), SimProcess(1, 40_960 * MIB))

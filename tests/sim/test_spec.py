@@ -87,7 +87,7 @@ def test_a_file_may_wire_the_gpus(tmp_path: Path) -> None:
     [
         (
             "a100:8",
-            r"no board 'a100'; allowed: v100-16gb, .*rtx-pro-6000; did you mean a100-80gb\?",
+            r"^--simulate: gpus\[0\].board: no board 'a100'; .*; did you mean a100-40gb\?$",
         ),
         ("a100-40gb:0", "must be at least 1"),
         ("a100-40gb:65", "a node has 64 at most"),
@@ -115,6 +115,10 @@ def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
             "gpus: [{board: t4, count: 2, uuid: GPU-5f2e1a3c-0000-0000-0000-00000000beef}]",
             "stands for one GPU",
         ),
+        ("gpus: [{board: t4, count: -2}]", r"yaml: 1: gpus\[0\].count: must be at least 1$"),
+        ("gpus:\n- board: t4\n- board: t4\n  mig: true", r"yaml: 3: gpus\[1\]: t4 has no MIG$"),
+        ("gpus: [{board: t4, processes: [{pid: 0}]}]", r"processes\[0\].pid: must be 1 to 41943"),
+        ("gpus: [{board: t4, numa: 9999999}]", r"numa: must be at most 1000000"),
         ("gpus: [{board: t4, numa: -1}]", r"gpus\[0\].numa: must be at least 0"),
         ("gpus: [{board: t4, pciSwitch: -1}]", r"gpus\[0\].pciSwitch: must be at least 0"),
         ("gpus: [{board: t4, nvswitchLinks: 37}]", r"nvswitchLinks: must be at most 36"),
@@ -135,7 +139,10 @@ def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
         ("driver: newest\ngpus: []", "yaml: 1: driver: 'newest' is no driver version"),
         ("boards: []", "unknown key"),
         ("gpus: [{board: t4, mig: true}]", "t4 has no MIG"),
-        ("gpus: [{board: a30, instances: [1g.6gb@0]}]", "no 1g.6gb@0 on GPU .*: Not Supported"),
+        (
+            "gpus: [{board: a30, instances: [1g.6gb@0]}]",
+            "no 1g.6gb@0 on GPU .*: its MIG mode is off",
+        ),
         ("gpus: [{board: a30, mig: true, instances: [1g.5gb@0]}]", "it has: 1g.6gb, 1g.6gb"),
         ("gpus: [{board: a30, making: {failures: -1}}]", r"making\.failures: must be at least 0"),
     ],
@@ -144,3 +151,13 @@ def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> 
     """The error names the file, the line and the key."""
     with pytest.raises(ConfigError, match=message):
         simulated(written(tmp_path, text))
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    """A file in another encoding is told as that."""
+    file = tmp_path / "node.yaml"
+    file.write_bytes(b"gpus: [{board: caf\xe9}]")
+
+    with pytest.raises(ConfigError) as caught:
+        simulated(str(file))
+    assert str(caught.value) == f"{file}: cannot be read: not a text in UTF-8"

@@ -9,15 +9,18 @@ from metagpu.core.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
 from metagpu.core.gpu import MIB
 from metagpu.sim import steer
-from metagpu.sim.node import SimError, SimNode
+from metagpu.sim.arguments import add_arguments, command_from
+from metagpu.sim.gpu import SimError
+from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
+from metagpu.sim.view import describe
 
 
 def command(line: str) -> steer.AnyCommand:
     """Give the command of a line as argparse reads it."""
     parser = argparse.ArgumentParser()
-    steer.add_arguments(parser.add_subparsers(required=True))
-    return steer.command_from(parser.parse_args(line.split()))
+    add_arguments(parser.add_subparsers(required=True))
+    return command_from(parser.parse_args(line.split()))
 
 
 def done(node: SimNode, line: str) -> steer.Reply:
@@ -61,14 +64,14 @@ def test_faults_are_seen_in_the_node() -> None:
 def test_everything_can_be_undone() -> None:
     """A recovered GPU, an ended process and a restored driver are as before."""
     node = simulated("a100-40gb:1")
-    before = steer.describe(node)
+    before = describe(node)
     for line in (
         *("xid 0 79", "recover 0", "process add 0 1 1Gi", "process end 0 1"),
         *("driver fail", "driver restore", "hang 0 1h", "recover 0"),
     ):
         done(node, line)
 
-    assert steer.describe(node) == before
+    assert describe(node) == before
 
 
 def test_a_gpu_is_named_by_uuid_too() -> None:
@@ -94,7 +97,14 @@ def test_the_driver_is_away_and_back() -> None:
         ("process end 0 1", SimError, "no process 1"),
         ("process add 0 1 99Gi", SimError, "MiB left"),
         ("need 0 reset", ConfigError, "allowed: none, gpu-reset"),
-        ("add a100", ConfigError, r"did you mean a100-80gb\?"),
+        ("add a100", ConfigError, r"did you mean a100-40gb\?"),
+        ("xid 0 0", SimError, "the XID is 0; allowed: 1 to 9999"),
+        ("xid 0 99999999999999", SimError, "the XID is 99999999999999; allowed: 1 to 9999"),
+        ("process add 0 0 1Gi", SimError, "the pid is 0; allowed: 1 to 4194304"),
+        ("process add 0 1 1Gi --sm 101", SimError, "--sm is 101; allowed: 0 to 100"),
+        ("making 0 --failures -1", SimError, "--failures is -1; allowed: 0 to 1000000"),
+        ("making 0 --compute-failures -1", SimError, "--compute-failures is -1; allowed: 0"),
+        ("ecc 0 --count 0", SimError, "--count is 0; allowed: 1 to 4294967295"),
         ("hang 0 long", ConfigError, "no duration"),
         ("process add 0 1 lots", ConfigError, "no amount of memory"),
     ],
@@ -105,10 +115,14 @@ def test_what_cannot_be_done_says_why(line: str, error: type[Exception], message
         done(simulated("a100-40gb:8"), line)
 
 
-@pytest.mark.parametrize("name", ["xid", "process", "hang", "driver", "node", "mig"])
-def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command's help ends with a line to copy."""
-    with pytest.raises(SystemExit):
-        command(f"{name} --help")
+def test_an_instance_is_told_and_whether_it_is_there() -> None:
+    """Who mistakes the number of a MIG instance reads so; the driver may name any."""
+    node = simulated("h100-80gb:1")
+    done(node, "mig on 0")
+    made = done(node, "instance make 0 2g.20gb@4").message
 
-    assert f"example: metagpu sim {name}" in capsys.readouterr().out
+    assert made == "GPU instance 5 is 2g.20gb@4 on GPU 0"
+    assert done(node, "xid 0 13 --gi 5 --ci 0").message == "XID 13 on GPU 0, in its GPU instance 5"
+    assert done(node, "process add 0 7 --gi 6").message == (
+        "process 7 is on GPU 0, in its GPU instance 6, which it does not have"
+    )

@@ -16,9 +16,8 @@ import msgspec
 from metagpu.backends.mig.board import board_of, share_id, slot_in
 from metagpu.backends.mig.division import WHOLE
 from metagpu.backends.mig.profiles import Profile, Spot
-from metagpu.core.cdi import device_name
 from metagpu.core.mig import MigInstance, slot_of
-from metagpu.core.model import Failure, Lease, Made, ShareId, Stock
+from metagpu.core.model import Failure, Lease, ShareId, Stock
 from metagpu.core.snapshot import GpuState
 
 LOOK: Final = 30.0
@@ -28,7 +27,6 @@ POLL: Final = 2.0
 GRACE: Final = 30.0
 """Seconds that an instance found at the start must be left alone to be taken for ours: longer than
 the kubelet takes to tell of a pod that was admitted while nobody was here."""
-_NOT_YET: Final = "its MPS control daemon is not there yet"
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -69,7 +67,7 @@ class Ledger:
         idle: ours that nobody holds or uses, and since when.
         left: those that were held when all was told last, and were not looked at since.
         users: programs on what nobody holds, for messages.
-        busy: what is being made or removed.
+        busy: what is being made or removed; `making` what is being made.
         stuck: what could not be removed.
         late: what NVML was asked to make and did not answer in time.
         failed: leases whose shares could not be made.
@@ -87,6 +85,7 @@ class Ledger:
     left: set[str] = field(default_factory=set)
     users: dict[str, str] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
+    making: set[str] = field(default_factory=set)
     stuck: dict[str, Stuck] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     failed: dict[ShareId, Failure] = field(default_factory=dict)
@@ -102,6 +101,7 @@ class Ledger:
         if not self.looked:  # what was told in this daemon, under another configuration
             stock = self.state.stocks.get(self.backend, Stock())
             before = {made.device for made in stock.made.values()}
+            self.late |= stock.making
         self.present = {slot_in(self.state.gpu.mig_profiles, it): it for it in listed}
 
         for slot, instance in self.present.items():
@@ -219,6 +219,10 @@ class Ledger:
         """Say why nothing at all can be given, empty if something can or may soon be."""
         return ""
 
+    def missing(self) -> Mapping[str, str]:
+        """Say which slots a layout's instances lack that are not there, and why; else none."""
+        return {}
+
     def note_unmade(self, slot: str, why: str, now: float) -> None:
         """Note that an instance of a layout could not be made."""
 
@@ -232,6 +236,16 @@ class Ledger:
         """Note that a lease's share could not be made."""
         self.failed[lease.share.id] = Failure(why, lease.since)
 
+    def settle(self) -> None:
+        """Forget what failed for leases that have ended; note who has what, for when they end."""
+        leases = self.state.leases
+        self.left |= self.held & self.present.keys()
+        self.failed = {
+            share: failure
+            for share, failure in self.failed.items()
+            if share in leases and leases[share].since == failure.since
+        }
+
     def in_the_way(self, wanted: str) -> dict[str, MigInstance]:
         """Find the instances that take what another one, or the same, would."""
         footprint = self.footprint(wanted)
@@ -240,71 +254,6 @@ class Ledger:
             for slot, instance in self.present.items()
             if not self.footprint(slot).isdisjoint(footprint)
         }
-
-    def stock(self, *, alone: bool) -> Stock:
-        """Say all of it."""
-        made: dict[ShareId, Made] = {}
-        blocked: dict[str, str] = {}
-        named: dict[str, Made] = {}
-        paused: dict[ShareId, str] = {}
-        held = self.held
-        self.left |= held & self.present.keys()
-
-        for slot, instance in self.present.items():
-            if slot in self.busy:
-                continue
-            if instance.computes:
-                named |= self._names(slot, instance)
-            if self.is_ours(slot) and instance.computes:
-                first = instance.computes[0]
-                for share in self.shares(slot):
-                    # Who gets another replica of a held instance shares it anyway.
-                    free = share not in self.state.leases and (slot in held or slot in self.idle)
-                    broken = self.is_broken(slot)
-                    made[share] = Made(
-                        *(first.uuid, instance.number, first.number),
-                        idle=free and not broken,
-                        again=slot in self.left and not broken,
-                    )
-                if self.through_mps(slot) and (why := self.control.get(first.uuid, _NOT_YET)):
-                    paused |= dict.fromkeys(self.shares(slot), f"instance {slot}: {why}")
-            if why := self._why_blocked(slot):
-                blocked |= dict.fromkeys(self.taken(slot), why)
-
-        leases = self.state.leases
-        self.failed = {
-            share: failure
-            for share, failure in self.failed.items()
-            if share in leases and leases[share].since == failure.since
-        }
-        return Stock(made, dict(self.failed), blocked, paused, alone, named)
-
-    def _names(self, slot: str, instance: MigInstance) -> Mapping[str, Made]:
-        """Give the names by which CDI knows an instance; by its place only ours.
-
-        Of a layout only what a pod holds, which may have been told the place before.
-        """
-        first = instance.computes[0]
-        there = Made(first.uuid, instance.number, first.number)
-        by_place = self.is_ours(slot) and (self.terms.fixed is None or slot in self.held)
-        place = device_name(share_id(self.state.gpu.id, slot))
-        return {first.uuid: there, **({place: there} if by_place else {})}
-
-    def _why_blocked(self, slot: str) -> str:
-        if slot in self.found:
-            return f"instance {slot} was found here; it is taken over if nobody uses it for a while"
-        if not self.is_ours(slot):
-            return f"instance {slot} is there, which metagpu did not make"
-        if self.is_loose(slot) and self.is_broken(slot):
-            whose = f"; {self.users[slot]} still runs on it" if slot in self.users else ""
-            stays = f"; it cannot be removed: {self.stuck[slot].why}" if slot in self.stuck else ""
-            fault = self.state.faults[identity(self.present[slot])].reason
-            return f"instance {slot} is out of service ({fault}) and is made anew{whose}{stays}"
-        if self.is_loose(slot) and slot in self.users:
-            return f"instance {slot} was given back, and {self.users[slot]} still runs on it"
-        if self.is_loose(slot) and slot in self.stuck:
-            return f"instance {slot} cannot be removed: {self.stuck[slot].why}"
-        return ""
 
     def _removal(self, slot: str) -> float:
         """Say when an idle instance is to be removed."""

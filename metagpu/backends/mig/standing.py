@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from msgspec.structs import replace
-
 from metagpu.backends.mig.division import with_ending
 from metagpu.backends.mig.ledger import Ledger, Stuck, identity, later
+from metagpu.backends.mig.telling import why_blocked
 from metagpu.core.mig import MigInstance, slot_of
-from metagpu.core.model import Stock
 
 
 @dataclass
@@ -87,19 +85,17 @@ class Standing(Ledger):
         reasons = dict.fromkeys(filter(None, map(self._why_absent, self._gaps())))
         return f"the layout waits: {'; '.join(reasons)}" if reasons else ""
 
-    def stock(self, *, alone: bool) -> Stock:
-        """Say all of it; what is missing is not given."""
-        stock = super().stock(alone=alone)
-        blocked = dict(stock.blocked)
-
+    def missing(self) -> Mapping[str, str]:
+        """Say which slots instances of the layout lack that are not there, and why."""
+        found: dict[str, str] = {}
         for slot in self.fixed:
             if slot in self.busy:
-                blocked |= dict.fromkeys(self.taken(slot), f"instance {slot} is being made")
+                found |= dict.fromkeys(self.taken(slot), f"instance {slot} is being made")
         for slot in self._gaps():
             why = self._why_absent(slot) or "it is about to be made"
             text = f"instance {slot} of the layout is not there: {why}"
-            blocked |= dict.fromkeys(self.taken(slot), text)
-        return replace(stock, blocked=blocked)
+            found |= dict.fromkeys(self.taken(slot), text)
+        return found
 
     def taken(self, slot: str) -> frozenset[str]:
         """Give the slots, of whatever ending, that an instance is in the way of."""
@@ -119,11 +115,11 @@ class Standing(Ledger):
         for share, lease in self.state.leases.items():
             if slot_of(share) == slot:
                 return f"{lease.holder or 'a pod that is being admitted'} holds instance {slot}"
-        return "" if slot in self.stuck or slot in self.busy else self._why_blocked(slot)
+        return "" if slot in self.stuck or slot in self.busy else why_blocked(self, slot)
 
     def _why_absent(self, gap: str) -> str:
         there = self.in_the_way(gap)
-        reasons = [why for slot in there if (why := self._kept(slot) or self._why_blocked(slot))]
+        reasons = [why for slot in there if (why := self._kept(slot) or why_blocked(self, slot))]
         if not reasons and gap in self.unmade:
             return self.unmade[gap].why
         return ", ".join(reasons)

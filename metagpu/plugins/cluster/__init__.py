@@ -6,8 +6,7 @@ when this runs.
 """
 
 import socket
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -15,12 +14,12 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.facts import ConfigurationRefused
 from metagpu.core.model import ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.plugins.cluster import node_news, pod_news
-from metagpu.plugins.cluster.choice import Outcome, instruction, mig_state
+from metagpu.plugins.cluster.choice import Outcome
+from metagpu.plugins.cluster.choosing import Chooser
 from metagpu.plugins.cluster.chore import Chore
 from metagpu.plugins.cluster.events import EACH_POD, News, Recorder, Subject
 from metagpu.plugins.cluster.following import Followed
@@ -50,7 +49,7 @@ class Cluster:
     """This node at the API server, while `run` runs.
 
     Attributes:
-        decided: set once the cluster has said which configuration this node has, and that was done.
+        chooser: follows the configuration that the cluster chooses.
     """
 
     def __init__(
@@ -59,34 +58,17 @@ class Cluster:
         registry: Registry,
         follow: Callable[[Instruction], Awaitable[Outcome]],
     ) -> None:
-        self.decided = anyio.Event()
+        self.chooser = Chooser(settings, registry, follow, self._tell, self._stir)
         self._settings = settings
         self._registry = registry
-        self._follow = follow
-        self._followed: Instruction | None = None
-        self._outcome = Outcome()
-        self._missing = ""
         self._chores: list[tuple[Feature, Chore]] = []
         self._node: Followed | None = None
-        self._config_map: Followed | None = None
         self._recorder: Recorder | None = None
         self._labeller: Labeller | None = None
         self._rivals = RivalPods(registry, self._tell_rival)
         self._pod_recorder: Recorder | None = None
         self._pods: FollowedPods | None = None
         self._dropped = self._pods_dropped = 0
-
-    async def decision(self) -> None:
-        """Wait until the cluster has said which configuration this node has, but not for long."""
-        if Feature.CONFIG not in self._settings.features:
-            return
-        with anyio.move_on_after(self._settings.patience) as waiting:
-            await self.decided.wait()
-        if waiting.cancelled_caught:
-            log.warning(
-                "the API server has not said which profile this node has; going on without",
-                after=f"{self._settings.patience:g}s",
-            )
 
     async def run(self) -> None:
         """Do what the settings say until cancelled; what fails here ends nothing else."""
@@ -114,24 +96,19 @@ class Cluster:
         problems = {str(feature): "" for feature in self._settings.features}
         for feature, chore in self._chores:
             problems[feature] = problems[feature] or chore.problem
-        if self._config_map is not None:
-            others = self._config_map.problem or self._missing
-            problems[Feature.CONFIG] = problems[Feature.CONFIG] or others
+        if Feature.CONFIG in problems:
+            problems[Feature.CONFIG] = problems[Feature.CONFIG] or self.chooser.problem
         if self._labeller is not None and Feature.NODE_FEATURE in problems:
             problems[Feature.NODE_FEATURE] = self._labeller.node_feature.problem
         if self._pods is not None:
             problems[Feature.PODS] = self._pods.problem
 
-        followed = self._followed or Instruction()
         return {
             "node": self._settings.node,
             "connected": bool(self._node and self._node.known and not self._node.problem),
             "problem": self._node.problem if self._node else "",
             "uses": dict(sorted(problems.items())),
-            "label": followed.label or None,
-            "profile": followed.profile,
-            "migConfig": followed.mig_config,
-            "refusal": self._outcome.refusal,
+            **self.chooser.report(),
             **(self._labeller.report() if self._labeller else {}),
             "rivalPods": self._rivals.report(list(self._registry.snapshot.offers)),
             "eventsDropped": self._dropped + _dropped_by(self._recorder),
@@ -141,7 +118,7 @@ class Cluster:
     def _arranged(self, client: "Client") -> Sequence[Callable[[], Awaitable[None]]]:
         """Make what the settings ask for; give what takes back what was told."""
         settings, features = self._settings, self._settings.features
-        self._node = Followed(client, NODES, settings.node, self._stir)
+        self._node = self.chooser.node = Followed(client, NODES, settings.node, self._stir)
         self._dropped += _dropped_by(self._recorder)
         self._pods_dropped += _dropped_by(self._pod_recorder)
         self._recorder = Recorder(client, socket.gethostname())
@@ -150,43 +127,42 @@ class Cluster:
         self._labeller = Labeller(
             writer,
             self._registry,
-            self._mig_state,
+            self.chooser.mig_state,
             NodeFeature(client, self._node, settings.namespace),
             by_nfd=Feature.NODE_FEATURE in features,
         )
-        work: dict[Feature, Callable[[], Awaitable[float | None]]] = {
-            Feature.CONFIG: self._configure,
-            Feature.LABELS: self._labeller.label,
-            Feature.TAINT: teller.lift_taint,
-            Feature.CONDITION: teller.judge,
-        }
-
-        self._chores = [(it, Chore(it, do)) for it, do in work.items() if it in features]
-        if Feature.ALLOCATABLE in features:
-            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable", teller.lower, PROMPT)))
-            self._chores.append((Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)))
-        if Feature.EVENTS in features:
-            self._chores.append((Feature.EVENTS, self._recorder.chore))
         if Feature.POD_EVENTS in features:
             # Pods that misbehave must not use up what is meant for news of the node.
             self._pod_recorder = Recorder(
                 client, socket.gethostname(), name=Feature.POD_EVENTS, each=EACH_POD
             )
-            self._chores.append((Feature.POD_EVENTS, self._pod_recorder.chore))
+        self._chores = [it for it in self._all_chores(teller, self._labeller) if it[0] in features]
         if Feature.PODS in features:
             self._pods = FollowedPods(client, settings.node, self._registry)
         if settings.config_map is not None:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
-            self._config_map = Followed(client, path, name, self._stir)
+            self.chooser.config_map = Followed(client, path, name, self._stir)
         return self._labeller.leave, teller.leave
+
+    def _all_chores(self, teller: Teller, labeller: Labeller) -> Iterator[tuple[Feature, Chore]]:
+        yield Feature.CONFIG, Chore(Feature.CONFIG, self.chooser.choose)
+        yield Feature.LABELS, Chore(Feature.LABELS, labeller.label)
+        yield Feature.TAINT, Chore(Feature.TAINT, teller.lift_taint)
+        yield Feature.CONDITION, Chore(Feature.CONDITION, teller.judge)
+        yield Feature.ALLOCATABLE, Chore("allocatable", teller.lower, PROMPT)
+        yield Feature.ALLOCATABLE, Chore("allocatable, rising", teller.rise)
+        if self._recorder is not None:
+            yield Feature.EVENTS, self._recorder.chore
+        if self._pod_recorder is not None:
+            yield Feature.POD_EVENTS, self._pod_recorder.chore
 
     async def _work(self) -> None:
         assert self._node is not None  # noqa: S101 - made just before
         async with anyio.create_task_group() as group:
             group.start_soon(self._node.run)
-            if self._config_map is not None:
-                group.start_soon(self._config_map.run)
+            if self.chooser.config_map is not None:
+                group.start_soon(self.chooser.config_map.run)
             if self._pods is not None:
                 group.start_soon(self._pods.run)
             if Feature.RIVALS in self._settings.features:
@@ -207,50 +183,6 @@ class Cluster:
     async def _stir_on_news(self) -> None:
         async for _ in self._registry.watch(look):
             self._stir()
-
-    async def _configure(self) -> None:
-        """Go by what the node's labels and the ConfigMap say now."""
-        node, held = self._node, self._config_map
-        if node is None or not node.known or (held is not None and not held.known):
-            return
-        if node.object is None:
-            raise ClusterError(f"there is no Node {self._settings.node}; see --node-name")
-
-        place = "ConfigMap {}/{}".format(*self._settings.config_map or ("", "")) if held else ""
-        had = self._followed is not None and bool(self._followed.profiles)
-        if held is not None and held.object is None and had:
-            self._refuse(f"{place} is gone")
-            return
-
-        labels = node.object["metadata"].get("labels") or {}
-        content = held.object or {} if held is not None else None
-        wanted = instruction(labels, content, place)
-        if wanted != self._followed:
-            self._outcome = await self._follow(wanted)
-            self._followed = wanted
-            self._tell_outcome(wanted)
-            self._stir()
-        self._missing = ""
-        self.decided.set()
-
-    def _refuse(self, why: str) -> None:
-        said = f"{why}; the last good configuration stays"
-        if said != self._missing:
-            self._missing = said
-            log.error("the configuration was not taken", error=said)
-            self._registry.news.publish(ConfigurationRefused(why, time.time()))
-
-    def _tell_outcome(self, wanted: Instruction) -> None:
-        if (refusal := self._outcome.refusal) is not None:
-            self._registry.news.publish(ConfigurationRefused(refusal, time.time()))
-        elif self._outcome.misfit:
-            self._tell("MIGLayoutRefused", self._outcome.misfit, "Configure", warning=True)
-        elif wanted.profile is not None:
-            note = f"profile {wanted.profile}, by the label {wanted.label}"
-            self._tell("ConfigurationTaken", note, "Configure")
-
-    def _mig_state(self) -> str | None:
-        return mig_state(self._followed, self._outcome, self._registry.snapshot)
 
     async def _tell_news(self, recorder: Recorder) -> None:
         with self._registry.news.subscribe(*node_news.KINDS) as news:

@@ -1,9 +1,10 @@
-"""Requests to the API server: the only user of kubernetes_asyncio, and loaded only with one.
+"""Requests to the API server; with its credentials the only user of kubernetes_asyncio.
+
+Loaded only where there is one.
 
 Objects stay plain data: the library's models cost thirty times as much for every watched Node.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,16 +15,12 @@ import aiohttp
 import anyio
 import msgspec
 import yaml
-from anyio import to_thread
-from kubernetes_asyncio.client import ApiClient, Configuration
-from kubernetes_asyncio.config import (
-    ConfigException,
-    load_incluster_config,
-    load_kube_config,
-)
+from kubernetes_asyncio.client import ApiClient
+from kubernetes_asyncio.config import ConfigException
 
 from metagpu import __version__
 from metagpu.core.errors import ClusterError
+from metagpu.plugins.cluster.credentials import credentials
 
 JSON: Final = "application/json"
 MERGE: Final = "application/merge-patch+json"
@@ -53,6 +50,8 @@ class Client:
         self._users = Counter[ApiClient]()
         self._host = ""
         self._opening = anyio.Lock()
+        self._tries = 0
+        self._failure: ClusterError | None = None
 
     async def call(
         self,
@@ -157,9 +156,8 @@ class Client:
         A session that is closed under a request makes aiohttp fail in ways that are no errors of a
         connection.
         """
-        async with self._opening:
-            api = self._api = self._api or await self._opened()
-            self._users[api] += 1
+        api = await self._present()
+        self._users[api] += 1
         try:
             yield api
         finally:
@@ -170,6 +168,26 @@ class Client:
                     with anyio.CancelScope(shield=True):
                         await api.close()
 
+    async def _present(self) -> ApiClient:
+        """Give the present session, or open one; who waited while that failed fails alike.
+
+        Else each of them would wait in turn for a program that hangs.
+        """
+        before = self._tries
+        async with self._opening:
+            if self._api is None:
+                if self._failure is not None and self._tries != before:
+                    raise ClusterError(str(self._failure)) from self._failure
+                self._failure = None
+                try:
+                    self._api = await self._opened()
+                except ClusterError as error:
+                    self._failure = error
+                    raise
+                finally:
+                    self._tries += 1
+            return self._api
+
     def _give_up(self, api: ApiClient) -> None:
         """Have the next request read the credentials anew."""
         if self._api is api:
@@ -178,7 +196,7 @@ class Client:
     async def _opened(self) -> ApiClient:
         """Open a session with the credentials as they are now."""
         try:
-            configuration = await to_thread.run_sync(_credentials, self._kubeconfig)
+            configuration = await credentials(self._kubeconfig)
             api = ApiClient(configuration)
         except (ConfigException, OSError, yaml.YAMLError) as error:
             where = self._kubeconfig or "the pod's service account"
@@ -200,18 +218,6 @@ async def connected(kubeconfig: Path | None) -> AsyncIterator[Client]:
     finally:
         with anyio.CancelScope(shield=True):
             await client.close()
-
-
-def _credentials(kubeconfig: Path | None) -> Configuration:
-    """Read address and credentials; blocks, and may start the program that a kubeconfig names."""
-    configuration = Configuration()
-    if kubeconfig is None:
-        load_incluster_config(configuration, try_refresh_token=False)  # type: ignore[no-untyped-call] # it has no types
-    elif not kubeconfig.is_file():
-        raise ConfigException("there is no such file")
-    else:
-        asyncio.run(load_kube_config(str(kubeconfig), client_configuration=configuration))
-    return configuration
 
 
 def _refused(method: str, path: str, response: aiohttp.ClientResponse, raw: bytes) -> ClusterError:

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from metagpu.core.facts import (
     BackendSuspended,
-    ConfigurationRefused,
-    Event,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
@@ -14,10 +12,10 @@ from metagpu.core.facts import (
     InstanceFaulted,
     InstanceRecovered,
     RivalMet,
-    StrangerFound,
 )
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import ResourceName
+from metagpu.core.news import ConfigurationRefused, Event, StrangerFound
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster import pod_news
 from metagpu.plugins.cluster.events import News, Subject

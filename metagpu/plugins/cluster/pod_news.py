@@ -1,19 +1,21 @@
-"""What happened to a pod's GPU memory, as Events of that pod: pure."""
+"""What happened to a pod's GPU memory, and to its devices, as Events of that pod: pure."""
 
 from typing import Final
 
-from metagpu.core.facts import (
+from metagpu.core.gpu import MIB, GpuId
+from metagpu.core.lost import explained
+from metagpu.core.news import (
+    DevicesLost,
     Event,
     MemoryExceeded,
     ProcessSignalled,
     StrangerFound,
     WishRefused,
 )
-from metagpu.core.gpu import MIB, GpuId
 from metagpu.core.snapshot import Snapshot
 from metagpu.plugins.cluster.events import News, Subject
 
-KINDS = (MemoryExceeded, ProcessSignalled, StrangerFound, WishRefused)
+KINDS = (MemoryExceeded, ProcessSignalled, StrangerFound, WishRefused, DevicesLost)
 """What is told."""
 BYPASS: Final = "GPUUsedWithoutShare"
 
@@ -53,6 +55,16 @@ def news_of(event: Event, snapshot: Snapshot) -> News | None:
             pod = event.pod
             subject = _pod(pod.namespace, pod.name, pod.uid)
             return News(subject, "GPUMemoryWishRefused", event.why, "Configure", warning=True)
+        case DevicesLost():
+            holder = event.holder
+            return News(
+                _pod(holder.namespace, holder.pod, event.pod_uid),
+                "GPUDeviceLost",
+                explained(holder.container, event.devices, event.mend),
+                "Look",
+                warning=True,
+                key=holder.container,
+            )
     return None
 
 

@@ -4,11 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from metagpu.core.bus import Bus
-from metagpu.core.facts import (
+from metagpu.core.facts import GpuFaulted, GpuRecovered, InstanceFaulted
+from metagpu.core.gpu import GpuId
+from metagpu.core.model import Fault
+from metagpu.core.news import (
     Event,
-    GpuFaulted,
-    GpuRecovered,
-    InstanceFaulted,
     MemoryErrorHeard,
     MemoryExceeded,
     ProcessSignalled,
@@ -16,8 +16,6 @@ from metagpu.core.facts import (
     WishRefused,
     XidHeard,
 )
-from metagpu.core.gpu import GpuId
-from metagpu.core.model import Fault
 
 
 @dataclass(slots=True)

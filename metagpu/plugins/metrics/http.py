@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from metagpu.core.allowance import Allowance
+from metagpu.core.errors import why
 from metagpu.plugins.metrics.address import Address
 
 CONNECTIONS: Final = 32
@@ -100,7 +101,7 @@ class PageServer:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as error:
                     # We have no descriptor left, or the client no patience. Neither is an end.
-                    log.warning("a connection was not taken", error=str(error))
+                    log.warning("a connection was not taken", error=why(error))
                     await anyio.sleep(_AFTER_FAILURE)
                     continue
                 if len(self._open) >= CONNECTIONS:

@@ -6,7 +6,7 @@ history that is forgotten, tokens that are renewed.
 
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ import anyio
 import yaml
 from aiohttp import web
 
-from metagpu.sim.apiserver.nfd import GROUP, KIND, SimNfd, add_routes
-from metagpu.sim.apiserver.objects import Object, Refusal, Selection, Store
+from metagpu.sim.apiserver.cluster import SimCluster
+from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
+from metagpu.sim.apiserver.objects import Object, Refusal, Selection
 
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
@@ -41,11 +42,10 @@ class Request:
     content: str = ""
 
 
-class SimApiServer:
-    """An API server; its objects outlive `running`, as those of a real one do.
+class SimApiServer(SimCluster):
+    """The API server of a cluster; its objects outlive `running`, as those of a real one do.
 
     Attributes:
-        store: the objects.
         requests: all that came in.
         token: what clients must show.
         denied: (method, part of a path) that nobody may do.
@@ -57,7 +57,7 @@ class SimApiServer:
     """
 
     def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
-        self.store = Store()
+        super().__init__()
         self.store.changed = self._wake
         self.nfd: SimNfd | None = None
         self.nfd_works = True
@@ -72,82 +72,10 @@ class SimApiServer:
         self._ending = anyio.Event()
         self._bookmarks = 0
 
-    # --- what stands in the cluster ---------------------------------------------------------------
-
-    def add_node(
-        self, name: str, labels: Mapping[str, str] | None = None, **spec: object
-    ) -> Object:
-        """Add a Node with these labels, as its kubelet does."""
-        content = {"metadata": {"labels": dict(labels or {})}, "spec": spec, "status": {}}
-        return self.store.put(("nodes", "", name), content)
-
-    def node(self, name: str) -> Object:
-        """Give a Node as it is."""
-        return self.store.objects["nodes", "", name]
-
-    def labels(self, name: str) -> Mapping[str, str]:
-        """Give a Node's labels."""
-        found: Mapping[str, str] = self.node(name)["metadata"].get("labels") or {}
-        return found
-
-    def label(self, name: str, labels: Mapping[str, str | None], by: str = "kubectl") -> None:
-        """Set labels of a Node, or take them away, as a person does."""
-        patch = {"metadata": {"labels": dict(labels)}}
-        self.store.merge(("nodes", "", name), patch, status=False, manager=by)
-
-    def report(
-        self, name: str, capacity: Mapping[str, int], allocatable: Mapping[str, int]
-    ) -> None:
-        """Report a Node's amounts, as its kubelet does."""
-        status = {
-            "capacity": {it: str(n) for it, n in capacity.items()},
-            "allocatable": {it: str(n) for it, n in allocatable.items()},
-        }
-        key = ("nodes", "", name)
-        self.store.merge(key, {"status": status}, status=True, manager="kubelet")
-
-    def configure(self, namespace: str, name: str, data: Mapping[str, str]) -> None:
-        """Write a ConfigMap."""
-        self.store.put(("configmaps", namespace, name), {"data": dict(data)})
-
-    def add_pod(
-        self,
-        namespace: str,
-        name: str,
-        node: str,
-        annotations: Mapping[str, str] | None = None,
-        *,
-        uid: str = "",
-        phase: str = "Running",
-        owner: tuple[str, str] | None = None,
-    ) -> Object:
-        """Add a Pod that is bound to a node, or put another in its place."""
-        metadata: Object = {"annotations": dict(annotations or {})}
-        if uid:
-            metadata["uid"] = uid
-        if owner is not None:
-            metadata["ownerReferences"] = [
-                {"kind": owner[0], "name": owner[1], "controller": True, "uid": "of-the-owner"}
-            ]
-        content = {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": phase}}
-        return self.store.put(("pods", namespace, name), content)
-
-    def delete_pod(self, namespace: str, name: str) -> None:
-        """Delete a Pod, as the API server does once its kubelet has ended it."""
-        self.store.delete(("pods", namespace, name))
-
     def install_nfd(self, *, works: bool = True) -> SimNfd:
         """Have Node Feature Discovery in the cluster, or its kinds alone."""
         self.nfd, self.nfd_works = SimNfd(self.store), works
         return self.nfd
-
-    def node_features(self) -> list[Object]:
-        """Give all NodeFeatures."""
-        return [it for key, it in self.store.objects.items() if key[0] == KIND]
-
-    def events(self) -> list[Object]:
-        """Give all Events, the oldest first."""
-        return [it for key, it in self.store.objects.items() if key[0] == "events"]
 
     async def until(self, seen: Any) -> None:  # noqa: ANN401 - any predicate without arguments
         """Wait until something is so that only requests and changes make so."""

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagpu.backends.mig import MigBackend, keeping, ledger, turns
+from metagpu.backends.mig import MigBackend, keeping, ledger, making, turns
 from metagpu.backends.mps_daemon.supervisor import Timing
 from metagpu.core.facts import LeasesObserved
 from metagpu.core.injection import Injection
 from metagpu.core.model import Share
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.instances import Making
-from metagpu.sim.node import SimProcess
 from tests.mig_rig import configured, cut
 from tests.served import Care, in_care
 
@@ -31,8 +31,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "POLL", 0.02)
         monkeypatch.setattr(module, "LOOK", 0.02)
     monkeypatch.setattr(turns, "TURN", 0.01)
-    monkeypatch.setattr(keeping, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(keeping, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(making, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(making, "LONGEST_PAUSE", 0.02)
     monkeypatch.setattr(MigBackend, "timing", Timing(period=0.1, retry=0.02, deadline=20.0))
 
 

@@ -1,60 +1,24 @@
 """Whose an instance is, and what follows: the ledger alone, its time given by the test."""
 
-from collections.abc import Iterable
-
 import pytest
-from msgspec.structs import replace
 
 from metagpu.backends.mig import ledger
-from metagpu.backends.mig.ledger import GRACE, LOOK, POLL, Ledger, Terms
-from metagpu.core.facts import Fact, GpusFound, LeasesObserved, SharesAwaited, SharesGranted
-from metagpu.core.model import Holder, Share
-from metagpu.core.snapshot import GpuState
-from tests.backends.mig.gpus import instance, mig_gpu
-from tests.backends.mig.test_mig import backend
-from tests.build import after, offer
-
-GPU = mig_gpu()
-SHARES = backend().shares(GPU)
-POD = Holder("default", "pod", "main")
-TWO = instance(GPU, "2g.10gb@4", 5)
-NOBODY: dict[int | None, list[int]] = {}
-
-
-def share(slot: str) -> Share:
-    """Find a share by its profile and slice."""
-    return next(it for it in SHARES if it.id.endswith(f"::{slot}"))
-
-
-def state(*facts: Fact) -> GpuState:
-    """Give what is known of the GPU after some facts."""
-    return after(GpusFound((GPU,), at=0), offer(*SHARES), *facts).gpus[GPU.id]
-
-
-def observed(*slots: str, others: Iterable[str] = ()) -> LeasesObserved:
-    """Let the kubelet tell of pods that hold these, and of what others hold elsewhere."""
-    held = [share(slot).id for slot in slots] + [type(share("1g.5gb@0").id)(it) for it in others]
-    return LeasesObserved(dict.fromkeys(held, POD), at=5)
-
-
-def ledger_of(*facts: Fact, looked: bool = True, keep_warm: float = 10) -> Ledger:
-    """Begin a ledger, with the first look at an empty GPU behind it."""
-    terms = Terms(frozenset(("1g.5gb", "2g.10gb", "3g.20gb")), keep_warm, 10)
-    made = Ledger(terms, "mig", state(*facts))
-    if looked:
-        made.take_in([], 0)
-    return made
-
-
-def ours(it: Ledger) -> None:
-    """Take an instance of ours in."""
-    it.ours.add(it_uuid())
-    it.take_in([TWO], 1)
-
-
-def it_uuid() -> str:
-    """Give the uuid of the instance that most tests are about."""
-    return TWO.computes[0].uuid
+from metagpu.backends.mig.ledger import GRACE, LOOK, POLL
+from metagpu.backends.mig.telling import stock
+from metagpu.core.facts import SharesAwaited, SharesGranted, StockTold
+from tests.backends.mig.gpus import instance
+from tests.backends.mig.ledgers import (
+    GPU,
+    NOBODY,
+    POD,
+    TWO,
+    it_uuid,
+    ledger_of,
+    observed,
+    ours,
+    share,
+    state,
+)
 
 
 def test_what_appears_without_us_is_foreign() -> None:
@@ -63,38 +27,12 @@ def test_what_appears_without_us_is_foreign() -> None:
     it.take_in([TWO], 100)
     it.see(NOBODY, 100 + 10 * GRACE)
 
-    assert it.stock(alone=True).made == {}
-    assert it.stock(alone=True).blocked == dict.fromkeys(
+    assert stock(it, alone=True).made == {}
+    assert stock(it, alone=True).blocked == dict.fromkeys(
         ("s4", "s5"), "instance 2g.10gb@4 is there, which metagpu did not make"
     )
     assert not it.loose
     assert not it.unwanted(1e9)
-
-
-def test_every_device_has_a_name_and_ours_one_of_its_place() -> None:
-    """By CDI a device goes by its uuid, whoever made it; ours by its place too, made or remade."""
-    it = ledger_of()
-    it.take_in([TWO], 1)
-    assert list(it.stock(alone=True).named) == [it_uuid()]
-
-    it.ours.add(it_uuid())
-    named = it.stock(alone=True).named
-    assert list(named) == [it_uuid(), f"{GPU.id}::2g.10gb:4"]
-    assert {(made.device, made.gpu_instance) for made in named.values()} == {(it_uuid(), 5)}
-
-    it.busy.add("2g.10gb@4")  # it is about to go
-    assert not it.stock(alone=True).named
-
-
-def test_a_pod_keeps_the_name_of_its_place_under_a_layout() -> None:
-    """Told before, when instances were made on demand, it has to stand for what is held still."""
-    it = ledger_of(observed("2g.10gb@4"))
-    it.terms = replace(it.terms, fixed=frozenset(("2g.10gb@4",)))
-    ours(it)
-    assert list(it.stock(alone=True).named) == [it_uuid(), f"{GPU.id}::2g.10gb:4"]
-
-    it.state = state(observed())
-    assert list(it.stock(alone=True).named) == [it_uuid()]
 
 
 def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:
@@ -111,34 +49,19 @@ def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:
         assert not list(it.waiting())
 
 
-def test_what_was_held_may_be_had_again_until_somebody_looks() -> None:
-    """Known before the lease ends, so that no list in between says otherwise; then it is idle."""
-    it = ledger_of(observed("2g.10gb@4"))
-    ours(it)
-    flags = [[(m.again, m.idle) for m in it.stock(alone=True).made.values()]]
-    it.state = state(observed())
-    flags.append([(m.again, m.idle) for m in it.stock(alone=True).made.values()])
-    it.see({5: [77]}, 10)
-    flags.append([(m.again, m.idle) for m in it.stock(alone=True).made.values()])
-    it.see(NOBODY, 20)
-    flags.append([(m.again, m.idle) for m in it.stock(alone=True).made.values()])
-
-    assert flags == [[(True, False)], [(True, False)], [(False, False)], [(False, True)]]
-
-
 def test_what_is_found_at_the_start_is_ours_after_a_while() -> None:
     """It is blocked meanwhile, then idle; the kubelet must have told of all pods before."""
     it = ledger_of(looked=False)
     it.take_in([TWO], 0)
     it.see(NOBODY, 2 * GRACE)
     assert it.found == {"2g.10gb@4": 2 * GRACE}
-    assert "was found here" in it.stock(alone=True).blocked["s4"]
+    assert "was found here" in stock(it, alone=True).blocked["s4"]
 
     it.state = state(observed())
     it.see(NOBODY, 3 * GRACE - 1)
     assert it.found
     it.see(NOBODY, 3 * GRACE)
-    assert [made.idle for made in it.stock(alone=True).made.values()] == [True]
+    assert [made.idle for made in stock(it, alone=True).made.values()] == [True]
 
 
 def test_a_program_keeps_what_was_found_from_being_ours() -> None:
@@ -168,7 +91,7 @@ def test_what_we_never_make_is_not_ours(found: object) -> None:
     it.see(NOBODY, 10 * GRACE)
 
     assert not it.ours
-    assert it.stock(alone=True).blocked
+    assert stock(it, alone=True).blocked
 
 
 def test_what_another_plugin_gave_is_not_ours() -> None:
@@ -178,7 +101,7 @@ def test_what_another_plugin_gave_is_not_ours() -> None:
     it.see(NOBODY, 10 * GRACE)
 
     assert not it.ours
-    assert "did not make" in it.stock(alone=True).blocked["s4"]
+    assert "did not make" in stock(it, alone=True).blocked["s4"]
 
 
 def test_a_pods_share_says_that_an_instance_is_ours() -> None:
@@ -187,9 +110,9 @@ def test_a_pods_share_says_that_an_instance_is_ours() -> None:
     it.take_in([TWO], 0)
     it.see(NOBODY, 0)
 
-    [made] = it.stock(alone=True).made.values()
+    [made] = stock(it, alone=True).made.values()
     assert (made.device, made.gpu_instance, made.idle) == (it_uuid(), 5, False)
-    assert not it.stock(alone=True).blocked
+    assert not stock(it, alone=True).blocked
     assert not it.unwanted(1e9)
 
 
@@ -216,6 +139,21 @@ def test_what_came_too_late_is_ours() -> None:
     assert not other.ours
 
 
+def test_what_was_being_made_under_another_configuration_is_ours() -> None:
+    """What the driver was asked for is handed on: nobody takes its instance for somebody else's."""
+    before = ledger_of(SharesGranted((share("2g.10gb@4"),), at=1))
+    before.making.add("2g.10gb@4")
+    told = StockTold(GPU.id, "mig", stock(before, alone=True), at=2)
+    assert told.stock.making == {"2g.10gb@4"}
+
+    it = ledger_of(SharesGranted((share("2g.10gb@4"),), at=1), told, looked=False)
+    it.take_in([TWO, instance(GPU, "1g.5gb@0", 7)], 3)
+    assert it.is_ours("2g.10gb@4")
+    assert not list(it.waiting())
+    assert not it.is_ours("1g.5gb@0")
+    assert stock(it, alone=True).making == frozenset()
+
+
 def test_idle_instances_go_after_a_while() -> None:
     """Warm for as long as the pool says, and no longer; an unfinished one goes at once."""
     it = ledger_of(observed(), keep_warm=10)
@@ -231,7 +169,7 @@ def test_idle_instances_go_after_a_while() -> None:
     half.take_in([instance(GPU, "2g.10gb@4", computes=0)], 1)
     half.see(NOBODY, 100)
     assert half.unwanted(100) == ["2g.10gb@4"]
-    assert not half.stock(alone=True).made
+    assert not stock(half, alone=True).made
 
 
 def test_a_program_keeps_an_instance() -> None:
@@ -242,7 +180,7 @@ def test_a_program_keeps_an_instance() -> None:
 
     assert it.unwanted(1e9) == []
     assert it.pause(100) == POLL
-    assert it.stock(alone=True).blocked["s5"] == (
+    assert stock(it, alone=True).blocked["s5"] == (
         "instance 2g.10gb@4 was given back, and process 7, process 9 still runs on it"
     )
     it.see(NOBODY, 200)
@@ -264,7 +202,7 @@ def test_what_stays_is_tried_again_later_and_later() -> None:
         assert it.unwanted(now) == ["2g.10gb@4"]
 
     assert pauses == [POLL, 2 * POLL, 4 * POLL, 8 * POLL, LOOK, LOOK]
-    assert it.stock(alone=True).blocked["s4"].endswith("cannot be removed: In use")
+    assert stock(it, alone=True).blocked["s4"].endswith("cannot be removed: In use")
 
 
 def test_a_failure_is_about_one_lease() -> None:
@@ -274,11 +212,11 @@ def test_a_failure_is_about_one_lease() -> None:
     [lease] = it.waiting()
     it.note_failed(lease, "no")
     assert [*it.waiting()] == []
-    assert [failure.reason for failure in it.stock(alone=True).failed.values()] == ["no"]
+    assert [failure.reason for failure in stock(it, alone=True).failed.values()] == ["no"]
 
     it.state = state(SharesGranted((share("2g.10gb@4"),), at=2))
     assert len([*it.waiting()]) == 1
-    assert it.stock(alone=True).failed == {}
+    assert stock(it, alone=True).failed == {}
 
 
 def test_an_instance_that_is_gone_is_not_made_for_its_pod_again() -> None:
@@ -288,28 +226,6 @@ def test_an_instance_that_is_gone_is_not_made_for_its_pod_again() -> None:
 
     assert it.lost == {share("2g.10gb@4").id}
     assert [*it.waiting()] == []
-
-
-def test_what_is_busy_is_in_nobodys_stock() -> None:
-    """What is being made or removed is neither given nor blocked: who wants it waits."""
-    it = ledger_of(observed())
-    ours(it)
-    it.see(NOBODY, 0)
-    it.busy.add("2g.10gb@4")
-
-    stock = it.stock(alone=True)
-    assert (dict(stock.made), dict(stock.blocked)) == ({}, {})
-    assert it.unwanted(1e9) == []
-
-
-def test_a_profile_that_is_not_known_blocks_its_slices() -> None:
-    """An instance of a kind that NVML did not tell is foreign, and where it is nothing is given."""
-    it = ledger_of(observed())
-    it.state = state(observed())
-    odd = type(TWO)(5, 99, TWO.placement, TWO.computes)
-    it.take_in([odd], 1)
-
-    assert it.stock(alone=True).blocked.keys() == {"s4", "s5"}
 
 
 def test_a_quiet_gpu_is_looked_at_now_and_then() -> None:

@@ -5,6 +5,7 @@ from metagpu.backends.mig.board import share_id
 from metagpu.backends.mig.ledger import LOOK, POLL, Terms
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.standing import Standing
+from metagpu.backends.mig.telling import stock
 from metagpu.core.facts import Fact, GpusFound, LeasesObserved, StockTold
 from metagpu.core.injection import Injection
 from metagpu.core.mig import MigInstance
@@ -60,7 +61,7 @@ def test_what_is_missing_is_made() -> None:
     it = seen()
 
     assert it.absent(0) == ["3g.20gb@0", "3g.20gb@4"]
-    assert set(it.stock(alone=True).blocked.values()) == {
+    assert set(stock(it, alone=True).blocked.values()) == {
         f"instance 3g.20gb@{n} of the layout is not there: it is about to be made" for n in (0, 4)
     }
     assert it.why_none() == ""
@@ -73,7 +74,7 @@ def test_an_instance_in_its_place_is_ours_at_once() -> None:
     assert it.is_ours("3g.20gb@4")
     assert it.absent(0) == ["3g.20gb@0"]
     assert it.unwanted(1000) == []
-    assert it.stock(alone=True).made[share_id(A.id, "3g.20gb@4")].idle
+    assert stock(it, alone=True).made[share_id(A.id, "3g.20gb@4")].idle
 
 
 def test_an_instance_in_use_is_not_taken() -> None:
@@ -84,7 +85,7 @@ def test_an_instance_in_use_is_not_taken() -> None:
     it = Standing(it.terms, "mig", state(held(elsewhere=THREE.computes[0].uuid)))
     look(it, THREE, at=0)
     assert not it.is_ours("3g.20gb@4")
-    assert "which metagpu did not make" in "".join(it.stock(alone=True).blocked.values())
+    assert "which metagpu did not make" in "".join(stock(it, alone=True).blocked.values())
 
 
 def test_nobody_is_told_before_the_kubelet_has_told() -> None:

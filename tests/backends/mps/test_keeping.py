@@ -24,7 +24,7 @@ from metagpu.core.facts import GpuFaulted, GpuRecovered
 from metagpu.core.gpu import MIB
 from metagpu.core.injection import Injection
 from metagpu.core.snapshot import GpuState
-from metagpu.sim.node import SimProcess
+from metagpu.sim.gpu import SimProcess
 from metagpu.sim.spec import simulated
 from metagpu.tools import HostTools
 from tests.companions_rig import COMPANIONS, StandIn

@@ -9,6 +9,7 @@ from typing import Final
 import anyio
 
 from metagpu.core.facts import GpusFound
+from metagpu.core.model import ResourceName
 from metagpu.core.profiles import Instruction
 from metagpu.core.registry import Registry
 from metagpu.plugins.cluster import Cluster, Outcome
@@ -19,6 +20,15 @@ from tests.build import gpu, laid_out
 
 NODE: Final = "gpu-1"
 CONFIG_MAP: Final = ("kube-system", "metagpu")
+SIDE_BY_SIDE: Final = """
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {backend: fraction, sharesPerGpu: 10}
+      - {backend: timeslice, resource: nvidia.com/gpu.shared, replicas: 4}
+"""
+SLICED: Final = ResourceName("nvidia.com/gpu.shared")
 
 
 @dataclass

@@ -67,6 +67,8 @@ async def test_credentials_that_stay_wrong_are_told(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         (None, "there is no such file"),
+        ("", "it is no kubeconfig"),
+        ("contexts: 3", "it is no kubeconfig"),
         ("{", "while parsing a flow node expected the node content, but found '<stream end>'"),
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 from metagpu.core.facts import (
     BackendSuspended,
     DriverRead,
-    Event,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
@@ -18,6 +17,7 @@ from metagpu.core.facts import (
     RivalMet,
 )
 from metagpu.core.model import ResourceName
+from metagpu.core.news import Event
 from metagpu.core.snapshot import Versions
 from metagpu.plugins.cluster.events import Subject
 from metagpu.plugins.cluster.node_news import news_of, resets

@@ -5,18 +5,10 @@ from typing import Final
 
 import pytest
 
-from metagpu.core.facts import (
-    Event,
-    GpuFaulted,
-    GpusFound,
-    MemoryExceeded,
-    PodsTold,
-    ProcessSignalled,
-    StrangerFound,
-    WishRefused,
-)
+from metagpu.core.facts import GpuFaulted, GpusFound, PodsTold
 from metagpu.core.gpu import MIB
 from metagpu.core.model import Holder
+from metagpu.core.news import Event, MemoryExceeded, ProcessSignalled, StrangerFound, WishRefused
 from metagpu.core.pods import KnownPod
 from metagpu.plugins.cluster import events
 from metagpu.plugins.cluster.pod_news import news_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.core.facts import PodEnded
+from metagpu.core.news import PodEnded
 from metagpu.core.pods import KnownPod, KnownPods
 from metagpu.core.registry import Registry
 from metagpu.plugins.cluster import chore, following

@@ -5,19 +5,16 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from metagpu.core.bus import Bus
-from metagpu.core.facts import (
+from metagpu.core.facts import GpuCordoned, GpuFaulted, GpuRecovered, InstanceFaulted
+from metagpu.core.model import Fault, Holder
+from metagpu.core.news import (
     Event,
-    GpuCordoned,
-    GpuFaulted,
-    GpuRecovered,
-    InstanceFaulted,
     MemoryErrorHeard,
     MemoryExceeded,
     ProcessSignalled,
     StrangerFound,
     XidHeard,
 )
-from metagpu.core.model import Fault, Holder
 from metagpu.plugins.metrics.counts import Counts
 from tests.build import gpu
 

@@ -8,17 +8,10 @@ from msgspec.structs import replace
 from metagpu import __version__
 from metagpu.core.census import Findings
 from metagpu.core.errors import FractionSplit, RequestError
-from metagpu.core.facts import (
-    DriverRead,
-    GpusFound,
-    MemoryErrorHeard,
-    RivalMet,
-    SharesOffered,
-    WishRefused,
-    XidHeard,
-)
+from metagpu.core.facts import DriverRead, GpusFound, RivalMet, SharesOffered
 from metagpu.core.gpu import GpuId
 from metagpu.core.model import Fault, ResourceName
+from metagpu.core.news import MemoryErrorHeard, WishRefused, XidHeard
 from metagpu.core.pods import KnownPod
 from metagpu.core.registry import Registry
 from metagpu.core.snapshot import Versions

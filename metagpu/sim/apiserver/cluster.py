@@ -1,0 +1,87 @@
+"""What stands in a simulated cluster: put there as kubelets, controllers and people do."""
+
+from collections.abc import Mapping
+
+from metagpu.sim.apiserver.nfd import KIND
+from metagpu.sim.apiserver.objects import Object, Store
+
+
+class SimCluster:
+    """Nodes, Pods, ConfigMaps, and what others have told of them.
+
+    Attributes:
+        store: the objects.
+    """
+
+    def __init__(self) -> None:
+        self.store = Store()
+
+    def add_node(
+        self, name: str, labels: Mapping[str, str] | None = None, **spec: object
+    ) -> Object:
+        """Add a Node with these labels, as its kubelet does."""
+        content = {"metadata": {"labels": dict(labels or {})}, "spec": spec, "status": {}}
+        return self.store.put(("nodes", "", name), content)
+
+    def node(self, name: str) -> Object:
+        """Give a Node as it is."""
+        return self.store.objects["nodes", "", name]
+
+    def labels(self, name: str) -> Mapping[str, str]:
+        """Give a Node's labels."""
+        found: Mapping[str, str] = self.node(name)["metadata"].get("labels") or {}
+        return found
+
+    def label(self, name: str, labels: Mapping[str, str | None], by: str = "kubectl") -> None:
+        """Set labels of a Node, or take them away, as a person does."""
+        patch = {"metadata": {"labels": dict(labels)}}
+        self.store.merge(("nodes", "", name), patch, status=False, manager=by)
+
+    def report(
+        self, name: str, capacity: Mapping[str, int], allocatable: Mapping[str, int]
+    ) -> None:
+        """Report a Node's amounts, as its kubelet does."""
+        status = {
+            "capacity": {it: str(n) for it, n in capacity.items()},
+            "allocatable": {it: str(n) for it, n in allocatable.items()},
+        }
+        key = ("nodes", "", name)
+        self.store.merge(key, {"status": status}, status=True, manager="kubelet")
+
+    def configure(self, namespace: str, name: str, data: Mapping[str, str]) -> None:
+        """Write a ConfigMap."""
+        self.store.put(("configmaps", namespace, name), {"data": dict(data)})
+
+    def add_pod(
+        self,
+        namespace: str,
+        name: str,
+        node: str,
+        annotations: Mapping[str, str] | None = None,
+        *,
+        uid: str = "",
+        phase: str = "Running",
+        owner: tuple[str, str] | None = None,
+    ) -> Object:
+        """Add a Pod that is bound to a node, or put another in its place."""
+        metadata: Object = {"annotations": dict(annotations or {})}
+        if uid:
+            metadata["uid"] = uid
+        if owner is not None:
+            metadata["ownerReferences"] = [
+                {"kind": owner[0], "name": owner[1], "controller": True, "uid": "of-the-owner"}
+            ]
+        content = {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": phase}}
+        return self.store.put(("pods", namespace, name), content)
+
+    def delete_pod(self, namespace: str, name: str) -> None:
+        """Delete a Pod, as the API server does once its kubelet has ended it."""
+        self.store.delete(("pods", namespace, name))
+
+    def node_features(self) -> list[Object]:
+        """Give all NodeFeatures."""
+        return [it for key, it in self.store.objects.items() if key[0] == KIND]
+
+    def events(self) -> list[Object]:
+        """Give all Events, the oldest first."""
+        return [it for key, it in self.store.objects.items() if key[0] == "events"]

@@ -1,0 +1,125 @@
+"""What the documentation shows is so: its commands, its files, its tables, its links."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metagpu import arguments, mgctl
+from metagpu.core.backend import installed_backends
+from metagpu.core.config import parse
+from metagpu.core.xid import DEFAULT_XIDS, Severity
+from metagpu.sim.boards import BOARDS, Fabric
+from metagpu.sim.spec import simulated
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(kind: str) -> Iterator[tuple[str, str]]:
+    """Give the blocks of a kind, each with the page it is on."""
+    for page in PAGES:
+        for found in BLOCK.finditer(page.read_text(encoding="utf-8")):
+            if found[1] == kind:
+                yield str(page.relative_to(ROOT)), found[2]
+
+
+def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Give every command line of ours that a page shows, without what a shell does with it."""
+    for page, block in blocks("console"):
+        for line in re.findall(r"^\$ ((?:metagpu|mgctl) .*)$", block, re.MULTILINE):
+            words = shlex.split(line, comments=True)
+            end = min((words.index(it) for it in ("|", ">", "&", "...") if it in words), default=99)
+            yield page, tuple(words[:end])
+
+
+def section(page: str, heading: str) -> list[list[str]]:
+    """Give the rows of the first table after a line of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    table = text[text.index(heading) :].split("\n|", 1)[1].split("\n\n", 1)[0].rstrip()
+    rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in table.split("\n")]
+    return rows[2:]
+
+
+@pytest.mark.parametrize(("page", "words"), sorted(set(commands())), ids=str)
+def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
+    """Whoever copies a line from a page has its command understood."""
+    program, *rest = words
+    reads = arguments.parser() if program == "metagpu" else mgctl._parser()
+
+    assert reads.parse_args(rest) is not None, page
+
+
+def test_every_configuration_is_good() -> None:
+    """Each whole configuration that a page shows can be used as it is."""
+    shown = [(page, it) for page, it in blocks("yaml") if it.startswith("version: metagpu/v1")]
+    backends = installed_backends()
+
+    assert len(shown) > 5
+    for page, text in shown:
+        parse(text, page, backends)
+
+
+def test_the_node_file_is_good(tmp_path: Path) -> None:
+    """The file that the simulator's page shows makes the node that it says."""
+    [text] = [text for page, text in blocks("yaml") if page == "docs/simulator.md"]
+    file = tmp_path / "node.yaml"
+    file.write_text(text.replace("/var/tmp", str(tmp_path)))  # noqa: S108 - it is what the page says
+
+    assert [gpu.board.key for gpu in simulated(str(file)).gpus] == ["a100-40gb"] * 4 + ["h100-80gb"]
+
+
+@pytest.mark.parametrize("severity", list(Severity))
+def test_every_xid_is_in_its_table(severity: Severity) -> None:
+    """The page on health has the policy as it is, with each XID's meaning."""
+    told = {int(code): meaning for code, meaning in section("docs/health.md", f"**{severity}**")}
+
+    assert told == {
+        code: rule.meaning for code, rule in DEFAULT_XIDS.items() if rule.severity is severity
+    }
+
+
+def test_every_board_is_in_the_table() -> None:
+    """The simulator's page has the boards with their figures."""
+    assert section("docs/simulator.md", "## Boards") == [
+        [
+            board.key,
+            board.product,
+            f"{board.memory} MiB",
+            f"{board.reserved} MiB",
+            ".".join(map(str, board.compute_capability)),
+            "yes" if board.mig else "no",
+            "none" if board.fabric is Fabric.NONE else f"{board.nvlinks}, {board.fabric.value}",
+        ]
+        for board in BOARDS.values()
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """Name the places of a page that a link can lead to, as GitHub makes them of headings."""
+    text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", it).lower()) for it in headings)
+    return {it.replace(" ", "-") for it in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """A link to another page, or to a heading of one, finds it."""
+    text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(link)
+
+    assert broken == []
