@@ -43,6 +43,7 @@ async def follow_leases(
     *,
     directory: Path | None = None,
     node: str = "",
+    settle: float | None = None,
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
@@ -59,7 +60,9 @@ async def follow_leases(
         looked: is set after the first look, whatever came of it.
         directory: the kubelet's folder for device plugins, where its checkpoint is.
         node: this node's name, this machine's if it is not said.
+        settle: seconds, `SETTLE` unless they are given.
     """
+    settle = SETTLE if settle is None else settle
     told = ""
     pause = 0.0
     settling = Settling(socket, directory, (node or gethostname()).lower(), clock)
@@ -93,11 +96,11 @@ async def follow_leases(
 
                 # A grant whose pod is not told yet is being admitted: look again soon, then later.
                 longest = SOUGHT_PERIOD if _sought(registry) else PERIOD
-                pause = min(max(pause * 2, SETTLE), longest) if _untold(registry) else longest
+                pause = min(max(pause * 2, settle), longest) if _untold(registry) else longest
                 with anyio.move_on_after(pause) as waiting:
                     await stirred.wait()
                 if not waiting.cancelled_caught:
-                    await anyio.sleep(SETTLE)
+                    await anyio.sleep(settle)
                     pause = 0.0
 
 
