@@ -30,7 +30,7 @@ from metagpu.nvml.reading import Handle, describe, instance
 log = structlog.get_logger()
 
 SLICE: Final = 1.0
-"""Seconds of one wait for events: waits cannot be cancelled, so leaving takes as long."""
+"""Seconds of one wait for events: NVML's cannot be cancelled, so leaving takes as long."""
 BATCH: Final = 256
 """Events in a batch at most: a storm of corrected errors must not hold it open."""
 
