@@ -56,8 +56,6 @@ TIMING = Timing(
 )
 """Everything that takes seconds takes a tenth or less, but for an answer: a machine may be busy."""
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
