@@ -542,7 +542,7 @@ async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
     """A restarted daemon gives no whole GPU away whose shares a pod of before holds."""
     mixed = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
-    asked, early = podresources._asked, []
+    observed, early = podresources.observed, []
 
     async with kubelet.running():
         async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet) as it:
@@ -551,14 +551,14 @@ async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
         before = sum(kubelet.registrations.values())
 
         async def slow(*arguments: Any) -> Any:  # noqa: ANN401 - as the function's own
-            monkeypatch.setattr(podresources, "_asked", asked)  # the first look alone
+            monkeypatch.setattr(podresources, "observed", observed)  # the first look alone
             with anyio.move_on_after(0.3):
                 await kubelet.wait_for(lambda: sum(kubelet.registrations.values()) > before)
                 early.append("registered")
-            return await asked(*arguments)
+            return await observed(*arguments)
 
         monkeypatch.setattr(app, "FIRST_LOOK", 1e9)
-        monkeypatch.setattr(podresources, "_asked", slow)
+        monkeypatch.setattr(podresources, "observed", slow)
         async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet) as it:
             await it.until(20, 20)
 

@@ -78,7 +78,8 @@ async def _who_is_lost(session: Session, deadline: float) -> Sequence[DriverEven
 
 
 async def _renew(session: Session, deadline: float) -> None:
-    session.interrupt()
+    if not session.wait.idle:
+        session.interrupt()
     try:
         await session.wait.call(session.renew, SLICE + deadline)
     except DriverUnavailable:

@@ -81,7 +81,7 @@ async def follow_leases(
             while True:
                 stirred = anyio.Event()
                 try:
-                    seen, pods = await _asked(socket, clock)
+                    seen, pods = await observed(socket, clock)
                     registry.apply(await settling.judged(seen, pods, registry.snapshot))
                     told = ""
                 except Exception as error:  # noqa: BLE001 - whatever it says, leases stay
@@ -143,19 +143,18 @@ def _tell_failure(error: Exception, socket: Path, why: str) -> None:
     )
 
 
-async def observed(socket: Path, clock: Callable[[], float] = time.time) -> LeasesObserved:
+async def observed(
+    socket: Path, clock: Callable[[], float] = time.time
+) -> tuple[LeasesObserved, frozenset[str]]:
     """Ask the kubelet who holds what, of every resource: an id says which GPU it is about.
+
+    Gives the names of all pods too: those that hold nothing are told as well.
 
     Raises:
         OSError: if it cannot be reached.
         GRPCError: if it refuses, as it does above 100 questions a second.
         StreamTerminatedError: if it goes away meanwhile.
     """
-    return (await _asked(socket, clock))[0]
-
-
-async def _asked(socket: Path, clock: Callable[[], float]) -> tuple[LeasesObserved, frozenset[str]]:
-    """Give the answer, and the names of all pods in it: those that hold nothing are named too."""
     asked = clock()
     async with Channel(path=str(socket)) as channel:
         stub = v1.PodResourcesListerStub(channel)

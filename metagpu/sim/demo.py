@@ -55,7 +55,11 @@ class Scene:
         return report.status(self.agent.registry.snapshot, self.agent.layout)
 
     async def end(self, pod: Pod) -> None:
-        """End a pod, and tell the agent so as the API server does."""
+        """End a pod, and tell the agent so as the API server does.
+
+        The agent alone asks the kubelet who holds what: of two that ask, one might come late with
+        an answer in which the pod is still there.
+        """
         await self.kubelet.delete(pod)
         self.agent.registry.news.publish(PodEnded(KnownPod(pod.uid, pod.namespace, pod.name)))
 
