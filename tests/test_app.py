@@ -1,4 +1,4 @@
-"""The agent as a whole, from NVML to the kubelet: what breaks, what comes back, what stays."""
+"""The agent as a whole, from NVML to the kubelet: what comes, what stays, who holds what."""
 
 from pathlib import Path
 from typing import Any
@@ -6,130 +6,20 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu import adoption, app, laying
+from metagpu import app, laying
 from metagpu.app import Agent
 from metagpu.backends.fraction import FractionBackend
-from metagpu.core import health
-from metagpu.core.driver import RecoveryAction
-from metagpu.core.errors import ConfigError, MetagpuError
-from metagpu.core.facts import GpuRecovered, SharesReleased
+from metagpu.core.errors import MetagpuError
+from metagpu.core.facts import SharesReleased
 from metagpu.core.model import ResourceName
-from metagpu.core.report import explanation, hindrance
+from metagpu.core.report import explanation
 from metagpu.nvml import Nvml
 from metagpu.plugins import podresources
-from metagpu.sim.boards import BOARDS
 from metagpu.sim.kubelet import Pod, SimKubelet
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
 from metagpu.sources import Source
 from tests.agent_rig import METAGPU, QUICK, agent_at_work
-from tests.heard import heard
-
-
-async def test_fatal_xid_reaches_the_kubelet_and_heals(tmp_path: Path) -> None:
-    """A fatal XID takes one GPU out; recovered and quiet, it comes back by itself."""
-    # No look beside the events: one at that moment would find the GPU lost before its XID is heard.
-    seldom = QUICK.replace("rescanPeriod: 100ms", "rescanPeriod: 1h")
-
-    async with agent_at_work(tmp_path, config=seldom) as it:
-        await it.until(20, 20)
-        it.node.raise_xid(it.node.gpu("0"), 79)
-        await it.until(20, 10)
-
-        assert it.state(0).verdict.reason == "XID 79: GPU has fallen off the bus"
-        assert it.state(1).verdict.healthy
-
-        it.node.recover(it.node.gpu("0"))
-        await it.until(20, 20)
-
-        assert it.state(0).verdict.healthy
-
-
-async def test_a_lost_gpu_is_named_once(tmp_path: Path) -> None:
-    """What NVML says of a GPU is told without the GPU's name, which its reader has already."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.lose(it.node.gpu("0"))
-        await it.until(20, 10)
-
-        assert it.state(0).verdict.reason == (
-            "the GPU is lost: it has fallen off the bus or does not answer"
-        )
-
-
-async def test_application_xid_changes_nothing(tmp_path: Path) -> None:
-    """An application's XID costs no share."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        lists = it.kubelet.lists[METAGPU]
-        it.node.raise_xid(it.node.gpu("0"), 13)
-        it.node.raise_xid(it.node.gpu("1"), 79)
-        await it.until(20, 10)
-
-        assert it.state(0).verdict.healthy
-        assert it.kubelet.lists[METAGPU] == lists + 1
-
-
-async def test_policy_is_configurable(tmp_path: Path) -> None:
-    """The configuration may make an application's XID fatal."""
-    config = QUICK.replace("rescanPeriod: 100ms", "xids: {13: fatal}")
-
-    async with agent_at_work(tmp_path, config=config) as it:
-        await it.until(20, 20)
-        it.node.raise_xid(it.node.gpu("0"), 13)
-        await it.until(20, 10)
-
-
-async def test_recovery_action_alone_takes_a_gpu_out(tmp_path: Path) -> None:
-    """A GPU that needs a reset serves nobody until NVML asks for nothing any more."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.need(it.node.gpu("1"), RecoveryAction.GPU_RESET)
-        await it.until(20, 10)
-
-        assert it.state(1).verdict.reason == "NVML asks for a recovery action: GPU reset"
-
-        it.node.need(it.node.gpu("1"), RecoveryAction.NONE)
-        await it.until(20, 20)
-
-
-async def test_faulted_gpu_is_out_after_a_restart(tmp_path: Path) -> None:
-    """A daemon that starts finds a GPU in need of a reset and does not offer it."""
-    async with agent_at_work(tmp_path, boards="a100-40gb:2") as it:
-        await it.until(20, 20)
-        it.node.need(it.node.gpu("0"), RecoveryAction.NODE_REBOOT)
-        await it.until(20, 10)
-
-    node_file = tmp_path / "node.yaml"
-    await anyio.Path(node_file).write_text(
-        "gpus: [{board: a100-40gb, recoveryAction: node-reboot}, {board: a100-40gb}]"
-    )
-    async with agent_at_work(tmp_path, boards=str(node_file)) as it:
-        await it.until(20, 10)
-
-        assert not it.state(0).verdict.healthy
-
-
-async def test_operator_acknowledges(tmp_path: Path) -> None:
-    """An acknowledged GPU is back at once, unless it still needs something."""
-    # No look beside the events either: one begun before it was mended would find it lost after.
-    config = QUICK.replace("100ms", "1h")
-
-    async with agent_at_work(tmp_path, config=config) as it:
-        await it.until(20, 20)
-        gpu = it.node.gpu("0")
-        it.node.raise_xid(gpu, 79)
-        await it.until(20, 10)
-
-        with pytest.raises(MetagpuError, match="lost"):
-            await it.agent.health.acknowledge(it.state(0).gpu.id)
-
-        it.node.recover(gpu)
-        await it.agent.health.acknowledge(it.state(0).gpu.id)
-        await it.until(20, 20)
-
-        with pytest.raises(MetagpuError, match="nothing to acknowledge"):
-            await it.agent.health.acknowledge(it.state(0).gpu.id)
 
 
 async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
@@ -199,80 +89,6 @@ async def test_looking_foresees_what_mig_mode_hinders(
     assert [it["allocatable"] for it in told["resources"].values()] == [free]
 
 
-async def test_old_driver_waits_for_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the driver reports no recovery action, passing checks do not heal a fatal XID."""
-    told = anyio.Event()
-    monkeypatch.setattr(health.HealthWatch, "_call_for_operator", lambda *_: told.set())
-    node_file = tmp_path / "node.yaml"
-    await anyio.Path(node_file).write_text('driver: "470.82"\ngpus: [{board: a100-40gb, count: 2}]')
-
-    async with agent_at_work(tmp_path, boards=str(node_file)) as it:
-        await it.until(20, 20)
-        it.node.raise_xid(it.node.gpu("0"), 95)
-        await it.until(20, 10)
-        it.node.recover(it.node.gpu("0"))
-        await told.wait()
-
-        assert not it.state(0).verdict.healthy
-
-        await it.agent.health.acknowledge(it.state(0).gpu.id)
-        await it.until(20, 20)
-
-
-async def test_lost_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
-    """A GPU that falls off the bus without a word is found by the rescan, and only it suffers."""
-    async with agent_at_work(tmp_path, boards="a100-40gb:4") as it:
-        await it.until(40, 40)
-        it.node.lose(it.node.gpu("2"))
-        await it.until(40, 30)
-
-        assert [it.state(n).verdict.healthy for n in range(4)] == [True, True, False, True]
-
-        await it.kubelet.admit(Pod.single("train", {METAGPU: 30}))
-        it.node.recover(it.node.gpu("2"))
-        await it.until(40, 40)
-
-
-async def test_missing_nvml_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a driver nothing is offered; when it comes, everything is."""
-    monkeypatch.setattr(health, "RETRY", 0.01)
-    tries: list[object] = []
-    start = Library.nvmlInitWithFlags
-
-    def counted(self: Library, flags: object) -> int:
-        tries.append(flags)
-        return start(self, flags)
-
-    monkeypatch.setattr(Library, "nvmlInitWithFlags", counted)
-    async with agent_at_work(tmp_path, drivers=False) as it:
-        with anyio.fail_after(30):
-            while len(tries) < 3:  # noqa: ASYNC110 - a driver that is away tells nobody
-                await anyio.sleep(0.01)
-
-        assert it.kubelet.registrations[METAGPU] == 0
-
-        it.node.restore_driver()
-        await it.until(20, 20)
-
-
-async def test_lost_driver_takes_all_and_gives_all_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A driver that goes away takes every share, and brings them back when it returns."""
-    monkeypatch.setattr(health, "RETRY", 0.01)
-
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.fail_driver()
-        await it.until(20, 0)
-        it.node.restore_driver()
-        await it.until(20, 20)
-
-        assert it.kubelet.registrations[METAGPU] == 1
-
-
 async def test_gpu_added_while_running(tmp_path: Path) -> None:
     """A GPU that NVML lists later is offered without another registration."""
     async with agent_at_work(tmp_path) as it:
@@ -281,123 +97,6 @@ async def test_gpu_added_while_running(tmp_path: Path) -> None:
         await it.until(30, 30)
 
         assert it.kubelet.registrations[METAGPU] == 1
-
-
-async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
-    """A reload that adds a resource leaves the other's stream untouched."""
-    two = QUICK.replace("name: all", "name: first\n    gpus: {index: 0}")
-    added = two + "  - name: rest\n    backends: [{backend: fraction, resource: example.com/r}]\n"
-
-    async with agent_at_work(tmp_path, config=two) as it:
-        await it.until(10, 10)
-        await anyio.Path(it.config_file).write_text(added)
-        await it.agent.reload()
-        await it.until(100, 100, "example.com/r")
-
-        assert it.kubelet.lists[METAGPU] == 1
-        assert it.kubelet.registrations[METAGPU] == 1
-
-
-async def test_a_fault_of_our_own_in_a_reload_keeps_the_last_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever fails is told with where it came from, and the next reload is tried as ever."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("nobody thought of that")
-
-        with heard(adoption) as lines, monkeypatch.context() as patched:
-            patched.setattr(FractionBackend, "shares", fail)
-            await it.agent.reload()
-        [line] = [each for each in lines if each["log_level"] == "error"]
-        assert "by a fault of metagpu's own; the last good one stays" in line["event"]
-        assert line["exc_info"]
-        assert it.agent.adoption.report()["error"] == (
-            "metagpu failed (RuntimeError: nobody thought of that); see its log"
-        )
-        await it.until(20, 20)
-
-        await it.agent.reload()
-        await it.until(10, 10)
-        assert it.agent.adoption.report()["error"] is None
-
-
-async def test_a_fault_of_our_own_with_a_new_gpu_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is on offer stays so, and the daemon goes on."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("nobody thought of that")
-
-        with heard(laying) as lines, monkeypatch.context() as patched:
-            patched.setattr(FractionBackend, "shares", fail)
-            it.node.add_gpu(BOARDS["t4"])
-            with anyio.fail_after(30):
-                while not lines:  # noqa: ASYNC110 - a log line has no event
-                    await anyio.sleep(0.01)
-        assert lines[0]["event"] == "new GPUs are not offered, by a fault of metagpu's own"
-        await it.until(20, 20)
-
-
-async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:
-    """A file that is wrong is not taken, and the next good one is, without a restart."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-
-        for wrong in ("version: metagpu/v1\npools: 3", "{", QUICK.replace("10}", "1000000}")):
-            await anyio.Path(it.config_file).write_text(wrong)
-            await it.agent.reload()
-
-            assert it.agent.config.envelope.pools[0].name == "all"
-
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
-        await it.agent.reload()
-        await it.until(10, 10)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        QUICK.replace("fraction,", "fraction, resource: example.com/new,"),
-        QUICK.replace("10}", "100}"),
-    ],
-    ids=["renamed", "cut anew"],
-)
-async def test_changed_cut_waits_for_who_holds_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
-) -> None:
-    """A GPU whose pod got it under the old configuration is not given away under the new one."""
-    monkeypatch.setattr(podresources, "PERIOD", 0.02)
-    monkeypatch.setattr(podresources, "SETTLE", 0.01)
-    resource = "example.com/new" if "new" in changed else METAGPU
-    shares = 100 if "100}" in changed else 10
-
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        old = Pod.single("old", {METAGPU: 3})
-        await it.kubelet.admit(old)
-        await it.told()
-        await anyio.Path(it.config_file).write_text(changed)
-        await it.agent.reload()
-        await it.until(2 * shares, shares, resource)
-
-        assert "held by default/old (main)" in hindrance(it.state(0))
-        assert it.state(0).free(ResourceName(resource)) == 0
-
-        await it.kubelet.admit(Pod.single("new", {resource: shares}))
-
-        assert len(it.state(1).leases) == shares
-
-        await it.kubelet.delete(old)
-        await it.until(2 * shares, 2 * shares, resource)
-
-        assert it.state(0).waits_for == ()
 
 
 async def test_gpu_of_another_plugin_is_left_alone(
@@ -435,20 +134,6 @@ async def test_gpu_taken_out_of_the_node(tmp_path: Path) -> None:
         assert it.state(1).verdict.reason.endswith(reasons)
 
 
-def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
-    """A configuration that is wrong at start raises, naming file, line and path."""
-    from metagpu.app import Agent  # noqa: PLC0415
-    from metagpu.nvml import Nvml  # noqa: PLC0415
-
-    file = tmp_path / "bad.yaml"
-    file.write_text("version: metagpu/v1\npools:\n  - name: a\n    backends: [{backend: magic}]\n")
-
-    with pytest.raises(
-        ConfigError, match=r"bad.yaml: 4: pools\[0\].backends\[0\].backend: 'magic'"
-    ):
-        Agent(Source((file,)), Nvml())
-
-
 async def test_device_node_that_comes_late_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,21 +164,6 @@ async def test_gpu_in_mig_mode_is_cut_by_nobody(tmp_path: Path) -> None:
         await it.until(10, 10)
 
         assert it.agent.layout.assignments[0].why.endswith("nothing is cut: MIG mode is on")
-
-
-async def test_reload_is_not_undone_by_a_gpu_that_comes(tmp_path: Path) -> None:
-    """A reload and a GPU that comes at once end in the new configuration over all GPUs."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(it.agent.reload)
-            for _ in range(5):
-                group.start_soon(it.agent.laying.again)
-
-        assert len(it.agent.layout.shares) == 40
-        await it.until(40, 40)
 
 
 async def test_leases_follow_the_kubelet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,48 +234,6 @@ async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
 
             assert not early
             assert any(state.withheld for state in it.agent.registry.snapshot.gpus.values())
-
-
-async def test_a_fault_over_a_changed_file_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What nobody thought of leaves the node as it is, and the next change is taken at once."""
-
-    async def faulty(_: object) -> None:
-        raise KeyError("a fault of ours")
-
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        adopts = it.agent.adoption
-        with monkeypatch.context() as patched:
-            patched.setattr(adopts, "_adopt", faulty)
-            await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
-            with anyio.fail_after(30):
-                while adopts.error is None:  # noqa: ASYNC110 - it is no fact, and has no event
-                    await anyio.sleep(0.005)
-        await it.kubelet.admit(Pod.single("train", {METAGPU: 5}))
-
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
-        await it.until(40, 20)
-
-
-async def test_recovery_is_news(tmp_path: Path) -> None:
-    """Others hear of a recovery, with what it rests on."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.raise_xid(it.node.gpu("0"), 119)
-        await it.until(20, 10)
-
-        async with anyio.create_task_group() as group:
-
-            async def hear() -> None:
-                fact = await it.news(GpuRecovered)
-                assert isinstance(fact, GpuRecovered)
-                assert fact.reason == "passed its checks for 0.1 s"
-
-            group.start_soon(hear)
-            await anyio.wait_all_tasks_blocked()
-            it.node.recover(it.node.gpu("0"))
 
 
 async def test_whole_gpus_are_the_best_connected(tmp_path: Path) -> None:

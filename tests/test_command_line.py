@@ -1,13 +1,17 @@
 """What is told of a command line that is not understood, and of output that nobody can read."""
 
 import errno
+import gc
 import os
 import subprocess
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
+from metagpu.__main__ import main as program
 from metagpu.cli import main
 from metagpu.command_line import finished
 
@@ -59,9 +63,9 @@ def test_a_mistake_is_one_line(line: str, told: str, capsys: pytest.CaptureFixtu
 
 def explained(output: int) -> subprocess.CompletedProcess[bytes]:
     """Run `metagpu explain --json` as a program that writes to a file descriptor."""
-    program = "import sys; from metagpu.cli import main; sys.exit(main())"
+    code = "import sys; from metagpu.cli import main; sys.exit(main())"
     return subprocess.run(  # noqa: S603 - our own program
-        [sys.executable, "-c", program, "explain", "--simulate", "a100-40gb:8", "--json"],
+        [sys.executable, "-c", code, "explain", "--simulate", "a100-40gb:8", "--json"],
         stdout=output,
         stderr=subprocess.PIPE,
         check=False,
@@ -85,6 +89,23 @@ def test_a_full_disk_is_one_line() -> None:
 
     assert done.returncode == 1
     assert done.stderr == b"metagpu: cannot write: No space left on device\n"
+
+
+def test_an_interrupt_before_the_command_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who presses Ctrl-C while modules are loaded reads no traceback either."""
+
+    class Impatient(MetaPathFinder):
+        def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+            if fullname == "metagpu.cli":
+                raise KeyboardInterrupt
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [Impatient(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "metagpu.cli")
+
+    monkeypatch.setattr(gc, "disable", lambda: None)
+
+    assert program() == 130
 
 
 def test_other_failures_are_not_hidden() -> None:

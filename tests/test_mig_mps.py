@@ -1,7 +1,7 @@
 """MPS on the instances of a fixed layout: the whole agent, real processes in place of NVIDIA's."""
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tests.agent_rig import Scene, agent_at_work
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.heard import heard
 from tests.mig_rig import a_node, cut, hurry, made, places
-from tests.waiting import until
+from tests.waiting import becomes, until
 
 SHARED, TWO = "nvidia.com/mig-1g.5gb.shared", "nvidia.com/mig-2g.10gb"
 LAYOUT = "layout: {2g.10gb: 2, 1g.5gb: 3}"
@@ -74,15 +74,6 @@ async def devices(folder: Path) -> list[str]:
 def control(folder: Path, device: str) -> StandIn:
     """Give the control daemon of a device."""
     return StandIn(Folders.of(str(folder), device), device)
-
-
-async def becomes(is_so: Callable[[], bool]) -> None:
-    """Wait for what nothing tells of."""
-
-    async def so() -> bool:
-        return is_so()
-
-    await until(so, LIMIT)
 
 
 def paused(it: Scene) -> dict[str, str]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from metagpu.compat.contract import Note, Origin
-from metagpu.core.document import Document, below
+from metagpu.core.document import Document
+from metagpu.core.paths import below
 from metagpu.core.spelling import hint
 
 

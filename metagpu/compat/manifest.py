@@ -6,7 +6,8 @@ Each key of `data` is a file of its own; its lines are those of the manifest.
 from collections.abc import Mapping
 from typing import Any
 
-from metagpu.core.document import Document, below
+from metagpu.core.document import Document
+from metagpu.core.paths import below
 
 
 def is_manifest(document: Document) -> bool:

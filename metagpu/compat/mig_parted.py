@@ -10,7 +10,8 @@ import msgspec
 
 from metagpu.compat import selection
 from metagpu.compat.contract import Circumstances, Data, Origin
-from metagpu.core.document import Document, below
+from metagpu.core.document import Document
+from metagpu.core.paths import below
 
 _CONFIGS: Final = "mig-configs"
 

@@ -4,7 +4,6 @@ A `Document` remembers where each value stands, so that any later check can comp
 words: `FILE: LINE: PATH: what is wrong, what is allowed`.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeVar
 
@@ -12,7 +11,7 @@ import msgspec
 import yaml
 
 from metagpu.core.errors import ConfigError
-from metagpu.core.spelling import allowed
+from metagpu.core.paths import joined, steps, value_at
 from metagpu.core.units import decode_unit
 
 ValueT = TypeVar("ValueT")
@@ -25,21 +24,6 @@ _MENDS: Final = {
     "found another document": "keep one document in a file, without `---` between",
 }
 """What to do about a problem that PyYAML names, where its words alone do not say it."""
-_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[\"([^\"]*)\"\]")
-"""A key, a place in a list, or in quotes a key that has dots or brackets in it."""
-_PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
-"""How msgspec ends a message: where it was, and whether it means a key there."""
-_ABOUT_KEY = re.compile(r"(\w+) (?:is|must) .*", re.DOTALL)
-"""How a struct complains of one of its keys."""
-_PLAIN = {
-    "object": "a mapping",
-    "array": "a list",
-    "str": "a text",
-    "int": "a whole number",
-    "bool": "true or false",
-    "float": "a number",
-    "null": "nothing",
-}
 
 
 class Document:
@@ -103,10 +87,7 @@ class Document:
 
     def at(self, path: str) -> Any:  # noqa: ANN401 - YAML holds anything
         """Give the plain value at a path such as `pools[0].backends[1]`."""
-        value = self.data
-        for key, index, quoted in _STEP.findall(path):
-            value = value[int(index)] if index else value[quoted or key]
-        return value
+        return value_at(self.data, path)
 
     def decode(self, wanted: type[ValueT], path: str = "") -> ValueT:
         """Give the value at `path` as a `wanted`.
@@ -119,58 +100,31 @@ class Document:
         try:
             return msgspec.convert(value, wanted, dec_hook=decode_unit)
         except msgspec.ValidationError as error:
-            raise self._misfit(str(error), wanted, path) from None
+            from metagpu.core.misfit import misfit  # noqa: PLC0415 - a good file does without it
 
-    def _misfit(self, message: str, wanted: type, path: str) -> ConfigError:
-        """Say what msgspec says of the value at `path`, in the words of whoever wrote the file."""
-        problem, is_key, inner = _parts(message)
-        # msgspec does not tell which of a mapping's own keys it was, so the mapping is named.
-        full = ".".join(part for part in (path, inner.partition("[...]")[0]) if part)
-        full = full.replace(".[", "[")
-        expected = _types_at(wanted, inner)
-
-        if unknown := re.search(r"unknown field `(.*)`", problem, re.DOTALL):
-            full = f"{full}.{unknown[1]}".removeprefix(".")
-            problem = _unknown_key(unknown[1], expected)
-        elif unknown := re.search(r"nvalid enum value (.*)", problem, re.DOTALL):
-            problem = _unknown_value(unknown[1], expected)
-        elif (about := _ABOUT_KEY.fullmatch(problem)) and about[1] in _keys(self.at(full)):
-            full = f"{full}.{about[1]}".removeprefix(".")
-        elif is_key:
-            problem = f"one of its keys: {_plain(problem)}"
-        return self.error(full, _plain(problem))
+            place, problem = misfit(value, wanted, str(error))
+            raise self.error(joined(path, place), problem) from None
 
     def line(self, path: str) -> int:
         """Tell the line of the value at `path`, or of what is as near to it as exists."""
         node, line = self._root, self._root.start_mark.line + 1 if self._root else 0
 
-        for key, index, quoted in _STEP.findall(path):
-            step = _child(node, quoted or key, int(index) if index else None)
-            if step is None:
+        for step in steps(path):
+            found = _child(node, step)
+            if found is None:
                 break
-            node, line = step
+            node, line = found
         return self._above + line if line else 0
 
 
-def below(path: str, key: object) -> str:
-    """Give the path of what stands under a key of the mapping at `path`."""
-    name = str(key)
-    plain = re.fullmatch(r"[^.\[\]\"]+", name)
-    return f"{path}.{name}".removeprefix(".") if plain else f'{path}["{name}"]'
-
-
-def _keys(value: object) -> Iterable[object]:
-    return value.keys() if isinstance(value, dict) else ()
-
-
-def _child(node: yaml.Node | None, key: str, index: int | None) -> tuple[yaml.Node, int] | None:
+def _child(node: yaml.Node | None, step: int | str) -> tuple[yaml.Node, int] | None:
     """Find the value node under a key or index, and the line a person would look at."""
-    if isinstance(node, yaml.MappingNode) and index is None:
+    if isinstance(node, yaml.MappingNode) and isinstance(step, str):
         for name, value in node.value:
-            if name.value == key:
+            if name.value == step:
                 return value, name.start_mark.line + 1
-    elif isinstance(node, yaml.SequenceNode) and index is not None and index < len(node.value):
-        value = node.value[index]
+    elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        value = node.value[step]
         return value, value.start_mark.line + 1
     return None
 
@@ -202,63 +156,3 @@ def _repeated(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
             yield from _repeated(value, f"{path}[{number}]")
-
-
-def _parts(message: str) -> tuple[str, bool, str]:
-    """Take msgspec's message apart: the problem, whether it is about a key, and where."""
-    found = _PLACE.fullmatch(message)
-    return (found[1], bool(found[2]), found[3] or "") if found else (message, False, "")
-
-
-def _types_at(wanted: type, inner: str) -> list[msgspec.inspect.Type]:
-    """Find what msgspec would take at `inner` below a value of type `wanted`."""
-    types = _members(msgspec.inspect.type_info(wanted))
-
-    for key, index, _ in _STEP.findall(inner.replace("[...]", "[0]")):
-        below = [_below(info, key, item=bool(index)) for info in types]
-        types = [member for info in below if info for member in _members(info)]
-    return types
-
-
-def _below(info: msgspec.inspect.Type, key: str, *, item: bool) -> msgspec.inspect.Type | None:
-    if item:
-        found: msgspec.inspect.Type | None = getattr(info, "item_type", None)
-        return found or getattr(info, "value_type", None)
-    if isinstance(info, msgspec.inspect.StructType):
-        return next((field.type for field in info.fields if field.encode_name == key), None)
-    return None
-
-
-def _members(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
-    return list(info.types) if isinstance(info, msgspec.inspect.UnionType) else [info]
-
-
-def _unknown_key(key: str, expected: Iterable[msgspec.inspect.Type]) -> str:
-    structs = [info for info in expected if isinstance(info, msgspec.inspect.StructType)]
-    known = [field.encode_name for info in structs for field in info.fields]
-
-    return f"unknown key; {allowed(key, sorted(known))}"
-
-
-def _unknown_value(given: str, expected: Iterable[msgspec.inspect.Type]) -> str:
-    values: list[str] = []
-    for info in expected:
-        if isinstance(info, msgspec.inspect.LiteralType):
-            values += [str(member) for member in info.values]
-        elif isinstance(info, msgspec.inspect.EnumType):
-            values += [str(member.value) for member in info.cls]
-
-    bare = given.strip("'")
-    return f"{given} is not known here; {allowed(bare, sorted(values))}"
-
-
-def _plain(problem: str) -> str:
-    """Say msgspec's message in YAML's words rather than Python's."""
-    problem = re.sub(r"`([a-z |]+)`", _plain_types, problem)
-    problem = problem.replace("Object missing required field", "missing key")
-    return problem[:1].lower() + problem[1:]
-
-
-def _plain_types(quoted: re.Match[str]) -> str:
-    words = quoted[1].split(" | ")
-    return " or ".join(_PLAIN[word] for word in words) if set(words) <= _PLAIN.keys() else quoted[0]

@@ -40,6 +40,7 @@ from metagpu.core.spelling import allowed
 from metagpu.core.units import Bytes, Duration
 from metagpu.sim import foreign
 from metagpu.sim.boards import BOARDS, Board
+from metagpu.sim.bounds import MOST_PIDS
 from metagpu.sim.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.instances import Making
 from metagpu.sim.lasting import keep
@@ -50,8 +51,6 @@ _PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")
 _UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
 _SUFFIXES: Final = {".yaml", ".yml", ".json"}
 MOST_GPUS: Final = 64
-MOST_PIDS: Final = 2**22
-"""Linux' PID_MAX_LIMIT."""
 _MOST: Final = 1_000_000
 """Of what is merely counted; NVML's numbers have 32 bits."""
 _MOST_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)

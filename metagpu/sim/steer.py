@@ -4,23 +4,27 @@ A command is a value that goes over any wire as JSON (`AnyCommand`); `steer` doe
 """
 
 import time
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from metagpu.sim import cutting, foreign, instances
+from metagpu.sim.bounds import (
+    MOST_ERRORS,
+    MOST_FAILURES,
+    MOST_PIDS,
+    MOST_XIDS,
+    check_instance,
+    check_time,
+    within,
+)
 from metagpu.sim.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.host import cgroup_of
 from metagpu.sim.node import SimNode
-from metagpu.sim.spec import MOST_PIDS, board, recovery_action
+from metagpu.sim.spec import board, recovery_action
 from metagpu.sim.view import NodeView, describe
 
 __all__ = ["AnyCommand", "Reply", "steer"]
-
-
-_MOST_XIDS: Final = 9999
-_MOST_FAILURES: Final = 1_000_000
-_MOST_ERRORS: Final = 2**32 - 1
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -45,7 +49,8 @@ class Xid(Command, frozen=True, tag="xid"):
     ci: int | None = None
 
     def apply(self, node: SimNode) -> str:
-        _within("the XID", self.code, 1, _MOST_XIDS)
+        within("the XID", self.code, 1, MOST_XIDS)
+        check_instance(self.gi, self.ci)
         gpu = node.gpu(self.gpu)
         node.raise_xid(gpu, self.code, self.gi, self.ci)
         return f"XID {self.code} on GPU {self.gpu}{_inside(gpu, self.gi)}"
@@ -100,8 +105,9 @@ class Process(Command, frozen=True, tag="process"):
             node.end_process(gpu, self.pid)
             return f"process {self.pid} is off GPU {self.gpu}"
 
-        _within("the pid", self.pid, 1, MOST_PIDS)
-        _within("--sm", self.sm, 0, 100)
+        within("the pid", self.pid, 1, MOST_PIDS)
+        within("--sm", self.sm, 0, 100)
+        check_instance(self.gi, self.ci)
         cgroup = cgroup_of(self.pid)
         node.add_process(
             gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
@@ -154,8 +160,10 @@ class Making(Command, frozen=True, tag="making"):
     in_use: float = 0.0
 
     def apply(self, node: SimNode) -> str:
-        _within("--failures", self.failures, 0, _MOST_FAILURES)
-        _within("--compute-failures", self.compute_failures, 0, _MOST_FAILURES)
+        within("--failures", self.failures, 0, MOST_FAILURES)
+        within("--compute-failures", self.compute_failures, 0, MOST_FAILURES)
+        for seconds in (self.takes, self.compute_takes, self.in_use):
+            check_time(seconds)
         with node.changed:
             node.gpu(self.gpu).mig.making = instances.Making(
                 self.takes,
@@ -187,7 +195,7 @@ class Ecc(Command, frozen=True, tag="ecc"):
     count: int = 1
 
     def apply(self, node: SimNode) -> str:
-        _within("--count", self.count, 1, _MOST_ERRORS)
+        within("--count", self.count, 1, MOST_ERRORS)
         node.ecc(node.gpu(self.gpu), double_bit=self.double_bit, count=self.count)
         kind = "uncorrected" if self.double_bit else "corrected"
         return f"{self.count} {kind} memory errors on GPU {self.gpu}"
@@ -200,6 +208,7 @@ class Hang(Command, frozen=True, tag="hang"):
     seconds: float
 
     def apply(self, node: SimNode) -> str:
+        check_time(self.seconds)
         node.hang(node.gpu(self.gpu), self.seconds)
         return f"GPU {self.gpu} hangs for {self.seconds:.12g} s"
 
@@ -259,11 +268,6 @@ class Reply(msgspec.Struct, frozen=True):
 
     message: str
     node: NodeView
-
-
-def _within(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise SimError(f"{name} is {value}; allowed: {least} to {most}")
 
 
 def _inside(gpu: SimGpu, instance: int | None) -> str:

@@ -69,10 +69,10 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 "mgctl, passDeviceSpecs, pools, version"
             ),
         ),
-        (POOL + "3: 4\n", "1: one of its keys: expected a text"),
+        (POOL + "3: 4\n", "6: 3: the key: expected a text"),
         (
             backend("{3: 4}"),
-            "5: pools[0].backends[0]: one of its keys: expected a text, got a whole number",
+            "5: pools[0].backends[0].3: the key: expected a text, got a whole number",
         ),
         # wrong types
         (
@@ -121,11 +121,11 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         (
             POOL + "health:\n  xids: {79: deadly}\n",
-            "7: health.xids: 'deadly' is not known here; allowed: application, fatal, notice",
+            "7: health.xids.79: 'deadly' is not known here; allowed: application, fatal, notice",
         ),
         (
             POOL + "health:\n  xids: {bus: fatal}\n",
-            "7: health.xids: one of its keys: expected a whole number, got a text",
+            "7: health.xids.bus: the key: expected a whole number, got a text",
         ),
         # units
         (

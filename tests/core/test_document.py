@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from metagpu.core.document import Document, below
+from metagpu.core.document import Document
 from metagpu.core.errors import ConfigError
 
 TEXT = """\
@@ -22,14 +22,6 @@ class Inner(msgspec.Struct, forbid_unknown_fields=True):
     """A struct inside another."""
 
     x: tuple[int, ...]
-
-
-class Shelves(msgspec.Struct, forbid_unknown_fields=True):
-    """Structs in lists and mappings."""
-
-    books: list[Inner] = []
-    boxes: dict[str, Inner] = {}
-    sizes: dict[str, list[int]] = {}
 
 
 @pytest.mark.parametrize(
@@ -75,24 +67,6 @@ def test_values_are_found_by_path() -> None:
 def test_a_part_can_be_decoded() -> None:
     """A value inside the document becomes what is wanted."""
     assert Document(TEXT, "f").decode(Inner, "deep.deeper.deepest") == Inner((1, 2))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("books: [{x: [1, two]}]", "1: books[0].x[1]: expected a whole number, got a text"),
-        ("books:\n- x: [1]\n  y: 2", "3: books[0].y: unknown key; allowed: x"),
-        ("boxes: {blue: {}}", "1: boxes: missing key `x`"),
-        ("boxes:\n  blue: {y: 1}", "1: boxes.y: unknown key; allowed: x"),
-        ("sizes: {a: [1, b]}", "1: sizes: expected a whole number, got a text"),
-        ("sizes: {1: [1]}", "1: sizes: one of its keys: expected a text, got a whole number"),
-    ],
-)
-def test_a_misfit_is_found_inside_lists_and_mappings(text: str, message: str) -> None:
-    """The path goes through lists to the place; of a mapping's own keys the mapping is named."""
-    with pytest.raises(ConfigError) as caught:
-        Document(text, "f").decode(Shelves)
-    assert str(caught.value) == f"f: {message}"
 
 
 def test_a_path_inside_is_told_from_the_top() -> None:
@@ -153,16 +127,6 @@ def test_what_is_no_yaml_is_told_with_its_mend(text: str, message: str) -> None:
         Document(text, "f")
     assert str(caught.value).startswith("f: 2: no valid YAML: ")
     assert message in str(caught.value)
-
-
-def test_a_key_with_dots_is_quoted() -> None:
-    """A key that a path would take apart stands in brackets and quotes, and is found so."""
-    document = Document('profiles:\n  1g.5gb: {max: 7}\n  "a]b": 1\n', "f")
-
-    assert below("profiles", "1g.5gb") == 'profiles["1g.5gb"]'
-    assert below("", "profiles") == "profiles"
-    assert document.at('profiles["1g.5gb"].max') == 7
-    assert str(document.error('profiles["a]b"]', "wrong")) == 'f: 3: profiles["a]b"]: wrong'
 
 
 def test_a_part_of_a_file_keeps_the_files_lines() -> None:

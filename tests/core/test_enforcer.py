@@ -2,150 +2,33 @@
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
-import pytest
-from anyio.abc import Process
 
 from metagpu.core import endurance, enforcer
-from metagpu.core.backend import Guard
-from metagpu.core.census import Census
-from metagpu.core.enforcement import Enforcement, Policy
-from metagpu.core.enforcer import Enforcer
+from metagpu.core.enforcement import Policy
 from metagpu.core.errors import HostError
-from metagpu.core.facts import GpusFound, LeasesObserved
-from metagpu.core.gpu import MIB, Gpu
+from metagpu.core.gpu import MIB
 from metagpu.core.host import Identity
-from metagpu.core.model import Holder, ShareId
 from metagpu.core.news import MemoryExceeded, ProcessSignalled
-from metagpu.core.registry import Registry
-from metagpu.core.units import Duration
-from metagpu.host import LinuxHost
-from metagpu.nvml import Nvml
 from metagpu.sim.gpu import SimProcess
 from metagpu.sim.host import SimHost, container_of
 from metagpu.sim.kubelet import Container, Pod, SimKubelet
-from metagpu.sim.node import SimNode
 from tests.agent_rig import METAGPU, agent_at_work
-from tests.build import laid_out, pool
+from tests.core.enforcer_rig import ALICE, BOB, LIMIT_OF_25, PERCENT, Watched, ground, terms
 from tests.heard import heard
 from tests.host_rig import running
-from tests.nvml.rig import opened
 from tests.waiting import becomes
 
-SOON: Final = Duration(0.02)
-ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
 STUBBORN: Final = (
     "import signal, time\n"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "print(flush=True)\n"
     "time.sleep(60)"
 )
-PERCENT: Final = 40960 * MIB // 100
-LIMIT_OF_25: Final = 10085 + 512
-"""MiB: a quarter of the 40340 that programs can have of such a GPU, and the headroom."""
-
-
-def terms(policy: Policy = Policy.KILL, *, dry_run: bool = False) -> Enforcement:
-    """Make settings that lose no time."""
-    return Enforcement(policy=policy, period=SOON, grace=SOON, stop_timeout=SOON, dry_run=dry_run)
-
-
-class Watched:
-    """A host that says how often it was asked, and lets a test act just before a signal."""
-
-    def __init__(self, host: LinuxHost) -> None:
-        self._host = host
-        self.looks = 0
-        self.refused: list[Identity] = []
-        self.before: Callable[[Identity], Any] = lambda _: None
-        self.describe, self.holders, self.peer = host.describe, host.holders, host.peer
-        self.homes = host.homes
-        self.advice: tuple[str, ...] = ()
-
-    async def hints(self) -> tuple[str, ...]:
-        """Give what the test put there."""
-        return self.advice
-
-    async def identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
-        """Count a look."""
-        self.looks += 1
-        return await self._host.identify(pids)
-
-    async def signal(self, who: Identity, signal: signal.Signals) -> bool:
-        """Do what the test wants first, and note whom the host would not signal."""
-        acting = self.before(who)
-        if acting is not None:
-            await acting
-        if done := await self._host.signal(who, signal):
-            return done
-        self.refused.append(who)
-        return False
-
-
-class Ground:
-    """An enforcer on a node of two simulated A100s, and a machine of real processes.
-
-    Attributes:
-        terms: what its pool says; may be replaced.
-    """
-
-    def __init__(self, node: SimNode, nvml: Nvml, gpus: Sequence[Gpu], machine: SimHost) -> None:
-        self.node, self.gpus, self.machine = node, gpus, machine
-        self.host = Watched(machine.host)
-        self.terms = terms()
-        self.registry = Registry()
-        self.registry.apply(GpusFound(tuple(gpus), at=0))
-        self.registry.apply(laid_out(*gpus, text=pool("sharesPerGpu: 100")).offered)
-        self._holders: dict[ShareId, Holder] = {}
-        self.enforcer = Enforcer(
-            Census(nvml, self.host, self.registry),
-            self.host,
-            self.registry,
-            lambda _: self.terms,
-            {"fraction": Guard.ENFORCER, "whole": Guard.ALONE},
-        )
-
-    def hold(self, holder: Holder, shares: int, gpu: int = 0) -> None:
-        """Let a container hold so many shares of a GPU."""
-        free = [
-            share.id
-            for share in self.registry.snapshot.gpus[self.gpus[gpu].id].shares
-            if share.id not in self._holders
-        ]
-        self._holders |= dict.fromkeys(free[:shares], holder)
-        self.registry.apply(LeasesObserved(self._holders, at=len(self._holders)))
-
-    def put(
-        self, process: Process, percent: int | None, *, gpu: int = 0, of: Holder | None = ALICE
-    ) -> None:
-        """Let a real process have so much of a GPU, in a container or in none."""
-        if of is None:
-            self.machine.show(process.pid, "0::/system.slice/x.service\n")
-        else:
-            self.machine.house(process.pid, of)
-        memory = None if percent is None else percent * PERCENT
-        self.node.add_process(self.node.gpu(gpu), SimProcess(process.pid, memory))
-
-    async def looked(self, times: int = 5) -> None:
-        """Wait until the enforcer has looked so often from now on."""
-        wanted = self.host.looks + times
-        await becomes(lambda: self.host.looks >= wanted)
-
-
-@asynccontextmanager
-async def ground(tmp_path: Path, settings: Enforcement | None = None) -> AsyncIterator[Ground]:
-    """Run an enforcer while the block lasts."""
-    async with opened("a100-40gb:2") as (node, nvml, survey), anyio.create_task_group() as group:
-        it = Ground(node, nvml, survey.gpus, SimHost(tmp_path))
-        it.terms = settings or it.terms
-        group.start_soon(it.enforcer.run)
-        yield it
-        group.cancel_scope.cancel()
 
 
 # --- who is ended ---------------------------------------------------------------------------------
@@ -265,148 +148,6 @@ async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> 
                 await process.wait()
 
     assert [entry["part"] for entry in entries] == [f"memory enforcement of {it.gpus[0].id}"]
-
-
-# --- who is left alone ----------------------------------------------------------------------------
-
-
-async def test_neighbours_and_strangers_are_left_alone(tmp_path: Path) -> None:
-    """Only the container that uses too much loses a process, whatever others have on the GPU."""
-    async with (
-        ground(tmp_path) as it,
-        running() as greedy,
-        running() as neighbour,
-        running() as of_the_host,
-        running() as of_another_pod,
-        running() as unknown,
-    ):
-        it.hold(ALICE, 25)
-        it.hold(BOB, 25)
-        it.put(neighbour, 20, of=BOB)
-        it.put(of_the_host, 26, of=None)
-        it.put(of_another_pod, 10, of=Holder("default", "carol", "main"))
-        it.put(unknown, None, of=BOB)
-        await it.looked()
-        it.put(greedy, 35)
-
-        assert await greedy.wait() == -signal.SIGTERM
-        await it.looked()
-        for other in (neighbour, of_the_host, of_another_pod, unknown):
-            assert other.returncode is None
-
-
-async def test_unknown_memory_is_never_a_reason(tmp_path: Path) -> None:
-    """A process of which the driver does not say how much it has is left alone."""
-    async with ground(tmp_path) as it, running() as unknown:
-        it.hold(ALICE, 1)
-        it.put(unknown, None)
-        await it.looked()
-
-        assert unknown.returncode is None
-        assert it.enforcer.tally.warnings == 0
-
-
-async def test_who_exits_between_decision_and_signal_harms_nobody(tmp_path: Path) -> None:
-    """A process that goes by itself just then is told as such, and nobody is signalled."""
-    async with ground(tmp_path) as it, running() as greedy:
-        it.hold(ALICE, 25)
-
-        async def leave() -> None:
-            greedy.kill()
-            await greedy.wait()
-
-        it.host.before = lambda _: leave()
-        with heard(enforcer) as entries:
-            it.put(greedy, 50)
-            await becomes(lambda: len(entries) > 1)
-
-        assert entries[1]["event"] == "a process that was to be ended has gone by itself"
-        assert [who.pid for who in it.host.refused] == [greedy.pid]
-        assert it.enforcer.tally.signals[signal.SIGTERM] == 0
-
-
-async def test_a_pid_that_was_given_away_is_not_signalled(tmp_path: Path) -> None:
-    """If the pid is another's by the time of the signal, that other does not notice."""
-    async with ground(tmp_path) as it, running() as process:
-        it.hold(ALICE, 25)
-        stat = anyio.Path(it.machine.proc / str(process.pid) / "stat")
-
-        async def reuse(who: Identity) -> None:
-            now = await stat.read_text()
-            await stat.unlink()
-            await stat.write_text(now.replace(f" {who.started} ", f" {who.started + 1} ", 1))
-
-        it.host.before = reuse
-        it.put(process, 50)
-        await becomes(lambda: bool(it.host.refused))
-        it.host.before = lambda _: None
-        it.node.end_process(it.node.gpu(0), process.pid)
-        await it.looked()
-
-        assert process.returncode is None
-
-
-async def test_a_dry_run_only_tells(tmp_path: Path) -> None:
-    """With `dryRun` the log says who would be ended by which signal, and nobody is."""
-    with heard(enforcer) as entries:
-        async with (
-            ground(tmp_path, terms(dry_run=True)) as it,
-            running() as greedy,
-        ):
-            it.hold(ALICE, 25)
-            it.put(greedy, 50)
-            await becomes(lambda: len(entries) == 3)
-            await it.looked()
-
-            assert greedy.returncode is None
-            assert it.enforcer.tally.signals[signal.SIGTERM] == 0
-
-    assert [(entry["event"], entry.get("signal")) for entry in entries] == [
-        ("a container uses more GPU memory than it may", None),
-        ("dry run: a process would be ended, its container uses too much", "SIGTERM"),
-        ("dry run: a process would be ended, its container uses too much", "SIGKILL"),
-    ]
-
-
-async def test_by_default_an_excess_is_only_told(tmp_path: Path) -> None:
-    """Without settings there is a warning, and no signal."""
-    with heard(enforcer) as entries:
-        async with ground(tmp_path, Enforcement(period=SOON)) as it, running() as greedy:
-            it.hold(ALICE, 25)
-            it.put(greedy, 50)
-            await becomes(lambda: bool(entries))
-            await it.looked()
-
-            assert greedy.returncode is None
-    assert [entry["policy"] for entry in entries] == ["warn"]
-
-
-@pytest.mark.parametrize("policy", [Policy.OFF, Policy.REPORT])
-async def test_who_is_not_to_be_warned_is_not_watched(tmp_path: Path, policy: Policy) -> None:
-    """`off` and `report` cost nothing: nobody looks, until the policy is another."""
-    async with ground(tmp_path, terms(policy)) as it, running() as greedy:
-        it.hold(ALICE, 25)
-        it.put(greedy, 50)
-        await anyio.wait_all_tasks_blocked()
-        assert it.host.looks == 0
-
-        it.terms = terms()
-        assert await greedy.wait() == -signal.SIGTERM
-
-
-async def test_who_is_guarded_otherwise_is_not_watched(tmp_path: Path) -> None:
-    """Who has a GPU alone, or is kept within its share by the hardware, needs no enforcer."""
-    async with ground(tmp_path) as it, running() as greedy:
-        whole = laid_out(
-            it.gpus[0], text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", "")
-        )
-        it.registry.apply(whole.offered)
-        it.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
-        it.put(greedy, 90)
-        await anyio.wait_all_tasks_blocked()
-
-        assert it.host.looks == 0
-        assert greedy.returncode is None
 
 
 # --- what changes while it runs -------------------------------------------------------------------

@@ -29,6 +29,7 @@ from metagpu.plugins.service import Describe, undescribed
 from metagpu.sim.kubelet import Pod, SimKubelet
 
 METAGPU = "cnvrg.io/metagpu"
+VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 CONFIG = """
 version: metagpu/v1
 pools:

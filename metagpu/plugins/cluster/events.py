@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster.chore import Chore
@@ -49,6 +50,11 @@ class Subject(msgspec.Struct, frozen=True):
     uid: str = ""
     namespace: str = ""
 
+    @property
+    def known(self) -> "Subject":
+        """Itself by what is always known: the uid of a Node is told later, and its name is one."""
+        return self if self.namespace else replace(self, uid="")
+
 
 Sameness = tuple[Subject, str, str]
 
@@ -74,7 +80,7 @@ class News(msgspec.Struct, frozen=True):
     @property
     def sameness(self) -> Sameness:
         """What news have in common that are one Event and its count."""
-        return self.subject, self.reason, self.key or self.note
+        return self.subject.known, self.reason, self.key or self.note
 
 
 @dataclass(slots=True)
@@ -171,7 +177,7 @@ class Recorder:
                 await self._create(news, now)  # Events are deleted after an hour
 
     def _may(self, subject: Subject, now: float) -> bool:
-        its = sum(about == subject for about, _, _ in self._told)
+        its = sum(about == subject.known for about, _, _ in self._told)
         self._tokens = min(BURST, self._tokens + (now - self._refilled) / REFILL)
         self._refilled = now
         return self._tokens >= 1 and its < self.each

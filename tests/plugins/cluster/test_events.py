@@ -83,6 +83,22 @@ async def test_repeated_news_become_a_count(
         await server.until(lambda: len(server.events()) == 2)
 
 
+async def test_a_node_whose_uid_is_told_later_has_one_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """News of a Node are the same before and after the API server has told who it is."""
+    server = SimApiServer()
+    cold = News(HOT.subject, "GPUInService", "GPU 0: cold", "Judge")
+    unknown = News(Subject("Node", "n"), HOT.reason, HOT.note, HOT.action, warning=True)
+
+    async with recording(server, tmp_path, monkeypatch, Clock()) as recorder:
+        for news in (unknown, HOT, cold):
+            recorder.tell(news)
+        await server.until(lambda: any("cold" in each["note"] for each in server.events()))
+
+        assert [each["note"] for each in server.events()] == ["GPU 0: hot", "GPU 0: cold"]
+
+
 async def test_event_that_was_deleted_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
