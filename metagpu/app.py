@@ -67,6 +67,7 @@ class Agent:
         host: processes of the host; those of this one unless given.
         joins: what of the API server is used, `None` for nothing.
         metrics: where monitoring may ask, `None` for nowhere.
+        settle: seconds from a grant to the look that finds its pod, as usual unless given.
     """
 
     source: Source
@@ -79,6 +80,7 @@ class Agent:
     host: Host | None = None
     joins: Settings | None = None
     metrics: Address | None = None
+    settle: float | None = None
 
     def __post_init__(self) -> None:
         self._kinds = installed_backends()
@@ -248,6 +250,7 @@ class Agent:
             looked=self._looked,
             directory=self.places.kubelet,
             node=self._node,
+            settle=self.settle,
         )
 
     async def _status(self, _: Mapping[str, Any]) -> object:

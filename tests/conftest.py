@@ -11,6 +11,9 @@ import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import settings
 
+from metagpu.core import enforcer
+from metagpu.plugins import podresources
+
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 # To look for more: pytest --hypothesis-profile search
 settings.register_profile("search", deadline=None, max_examples=2000)
@@ -55,6 +58,14 @@ def blockbuster() -> Iterator[BlockBuster]:
             for call in calls or buster.functions:
                 buster.functions[call].can_block_in(file, functions)
         yield buster
+
+
+@pytest.fixture(autouse=True)
+def paces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody rest where the daemon does so only to spare the kubelet or the processor."""
+    monkeypatch.setattr(podresources, "SETTLE", 0.02)
+    monkeypatch.setattr(podresources, "SOUGHT_PERIOD", 0.05)
+    monkeypatch.setattr(enforcer, "IDLE_PERIOD", 0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.backends.mig import keeping, ledger
+from metagpu.backends.mig import keeping, ledger, turns
 from metagpu.core.model import Made
 from metagpu.plugins import podresources
 from metagpu.sim.foreign import place_of
@@ -28,6 +28,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch, *, period: float = 0.02) -> None:
     """
     monkeypatch.setattr(podresources, "PERIOD", period)
     monkeypatch.setattr(podresources, "SETTLE", 0.01)
+    monkeypatch.setattr(turns, "TURN", 0.01)
     for module in (ledger, keeping):
         monkeypatch.setattr(module, "POLL", 0.05)
         monkeypatch.setattr(module, "LOOK", 0.2)

@@ -221,6 +221,7 @@ async def test_what_may_conflict_is_offered_once_it_is_known_who_holds_what(
         before = sum(kubelet.registrations.values())
 
         async def slow(*arguments: Any) -> Any:  # noqa: ANN401 - as the function's own
+            monkeypatch.setattr(podresources, "observed", observed)  # the first look alone
             with anyio.move_on_after(0.3):
                 await kubelet.wait_for(lambda: sum(kubelet.registrations.values()) > before)
                 early.append("registered")

@@ -1,7 +1,11 @@
 """What a person at a terminal gets: help, reports, errors, exit statuses."""
 
 import json
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,11 +204,18 @@ def test_no_daemon_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"no daemon answers on {tmp_path / 'metagpu.sock'}" in capsys.readouterr().err
 
 
-def test_demo_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo admits its pods, breaks one GPU, and shows that no other was touched."""
-    assert main(["demo", "--json"]) == 0
+@cache
+def demo() -> Any:  # noqa: ANN401 - JSON
+    """Run the demo, once for all tests, and give what it tells."""
+    told = StringIO()
+    with redirect_stdout(told):
+        assert main(["demo", "--json"]) == 0
+    return json.loads(told.getvalue())
 
-    story = json.loads(capsys.readouterr().out)
+
+def test_demo_tells_its_story() -> None:
+    """The demo admits its pods, breaks one GPU, and shows that no other was touched."""
+    story = demo()
     pods = {pod["pod"]: pod for pod in story["pods"]}
     assert story["node"]["capacity"] == 800
     assert pods["metagpu-test"]["memoryMiB"] == 12288
@@ -215,10 +226,8 @@ def test_demo_tells_its_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(story["fault"]["running"]) == 7
 
 
-def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_shows_whom_idle_gpus_go_to() -> None:
     """In its mixed pool a GPU is claimed, given back, and taken in another way."""
-    assert main(["demo", "--json"]) == 0
-
     names = ("nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu")
     assert [
         (
@@ -226,7 +235,7 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
             [gpu["owner"] for gpu in step["gpus"]],
             [step["allocatable"][name] for name in names],
         )
-        for step in json.loads(capsys.readouterr().out)["pool"]["steps"]
+        for step in demo()["pool"]["steps"]
     ] == [
         ("nobody has asked yet", [None, None], [8, 200, 2]),
         ("lab asks for 1 gpu.shared", ["timeslice", None], [8, 100, 1]),
@@ -236,11 +245,9 @@ def test_demo_shows_whom_idle_gpus_go_to(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_demo_shows_instances_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_shows_instances_come_and_go() -> None:
     """Each pod gets an instance where it costs the others least; who ends makes room."""
-    assert main(["demo", "--json"]) == 0
-
-    steps = json.loads(capsys.readouterr().out)["mig"]["steps"]
+    steps = demo()["mig"]["steps"]
     profiles = ("1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb")
     assert [
         (

@@ -48,7 +48,7 @@ class Daemon:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
-        self._listener.settimeout(10)
+        self._listener.settimeout(50)
 
     def serve(self) -> None:
         """Take one call."""
@@ -77,7 +77,7 @@ def run(path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[
         check=False,
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=50,
     )
 
 

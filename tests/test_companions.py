@@ -24,7 +24,7 @@ from tests.waiting import until
 HERE = os.getpid()
 
 
-def sleeper(folder: Path, text: str = "time.sleep(60)") -> Companion:
+def sleeper(folder: Path, text: str = "print('up', flush=True); time.sleep(60)") -> Companion:
     """Describe a program of a test's own, which sleeps unless it is told otherwise."""
     path = program(folder / "bin", text, name="sleeper")
     return Companion(
@@ -70,6 +70,7 @@ async def test_a_companion_outlives_who_started_it(tmp_path: Path) -> None:
     )
     starter = await anyio.run_process([sys.executable, "-c", script], stderr=None)
     pid = int(starter.stdout)
+    await said(sleeper(tmp_path), "up")  # before that it is not itself yet, but its interpreter
 
     found = await HOST.find(sleeper(tmp_path), pid)
     assert found is not None
@@ -87,6 +88,7 @@ async def test_what_a_pod_makes_look_like_it_is_not_taken_for_it(tmp_path: Path)
     host = HostCompanions(HostTools(roots=()), proc=seen.proc)
     process = await host.start(sleeper(tmp_path))
     try:
+        await said(sleeper(tmp_path), "up")
         seen.show(HERE, "0::/system.slice/metagpu.service\n")
         seen.house(process.pid, Holder("team", "mallory", "main"))
         assert await host.find(sleeper(tmp_path), process.pid) is None

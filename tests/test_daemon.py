@@ -4,10 +4,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import anyio
 from anyio.abc import Process
@@ -16,6 +17,13 @@ from metagpu.sim.apiserver import SimApiServer
 from metagpu.sim.kubelet import SimKubelet
 from tests.agent_rig import METAGPU, QUICK
 from tests.mgctl_rig import assert_built
+
+METAGPU_ITSELF: Final = ("-m", "metagpu")
+IMPATIENT: Final = (
+    "-c",
+    "from metagpu import cli, nvml; nvml.Nvml.__init__.__defaults__ = None, 1.0; exit(cli.main())",
+)
+"""The same, but what NVML does not answer within a second is given up, not within five."""
 
 
 @dataclass
@@ -57,14 +65,16 @@ class Daemon:
 
 
 @asynccontextmanager
-async def daemon(folder: Path, config: str = QUICK, *more: str) -> AsyncIterator[Daemon]:
+async def daemon(
+    folder: Path, config: str = QUICK, *more: str, program: Sequence[str] = METAGPU_ITSELF
+) -> AsyncIterator[Daemon]:
     """Run the daemon on two simulated GPUs while the block lasts; `more` are further options."""
     await anyio.Path(folder / "metagpu.yaml").write_text(config)
     kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
 
     async with (
         kubelet.running(),
-        await anyio.open_process([*command_line(folder), *more]) as process,
+        await anyio.open_process([*command_line(folder, program), *more]) as process,
     ):
         try:
             yield Daemon(process, folder, kubelet)
@@ -73,7 +83,7 @@ async def daemon(folder: Path, config: str = QUICK, *more: str) -> AsyncIterator
                 process.kill()
 
 
-def command_line(folder: Path) -> list[str]:
+def command_line(folder: Path, program: Sequence[str] = METAGPU_ITSELF) -> list[str]:
     """Give the command that serves the simulated node in a folder."""
     places = {
         "--config": folder / "metagpu.yaml",
@@ -82,7 +92,7 @@ def command_line(folder: Path) -> list[str]:
         "--pod-resources": folder / "pr.sock",
     }
     options = [str(part) for option in places.items() for part in option]
-    return [sys.executable, "-m", "metagpu", "run", "--simulate", "a100-40gb:2", *options]
+    return [sys.executable, *program, "run", "--simulate", "a100-40gb:2", *options]
 
 
 async def test_serves_until_told_to_stop(tmp_path: Path) -> None:
@@ -217,7 +227,7 @@ async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
 
 async def test_hanging_nvml_does_not_keep_it_alive(tmp_path: Path) -> None:
     """A GPU whose driver hangs for an hour does not keep the daemon from ending."""
-    async with daemon(tmp_path) as it:
+    async with daemon(tmp_path, program=IMPATIENT) as it:
         await it.until(20)
         await it.command("sim", "hang", "0", "1h")
         await it.until(10)

@@ -28,8 +28,6 @@ from tests.plugins.metrics.rig import Page, asked, labels_of, page_at
 from tests.test_daemon import command_line, daemon
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(90)  # processes are started, and a client of an API server loaded
-
 ANY = Address("127.0.0.1", 0)
 ALICE = Holder("default", "alice", "main")
 NAMES = {"namespace": "default", "pod": "alice", "container": "main"}

@@ -8,7 +8,6 @@ import anyio
 import pynvml
 import pytest
 
-from metagpu.backends.mig import turns
 from metagpu.plugins import serving
 from metagpu.sim import foreign
 from metagpu.sim.gpu import SimProcess
@@ -39,7 +38,6 @@ WHOLE = "nvidia.com/mig-7g.40gb"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nobody wait for what takes seconds on a real node."""
     hurry(monkeypatch)
-    monkeypatch.setattr(turns, "TURN", 0.01)
 
 
 async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path) -> None:

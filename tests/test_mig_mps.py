@@ -88,7 +88,6 @@ def pod(name: str, count: int = 1) -> Pod:
 
 pytestmark = [
     pytest.mark.usefixtures("left"),
-    pytest.mark.timeout(120),  # each starts some processes, on a machine that may be busy
 ]
 
 

@@ -34,9 +34,6 @@ pools:
 """
 
 
-pytestmark = pytest.mark.timeout(120)  # a control daemon for each GPU, on a busy machine
-
-
 def control_of(it: Scene | Daemon, gpu: str) -> StandIn:
     """Give the control daemon of a GPU."""
     folder = it.config_file.parent if isinstance(it, Scene) else it.folder

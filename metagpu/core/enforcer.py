@@ -32,7 +32,7 @@ Terms = Callable[[GpuId], Enforcement]
 """What the pool of a GPU says about its memory, at this moment."""
 
 _Key = tuple[Holder, str | None]
-_IDLE_PERIOD: Final = 0.5
+IDLE_PERIOD: Final = 0.5
 """Seconds between two glances at a GPU that nobody has to be kept within limits on."""
 
 
@@ -96,7 +96,7 @@ class Enforcer:
                 excesses.clear()
                 self.tally.over.pop(gpu, None)
                 await self._limit(gpu, terms)
-                pause = _IDLE_PERIOD
+                pause = IDLE_PERIOD
             await anyio.sleep(pause)
 
     async def _limit(self, gpu: GpuId, terms: Enforcement) -> None:

@@ -85,7 +85,7 @@ class Nvml:
         if self._session is not None:
             raise RuntimeError("this Nvml has an open session already")
 
-        session = Session(self._whole)
+        session = Session(self._whole, self._library)
         with _below_pynvml(self._library):
             await session.library.call(session.open, max(_OPENING, self._deadline))
             self._session, self._wiring = session, Wiring()

@@ -1,7 +1,8 @@
 """Worker threads for calls that may never come back."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import anyio
@@ -35,11 +36,16 @@ class Lane:
         """Whether no thread is inside NVML for this lane."""
         return self._idle.is_set()
 
-    async def call(self, work: Callable[[], ResultT], deadline: float) -> ResultT:
+    async def call(
+        self,
+        work: Callable[[], ResultT],
+        deadline: float,
+        interrupt: Callable[[], None] | None = None,
+    ) -> ResultT:
         """Run `work` in a thread, for at most `deadline` seconds.
 
         Being cancelled waits for the thread, or the deadline: nobody should take NVML's objects
-        away from under a call.
+        away from under a call. `interrupt` is called then, and may bring the thread back sooner.
 
         Raises:
             DriverTimeout: at the deadline, and at once while an earlier call is still out;
@@ -52,10 +58,11 @@ class Lane:
             if not self.idle:
                 raise late(f"{self.name}: an earlier NVML call has not come back yet")
 
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline):
-                return await anyio.to_thread.run_sync(
-                    self._work, work, abandon_on_cancel=True, limiter=self._limiter
-                )
+            async with _if_cancelled(interrupt):
+                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline):
+                    return await anyio.to_thread.run_sync(
+                        self._work, work, abandon_on_cancel=True, limiter=self._limiter
+                    )
             raise late(f"{self.name}: no answer from NVML within {deadline:.3g} s")
 
     async def settled(self, patience: float) -> bool:
@@ -76,3 +83,32 @@ class Lane:
             raise error_for(failure, self.name, whole=self._whole) from failure
         finally:
             self._idle.set()
+
+
+@asynccontextmanager
+async def _if_cancelled(interrupt: Callable[[], None] | None) -> AsyncIterator[None]:
+    """Call `interrupt` when the block is cancelled, which may be shielded from that itself."""
+    if interrupt is None:
+        yield
+        return
+
+    failure: DriverError | None = None
+    over = False
+
+    async def heed() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if not over:
+                interrupt()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(heed)
+        try:
+            yield
+        except DriverError as error:
+            failure = error  # as it is, not in a group
+        over = True
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure

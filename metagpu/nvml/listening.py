@@ -27,7 +27,7 @@ async def hear(session: Session, deadline: float) -> Sequence[DriverEvent]:
         return ()
 
     try:
-        return await session.wait.call(session.take, SLICE + deadline)
+        return await session.wait.call(session.take, SLICE + deadline, session.interrupt)
     except GpuLost:
         return await _who_is_lost(session, deadline)
 
@@ -78,6 +78,8 @@ async def _who_is_lost(session: Session, deadline: float) -> Sequence[DriverEven
 
 
 async def _renew(session: Session, deadline: float) -> None:
+    if not session.wait.idle:
+        session.interrupt()
     try:
         await session.wait.call(session.renew, SLICE + deadline)
     except DriverUnavailable:

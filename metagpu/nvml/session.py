@@ -6,7 +6,7 @@ The methods block, and run in lanes; they raise what pynvml does.
 import ctypes
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import anyio
 import pynvml
@@ -30,7 +30,7 @@ from metagpu.nvml.reading import Handle, describe, instance
 log = structlog.get_logger()
 
 SLICE: Final = 1.0
-"""Seconds of one wait for events: waits cannot be cancelled, so leaving takes as long."""
+"""Seconds of one wait for events: NVML's cannot be cancelled, so leaving takes as long."""
 BATCH: Final = 256
 """Events in a batch at most: a storm of corrected errors must not hold it open."""
 
@@ -42,6 +42,14 @@ _HEARD: Final = (
     | pynvml.nvmlEventTypeGpuUnavailableError
     | pynvml.nvmlEventTypeGpuRecoveryAction
 )
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A library whose waits for events can be ended early, which NVML's own cannot."""
+
+    def interrupt(self, events: Handle) -> None:
+        """Have the wait on this event set end now, or the next one if nobody waits."""
 
 
 def address_of(handle: Handle) -> int | None:
@@ -77,6 +85,7 @@ class Session:
 
     Attributes:
         library: the lane of NVML as a whole; it outlives the session.
+        below: the library that was put below pynvml, `None` for this machine's.
         events: the event set, `None` where NVML has no events.
         registering: held while GPUs are registered with it, or it is replaced.
         spoiled: whether it has to be replaced; `renew` clears it, once the new set is there.
@@ -84,6 +93,7 @@ class Session:
     """
 
     library: Lane
+    below: object = None
     wait: Lane = field(default_factory=lambda: Lane("NVML events"))
     lanes: dict[int, Lane] = field(default_factory=dict)
     gpus: dict[GpuId, Known] = field(default_factory=dict)
@@ -200,6 +210,11 @@ class Session:
             batch.append(self._event(data))
 
         return tuple(batch)
+
+    def interrupt(self) -> None:
+        """End the wait for an event, where the library knows how to; this does not block."""
+        if isinstance(self.below, Interruptible):
+            self.below.interrupt(self.events)
 
     def free(self) -> None:
         """Free the event set."""

@@ -43,6 +43,7 @@ async def follow_leases(
     *,
     directory: Path | None = None,
     node: str = "",
+    settle: float | None = None,
 ) -> None:
     """Keep the registry's leases as the kubelet has them, until cancelled.
 
@@ -59,7 +60,9 @@ async def follow_leases(
         looked: is set after the first look, whatever came of it.
         directory: the kubelet's folder for device plugins, where its checkpoint is.
         node: this node's name, this machine's if it is not said.
+        settle: seconds, `SETTLE` unless they are given.
     """
+    settle = SETTLE if settle is None else settle
     told = ""
     pause = 0.0
     settling = Settling(socket, directory, (node or gethostname()).lower(), clock)
@@ -78,7 +81,7 @@ async def follow_leases(
             while True:
                 stirred = anyio.Event()
                 try:
-                    seen, pods = await _asked(socket, clock)
+                    seen, pods = await observed(socket, clock)
                     registry.apply(await settling.judged(seen, pods, registry.snapshot))
                     told = ""
                 except Exception as error:  # noqa: BLE001 - whatever it says, leases stay
@@ -93,11 +96,11 @@ async def follow_leases(
 
                 # A grant whose pod is not told yet is being admitted: look again soon, then later.
                 longest = SOUGHT_PERIOD if _sought(registry) else PERIOD
-                pause = min(max(pause * 2, SETTLE), longest) if _untold(registry) else longest
+                pause = min(max(pause * 2, settle), longest) if _untold(registry) else longest
                 with anyio.move_on_after(pause) as waiting:
                     await stirred.wait()
                 if not waiting.cancelled_caught:
-                    await anyio.sleep(SETTLE)
+                    await anyio.sleep(settle)
                     pause = 0.0
 
 
@@ -140,19 +143,18 @@ def _tell_failure(error: Exception, socket: Path, why: str) -> None:
     )
 
 
-async def observed(socket: Path, clock: Callable[[], float] = time.time) -> LeasesObserved:
+async def observed(
+    socket: Path, clock: Callable[[], float] = time.time
+) -> tuple[LeasesObserved, frozenset[str]]:
     """Ask the kubelet who holds what, of every resource: an id says which GPU it is about.
+
+    Gives the names of all pods too: those that hold nothing are told as well.
 
     Raises:
         OSError: if it cannot be reached.
         GRPCError: if it refuses, as it does above 100 questions a second.
         StreamTerminatedError: if it goes away meanwhile.
     """
-    return (await _asked(socket, clock))[0]
-
-
-async def _asked(socket: Path, clock: Callable[[], float]) -> tuple[LeasesObserved, frozenset[str]]:
-    """Give the answer, and the names of all pods in it: those that hold nothing are named too."""
     asked = clock()
     async with Channel(path=str(socket)) as channel:
         stub = v1.PodResourcesListerStub(channel)

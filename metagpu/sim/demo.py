@@ -13,19 +13,21 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 from msgspec.structs import replace
 
 from metagpu.app import Agent
 from metagpu.core import report
+from metagpu.core.gpu import GpuId
 from metagpu.core.injection import VISIBLE_DEVICES
+from metagpu.core.news import PodEnded
+from metagpu.core.pods import KnownPod
 from metagpu.core.sharing import withheld
 from metagpu.core.snapshot import GpuState
 from metagpu.nvml import Nvml
 from metagpu.places import Places
-from metagpu.plugins.podresources import observed
 from metagpu.sim.gpu import SimGpu
 from metagpu.sim.kubelet import AdmissionError, Container, Pod, SimKubelet
 from metagpu.sim.library import Library
@@ -35,6 +37,9 @@ from metagpu.sim.spec import simulated
 from metagpu.sim.tools import SimulatedTools, simulated_companions
 from metagpu.sources import Source
 
+SETTLE: Final = 0.05
+"""Seconds from a grant to the look that finds its pod: this kubelet has no limit of questions."""
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -43,13 +48,20 @@ class Scene:
     node: SimNode
     kubelet: SimKubelet
     agent: Agent
-    places: Places
 
     async def status(self) -> dict[str, Any]:
-        """Say what the agent knows, having asked the kubelet who holds what."""
-        registry = self.agent.registry
-        registry.apply(await observed(self.places.pod_resources))
-        return report.status(registry.snapshot, self.agent.layout)
+        """Say what the agent knows, once it has heard from the kubelet who holds what."""
+        await self._until(lambda _: True)
+        return report.status(self.agent.registry.snapshot, self.agent.layout)
+
+    async def end(self, pod: Pod) -> None:
+        """End a pod, and tell the agent so as the API server does.
+
+        The agent alone asks the kubelet who holds what: of two that ask, one might come late with
+        an answer in which the pod is still there.
+        """
+        await self.kubelet.delete(pod)
+        self.agent.registry.news.publish(PodEnded(KnownPod(pod.uid, pod.namespace, pod.name)))
 
     async def allocatable(self, count: int) -> None:
         """Wait until the kubelet has so many healthy shares."""
@@ -66,9 +78,8 @@ class Scene:
         await self._until(lambda state: state.owner is None)
 
     async def _until(self, holds: Callable[[GpuState], bool]) -> None:
-        await self.status()
         async for gpus in self.agent.registry.watch(lambda snapshot: snapshot.gpus):
-            if all(map(holds, gpus.values())):
+            if _holders(gpus) == self._holders() and all(map(holds, gpus.values())):
                 return
 
     async def step(self, what: str) -> dict[str, Any]:
@@ -82,6 +93,16 @@ class Scene:
             "allocatable": self._told(),
             "gpus": status["gpus"],
             "slices": self._slices(),
+        }
+
+    def _holders(self) -> dict[str, str]:
+        """Say which pod has which share, as the kubelet knows it."""
+        return {
+            share: pod.name
+            for pod in self.kubelet.pods
+            for resources in self.kubelet.devices(pod).values()
+            for shares in resources.values()
+            for share in shares
         }
 
     def _told(self) -> dict[str, int]:
@@ -153,12 +174,12 @@ async def _perform(folder: Path, act: Act) -> dict[str, Any]:
                 await scene.kubelet.admit(running[name])
                 what = f"{name} asks for {count} {resource.rpartition('/')[2]}"
             else:
-                await scene.kubelet.delete(running.pop(name))
+                await scene.end(running.pop(name))
                 what = f"{name} ends"
             steps.append(await scene.step(what))
 
         for pod in running.values():
-            await scene.kubelet.delete(pod)
+            await scene.end(pod)
         await scene.idle()  # else MPS's control daemons would outlive the demo, for their clients
         return {"gpus": act.boards, "steps": steps}
 
@@ -178,14 +199,21 @@ async def _scene(folder: Path, boards: str, config: str | None = None) -> AsyncI
         places,
         tools=SimulatedTools(),
         companions=simulated_companions(),
+        settle=SETTLE,
     )
     kubelet = SimKubelet(places.kubelet, pod_resources=places.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:
         for task in agent.tasks:
             group.start_soon(task)
-        yield Scene(node, kubelet, agent, places)
+        yield Scene(node, kubelet, agent)
         group.cancel_scope.cancel()
+
+
+def _holders(gpus: Mapping[GpuId, GpuState]) -> dict[str, str]:
+    """Say which pod has which share, as far as the agent was told."""
+    leases = (lease for gpu in gpus.values() for lease in gpu.leases.values())
+    return {lease.share.id: lease.holder.pod if lease.holder else "" for lease in leases}
 
 
 def _rests(state: GpuState) -> bool:

@@ -76,11 +76,23 @@ class Events(LibraryBase):
             while not (waiting := self._set(events)).queue:
                 if any(self._is_lost(slot) for slot in waiting.registered):
                     raise Return(pynvml.NVML_ERROR_GPU_IS_LOST)
-                if (left := deadline - time.monotonic()) <= 0:
+                left = 0.0 if waiting.interrupted else deadline - time.monotonic()
+                if left <= 0:
+                    waiting.interrupted = False
                     raise Return(pynvml.NVML_ERROR_TIMEOUT)
                 self.node.changed.wait(left)
                 self._check()
             _deliver(waiting.queue.popleft(), answer)
+
+    def interrupt(self, events: Argument) -> None:
+        """End the wait on an event set as if its time were over; the next one if nobody waits.
+
+        NVML has nothing like it: its callers wait until the time is over.
+        """
+        with self.node.changed:
+            if address_in(events) in self._sets:
+                self._sets[address_in(events)].interrupted = True
+                self.node.changed.notify_all()
 
     @c_function
     def nvmlEventSetFree(self, events: Argument) -> None:

@@ -53,10 +53,15 @@ class SimEvent(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class EventSet:
-    """Who listens to which event types of which slots, and what has not been taken yet."""
+    """Who listens to which event types of which slots, and what has not been taken yet.
+
+    Attributes:
+        interrupted: whether the wait on it, or else the next one, shall end at once.
+    """
 
     registered: dict[int, int] = field(default_factory=dict)
     queue: deque[SimEvent] = field(default_factory=deque)
+    interrupted: bool = False
 
 
 class SimNode:

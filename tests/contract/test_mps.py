@@ -23,7 +23,7 @@ from metagpu.sim.tools import simulated_companions
 from metagpu.tools import HostTools
 from tests.waiting import until
 
-ANSWER = 10.0
+ANSWER = 30.0
 
 
 class Scene:

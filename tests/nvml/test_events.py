@@ -7,18 +7,28 @@ from collections.abc import Iterable
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pynvml
 import pytest
 from structlog.testing import capture_logs
 
 from metagpu.core.driver import EccError, GpuUnavailable, RecoveryAction, RecoveryActionChanged, Xid
 from metagpu.core.errors import DriverError
-from metagpu.nvml import Nvml
+from metagpu.nvml import Nvml, listening, session
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.library import Library
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
-from tests.nvml.rig import DEADLINE, SHORT, altered, opened
+from tests.nvml.rig import DEADLINE, altered, hurried, opened
+
+BRIEF = 0.05
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have waits in which nothing happens take a moment."""
+    monkeypatch.setattr(session, "SLICE", BRIEF)
+    monkeypatch.setattr(listening, "SLICE", BRIEF)
 
 
 async def test_a_burst_comes_in_one_batch() -> None:
@@ -30,18 +40,65 @@ async def test_a_burst_comes_in_one_batch() -> None:
         assert await nvml.events() == tuple(Xid(gpu.id, 31) for gpu in survey.gpus)
 
 
-async def test_a_waiting_caller_hears_at_once() -> None:
+async def test_a_waiting_caller_hears_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An XID wakes the one who waits, long before the slice is over."""
+    monkeypatch.setattr(session, "SLICE", DEADLINE)
     async with opened() as (node, nvml, survey), anyio.create_task_group() as group:
         began = time.monotonic()
 
         async def wait() -> None:
             assert await nvml.events() == (Xid(survey.gpus[2].id, 43),)
-            assert time.monotonic() - began < 0.5
+            assert time.monotonic() - began < DEADLINE
 
         group.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
         node.raise_xid(node.gpu(2), 43)
+
+
+async def test_a_wait_that_is_cancelled_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that can end a wait is told to, and the session's end does not sit it out."""
+    monkeypatch.setattr(session, "SLICE", 600.0)
+    async with opened() as (_, nvml, _), anyio.create_task_group() as group:
+        group.start_soon(nvml.events)
+        while not nvml.overdue:
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+
+    assert not nvml.overdue
+
+
+async def test_a_wait_that_cannot_be_interrupted_ends_first() -> None:
+    """With NVML's own library the event set is there until the thread has left it."""
+    node, order = simulated("t4:1"), []
+    waiting, released = threading.Event(), threading.Event()
+    library = altered(node)
+    free = library.nvmlEventSetFree
+
+    def wait(*_: object) -> int:
+        waiting.set()
+        released.wait()
+        order.append("waited")
+        return int(pynvml.NVML_ERROR_TIMEOUT)
+
+    def freed(events: object) -> int:
+        order.append("freed")
+        return free(events)
+
+    library.nvmlEventSetWait_v2 = wait  # type: ignore[method-assign, assignment]
+    library.nvmlEventSetFree = freed  # type: ignore[method-assign]
+    nvml = Nvml(library, DEADLINE)
+    async with nvml.session():
+        await nvml.survey()
+        async with anyio.create_task_group() as group:
+            group.start_soon(nvml.events)
+            await anyio.to_thread.run_sync(waiting.wait)
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+                assert not order
+            released.set()
+
+    assert order == ["waited", "freed"]
 
 
 async def test_an_xid_inside_mig_names_its_instances() -> None:
@@ -143,6 +200,7 @@ async def test_an_added_gpu_is_found_and_heard() -> None:
         assert await nvml.events() == (Xid(new.id, 31),)
 
 
+@pytest.mark.usefixtures("brief")
 async def test_a_gpu_without_events_is_known_as_one() -> None:
     """Where NVML has no events the survey says so, and waiting is a quiet second."""
     node = simulated("t4:1")
@@ -197,6 +255,7 @@ async def test_a_failing_wait_keeps_nvmls_words() -> None:
     assert type(caught.value) is DriverError
 
 
+@pytest.mark.usefixtures("brief")
 async def test_a_lost_gpu_that_nobody_finds_does_not_spin() -> None:
     """When every GPU answers although NVML says one is lost, that is said once a second."""
     library = altered(
@@ -207,7 +266,7 @@ async def test_a_lost_gpu_that_nobody_finds_does_not_spin() -> None:
         await nvml.survey()
         began = time.monotonic()
         assert await nvml.events() == (GpuUnavailable(None),)
-        assert time.monotonic() - began > 0.5
+        assert time.monotonic() - began >= BRIEF
 
 
 def scarce(node: SimNode, failing: Iterable[int]) -> Library:
@@ -226,6 +285,7 @@ def scarce(node: SimNode, failing: Iterable[int]) -> Library:
     return library
 
 
+@pytest.mark.usefixtures("brief")
 async def test_a_set_that_cannot_be_replaced_is_told_once_and_tried_again() -> None:
     """Surveys and waits go on without it, and the next wait that can replace it does."""
     node = simulated("t4:3")
@@ -245,6 +305,7 @@ async def test_a_set_that_cannot_be_replaced_is_told_once_and_tried_again() -> N
     assert "nvmlEventSetCreate" in logs[0]["error"]
 
 
+@pytest.mark.usefixtures("brief")
 async def test_a_condition_does_not_depend_on_the_event_set() -> None:
     """A GPU that is well again is said to be, once, also where the set cannot be replaced."""
     node = simulated("t4:2")
@@ -271,11 +332,12 @@ async def test_a_wait_that_hangs_fails_no_survey() -> None:
     library = altered(
         node, nvmlEventSetWait_v2=lambda *_: released.wait() and pynvml.NVML_ERROR_TIMEOUT
     )
-    nvml = Nvml(library, SHORT)
+    nvml = Nvml(library, DEADLINE)
     async with nvml.session():
         gpu = (await nvml.survey()).gpus[0].id
-        with pytest.raises(DriverError, match="no answer"):
-            await nvml.events()
+        async with hurried(nvml, "NVML events"):
+            with pytest.raises(DriverError, match="no answer"):
+                await nvml.events()
         node.lose(node.gpu(0))
         assert [u.gpu for u in (await nvml.survey()).unreadable] == [gpu]
         node.recover(node.gpu(0))
@@ -302,12 +364,13 @@ async def test_a_gpu_that_hangs_while_it_is_lost_leaves_the_set() -> None:
     real, lost = library.nvmlEventSetWait_v2, False
     library.nvmlDeviceGetMemoryInfo_v2 = hang  # type: ignore[method-assign, assignment]
     library.nvmlEventSetWait_v2 = wait  # type: ignore[method-assign, assignment]
-    nvml = Nvml(library, SHORT)
+    nvml = Nvml(library, DEADLINE)
     async with nvml.session():
         survey = await nvml.survey()
         lost = True
 
-        assert await nvml.events() == (GpuUnavailable(survey.gpus[0].id),)
+        async with hurried(nvml, "GPU 0"):
+            assert await nvml.events() == (GpuUnavailable(survey.gpus[0].id),)
         node.raise_xid(node.gpu(1), 31)
         assert await nvml.events() == (Xid(survey.gpus[1].id, 31),)
         released.set()

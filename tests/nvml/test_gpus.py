@@ -1,7 +1,5 @@
 """GPUs that are lost, hang, or go away: the others must not notice."""
 
-import time
-
 import anyio
 import anyio.lowlevel
 import pynvml
@@ -20,7 +18,8 @@ from metagpu.core.errors import (
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
-from tests.nvml.rig import DEADLINE, SHORT, opened
+from tests.nvml.rig import DEADLINE, hurried, opened
+from tests.waiting import skip
 
 
 async def test_a_lost_gpu_leaves_the_others_alone() -> None:
@@ -74,18 +73,15 @@ async def test_a_removed_gpu_is_not_called_lost() -> None:
 
 async def test_a_hung_gpu_times_out_and_delays_nobody() -> None:
     """A hung GPU costs its own caller the deadline, and later callers nothing; others answer."""
-    async with opened(deadline=SHORT) as (node, nvml, survey):
-        node.hang(node.gpu(0), 60)
-        began = time.monotonic()
-        with pytest.raises(DriverTimeout, match="GPU 0"):
-            await nvml.condition(survey.gpus[0].id)
-        assert SHORT <= time.monotonic() - began < 10 * SHORT
+    async with opened() as (node, nvml, survey):
+        node.hang(node.gpu(0), 600)
+        async with hurried(nvml, "GPU 0"):
+            with pytest.raises(DriverTimeout, match=f"GPU 0.*within {DEADLINE:g} s"):
+                await nvml.condition(survey.gpus[0].id)
 
-        began = time.monotonic()
         with pytest.raises(DriverTimeout, match="earlier"):
             await nvml.processes(survey.gpus[0].id)
         await nvml.condition(survey.gpus[1].id)
-        assert time.monotonic() - began < SHORT
         assert nvml.overdue == [f"GPU 0 ({survey.gpus[0].id})"]
 
         assert [u.index for u in (await nvml.survey()).unreadable] == [0]
@@ -98,12 +94,26 @@ async def test_a_hung_gpu_times_out_and_delays_nobody() -> None:
 
 async def test_a_hanging_call_waits_for_its_deadline_when_cancelled() -> None:
     """Cancelling a call does not take NVML away from under its thread."""
-    async with opened(deadline=SHORT) as (node, nvml, survey):
-        node.hang(node.gpu(0), 60)
-        began = time.monotonic()
-        with anyio.move_on_after(SHORT / 2), pytest.raises(DriverTimeout):
+    ended: list[str] = []
+
+    async def ask() -> None:
+        with pytest.raises(DriverTimeout):
             await nvml.condition(survey.gpus[0].id)
-        assert time.monotonic() - began >= SHORT
+        ended.append(nvml.overdue[0])
+
+    async with opened() as (node, nvml, survey):
+        node.hang(node.gpu(0), 600)
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            while not nvml.overdue:
+                await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+                assert not ended
+                skip(DEADLINE)
+
+        assert ended == [f"GPU 0 ({survey.gpus[0].id})"]
         node.recover(node.gpu(0))
 
 

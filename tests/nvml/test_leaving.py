@@ -28,7 +28,7 @@ sys.exit(cli.main(arguments))
 """
 GPU, INIT = "nvmlDeviceGetMemoryInfo_v2", "nvmlInitWithFlags"
 """What hangs at its first call."""
-PATIENCE = 20.0
+PATIENCE = 50.0
 
 
 def hanging(function: str, *arguments: str) -> list[str]:

@@ -1,5 +1,7 @@
 """MIG through NVML: what goes wrong halfway, and what NVML does not say."""
 
+import threading
+
 import anyio
 import pynvml
 import pytest
@@ -12,10 +14,11 @@ from metagpu.nvml.mig import _SUFFIXES
 from metagpu.sim.boards import BOARDS
 from metagpu.sim.instances import Making
 from metagpu.sim.library import Library
+from metagpu.sim.library_base import address_in
 from metagpu.sim.node import SimNode
 from metagpu.sim.spec import simulated
 from tests.heard import heard
-from tests.nvml.rig import DEADLINE, SHORT, altered
+from tests.nvml.rig import DEADLINE, altered, hurried
 
 TWO = 14
 """The number of 2g on boards of seven compute slices."""
@@ -62,16 +65,26 @@ async def test_an_instance_without_a_name_does_not_stay() -> None:
 
 async def test_a_slow_creation_is_late_and_found_later() -> None:
     """At the deadline the caller goes on; what NVML made after all is in the list then."""
-    node = node_in_mig()
-    node.gpu(0).mig.making = Making(takes=2 * SHORT)
-    nvml = Nvml(Library(node))
+    node, released = node_in_mig(), threading.Event()
+    library = Library(node)
+    create = library.nvmlDeviceCreateGpuInstanceWithPlacement
+
+    def slow(device: object, *rest: object) -> int:
+        if address_in(device) == node.gpu(0).handle:
+            released.wait()
+        return create(device, *rest)
+
+    library.nvmlDeviceCreateGpuInstanceWithPlacement = slow  # type: ignore[method-assign, assignment]
+    nvml = Nvml(library)
 
     async with nvml.session():
         [gpu, other] = (await nvml.survey()).gpus
-        with pytest.raises(DriverTimeout, match=r"GPU 0.* within 0\.5 s"):
-            await nvml.mig.create(gpu.id, TWO, PLACE, SHORT)
+        async with hurried(nvml, "GPU 0"):
+            with pytest.raises(DriverTimeout, match=r"GPU 0.* within 30 s"):
+                await nvml.mig.create(gpu.id, TWO, PLACE, DEADLINE)
         assert (await nvml.mig.create(other.id, TWO, PLACE, DEADLINE)).placement == PLACE
 
+        released.set()
         with anyio.fail_after(30):
             while nvml.overdue:  # noqa: ASYNC110 - nothing tells that a thread came back
                 await anyio.sleep(0.01)

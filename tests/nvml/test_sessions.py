@@ -12,7 +12,7 @@ from metagpu.core.errors import DriverTimeout, DriverUnavailable
 from metagpu.nvml import Nvml
 from metagpu.sim.library import Library
 from metagpu.sim.spec import simulated
-from tests.nvml.rig import SHORT, altered, opened
+from tests.nvml.rig import DEADLINE, altered, hurried, opened
 
 
 async def test_a_lost_driver_is_one_error_and_a_new_session_works() -> None:
@@ -79,12 +79,13 @@ async def test_pynvml_is_left_as_it_was() -> None:
 async def test_a_session_ends_although_a_gpu_hangs() -> None:
     """Leaving does not wait for a hung GPU, and the next session is not disturbed by it."""
     node = simulated("t4:2")
-    nvml = Nvml(Library(node), SHORT)
+    nvml = Nvml(Library(node), DEADLINE)
     async with nvml.session():
         survey = await nvml.survey()
-        node.hang(node.gpu(0), 60)
-        with pytest.raises(DriverTimeout):
-            await nvml.condition(survey.gpus[0].id)
+        node.hang(node.gpu(0), 600)
+        async with hurried(nvml, "GPU 0"):
+            with pytest.raises(DriverTimeout):
+                await nvml.condition(survey.gpus[0].id)
 
     assert nvml.overdue
     node.recover(node.gpu(0))
@@ -92,11 +93,8 @@ async def test_a_session_ends_although_a_gpu_hangs() -> None:
         assert await nvml.survey() == survey
 
 
-async def test_an_nvml_that_hangs_at_its_start_costs_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_nvml_that_hangs_at_its_start_costs_one_thread() -> None:
     """Retries are refused at once until the first has come back, and it is named as overdue."""
-    monkeypatch.setattr("metagpu.nvml._OPENING", SHORT)
     released = threading.Event()
     calls: list[object] = []
     node = simulated("t4:1")
@@ -109,9 +107,10 @@ async def test_an_nvml_that_hangs_at_its_start_costs_one_thread(
     library = altered(node)
     real = library.nvmlInitWithFlags
     library.nvmlInitWithFlags = start  # type: ignore[method-assign, assignment]
-    nvml = Nvml(library, SHORT)
-    with pytest.raises(DriverUnavailable, match="no answer"):
-        await _enter(nvml.session())
+    nvml = Nvml(library, DEADLINE)
+    async with hurried(nvml, "NVML"):
+        with pytest.raises(DriverUnavailable, match="no answer"):
+            await _enter(nvml.session())
     for _ in range(3):
         with pytest.raises(DriverUnavailable, match="has not come back"):
             await _enter(nvml.session())

@@ -68,7 +68,7 @@ async def test_tells_every_container(tmp_path: Path) -> None:
     async with node(tmp_path) as it, it.kubelet.running():
         await it.until(20, 20)
         await it.kubelet.admit(two)
-        seen = await observed(tmp_path / "pod-resources.sock")
+        seen, _ = await observed(tmp_path / "pod-resources.sock")
 
     assert set(seen.resources.values()) == {METAGPU}
     assert seen.holders == {

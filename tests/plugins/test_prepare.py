@@ -1,6 +1,6 @@
 """What backends do before a container starts: cases 36 and 37 of the contract."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -13,6 +13,7 @@ from metagpu.core.model import Share
 from metagpu.core.snapshot import Snapshot
 from metagpu.sim.kubelet import ContainerStartError
 from tests.plugins.rig import METAGPU, node, pod, simulated_kubelet
+from tests.waiting import skip
 
 
 class Preparing(FractionBackend):
@@ -24,12 +25,14 @@ class Preparing(FractionBackend):
         super().__init__(*args)  # type: ignore[arg-type]
         self.prepared: list[list[str]] = []
         self.refusal: RequestError | None = None
+        self.begin: Callable[[], None] = lambda: None
         self.wait = anyio.Event()
         self.wait.set()
 
     async def prepare(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
         """Note the call."""
         del snapshot
+        self.begin()
         await self.wait.wait()
         self.prepared.append([share.id for share in shares])
         if self.refusal is not None:
@@ -74,17 +77,18 @@ async def test_prepare_that_fails_is_tried_again(
 ) -> None:
     """A start that takes too long or is refused fails with our text; the next works (case 37)."""
     made = preparing(monkeypatch)
-    kubelet = simulated_kubelet(tmp_path, pre_start_timeout=0.05)
+    kubelet = simulated_kubelet(tmp_path)
 
     async with node(tmp_path, kubelet=kubelet) as it, kubelet.running():
         await it.until(20, 20)
         running = pod("train", 2)
         await kubelet.admit(running)
 
-        made[-1].wait = anyio.Event()
+        made[-1].wait, made[-1].begin = anyio.Event(), lambda: skip(30)
         with pytest.raises(ContainerStartError):
             await kubelet.start_container(running, "main")
         made[-1].wait.set()
+        made[-1].begin = lambda: None
 
         made[-1].refusal = RequestError("the GPU is being cleaned")
         with pytest.raises(ContainerStartError, match="the GPU is being cleaned"):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -387,7 +386,6 @@ class Sharing(RuleBasedStateMachine):
         return [(device.id, device.health) for device in devices]
 
 
-@pytest.mark.timeout(120)  # it takes minutes when it is told to search
 def test_no_story_breaks_the_rule_of_sharing() -> None:
     """No two shares that exclude each other are held or offered, and each is listed once."""
     run_state_machine_as_test(

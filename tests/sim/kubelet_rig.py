@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+from anyio.lowlevel import checkpoint
 from grpclib.client import Channel
 
 from metagpu.plugins.pb import v1beta1
@@ -210,3 +211,11 @@ class FakePlugin(v1beta1.DevicePluginBase):
                     resource_name=self.resource if resource is None else resource,
                 )
             )
+
+
+async def dials(kubelet: SimKubelet, plugins: int = 1) -> None:
+    """Wait until the kubelet has dialled so many plugins that are still there for it."""
+    with anyio.fail_after(30):
+        while not (life := kubelet._life) or len(life.registration._plugins) < plugins:
+            await checkpoint()
+    await anyio.wait_all_tasks_blocked()

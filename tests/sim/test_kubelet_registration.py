@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import anyio
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
@@ -14,7 +15,8 @@ from grpclib.server import Handler
 
 from metagpu.sim.kubelet import SimKubelet
 from metagpu.sim.kubelet.registration import is_extended_resource
-from tests.sim.kubelet_rig import GPU, FakePlugin, devices, pod
+from tests.sim.kubelet_rig import GPU, FakePlugin, devices, dials, pod
+from tests.waiting import skip
 
 Headers = list[tuple[str, str]]
 
@@ -227,12 +229,19 @@ async def test_after_a_failed_registration_nobody_sees_the_good_plugin_end(tmp_p
     """The other hazard: allocatable stays stale for ever (§1.4)."""
     good, bad = FakePlugin(GPU, devices("a b")), FakePlugin(GPU, [])
     bad.endpoint = "nobody.sock"
-    async with (
-        SimKubelet(tmp_path, dial_timeout=1).running() as kubelet,
-        good.registered(kubelet),
-    ):
+
+    async def fails() -> None:
         with pytest.raises(GRPCError):
             await bad.register(kubelet)
+
+    async with (
+        SimKubelet(tmp_path).running() as kubelet,
+        good.registered(kubelet),
+    ):
+        async with anyio.create_task_group() as group:
+            group.start_soon(fails)
+            await dials(kubelet, 2)
+            skip(10)
         good.hang_up()
         await kubelet.wait_for(lambda: kubelet.open_streams[GPU] == 0)
         assert kubelet.allocatable() == {GPU: 2}

@@ -255,6 +255,29 @@ def test_a_wait_is_over_when_something_happens(node: SimNode) -> None:
     other.join()
 
 
+def test_a_wait_is_over_when_it_is_interrupted(node: SimNode) -> None:
+    """As if its time were over: the present wait, or the next one, and no other after it."""
+    library, events = pynvml.nvmlLib, pynvml.nvmlEventSetCreate()
+    other = threading.Timer(0.02, library.interrupt, (events,))
+    other.start()
+    wait = pynvml.nvmlEventSetWait_v2
+    assert code_of(wait, events, 600_000) == pynvml.NVML_ERROR_TIMEOUT
+    other.join()
+
+    pynvml.nvmlDeviceRegisterEvents(handle(0), pynvml.nvmlEventTypeXidCriticalError, events)
+    library.interrupt(events)
+    node.raise_xid(node.gpu(0), 31)
+    assert wait(events, 600_000).eventData == 31
+    assert code_of(wait, events, 600_000) == pynvml.NVML_ERROR_TIMEOUT
+    later = threading.Timer(0.02, node.raise_xid, (node.gpu(0), 43))
+    later.start()
+    assert wait(events, 600_000).eventData == 43
+    later.join()
+
+    pynvml.nvmlEventSetFree(events)
+    library.interrupt(events)
+
+
 def test_a_wait_is_over_when_the_driver_goes(node: SimNode) -> None:
     """A waiting thread learns at once that the driver was taken away."""
     events = pynvml.nvmlEventSetCreate()

@@ -123,7 +123,6 @@ def test_a_layout_is_there_whatever_happened(acts: Sequence[tuple[str, int]]) ->
     anyio.run(_all_of, acts, cut("layout: {3g.20gb: 1, 2g.10gb: 1, 1g.5gb: 2}"), layout)
 
 
-@pytest.mark.timeout(180)  # every example starts some ten processes
 @settings(max_examples=4)
 @given(_acts)
 def test_control_daemons_are_where_instances_are(acts: Sequence[tuple[str, int]]) -> None:

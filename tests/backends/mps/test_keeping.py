@@ -4,7 +4,6 @@ import stat
 from pathlib import Path
 
 import anyio
-import pytest
 from anyio import to_thread
 
 from metagpu.backends.mps import keeping
@@ -15,9 +14,6 @@ from metagpu.sim.gpu import SimProcess
 from tests.backends.mps.rig import ALONE, DEFAULT, EXCLUSIVE, MIXED, mps
 from tests.companions_rig import COMPANIONS
 from tests.heard import heard
-
-pytestmark = pytest.mark.timeout(120)
-
 
 # --- who has the GPU ----------------------------------------------------------------------------
 

@@ -231,7 +231,6 @@ async def test_slow_pages_do_not_wait_for_each_other() -> None:
         pages.gate.set()
 
 
-@pytest.mark.timeout(60)
 @settings(max_examples=25)
 @given(st.binary(max_size=300))
 def test_no_bytes_hinder_the_server(data: bytes) -> None:
