@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -150,29 +150,27 @@ class Injection(msgspec.Struct, frozen=True):
         nodes: tuple[DeviceNode, ...],
         variables: Mapping[str, str] | None,
     ) -> Grant:
-        names = tuple(f"{self.cdi_kind}={gpu_id}" for gpu_id in ids)
-        by_cdi = bool(self.strategies & CDI_STRATEGIES)
+        ways = _ways(self.strategies)
+        names = tuple(f"{self.cdi_kind}={gpu_id}" for gpu_id in ids) if ways.by_cdi else ()
         envs = dict(variables or {})
         mounts: tuple[Mount, ...] = ()
 
-        if DeviceListStrategy.ENVVAR in self.strategies:
+        if ways.envvar:
             envs[VISIBLE_DEVICES] = ",".join(ids)
-        elif DeviceListStrategy.VOLUME_MOUNTS in self.strategies:
+        elif ways.volume_mounts:
             envs[VISIBLE_DEVICES] = _VOLUME_MOUNTS
         else:
             envs[VISIBLE_DEVICES] = _NO_DEVICES
 
-        if DeviceListStrategy.VOLUME_MOUNTS in self.strategies:
+        if ways.volume_mounts:
             mounts = tuple(Mount(f"{_VOLUME_MOUNTS}/{gpu_id}", "/dev/null") for gpu_id in ids)
 
         return Grant(
             envs=envs,
             mounts=mounts + _mgctl(self.pod_dir, self.command),
-            nodes=() if by_cdi or not self.pass_device_specs else nodes,
-            annotations=_annotation(names)
-            if DeviceListStrategy.CDI_ANNOTATIONS in self.strategies
-            else {},
-            cdi_names=names if DeviceListStrategy.CDI_CRI in self.strategies else (),
+            nodes=() if ways.by_cdi or not self.pass_device_specs else nodes,
+            annotations=_annotation(names) if ways.cdi_annotations else {},
+            cdi_names=names if ways.cdi_cri else (),
         )
 
     def grant_shares(
@@ -210,7 +208,24 @@ class Injection(msgspec.Struct, frozen=True):
         return _nodes_at(tuple(paths), self.dev_root, self.present)
 
 
-# The same few in every answer, for which somebody waits.
+class _Ways(NamedTuple):
+    envvar: bool
+    volume_mounts: bool
+    cdi_cri: bool
+    cdi_annotations: bool
+
+    @property
+    def by_cdi(self) -> bool:
+        return self.cdi_cri or self.cdi_annotations
+
+
+# The same few in every answer, for which somebody waits. To look an enumeration's member up takes
+# a call of Python's own.
+@lru_cache(maxsize=16)
+def _ways(strategies: frozenset[DeviceListStrategy]) -> _Ways:
+    return _Ways(*(way in strategies for way in DeviceListStrategy))
+
+
 @lru_cache(maxsize=256)
 def _nodes_at(
     paths: tuple[str, ...], dev_root: str, present: frozenset[str]

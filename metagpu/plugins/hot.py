@@ -211,7 +211,8 @@ def _varint(value: int) -> bytes:
 
 
 def _framed(tag: bytes, body: bytes) -> bytes:
-    return tag + _varint(len(body)) + body
+    size = len(body)
+    return tag + (_ONE_BYTE[size] if size < _SHORT else _varint(size)) + body
 
 
 def _text(tag: bytes, text: str) -> bytes:
