@@ -12,6 +12,7 @@ from metagpu.backends.mps_daemon import supervision
 from metagpu.backends.mps_daemon.control import Control, Folders
 from metagpu.companions import HostCompanions
 from metagpu.core import keeper
+from metagpu.core.errors import ToolError
 from metagpu.core.gpu import MIB
 from metagpu.core.injection import Injection
 from metagpu.sim.gpu import SimProcess
@@ -21,6 +22,7 @@ from tests.backends.mps.rig import ALONE, Scene, mps
 from tests.companions_rig import COMPANIONS, StandIn
 from tests.heard import heard
 from tests.served import in_care
+from tests.waiting import until
 
 SHORT = 0.3
 
@@ -32,8 +34,28 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def asked(self: Control, command: str) -> str:
         steer = anyio.Path(self.daemon.env["CUDA_MPS_PIPE_DIRECTORY"]) / "steer"
-        hangs = await steer.exists() and await steer.read_text() == "hang"
-        return await ask(replace(self, deadline=SHORT) if hangs else self, command)
+        answer: str | ToolError | None = None
+
+        async def hangs() -> bool:
+            return await steer.exists() and await steer.read_text() == "hang"
+
+        async def until_it_hangs() -> None:
+            await until(hangs, 60)
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(until_it_hangs)
+            try:
+                answer = await ask(self, command)
+            except ToolError as error:
+                answer = error
+            group.cancel_scope.cancel()
+
+        if answer is None:
+            return await ask(replace(self, deadline=SHORT), command)
+        if isinstance(answer, ToolError):
+            raise answer
+        return answer
 
     monkeypatch.setattr(Control, "_ask", asked)
 
