@@ -8,6 +8,7 @@ operator, or a restart of the daemon, brings the GPU back.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -61,6 +62,7 @@ class HealthWatch:
     instances: InstanceHealth = field(init=False)
     news: FaultNews = field(init=False)
     _patients: dict[GpuId, Patient] = field(default_factory=dict)
+    _returns: Counter[GpuId] = field(default_factory=Counter)
     _unplaced: dict[GpuId, list[Heard]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,10 +127,12 @@ class HealthWatch:
 
     async def survey(self) -> None:
         """Read all GPUs once, inside a session of the driver, and judge each by its condition."""
+        returns = self._returns.copy()
         survey = await self.driver.survey()
         refusals: dict[GpuId, tuple[str, Fault]] = {}
 
         async def check(gpu: GpuId) -> None:
+            returns[gpu] = self._returns[gpu]
             refusal = await self._refusal(gpu)
             if refusal is not None:
                 refusals[gpu] = refusal
@@ -144,10 +148,10 @@ class HealthWatch:
         for unreadable in survey.unreadable:
             if unreadable.gpu is None:  # one that is known is told as out of service below
                 log.warning("a GPU cannot be read", index=unreadable.index, why=unreadable.reason)
-        for gpu, refusal in refusals.items():
-            self._fault(gpu, *refusal)
-        for gpu, reason in self._missing(survey):
-            self._fault(gpu, reason, Fault.NOT_LISTED)
+        told = {gpu: (reason, Fault.NOT_LISTED) for gpu, reason in self._missing(survey)}
+        for gpu, refusal in {**refusals, **told}.items():
+            if self._returns[gpu] == returns[gpu]:  # else it was mended since it was looked at
+                self._fault(gpu, *refusal)
 
     def _missing(self, survey: Survey) -> list[tuple[GpuId, str]]:
         """Find GPUs that were known and are not there now: their ids stay listed, unhealthy."""
@@ -234,8 +238,9 @@ class HealthWatch:
             finally:  # also if NVML goes meanwhile: a fatal fault must not be forgotten with it
                 if not placed:
                     self._fault(gpu, heard.reason, Fault.XID, proof=True)
+        returns = self._returns[gpu]
         refusal = await self._refusal(gpu)
-        if refusal is not None:
+        if refusal is not None and self._returns[gpu] == returns:
             self._fault(gpu, *refusal)
 
     async def _refusal(self, gpu: GpuId) -> tuple[str, Fault] | None:
@@ -277,6 +282,7 @@ class HealthWatch:
 
     def _recovered(self, gpu: GpuId, reason: str) -> None:
         self._patients.pop(gpu, None)
+        self._returns[gpu] += 1
         if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
             log.info("GPU back in service", gpu=gpu, reason=reason)
 

@@ -231,6 +231,26 @@ async def test_a_fault_during_an_acknowledgement_is_kept() -> None:
     assert watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
 
 
+@pytest.mark.parametrize("every", [True, False], ids=["all GPUs", "one GPU"])
+async def test_what_was_read_before_an_acknowledgement_takes_nothing_out(*, every: bool) -> None:
+    """A look that began before a GPU was mended ends after its return, and changes nothing."""
+    driver = Told(found=GpuLost("gone"))
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+
+    async def mend() -> None:
+        driver.during_check, driver.found = None, None
+        await watch.acknowledge(gpu(0).id)
+        driver.found = GpuLost("gone")  # as it was read before
+
+    driver.during_check = mend
+    await (watch.survey() if every else watch._check(gpu(0).id))
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+    await watch.survey()
+    assert not watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+
 @pytest.mark.parametrize(
     ("event", "fault"),
     [(Xid(gpu(0).id, 79), Fault.XID), (EccError(gpu(0).id, double_bit=True), Fault.MEMORY)],
