@@ -5,32 +5,40 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test fuzz lint proto mgctl wheel e2e bench clean
+# Every package that is installed here is named in requirements/*.lock with its hashes.
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+LOCKED := $(PIP) install --require-hashes --no-deps
+OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
+
+.PHONY: help demo test fuzz lint proto mgctl reproducible wheel e2e bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-# One stamp for each set of extras: installed anew only when pyproject.toml changed.
+# One stamp for each lock: installed again only when it or pyproject.toml changed.
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "metagpu needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "metagpu needs Python's venv module; Debian and Ubuntu have it in the package python3-venv"; exit 1; }
 
-$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.run: pyproject.toml requirements/run.lock requirements/package.lock | $(VENV)/bin/python
 	@echo "installing metagpu into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(LOCKED) -r requirements/run.lock -r requirements/package.lock
+	@$(OURS)
 	@touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	@echo "installing metagpu and its test tools into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	@touch $@ $(VENV)/.run $(VENV)/.build
-
-$(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
-	@echo "installing metagpu and its bench tools into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+$(VENV)/.build: pyproject.toml requirements/build.lock | $(VENV)/bin/python
+	@echo "installing metagpu and a C compiler into $(VENV)"
+	@$(LOCKED) -r requirements/build.lock
+	@$(OURS)
 	@touch $@ $(VENV)/.run
+
+$(VENV)/.test: pyproject.toml requirements/dev.lock | $(VENV)/bin/python
+	@echo "installing metagpu and its development tools into $(VENV)"
+	@$(LOCKED) -r requirements/dev.lock
+	@$(OURS)
+	@touch $@ $(VENV)/.run $(VENV)/.build
 
 demo: $(VENV)/.run ## show half a GPU for a pod, on a simulated node
 	@$(BIN)/metagpu demo
@@ -38,23 +46,21 @@ demo: $(VENV)/.run ## show half a GPU for a pod, on a simulated node
 # The `mgctl` of containers. Both are made at once; the first time also makes a libc, which takes minutes.
 PROGRAMS := metagpu/programs/mgctl-x86_64 metagpu/programs/mgctl-aarch64
 
-$(VENV)/.build: pyproject.toml | $(VENV)/bin/python
-	@echo "installing a C compiler into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build]'
-	@touch $@ $(VENV)/.run
-
 $(PROGRAMS) &: mgctl/mgctl.c mgctl/build.py | $(VENV)/.build
 	@$(BIN)/python mgctl/build.py
 
 mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
 
+reproducible: $(PROGRAMS) ## build the mgctl of containers again, from nothing, and compare the bytes
+	$(BIN)/python mgctl/build.py --verify
+
 wheel: $(PROGRAMS) ## build the package with everything in it, into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 test: $(VENV)/.test $(PROGRAMS) ## run the tests
 	$(BIN)/python -m pytest
 
-fuzz: $(VENV)/.test ## send the daemon's sockets what nobody should, for a minute (PIECES=60; PIECE=N)
+fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
 
 lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is what proto/ says
@@ -69,10 +75,27 @@ proto: $(VENV)/.test ## generate the protocol code anew
 
 e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages)
 	$(BIN)/python -m tests.e2e.rig prepare
-	$(BIN)/python -m pytest tests/e2e -m e2e --timeout 600
+	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps -m e2e --timeout 600
 
-bench: $(VENV)/.bench ## measure, print side by side with the targets, write bench/results/
+bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/
 	$(BIN)/python -m bench
 
+# Resolved for every Python that metagpu supports, and for every machine; what a lock has stays,
+# unless it must change. LOCKS=--upgrade takes the newest of everything.
+LOCK := $(BIN)/uv pip compile --quiet --universal --generate-hashes --python-version 3.11 \
+	--no-annotate --custom-compile-command 'make locks' $(LOCKS)
+
+locks: $(VENV)/.test ## resolve the dependencies again, into requirements/ (LOCKS=--upgrade)
+	$(LOCK) --all-extras pyproject.toml requirements/package.in -o requirements/dev.lock
+	$(LOCK) -c requirements/dev.lock --extra build pyproject.toml requirements/package.in -o requirements/build.lock
+	$(LOCK) -c requirements/dev.lock pyproject.toml -o requirements/run.lock
+	$(LOCK) -c requirements/dev.lock requirements/package.in -o requirements/package.lock
+
+sbom: $(VENV)/.test wheel ## list what an image contains, and its licences, into dist/
+	@rm -rf dist/image && $(PYTHON) -m venv --without-pip dist/image
+	@$(PIP) --python dist/image/bin/python install --require-hashes --no-deps -r requirements/run.lock
+	@$(PIP) --python dist/image/bin/python install --no-deps --force-reinstall dist/metagpu-*.whl
+	@$(BIN)/python requirements/sbom.py dist/image dist
+
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) metagpu/programs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist metagpu/programs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,1 +1,1 @@
-"""Measurements of the running daemon, side by side with their targets: `python -m bench`."""
+"""Measurements of the running daemon beside their targets: `python -m bench`."""

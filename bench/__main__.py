@@ -1,4 +1,4 @@
-"""Measure the daemon, show the figures beside their targets, and keep them."""
+"""Measure the daemon, and print and store the numbers beside their targets."""
 
 import argparse
 import sys
@@ -16,14 +16,14 @@ RESULTS: Final = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run; a missed target is told and is no failure of the bench."""
+    """Run the bench; a missed target is reported and is no failure."""
     args = _arguments()
-    plan = Plan(quick=args.quick)
+    plan = Plan(quick=args.quick, before=args.before)
     out = _out(args)
     compared = args.compare or _newest(out)
     earlier = Report.read(compared) if compared else None  # before minutes are spent
     if machine.busy():
-        plan.say("this machine is busy: times will be longer than they are")
+        plan.report("this machine is busy: measured times will be too long")
 
     described = machine.describe()
     figures = [
@@ -42,11 +42,11 @@ def main() -> int:
     if compared:
         print(f"Changes are against {compared}.")
     if args.quick:
-        print("This was a smoke run of few calls: it shows that the bench works, nothing else.")
+        print("This was a smoke run of few calls: it only shows that the bench works.")
     if out:
         print(f"Written to {out}.")
     else:
-        print("Not written: only a full run is kept by itself; --out FILE keeps this one.")
+        print("Not written: only a full run writes its results by default; use --out FILE.")
     return 0
 
 
@@ -60,19 +60,25 @@ def _arguments() -> argparse.Namespace:
         help=f"measure only some of: {', '.join(MEASUREMENTS)}",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a smoke run: few calls, worthless numbers"
+        "--quick", action="store_true", help="a smoke run: few calls, numbers without meaning"
+    )
+    parser.add_argument(
+        "--before",
+        type=lambda text: Path(text).resolve(),
+        metavar="PATH",
+        help="a source tree of another commit; `commands` alternates between both",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to keep the figures (default for a full run: bench/results/DATE.json)",
+        help="the file to write (default for a full run: bench/results/DATE.json)",
     )
     parser.add_argument(
         "--compare",
         type=Path,
         metavar="FILE",
-        help="an earlier run to set the figures against (default: the newest in bench/results)",
+        help="an earlier run to compare with (default: the newest in bench/results)",
     )
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""The client of every plugin measured here: grpcio, which neither side is made of.
+"""The client of every measured plugin: grpcio, which neither side uses.
 
-Payloads are encoded beforehand and answers are left as bytes, so a call's time is the wire, the
+Requests are encoded beforehand and answers stay bytes, so that a call's time is the transport, the
 client's constant share, and the server.
 """
 
@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 import grpc
 
-from metagpu.plugins.pb import v1beta1
+from metagpu.plugins.kubelet.pb import v1beta1
 
 _SERVICE: Final = "/v1beta1.DevicePlugin"
-_PATIENCE: Final = 30.0
+_TIMEOUT: Final = 30.0
 _OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for every client
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),  # grpc-go's, so the kubelet's
@@ -35,13 +35,13 @@ class Client:
         self._list_and_watch = channel.unary_stream(f"{_SERVICE}/ListAndWatch")
 
     def first_list(self) -> bytes:
-        """Give the list as it is now."""
+        """Return the current list."""
         with self.lists() as lists:
             return lists.take().message
 
     @contextmanager
     def lists(self) -> Iterator["Lists"]:
-        """Hold a ListAndWatch stream open while the block lasts."""
+        """Keep a ListAndWatch stream open until the block ends."""
         call = self._list_and_watch(b"")
         lists = Lists()
         reader = threading.Thread(target=lists.read, args=(call,), daemon=True)
@@ -62,29 +62,29 @@ class Arrival(NamedTuple):
 
 
 class Lists:
-    """What arrives on one ListAndWatch stream."""
+    """The messages of one ListAndWatch stream."""
 
     def __init__(self) -> None:
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
 
     def read(self, call: Iterator[bytes]) -> None:
-        """Note every message until the stream ends."""
+        """Record every message until the stream ends."""
         try:
             for message in call:
                 self._arrivals.put(Arrival(time.perf_counter(), message))
         except grpc.RpcError:
-            pass  # cancelled by us, or the daemon is gone: who waits for a message will tell
+            pass  # cancelled by us, or the daemon is gone: the next `take` raises
 
     def take(self) -> Arrival:
-        """Give the next message.
+        """Return the next message.
 
         Raises:
-            queue.Empty: if none comes.
+            queue.Empty: no message comes in time.
         """
-        return self._arrivals.get(timeout=_PATIENCE)
+        return self._arrivals.get(timeout=_TIMEOUT)
 
     def changed(self, known: bytes) -> Arrival:
-        """Give the next message that differs from a known one."""
+        """Return the next message that differs from a known one."""
         while (arrival := self.take()).message == known:
             pass
         return arrival
@@ -92,29 +92,29 @@ class Lists:
 
 @contextmanager
 def connected(socket: Path) -> Iterator[Client]:
-    """Connect to a plugin while the block lasts."""
+    """Connect to a plugin until the block ends."""
     with grpc.insecure_channel(f"unix:{socket}", options=_OPTIONS) as channel:
         yield Client(channel)
 
 
 def ids_in(message: bytes) -> list[str]:
-    """Name the devices of a list, in its order."""
+    """Return the device ids of a list, in its order."""
     return [device.id for device in v1beta1.ListAndWatchResponse.parse(message).devices]
 
 
 def allocate_request(ids: Sequence[str]) -> bytes:
-    """Encode the kubelet's question for one container."""
+    """Return the kubelet's Allocate request for one container."""
     container = v1beta1.ContainerAllocateRequest(devices_ids=list(ids))
     return bytes(v1beta1.AllocateRequest(container_requests=[container]))
 
 
 def pre_start_request(ids: Sequence[str]) -> bytes:
-    """Encode what the kubelet says before a container starts."""
+    """Return the kubelet's request before a container starts."""
     return bytes(v1beta1.PreStartContainerRequest(devices_ids=list(ids)))
 
 
 def preferred_request(available: Sequence[str], size: int) -> bytes:
-    """Encode the kubelet's question for one container, nothing being required."""
+    """Return the kubelet's preference request for one container, without required ids."""
     container = v1beta1.ContainerPreferredAllocationRequest(
         available_deviceIDs=list(available), allocation_size=size
     )

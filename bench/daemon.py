@@ -1,4 +1,4 @@
-"""The daemon under test: the real one, a process of its own on a simulated node."""
+"""The daemon under test: the real one, in its own process on a simulated node."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
 
-from metagpu.plugins import control
+from metagpu.plugins.control.client import send_request
 
 GPUS: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
@@ -27,7 +27,7 @@ FOUR_POOLS: Final = "version: metagpu/v1\npools:\n" + "".join(
     for n, name in enumerate(FOUR)
 )
 
-_PATIENCE: Final = 30.0
+_TIMEOUT: Final = 30.0
 
 
 class Daemon:
@@ -51,50 +51,50 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return self._process.pid
 
     @property
     def socket(self) -> Path:
-        """The socket of its only resource; waits until it is served."""
+        """Return the socket of its only resource; wait until the socket is served."""
         return self.socket_of("*")
 
     def socket_of(self, resource: str) -> Path:
-        """The socket of a resource; waits until it is served.
+        """Return the socket of a resource; wait until the socket is served.
 
         Raises:
-            RuntimeError: if the daemon ends, or takes too long.
+            RuntimeError: the daemon ends, or takes too long.
         """
         pattern = f"metagpu-{resource.replace('/', '_')}-*-*.sock"
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
 
         while not (found := sorted(self.kubelet_dir.glob(pattern))):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the daemon does not serve:\n{self.said}")
+                raise RuntimeError(f"the daemon does not serve:\n{self.log_tail}")
             time.sleep(0.01)
         return found[0]
 
     @property
-    def said(self) -> str:
-        """The end of its log."""
+    def log_tail(self) -> str:
+        """Return the end of its log."""
         return self._log.read_text()[-2000:]
 
     def ask(self, command: str, **request: object) -> object:
-        """Speak to its control socket."""
-        return control.ask(self._run_dir, {"command": command, **request})
+        """Send a command to its control socket; return the answer."""
+        return send_request(self._run_dir, {"command": command, **request})
 
-    def steer(self, do: str, **what: object) -> None:
-        """Do something to its simulated node."""
-        self.ask("sim", steer={"do": do, **what})
+    def change_node(self, do: str, **fields: object) -> None:
+        """Apply a command of `metagpu sim` to its simulated node."""
+        self.ask("sim", change={"do": do, **fields})
 
     def stop(self) -> None:
-        """End it, and its kubelet, as a kubelet would: ask, wait, insist."""
+        """End the daemon and its kubelet: SIGTERM, then SIGKILL after a timeout."""
         for process in (self._process, self._kubelet):
             if process is None:
                 continue
             process.terminate()
             try:
-                process.wait(_PATIENCE)
+                process.wait(_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -108,7 +108,7 @@ class Daemon:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder whose sockets' paths are short enough."""
+    """Yield a folder with a short path, for its sockets."""
     with tempfile.TemporaryDirectory(prefix="metagpu-bench-") as made:
         (Path(made) / "kubelet").mkdir()
         yield Path(made)
@@ -125,9 +125,9 @@ def start(
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
-    Without `kubelet` the caller has one of its own: the daemon serves nothing before one answers.
-    `further` are options beside the usual ones.
-    Its log goes to a file there, at the usual level: what it logs on a measured path is measured.
+    Without `kubelet`, the caller has its own: the daemon serves nothing before a kubelet answers.
+    `further` are options beside the usual ones. The daemon's log goes to a file there, at the
+    default level: logging on a measured path is measured.
     """
     file = directory / "config.yaml"
     file.write_text(config)
@@ -150,9 +150,9 @@ def start(
 
 
 def _as_installed(directory: Path) -> dict[str, str]:
-    """Let Python keep the bytecode it makes, as it does of an installed package, whatever is set.
+    """Return an environment in which Python keeps its bytecode, as when installed.
 
-    A first start makes it.
+    The first start writes the bytecode.
     """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPYCACHEPREFIX": str(directory / "bytecode")}

@@ -1,4 +1,4 @@
-"""What a run of the bench finds: figures, and the report they stand in."""
+"""The results of a run: figures, and the report with all of them."""
 
 import math
 import statistics
@@ -13,10 +13,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One measured number.
 
     Attributes:
-        measured: the median where there were many calls.
-        target: `None` where the number is only told, so that others can be understood.
-        p99: what one call in a hundred exceeds.
-        calls: how many measurements it stands for.
+        measured: the median of many calls.
+        target: `None` for a number without a target, which explains others.
+        p99: the 99th percentile.
+        calls: number of measurements.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met, `None` without one."""
+        """Return whether the target is met, `None` without a target."""
         if self.target is None:
             return None
         if self.better == "lower":
@@ -41,7 +41,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All figures of one run.
 
     Attributes:
-        quick: a smoke run: it shows that the bench works, and its numbers are worth nothing.
+        quick: a smoke run, which shows that the bench works; its numbers mean nothing.
     """
 
     machine: dict[str, Any]
@@ -49,40 +49,40 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     quick: bool = False
 
     def write(self, path: Path) -> None:
-        """Write it for people and programs."""
+        """Write the report as formatted JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         path.write_bytes(text + b"\n")
 
     @classmethod
     def read(cls, path: Path) -> "Report":
-        """Read an earlier one.
+        """Read the report of an earlier run.
 
         Raises:
-            OSError: if it cannot be read.
-            msgspec.MsgspecError: if it is none.
+            OSError: the file cannot be read.
+            msgspec.MsgspecError: the file is no report.
         """
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 class Samples:
-    """Times of one kind of call, in seconds."""
+    """Durations of one kind of call, in seconds."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         self.seconds = list(seconds)
 
     @property
     def p50(self) -> float:
-        """The median."""
+        """Return the median."""
         return statistics.median(self.seconds)
 
     @property
     def p99(self) -> float:
-        """What one call in a hundred exceeds."""
+        """Return the 99th percentile."""
         return sorted(self.seconds)[math.ceil(0.99 * len(self.seconds)) - 1]
 
     def figure(self, name: str, *, target: float | None = None, unit: str = "ms") -> Figure:
-        """Tell the median against a target, both in `unit`."""
+        """Return the median as a figure, with a target in `unit`."""
         scale = {"us": 1e6, "ms": 1e3, "s": 1.0}[unit]
         return Figure(
             name=name,
@@ -94,17 +94,17 @@ class Samples:
         )
 
     def tail(self, name: str, *, target: float | None, unit: str = "ms") -> Figure:
-        """Tell the p99 against a target of its own."""
-        told = self.figure(name, unit=unit)
-        return msgspec.structs.replace(told, measured=told.p99, target=target, p99=None)
+        """Return the p99 as a figure with its own target."""
+        median = self.figure(name, unit=unit)
+        return msgspec.structs.replace(median, measured=median.p99, target=target, p99=None)
 
     def worst(self, name: str, *, unit: str = "ms") -> Figure:
-        """Tell the longest of all: rare stalls hide behind any p99."""
-        told = Samples([max(self.seconds)]).figure(name, unit=unit)
-        return msgspec.structs.replace(told, p99=None, calls=len(self.seconds))
+        """Return the maximum as a figure: a p99 hides rare stalls."""
+        median = Samples([max(self.seconds)]).figure(name, unit=unit)
+        return msgspec.structs.replace(median, p99=None, calls=len(self.seconds))
 
     def ratio(self, name: str, baseline: "Samples", *, target: float) -> Figure:
-        """Tell how many times as long as a baseline's these calls take."""
+        """Return the ratio to a baseline as a figure."""
         return Figure(
             name=name,
             unit="x",

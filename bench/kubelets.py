@@ -1,6 +1,6 @@
-"""Kubelets that know when their socket came into being.
+"""Kubelets that know the time at which their socket was bound.
 
-Their clocks start just before the socket is bound, which Python's audit events tell to the call.
+Their clocks start just before the socket is bound: Python's audit events report the call.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from grpclib.const import Cardinality, Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from bench.null_plugin import PassThrough
-from metagpu.plugins.pb import v1beta1
-from metagpu.sim.kubelet import SimKubelet
-from metagpu.sim.kubelet.wire import Door
+from metagpu.plugins.kubelet.pb import v1beta1
+from metagpu.sim.kubelet.kubelet import SimKubelet
+from metagpu.sim.kubelet.transport import AbortableServer
 
 _SOCKET: Final = "kubelet.sock"
-_PATIENCE: Final = 30.0
+_TIMEOUT: Final = 30.0
 
 _bound: dict[str, float] = {}
 """When each path was last bound (`time.perf_counter`)."""
@@ -38,29 +38,29 @@ sys.addaudithook(_note)
 
 
 class Kubelet(ABC):
-    """A kubelet that is started again and again."""
+    """A kubelet that starts again and again."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @abstractmethod
     def life(self) -> AbstractAsyncContextManager[None]:
-        """Run from a start, which wipes all sockets, to a sudden death."""
+        """Run the kubelet from a start, which wipes all sockets, to a sudden death."""
 
     async def registered(self, count: int) -> float:
-        """Wait for so many registrations in this life; tell the seconds since the socket's birth.
+        """Wait for `count` registrations in this life; return the seconds since the bind.
 
         Raises:
-            TimeoutError: if they do not come.
+            TimeoutError: fewer registrations come in time.
         """
         await self._wait(lambda: self._registrations() >= count)
         return time.perf_counter() - _bound[str(self.directory / _SOCKET)]
 
     async def listed(self, count: int) -> None:
-        """Wait until so many first lists have come in this life.
+        """Wait for `count` first lists in this life.
 
         Raises:
-            TimeoutError: if they do not.
+            TimeoutError: fewer lists come in time.
         """
         await self._wait(lambda: self._lists() >= count)
 
@@ -75,7 +75,7 @@ class Kubelet(ABC):
 
 
 class TimedSimKubelet(Kubelet):
-    """The simulated kubelet of the tests: it dials back, asks for options, writes checkpoints."""
+    """The simulated kubelet: it dials back, asks for options, writes checkpoints."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -84,7 +84,7 @@ class TimedSimKubelet(Kubelet):
 
     @asynccontextmanager
     async def life(self) -> AsyncIterator[None]:
-        """Restart the one kubelet."""
+        """Restart the kubelet."""
         self._before = self._totals()
         await self._kubelet.restart()
         try:
@@ -93,7 +93,7 @@ class TimedSimKubelet(Kubelet):
             await self._kubelet.crash()
 
     async def _wait(self, predicate: Callable[[], bool]) -> None:
-        await self._kubelet.wait_for(predicate, within=_PATIENCE)
+        await self._kubelet.wait_for(predicate, within=_TIMEOUT)
 
     def _registrations(self) -> int:
         return self._totals()[0] - self._before[0]
@@ -107,9 +107,9 @@ class TimedSimKubelet(Kubelet):
 
 
 class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
-    """Says yes to whoever registers, then asks for the list, and does nothing else.
+    """A kubelet that accepts every plugin, asks for its list, and does nothing else.
 
-    It shows how much of the time is the simulated kubelet's own.
+    It shows which part of the time is the simulated kubelet's own.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -120,14 +120,14 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
 
     @asynccontextmanager
     async def life(self) -> AsyncIterator[None]:
-        """Open the door, and slam it."""
+        """Serve until the block ends, then abort."""
         self._accepted = self._listed = 0
-        door = Door([self])
+        door = AbortableServer([self])
         await door.open(self.directory / _SOCKET, wipe=self.directory)
         try:
             yield
         finally:
-            await door.vanish()
+            await door.abort()
             for stream in list(self._streams):
                 stream.cancel()
             await asyncio.gather(*self._streams, return_exceptions=True)
@@ -136,7 +136,7 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
         """Accept a plugin.
 
         Raises:
-            GRPCError: if its socket is not there; a real kubelet says so after 10 s.
+            GRPCError: the plugin's socket does not exist; a real kubelet reports that after 10 s.
         """
         socket = self.directory / message.endpoint
         if not _is_there(socket):
@@ -165,7 +165,7 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
         self._changed = anyio.Event()
 
     async def _wait(self, predicate: Callable[[], bool]) -> None:
-        with anyio.fail_after(_PATIENCE):
+        with anyio.fail_after(_TIMEOUT):
             while not predicate():
                 await self._changed.wait()
 
@@ -184,7 +184,7 @@ def _is_there(socket: Path) -> bool:
 async def simulated(
     directory: Path, pod_resources: Path | None = None
 ) -> AsyncIterator[SimKubelet]:
-    """Run a simulated kubelet while the block lasts."""
+    """Run a simulated kubelet until the block ends."""
     async with SimKubelet(directory, pod_resources=pod_resources).running() as kubelet:
         yield kubelet
 

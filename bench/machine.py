@@ -1,4 +1,4 @@
-"""The machine a run took place on, and what the kernel counts for a process."""
+"""The machine of a run, and the kernel's counters of a process."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ _CPUCLOCK_SCHED = 2
 
 
 def describe() -> dict[str, Any]:
-    """Say what the figures depend on."""
+    """Return the facts on which the numbers depend."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -26,12 +26,12 @@ def describe() -> dict[str, Any]:
 
 
 def busy() -> bool:
-    """Tell whether others are at work here, so that times say little."""
+    """Return whether other processes use the machine, which makes times unreliable."""
     return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
 
 
 def resident(pid: int) -> float:
-    """Give a process's resident memory (VmRSS) in MB, as the kernel writes it: of 1024 kB."""
+    """Return a process's resident memory (VmRSS) in MB of 1024 kB."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None
@@ -39,9 +39,10 @@ def resident(pid: int) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Give the time that all threads of a process have spent on a CPU, to the nanosecond.
+    """Return the CPU time of all threads of a process, in seconds.
 
-    /proc/PID/stat counts the same in steps of 10 ms, too coarse for a process that is idle.
+    The clock has nanoseconds; /proc/PID/stat counts in steps of 10 ms, too coarse for an idle
+    process.
     """
     return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 

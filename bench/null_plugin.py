@@ -1,11 +1,11 @@
-"""A device plugin that does nothing: what grpclib alone costs.
+"""A device plugin that does nothing: the cost of grpclib alone.
 
     python -m bench.null_plugin FOLDER
 
-For every file `NAME.answer` in the folder it serves a socket `NAME.sock`, on which each unary call
-of the DevicePlugin service is answered with the file's bytes. Nothing is decoded, looked up or
-encoded: a pass-through codec hands the handler the request's raw bytes, and the handler ignores
-them. The server is grpclib's own, as it comes.
+For every file `NAME.answer` in the folder the plugin serves a socket `NAME.sock`, and answers each
+unary call of the DevicePlugin service with the file's bytes. Nothing is decoded, searched or
+encoded: a pass-through codec gives the handler the request's raw bytes, and the handler ignores
+them. The server is grpclib's own, unchanged.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ _UNARY: Final = ("GetDevicePluginOptions", "GetPreferredAllocation", "Allocate")
 
 
 class PassThrough(CodecBase):
-    """Hands message bytes through."""
+    """A codec that passes message bytes through."""
 
     __content_subtype__ = "proto"
 
     def encode(self, message: bytes, message_type: type) -> bytes:  # noqa: ARG002
-        """Give the bytes as they are."""
+        """Return the bytes unchanged."""
         return message
 
     def decode(self, data: bytes, message_type: type) -> bytes:  # noqa: ARG002
-        """Give the bytes as they are."""
+        """Return the bytes unchanged."""
         return data
 
 
 class NullPlugin:
-    """Answers every unary call with the same bytes."""
+    """A service that answers every unary call with the same bytes."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
 
     def __mapping__(self) -> dict[str, Handler]:
-        """Give the methods as grpclib asks for them."""
+        """Return the methods as grpclib expects them."""
         return {
             f"/v1beta1.DevicePlugin/{name}": Handler(
                 self._call, Cardinality.UNARY_UNARY, bytes, bytes
@@ -59,7 +59,7 @@ class NullPlugin:
 
 
 async def serve(answers: Iterable[Path]) -> None:
-    """Serve each answer on a socket beside its file, until ended."""
+    """Serve each answer on a socket beside its file, until the process ends."""
     for file in answers:
         server = Server([NullPlugin(file.read_bytes())], codec=PassThrough())
         await server.start(path=str(file.with_suffix(".sock")))

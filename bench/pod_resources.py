@@ -1,4 +1,4 @@
-"""A kubelet's account of who holds what, which the bench writes itself."""
+"""A PodResources service whose holders the bench sets."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,21 +9,21 @@ from typing import Final
 
 import grpc
 
-from metagpu.plugins.pb import v1
+from metagpu.plugins.kubelet.pb import v1
 
 _SERVICE: Final = "v1.PodResourcesLister"
-_PATIENCE: Final = 30.0
+_TIMEOUT: Final = 30.0
 
 
 class PodResources:
-    """What is told to whoever asks: one pod that holds it all."""
+    """The answer of PodResources: one pod that holds all listed ids."""
 
     def __init__(self) -> None:
         self._answer = b""
-        self._asked = threading.Event()
+        self._called = threading.Event()
 
     def hold(self, ids: Mapping[str, Sequence[str]]) -> None:
-        """Let the pod hold these ids from now on: resource -> ids."""
+        """Set the ids that the pod holds from now on, by resource."""
         devices = [
             v1.ContainerDevices(resource_name=resource, device_ids=list(held))
             for resource, held in ids.items()
@@ -32,24 +32,24 @@ class PodResources:
         pod = v1.PodResources(name="pod", namespace="bench", containers=[container])
         self._answer = bytes(v1.ListPodResourcesResponse(pod_resources=[pod] if ids else []))
 
-    def await_question(self) -> None:
-        """Wait until somebody has asked, from now on.
+    def wait_for_list(self) -> None:
+        """Wait for the next call of List.
 
         Raises:
-            TimeoutError: if nobody does.
+            TimeoutError: no call comes in time.
         """
-        self._asked.clear()
-        if not self._asked.wait(_PATIENCE):
-            raise TimeoutError("nobody asked who holds what")
+        self._called.clear()
+        if not self._called.wait(_TIMEOUT):
+            raise TimeoutError("no List call came")
 
-    def _tell(self, _: bytes, __: grpc.ServicerContext) -> bytes:
-        self._asked.set()
+    def _list(self, _: bytes, __: grpc.ServicerContext) -> bytes:
+        self._called.set()
         return self._answer
 
     @contextmanager
     def served(self, socket: Path) -> Iterator[None]:
-        """Answer on a socket until the block ends."""
-        method = grpc.unary_unary_rpc_method_handler(self._tell)
+        """Serve on a socket until the block ends."""
+        method = grpc.unary_unary_rpc_method_handler(self._list)
         handler = grpc.method_handlers_generic_handler(_SERVICE, {"List": method})
 
         with ThreadPoolExecutor(2) as threads:

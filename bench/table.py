@@ -1,4 +1,4 @@
-"""A report as a person reads it."""
+"""A report as a text table."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ _HEADINGS = ("figure", "measured", "p99", "target", "calls", "verdict")
 
 
 def table(report: Report, earlier: Report | None) -> str:
-    """Set measured numbers beside their targets, and beside an earlier run's where there is one."""
+    """Return a table of measured numbers, their targets, and an earlier run's change."""
     before = {figure.name: figure for figure in earlier.figures} if earlier else {}
     rows = [(*_HEADINGS, *(("change",) if earlier else ()))]
 
@@ -23,7 +23,7 @@ def table(report: Report, earlier: Report | None) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Say in a line or two how the run ended."""
+    """Return the verdict of the run in one or two lines."""
     judged = [figure for figure in report.figures if figure.met is not None]
     missed = [figure.name for figure in judged if not figure.met]
 

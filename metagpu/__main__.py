@@ -1,18 +1,13 @@
-"""`python -m metagpu` is `metagpu`."""
+"""The command `metagpu`, as `python -m metagpu`."""
 
-import gc
 import sys
 
 
 def main() -> int:
-    """Run one command; give the exit status, also to who interrupts it before it has begun."""
+    """Run one command; return the exit status, 130 for an interrupt."""
     try:
-        # Nothing of what is loaded is garbage, and looking for some took a tenth of a start.
-        gc.disable()
-        from metagpu.cli import main as command  # noqa: PLC0415 - behind the line above
+        from metagpu.cli.metagpu import main as command  # noqa: PLC0415 - inside the `try`
 
-        gc.freeze()
-        gc.enable()
         return command()
     except KeyboardInterrupt:
         return 130

@@ -1,19 +1,19 @@
 /*
- * mgctl in a container: carries its command line to the node's metagpu daemon, and the answer back.
+ * mgctl in a container: sends its command line to the node's metagpu daemon, and prints the answer.
  *
- * What a command means is the daemon's business, who asks too: it takes that from the kernel. So
- * this program needs nothing of the image it runs in, and stays the same while commands change.
+ * The daemon parses the command, and asks the kernel for the caller's identity. So this program
+ * needs nothing of the image it runs in, and stays the same when commands change.
  *
  * Request: two bytes of length, then texts that each end in a zero: first one line of facts,
  *     mgctl/1 tty=0|1 columns=N rows=N old=0|1
- * then the arguments. `old` says that variables of MetaGPU's own mgctl are set.
+ * then the arguments. `old=1` means that variables of MetaGPU's own mgctl are set.
  *
- * Answer: frames of one letter and four bytes of a number, both numbers big-endian:
+ * Answer: frames of one letter and a number of four bytes; all numbers are big-endian:
  *     o N   the next N bytes are for stdout
- *     e N   ... for stderr
+ *     e N   the next N bytes are for stderr
  *     x N   the end; exit with status N
  *
- * metagpu/plugins/frames.py is the other side.
+ * metagpu/plugins/pod_api/frames.py is the daemon's side.
  */
 #include <errno.h>
 #include <signal.h>
@@ -33,10 +33,10 @@
 #define DEFAULT_SOCKET "/run/metagpu/mgctl.sock"
 
 enum {
-    REQUEST_LIMIT = 4096, /* bytes of a request behind its length, as the daemon allows */
-    PATIENCE = 30,        /* seconds until a silent daemon is given up */
+    REQUEST_LIMIT = 4096, /* bytes of a request behind its length; the daemon has the same limit */
+    TIMEOUT = 30,         /* seconds to wait for a silent daemon */
     FAILED = 1,
-    MISUSED = 2,
+    USAGE_ERROR = 2,
     FRAME_HEAD = 5,
 };
 
@@ -58,8 +58,8 @@ static bool is_set(const char *variable)
     return value != NULL && *value != '\0';
 }
 
-/* Lays the request out behind its two bytes of length; gives the size of all of it. */
-static size_t pack(unsigned char *request, int argc, char **argv)
+/* Writes the request behind its two bytes of length; returns the size of both. */
+static size_t write_request(unsigned char *request, int argc, char **argv)
 {
     unsigned char *text = request + 2;
     struct winsize window = {0};
@@ -72,7 +72,7 @@ static size_t pack(unsigned char *request, int argc, char **argv)
     for (int i = 1; i < argc; i++) {
         size_t size = strlen(argv[i]) + 1;
         if (size > REQUEST_LIMIT - used)
-            die(MISUSED, "the arguments are longer than %d bytes", REQUEST_LIMIT);
+            die(USAGE_ERROR, "the arguments are longer than %d bytes", REQUEST_LIMIT);
         memcpy(text + used, argv[i], size);
         used += size;
     }
@@ -81,33 +81,34 @@ static size_t pack(unsigned char *request, int argc, char **argv)
     return used + 2;
 }
 
-static int reach(const char *path)
+static int connect_daemon(const char *path)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    struct timeval patience = {.tv_sec = PATIENCE};
+    struct timeval timeout = {.tv_sec = TIMEOUT};
     int daemon = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
     if (strlen(path) >= sizeof address.sun_path)
         die(FAILED, "%s is too long for a socket's path", path);
     strcpy(address.sun_path, path);
 
-    /* The times hold for connecting too: a daemon may be there and too busy to accept. */
-    if (daemon < 0 || setsockopt(daemon, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience) ||
-        setsockopt(daemon, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience))
-        die(FAILED, "no socket can be made: %s", strerror(errno));
+    /* Both timeouts also limit `connect`: a daemon may be too busy to accept. */
+    if (daemon < 0 || setsockopt(daemon, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) ||
+        setsockopt(daemon, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout))
+        die(FAILED, "cannot create a socket: %s", strerror(errno));
     if (connect(daemon, (struct sockaddr *)&address, sizeof address) == 0)
         return daemon;
 
     if (errno == ENOENT)
-        die(FAILED, "there is no %s: metagpu does not run on this node now, or this container "
-                    "holds no share of a GPU; " SOCKET_VARIABLE " may name another path", path);
+        die(FAILED, "there is no %s: metagpu does not run on this node now, or not for containers "
+                    "(`mgctl: {inPods: false}`), or this container holds no share of a GPU; "
+                    SOCKET_VARIABLE " may name another path", path);
     if (errno == EAGAIN)
-        die(FAILED, "metagpu on %s does not take a call within %d s", path, PATIENCE);
-    die(FAILED, "nobody answers on %s (%s): metagpu does not run on this node now", path,
+        die(FAILED, "metagpu on %s did not accept the call within %d s", path, TIMEOUT);
+    die(FAILED, "no daemon answers on %s (%s): metagpu does not run on this node now", path,
         strerror(errno));
 }
 
-static bool put(int file, const unsigned char *data, size_t size)
+static bool write_all(int file, const unsigned char *data, size_t size)
 {
     while (size > 0) {
         ssize_t done = write(file, data, size);
@@ -121,14 +122,14 @@ static bool put(int file, const unsigned char *data, size_t size)
     return true;
 }
 
-static void take(int daemon, unsigned char *data, size_t size)
+static void read_all(int daemon, unsigned char *data, size_t size)
 {
     while (size > 0) {
         ssize_t done = read(daemon, data, size);
         if (done == 0 || (done < 0 && errno == ECONNRESET))
             die(FAILED, "metagpu broke off its answer; it may have been restarted: try again");
         if (done < 0 && errno == EAGAIN)
-            die(FAILED, "metagpu has said nothing for %d s; try again", PATIENCE);
+            die(FAILED, "metagpu sent nothing for %d s; try again", TIMEOUT);
         if (done < 0 && errno != EINTR)
             die(FAILED, "the answer cannot be read: %s", strerror(errno));
         if (done > 0) {
@@ -138,15 +139,15 @@ static void take(int daemon, unsigned char *data, size_t size)
     }
 }
 
-static void copy(int daemon, int out, size_t size)
+static void copy_bytes(int daemon, int out, size_t size)
 {
     unsigned char buffer[4096];
 
     while (size > 0) {
         size_t part = size < sizeof buffer ? size : sizeof buffer;
-        take(daemon, buffer, part);
-        if (!put(out, buffer, part))
-            exit(FAILED); /* who read us has gone: there is nobody to tell */
+        read_all(daemon, buffer, part);
+        if (!write_all(out, buffer, part))
+            exit(FAILED); /* the reader has closed the pipe */
         size -= part;
     }
 }
@@ -154,30 +155,30 @@ static void copy(int daemon, int out, size_t size)
 int main(int argc, char **argv)
 {
     unsigned char request[2 + REQUEST_LIMIT];
-    size_t size = pack(request, argc, argv);
+    size_t size = write_request(request, argc, argv);
     const char *path = is_set(SOCKET_VARIABLE) ? getenv(SOCKET_VARIABLE) : DEFAULT_SOCKET;
-    int daemon = reach(path);
+    int daemon = connect_daemon(path);
 
-    /* A daemon that refuses answers before it has read all: what it says is worth hearing. */
+    /* A daemon that refuses may answer before it has read all: the answer is still read. */
     signal(SIGPIPE, SIG_IGN);
-    put(daemon, request, size);
+    write_all(daemon, request, size);
 
     for (;;) {
         unsigned char head[FRAME_HEAD];
-        take(daemon, head, sizeof head);
+        read_all(daemon, head, sizeof head);
         uint32_t number = (uint32_t)head[1] << 24 | head[2] << 16 | head[3] << 8 | head[4];
 
         switch (head[0]) {
         case 'o':
-            copy(daemon, STDOUT_FILENO, number);
+            copy_bytes(daemon, STDOUT_FILENO, number);
             break;
         case 'e':
-            copy(daemon, STDERR_FILENO, number);
+            copy_bytes(daemon, STDERR_FILENO, number);
             break;
         case 'x':
             return (int)(number & 0xff);
         default:
-            die(FAILED, "%s is not metagpu's: it answers what is no answer", path);
+            die(FAILED, "%s is not metagpu's socket: its answer has an unknown format", path);
         }
     }
 }

@@ -1,4 +1,4 @@
-"""Write `metagpu/plugins/pb/` from the .proto files beside this script.
+"""Write `metagpu/plugins/kubelet/pb/` from the .proto files beside this script.
 
     python proto/generate.py            write
     python proto/generate.py --check    compare only; exit 1 when the files differ
@@ -21,7 +21,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 PROTO = Path(__file__).resolve().parent
-TARGET = PROTO.parent / "metagpu" / "plugins" / "pb"
+TARGET = PROTO.parent / "metagpu" / "plugins" / "kubelet" / "pb"
 
 
 def generate(target: Path) -> None:
@@ -61,7 +61,7 @@ def _sources(root: Path) -> dict[str, bytes]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description="Write metagpu/plugins/pb/ from proto/*.proto.")
+    parser = argparse.ArgumentParser(description="Generate the protocol code from proto/*.proto.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
     check: bool = parser.parse_args(arguments).check
     with tempfile.TemporaryDirectory() as name:
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         if check:
             stale = differences(TARGET, fresh)
             for path in stale:
-                sys.stderr.write(f"metagpu/plugins/pb/{path} is not what proto/ generates\n")
+                sys.stderr.write(f"metagpu/plugins/kubelet/pb/{path}: not what proto/ generates\n")
             if stale:
                 sys.stderr.write("run `python proto/generate.py` and commit the result\n")
             return 1 if stale else 0

@@ -1,4 +1,4 @@
-"""For all tests: what blocks the event loop fails the test, and chance is the same every time."""
+"""Fixtures for all tests: blocking calls fail a test, and random numbers repeat."""
 
 import shutil
 import tempfile
@@ -10,9 +10,6 @@ import pytest
 import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import settings
-
-from metagpu.core import enforcer
-from metagpu.plugins import podresources
 
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 # To look for more: pytest --hypothesis-profile search
@@ -27,32 +24,40 @@ _FILES = ("os.stat", "os.unlink", "os.mkdir")
 _MAY_BLOCK = (
     # What stands in the kubelet's folder: a look at a local file system that is in memory, done
     # here rather than in a thread so that looking and acting have nothing between them.
-    ("metagpu/plugins/serving.py", {"identity_of"}, _STAT),
-    ("metagpu/plugins/kubelet_directory.py", {"_nearest"}, _STAT),
-    ("metagpu/plugins/endpoint.py", {"run"}, _STAT),
+    ("metagpu/core/runtime/files.py", {"file_identity"}, _STAT),
+    ("metagpu/plugins/kubelet/directory.py", {"_nearest"}, _STAT),
+    ("metagpu/plugins/kubelet/endpoint.py", {"run"}, _STAT),
     # A socket file has to be there when the block begins and gone when it ends.
-    ("metagpu/plugins/serving.py", {"_remove"}, _FILES),
-    ("metagpu/plugins/control.py", {"_listener", "_identity_of"}, _FILES),
-    ("metagpu/plugins/pod_folder.py", {"listening"}, _FILES),
-    # The daemon looks for backends before it has a loop; tests do so when they need some.
-    ("metagpu/core/backend.py", {"installed_backends"}, ("os.stat", "io.TextIOWrapper.read")),
+    ("metagpu/core/runtime/listener.py", {"unix_listener", "remove_socket"}, _FILES),
+    ("metagpu/plugins/control/socket.py", {"_listener"}, _FILES),
+    # The daemon finds backends before it has a loop, and loads them then or in the thread that
+    # reads a configuration; tests do so when they need some.
+    (
+        "metagpu/core/contracts/backend.py",
+        {"installed_backends", "_load"},
+        ("os.stat", "io.TextIOWrapper.read"),
+    ),
     # Coverage, where it is measured, holds a lock of its own while threads of ours run beside.
     ("coverage/collector.py", {"lock_data"}, ("threading.Lock.acquire",)),
     # Tracebacks are drawn with their source by structlog's defaults alone; the daemon's are plain.
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # Credentials are read in a thread, on a loop of its own that serves nothing else.
-    ("metagpu/plugins/cluster/credentials.py", {"_configured"}, ()),
+    ("metagpu/plugins/cluster/credentials.py", {"_configure"}, ()),
     # It is called when there is something to read, though its descriptor is a blocking one.
     ("asyncinotify/__init__.py", {"_get"}, ("os.read",)),
     # A node's configuration is a small file, read at start and when an operator says so.
-    ("metagpu/sources.py", {"read"}, ("os.stat", "os.listdir", "io.BufferedReader.read")),
+    (
+        "metagpu/agent/config_source.py",
+        {"read"},
+        ("os.stat", "os.listdir", "io.BufferedReader.read"),
+    ),
 )
 """Where (file and functions) which calls are legitimate on the loop, all if none is named."""
 
 
 @pytest.fixture(autouse=True)
 def blockbuster() -> Iterator[BlockBuster]:
-    """Watch what metagpu itself does on the loop; simulators and tests may do as they like."""
+    """Detect blocking calls of metagpu on the loop; simulators and tests may block."""
     with blockbuster_ctx("metagpu", excluded_modules=["metagpu.sim"]) as buster:
         for file, functions, calls in _MAY_BLOCK:
             for call in calls or buster.functions:
@@ -61,16 +66,8 @@ def blockbuster() -> Iterator[BlockBuster]:
 
 
 @pytest.fixture(autouse=True)
-def paces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nobody rest where the daemon does so only to spare the kubelet or the processor."""
-    monkeypatch.setattr(podresources, "SETTLE", 0.02)
-    monkeypatch.setattr(podresources, "SOUGHT_PERIOD", 0.05)
-    monkeypatch.setattr(enforcer, "IDLE_PERIOD", 0.02)
-
-
-@pytest.fixture(autouse=True)
 def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let what a command says of logging end with its test, whose stderr is closed then.
+    """Undo a command's logging settings after its test, whose stderr is closed then.
 
     A logger that caches its settings at its first use would keep them for all tests that follow.
     """
@@ -86,7 +83,7 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Give a folder of the test's own whose name is short: a socket's path has 107 bytes at most.
+    """Create a folder with a short name for the test: a socket's path has 107 bytes at most.
 
     pytest's own lies below TMPDIR and carries the names of the user and the test.
     """

@@ -1,15 +1,18 @@
-"""`docs/acceptance.md` and the tests it names belong together."""
+"""Pages that name tests, and the tests, belong together."""
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-ACCEPTANCE = ROOT / "docs" / "acceptance.md"
+ACCEPTANCE = ROOT / "docs" / "development" / "acceptance.md"
+SECURITY = ROOT / "docs" / "security.md"
 
 
 def functions_in(file: Path) -> set[str]:
-    """Name the test functions that stand in a file, without running it."""
+    """Return the names of the test functions of a file, without running the file."""
     if not file.is_file():
         return set()
 
@@ -21,9 +24,10 @@ def functions_in(file: Path) -> set[str]:
     }
 
 
-def test_every_named_test_exists() -> None:
-    """A promise is proven by a test that is there under the name the document gives."""
-    named = re.findall(r"`(tests/[^`:]+\.py)::(\w+)`", ACCEPTANCE.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", [ACCEPTANCE, SECURITY], ids=lambda it: it.stem)
+def test_every_named_test_exists(page: Path) -> None:
+    """Every test that a page names exists under that name."""
+    named = re.findall(r"`(tests/[^`:]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
     missing = [f"{file}::{name}" for file, name in named if name not in functions_in(ROOT / file)]
 
     assert named
@@ -31,7 +35,7 @@ def test_every_named_test_exists() -> None:
 
 
 def test_every_case_stands_in_one_table() -> None:
-    """No case is lost, and none has two places."""
+    """Each case of the contract is in exactly one table."""
     text = ACCEPTANCE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", text, re.MULTILINE)
 

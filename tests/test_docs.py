@@ -1,4 +1,4 @@
-"""What the documentation shows is so: its commands, its files, its tables, its links."""
+"""The documentation is correct: its commands, its files, its tables, its links."""
 
 import re
 import shlex
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from metagpu import arguments, mgctl
-from metagpu.core.backend import installed_backends
-from metagpu.core.config import parse
-from metagpu.core.xid import DEFAULT_XIDS, Severity
-from metagpu.sim.boards import BOARDS, Fabric
-from metagpu.sim.spec import simulated
+from metagpu.cli import arguments, mgctl
+from metagpu.core.config.config import parse
+from metagpu.core.contracts.backend import installed_backends
+from metagpu.core.model.xid import DEFAULT_XIDS, Severity
+from metagpu.sim.machine.gpu_models import GPU_MODELS, NvlinkFabric
+from metagpu.sim.machine.spec import build_node
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(kind: str) -> Iterator[tuple[str, str]]:
-    """Give the blocks of a kind, each with the page it is on."""
+    """Return the code blocks of a kind, each with its page."""
     for page in PAGES:
         for found in BLOCK.finditer(page.read_text(encoding="utf-8")):
             if found[1] == kind:
@@ -31,7 +31,7 @@ def blocks(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Give every command line of ours that a page shows, without what a shell does with it."""
+    """Return every metagpu command line of a page, without the shell's parts."""
     for page, block in blocks("console"):
         for line in re.findall(r"^\$ ((?:metagpu|mgctl) .*)$", block, re.MULTILINE):
             words = shlex.split(line, comments=True)
@@ -40,7 +40,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def section(page: str, heading: str) -> list[list[str]]:
-    """Give the rows of the first table after a line of a page."""
+    """Return the rows of the first table after a line of a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     table = text[text.index(heading) :].split("\n|", 1)[1].split("\n\n", 1)[0].rstrip()
     rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in table.split("\n")]
@@ -49,7 +49,7 @@ def section(page: str, heading: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("page", "words"), sorted(set(commands())), ids=str)
 def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
-    """Whoever copies a line from a page has its command understood."""
+    """The parser accepts every command line of the pages."""
     program, *rest = words
     reads = arguments.parser() if program == "metagpu" else mgctl._parser()
 
@@ -57,7 +57,7 @@ def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
 
 
 def test_every_configuration_is_good() -> None:
-    """Each whole configuration that a page shows can be used as it is."""
+    """Each whole configuration of the pages is valid as it is."""
     shown = [(page, it) for page, it in blocks("yaml") if it.startswith("version: metagpu/v1")]
     backends = installed_backends()
 
@@ -67,42 +67,48 @@ def test_every_configuration_is_good() -> None:
 
 
 def test_the_node_file_is_good(tmp_path: Path) -> None:
-    """The file that the simulator's page shows makes the node that it says."""
+    """The node file of the simulator's page builds the node that the page describes."""
     [text] = [text for page, text in blocks("yaml") if page == "docs/simulator.md"]
     file = tmp_path / "node.yaml"
     file.write_text(text.replace("/var/tmp", str(tmp_path)))  # noqa: S108 - it is what the page says
 
-    assert [gpu.board.key for gpu in simulated(str(file)).gpus] == ["a100-40gb"] * 4 + ["h100-80gb"]
+    assert [gpu.model.key for gpu in build_node(str(file)).gpus] == ["a100-40gb"] * 4 + [
+        "h100-80gb"
+    ]
 
 
 @pytest.mark.parametrize("severity", list(Severity))
 def test_every_xid_is_in_its_table(severity: Severity) -> None:
     """The page on health has the policy as it is, with each XID's meaning."""
-    told = {int(code): meaning for code, meaning in section("docs/health.md", f"**{severity}**")}
+    documented = {
+        int(code): meaning for code, meaning in section("docs/health.md", f"**{severity}**")
+    }
 
-    assert told == {
+    assert documented == {
         code: rule.meaning for code, rule in DEFAULT_XIDS.items() if rule.severity is severity
     }
 
 
-def test_every_board_is_in_the_table() -> None:
-    """The simulator's page has the boards with their figures."""
-    assert section("docs/simulator.md", "## Boards") == [
+def test_every_model_is_in_the_table() -> None:
+    """The simulator's page has the boards with their numbers."""
+    assert section("docs/simulator.md", "## GPU models") == [
         [
             board.key,
             board.product,
             f"{board.memory} MiB",
             f"{board.reserved} MiB",
             ".".join(map(str, board.compute_capability)),
-            "yes" if board.mig else "no",
-            "none" if board.fabric is Fabric.NONE else f"{board.nvlinks}, {board.fabric.value}",
+            "yes" if board.has_mig else "no",
+            "none"
+            if board.fabric is NvlinkFabric.NONE
+            else f"{board.nvlinks}, {board.fabric.value}",
         ]
-        for board in BOARDS.values()
+        for board in GPU_MODELS.values()
     ]
 
 
 def anchors(page: Path) -> set[str]:
-    """Name the places of a page that a link can lead to, as GitHub makes them of headings."""
+    """Return the anchors of a page, as GitHub derives them from headings."""
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", it).lower()) for it in headings)
@@ -110,8 +116,8 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
-    """A link to another page, or to a heading of one, finds it."""
+def test_every_link_has_a_target(page: Path) -> None:
+    """Every link to another page, or to a heading of one, has a target."""
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):

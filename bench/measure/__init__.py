@@ -1,11 +1,14 @@
-"""What is measured: each room gives a function from a plan to figures."""
+"""The measurements: each module has a function from a plan to figures."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from bench.figures import Figure
+from bench.measure.admissions import admissions
 from bench.measure.calls import calls
 from bench.measure.claims import claims
+from bench.measure.commands import commands
+from bench.measure.cordoned import cordoned
 from bench.measure.enforcement import enforcement
 from bench.measure.faults import faults
 from bench.measure.idle import idle
@@ -18,6 +21,8 @@ from bench.plan import Plan
 
 MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "calls": calls,
+    "cordoned": cordoned,
+    "admissions": admissions,
     "faults": faults,
     "claims": claims,
     "restarts": restarts,
@@ -28,5 +33,6 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "mig": mig,
     "placement": placement,
     "enforcement": enforcement,
+    "commands": commands,
 }
 """By the name that `--only` takes, in the order of a full run."""

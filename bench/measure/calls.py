@@ -1,4 +1,4 @@
-"""What a pod waits for: Allocate and GetPreferredAllocation beside a plugin that does nothing."""
+"""Allocate and GetPreferredAllocation, beside a plugin that does nothing."""
 
 import itertools
 import random
@@ -19,17 +19,17 @@ from bench.plan import Plan
 
 BATCH: Final = 25
 """Calls to one side before the other has its turn."""
-_PATIENCE: Final = 10.0
+_TIMEOUT: Final = 10.0
 
 Call = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One kind of call, and how much longer than a null plugin's it may take.
+    """One kind of call, and its target relative to the null plugin.
 
     Attributes:
-        requests: asked in turn, over and over.
+        requests: sent in turn, repeatedly.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Question:
 
 
 def questions(ids: Sequence[str]) -> list[Question]:
-    """Give all kinds of calls about these ids, in the order in which they are measured.
+    """Return all kinds of calls about these ids, in the order of their measurement.
 
-    Those whose ids rotate come last: they leave every share leased.
+    Calls with rotating ids come last: they leave every share leased.
     """
     shuffled = random.Random(1).sample(ids, len(ids))  # noqa: S311 - as Go's map order does
     by_gpu: dict[str, list[str]] = {}
@@ -63,7 +63,7 @@ def questions(ids: Sequence[str]) -> list[Question]:
 
 
 def calls(plan: Plan) -> list[Figure]:
-    """Measure every kind of call, in batches that alternate between us and the null plugin."""
+    """Measure every kind of call, in batches that alternate with the null plugin's."""
     figures = []
 
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def calls(plan: Plan) -> list[Figure]:
         sockets = stack.enter_context(null_plugin(answers))
 
         for question, socket in zip(asked, sockets, strict=True):
-            plan.say(f"calls: {question.name}")
+            plan.report(f"calls: {question.name}")
             with client.connected(socket) as null:
                 ours, nulls = alternating(
                     question.method(plugin),
@@ -94,7 +94,7 @@ def calls(plan: Plan) -> list[Figure]:
 def alternating(
     subject: Call, baseline: Call, requests: Iterable[bytes], count: int
 ) -> tuple[Samples, Samples]:
-    """Time `count` calls to each of two sides in turns, so that drift of the machine hits both."""
+    """Time `count` calls to each of two sides in turn, so that load affects both."""
     sides = [(call, itertools.cycle(requests), Samples()) for call in (subject, baseline)]
 
     for number in range(-1, count // BATCH):
@@ -111,7 +111,7 @@ def alternating(
 
 @contextmanager
 def null_plugin(answers: Sequence[bytes]) -> Iterator[list[Path]]:
-    """Run the plugin that does nothing; give a socket for each of the answers."""
+    """Run the null plugin; yield a socket per answer."""
     with tempfile.TemporaryDirectory(prefix="metagpu-bench-null-") as made:
         files = [Path(made) / f"{number}.answer" for number in range(len(answers))]
         for file, answer in zip(files, answers, strict=True):
@@ -120,7 +120,7 @@ def null_plugin(answers: Sequence[bytes]) -> Iterator[list[Path]]:
         process = subprocess.Popen([sys.executable, "-m", "bench.null_plugin", made])
 
         try:
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + _TIMEOUT
             while not all(socket.exists() for socket in sockets):
                 assert process.poll() is None, "the null plugin ended"
                 assert time.monotonic() < deadline, "the null plugin does not serve"

@@ -1,4 +1,4 @@
-"""From an allocation to the changed lists of the other ways of cutting the same GPU."""
+"""From an allocation to the changed lists of the GPU's other backends."""
 
 import time
 from collections import defaultdict
@@ -12,7 +12,7 @@ from bench.plan import Plan
 from bench.pod_resources import PodResources
 
 TIME_LIMIT: Final = 180.0
-"""Seconds; `calls` of the figure says how many claims they were."""
+"""Seconds; `calls` of the figure is the number of claims."""
 _GPUS: Final = 8
 _RESOURCES: Final = (
     "cnvrg.io/metagpu",
@@ -23,7 +23,7 @@ _RESOURCES: Final = (
 _POOL: Final = """\
 version: metagpu/v1
 pools:
-  - name: anybodys
+  - name: shared
     backends:
       - {{backend: fraction, resource: {}, sharesPerGpu: 100}}
       - {{backend: timeslice, resource: {}, replicas: 16}}
@@ -34,14 +34,14 @@ _NAME: Final = "allocation to the lists of 3 other backends, 8 x (100 + 16 + 100
 
 
 def claims(plan: Plan) -> list[Figure]:
-    """Claim every GPU of a pool by one of its four backends, let go of all of them, and again."""
+    """Claim every GPU of a pool by one of its four backends, release all, and repeat."""
     samples = Samples()
-    told = PodResources()
+    pod_resources = PodResources()
 
     with ExitStack() as stack:
         folder = stack.enter_context(daemon.folder())
         socket = folder / "pods.sock"
-        stack.enter_context(told.served(socket))
+        stack.enter_context(pod_resources.served(socket))
         subject = stack.enter_context(
             daemon.start(folder, config=_POOL, simulate=f"a100-40gb:{_GPUS}", pod_resources=socket)
         )
@@ -56,11 +56,11 @@ def claims(plan: Plan) -> list[Figure]:
             if time.monotonic() > deadline:
                 break
             if number % 10 == 0:
-                plan.say(f"claims: {number}")
+                plan.report(f"claims: {number}")
             idle = {name: _all_free(stream) for name, stream in lists.items()}
-            took = _claim_all(clients, lists, idle, told, turn=number)
-            told.await_question()  # a lease whose holder was never told lasts longer
-            told.hold({})
+            took = _claim_all(clients, lists, idle, pod_resources, turn=number)
+            pod_resources.wait_for_list()  # a lease whose holder was never listed lasts longer
+            pod_resources.hold({})
             if number >= 0:
                 samples.seconds += took
 
@@ -68,7 +68,7 @@ def claims(plan: Plan) -> list[Figure]:
 
 
 def _all_free(stream: Lists) -> bytes:
-    """Give the list once everything on it is healthy."""
+    """Return the list once every device on it is healthy."""
     while b"Unhealthy" in (message := stream.take().message):
         pass
     return message
@@ -78,11 +78,11 @@ def _claim_all(
     clients: dict[str, Client],
     lists: dict[str, Lists],
     known: dict[str, bytes],
-    told: PodResources,
+    pod_resources: PodResources,
     *,
     turn: int,
 ) -> list[float]:
-    """Claim one GPU after the other, by a backend each; tell how long each took to be known."""
+    """Claim one GPU after the other; return the seconds until the other lists changed."""
     took = []
     held = defaultdict[str, list[str]](list)
     ids = {name: _first_of_each_gpu(message) for name, message in known.items()}
@@ -91,7 +91,7 @@ def _claim_all(
         resource = _RESOURCES[(gpu + turn) % len(_RESOURCES)]
         share = ids[resource][gpu]
         held[resource].append(share)
-        told.hold(held)
+        pod_resources.hold(held)
         began = time.perf_counter()
         clients[resource].allocate(client.allocate_request([share]))
         others = [name for name in _RESOURCES if name != resource]

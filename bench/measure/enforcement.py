@@ -1,4 +1,4 @@
-"""What it costs to know who uses what, and how soon somebody who uses too much has gone."""
+"""The cost of usage collection, and the delay until an excess is ended."""
 
 import os
 import random
@@ -16,21 +16,21 @@ import structlog
 from anyio import to_thread
 
 from bench import machine
+from bench.enforcement_node import EnforcementNode, simulated_node
 from bench.figures import Figure, Samples
-from bench.ground import Ground, ground
 from bench.plan import Plan
-from metagpu.core.backend import Guard
-from metagpu.core.census import Census
-from metagpu.core.enforcement import Enforcement, Policy
-from metagpu.core.enforcer import Enforcer
-from metagpu.core.gpu import MIB
-from metagpu.core.model import Holder
+from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
+from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import Holder
+from metagpu.core.usage.collector import UsageCollector
+from metagpu.core.usage.enforcer import Enforcer
 
 GPUS: Final = 8
 PODS: Final = 25
 """Of each GPU, with four shares and four processes each: 200 pods and 800 processes."""
-BOARDS: Final = f"a100-40gb:{GPUS}"
-TERMS: Final = Enforcement(policy=Policy.KILL)
+NODE: Final = f"a100-40gb:{GPUS}"
+SETTINGS: Final = MemoryEnforcement(policy=EnforcementPolicy.KILL)
 STUBBORN: Final = (
     "import signal\nsignal.signal(15, signal.SIG_IGN)\n"
     "print(flush=True)\nwhile True: signal.pause()"
@@ -40,7 +40,7 @@ STUBBORN: Final = (
 def enforcement(plan: Plan) -> list[Figure]:
     """Measure the cost of a pass, the delay of an end, and what pods leave behind."""
     with Path(os.devnull).open("w") as nowhere:
-        # Lines are made, as on a node, and read by nobody.
+        # Log lines are formatted, as on a node, and discarded.
         structlog.configure(logger_factory=structlog.WriteLoggerFactory(nowhere))
         figures = [*anyio.run(_passes, plan), *anyio.run(_ends, plan), anyio.run(_lifetimes, plan)]
         structlog.reset_defaults()
@@ -54,15 +54,15 @@ async def _passes(plan: Plan) -> list[Figure]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metagpu-bench-")))
         real = [stack.enter_context(_Child("import signal; signal.pause()")).pid for _ in range(4)]
-        async with ground(folder, BOARDS) as it:
+        async with simulated_node(folder, NODE) as it:
             _populate(it, real)
-            census = Census(it.nvml, it.machine.host, it.registry)
-            found = await census.take()
-            assert sum(len(u.processes) for a in found.accounts.values() for u in a.usages) == 800
-            plan.say(f"enforcement: {count} passes over {GPUS} GPUs and 800 processes")
+            collector = UsageCollector(it.nvml, it.machine.host, it.registry)
+            found = await collector.collect()
+            assert sum(len(u.processes) for a in found.gpus.values() for u in a.containers) == 800
+            plan.report(f"enforcement: {count} passes over {GPUS} GPUs and 800 processes")
             for _ in range(count):
-                full.seconds.append(await _cpu_of(census.take))
-                brief.seconds.append(await _cpu_of(lambda: _look(census, it)))
+                full.seconds.append(await _cpu_of(collector.collect))
+                brief.seconds.append(await _cpu_of(lambda: _collect_gpus(collector, it)))
 
     name = "8 GPUs, 800 processes, 200 pods"
     return [
@@ -71,9 +71,9 @@ async def _passes(plan: Plan) -> list[Figure]:
     ]
 
 
-async def _look(census: Census, it: Ground) -> None:
+async def _collect_gpus(collector: UsageCollector, it: EnforcementNode) -> None:
     for gpu in it.gpus:
-        await census.account(gpu.id)
+        await collector.collect_gpu(gpu.id)
 
 
 async def _cpu_of(work: Callable[[], Awaitable[object]]) -> float:
@@ -82,7 +82,7 @@ async def _cpu_of(work: Callable[[], Awaitable[object]]) -> float:
     return time.process_time() - before
 
 
-def _populate(it: Ground, real: Sequence[int]) -> None:
+def _populate(it: EnforcementNode, real: Sequence[int]) -> None:
     pid = 100_000
     for gpu in range(GPUS):
         for number in range(PODS):
@@ -90,7 +90,7 @@ def _populate(it: Ground, real: Sequence[int]) -> None:
             it.hold(holder, gpu, 4 * number, 4)
             for which in real:
                 pid += 1
-                it.machine.house(pid, holder, real=which)
+                it.machine.add_container_process(pid, holder, real=which)
                 it.use(gpu, pid, 300 * MIB, busy=1)
     it.observe()
 
@@ -114,7 +114,7 @@ class _Child:
 
 
 async def _ends(plan: Plan) -> list[Figure]:
-    """Time from an excess to the end of a process, one after the other, at the default period."""
+    """Time from an excess to the end of a process, one by one, at the default period."""
     count = plan.count(30, 2)
     figures = []
     chance = random.Random(1)  # noqa: S311 - when in the period it happens
@@ -123,19 +123,21 @@ async def _ends(plan: Plan) -> list[Figure]:
         ("of a process", "print(flush=True); import signal; signal.pause()"),
         ("of one that ignores SIGTERM", STUBBORN),
     ):
-        plan.say(f"enforcement: {count} ends {name}")
+        plan.report(f"enforcement: {count} ends {name}")
         samples = Samples()
         with tempfile.TemporaryDirectory(prefix="metagpu-bench-") as folder:
             async with (
-                ground(Path(folder), "a100-40gb:1") as it,
+                simulated_node(Path(folder), "a100-40gb:1") as it,
                 anyio.create_task_group() as group,
             ):
                 guards = {"fraction": Guard.ENFORCER}
-                census = Census(it.nvml, it.machine.host, it.registry)
-                enforcer = Enforcer(census, it.machine.host, it.registry, lambda _: TERMS, guards)
+                collector = UsageCollector(it.nvml, it.machine.host, it.registry)
+                enforcer = Enforcer(
+                    collector, it.machine.host, it.registry, lambda _: SETTINGS, guards
+                )
                 group.start_soon(enforcer.run)
                 for life in range(count):
-                    await anyio.sleep(chance.random() * TERMS.period)
+                    await anyio.sleep(chance.random() * SETTINGS.period)
                     samples.seconds.append(await _one_end(it, code, life))
                 group.cancel_scope.cancel()
         figures += [
@@ -145,7 +147,7 @@ async def _ends(plan: Plan) -> list[Figure]:
     return figures
 
 
-async def _one_end(it: Ground, code: str, life: int) -> float:
+async def _one_end(it: EnforcementNode, code: str, life: int) -> float:
     holder = Holder("bench", "greedy", "main")
     it.holders.clear()
     it.hold(holder, 0, 0, 25)
@@ -154,9 +156,9 @@ async def _one_end(it: Ground, code: str, life: int) -> float:
     with _Child(code) as child:
         assert child.stdout is not None
         await to_thread.run_sync(child.stdout.readline)
-        it.machine.house(child.pid, holder, life)
+        it.machine.add_container_process(child.pid, holder, life)
         it.use(0, child.pid, 1 * MIB)
-        await anyio.sleep(TERMS.period)
+        await anyio.sleep(SETTINGS.period)
         began = time.monotonic()
         it.use(0, child.pid, 20480 * MIB)
         await to_thread.run_sync(child.wait)
@@ -166,26 +168,26 @@ async def _one_end(it: Ground, code: str, life: int) -> float:
 
 
 async def _lifetimes(plan: Plan) -> Figure:
-    """Let pods come and go, each seen with a process, and read what memory is left with us."""
+    """Run pods with a process each, and return the memory that stays in use."""
     early, late = plan.count(1000, 20), plan.count(10_000, 100)
-    plan.say(f"enforcement: {late} lifetimes of a pod")
+    plan.report(f"enforcement: {late} lifetimes of a pod")
     pid, at = 100_000, 0.0
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metagpu-bench-")))
         real = stack.enter_context(_Child("import signal; signal.pause()")).pid
-        async with ground(folder, "a100-40gb:1") as it:
-            census = Census(it.nvml, it.machine.host, it.registry)
+        async with simulated_node(folder, "a100-40gb:1") as it:
+            collector = UsageCollector(it.nvml, it.machine.host, it.registry)
             for life in range(1, late + 1):
                 holder = Holder("bench", f"pod-{life}", "main")
                 it.holders.clear()
                 it.hold(holder, 0, 0, 4)
                 it.observe()
-                it.machine.house(pid, holder, life, real=real)
+                it.machine.add_container_process(pid, holder, life, real=real)
                 it.use(0, pid, 1 * MIB)
-                account = await census.account(it.gpus[0].id)
-                assert account.usages[0].processes
-                it.machine.forget()
+                account = await collector.collect_gpu(it.gpus[0].id)
+                assert account.containers[0].processes
+                it.machine.remove_log_links()
                 if life == early:
                     at = machine.resident(os.getpid())
             growth = machine.resident(os.getpid()) - at

@@ -1,4 +1,4 @@
-"""From an XID to the changed list at whoever watches."""
+"""From an XID to the changed list at every stream."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from bench.figures import Figure, Samples
 from bench.plan import Plan
 
 TIME_LIMIT: Final = 180.0
-"""Seconds for the rounds of one node; `calls` of the figure says how many they were."""
+"""Seconds for the rounds of one node; `calls` of the figure is their number."""
 _CALM: Final = 0.05
 """Seconds after a fault in which the daemon finds out that the GPU is lost."""
 _GPU, _OTHER = "0", "1"
@@ -21,7 +21,7 @@ _GPU, _OTHER = "0", "1"
 
 @dataclass(frozen=True)
 class Node:
-    """A node whose first GPU breaks again and again, watched on some streams."""
+    """A node whose first GPU fails repeatedly, watched by some streams."""
 
     gpus: int
     shares: int
@@ -30,7 +30,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Name it as a figure does."""
+        """Return the name of the figure."""
         who = "a client" if self.streams == 1 else f"the last of {self.streams} streams"
         return f"XID to list at {who}, {self.gpus} x {self.shares}"
 
@@ -42,7 +42,7 @@ NODES: Final = (
 
 
 def faults(plan: Plan) -> list[Figure]:
-    """Measure on all nodes."""
+    """Measure the delay on all nodes."""
     return [figure for node in NODES for figure in _node(plan, node)]
 
 
@@ -67,30 +67,30 @@ def _node(plan: Plan, node: Node) -> list[Figure]:
             if time.monotonic() > deadline:
                 break
             if number % 100 == 0:
-                plan.say(f"faults: {node.name}: {number}")
-            took = _break(subject, streams, well)
-            _mend(subject, streams, well)
+                plan.report(f"faults: {node.name}: {number}")
+            took = _raise_xid(subject, streams, well)
+            _recover(subject, streams, well)
             if number >= 0:
                 samples.seconds.append(took)
 
     return [samples.figure(node.name, target=node.target), samples.worst(f"{node.name}, worst")]
 
 
-def _break(subject: Daemon, streams: list[Lists], well: bytes) -> float:
-    """Raise an XID; tell how long it took to be known on every stream."""
+def _raise_xid(subject: Daemon, streams: list[Lists], well: bytes) -> float:
+    """Raise an XID; return the seconds until every stream has the changed list."""
     began = time.perf_counter()
-    subject.steer("xid", gpu=_GPU, code=79)
+    subject.change_node("xid", gpu=_GPU, code=79)
     return max(stream.changed(well).at for stream in streams) - began
 
 
-def _mend(subject: Daemon, streams: list[Lists], well: bytes) -> None:
+def _recover(subject: Daemon, streams: list[Lists], well: bytes) -> None:
     """Reset the GPU, acknowledge it, and wait until it is back on every stream.
 
-    The daemon takes it back once its present wait for events is over, up to a second later. A
-    corrected memory error of another GPU, which concerns nobody, ends that wait.
+    The daemon returns the GPU to service once its current wait for events is over, up to a second
+    later. A corrected memory error of another GPU, which has no other effect, ends that wait.
     """
     time.sleep(_CALM)
-    subject.steer("recover", gpu=_GPU)
+    subject.change_node("reset", gpu=_GPU)
     acknowledging = threading.Thread(
         target=subject.ask, args=("acknowledge",), kwargs={"gpu": _GPU}
     )
@@ -98,7 +98,7 @@ def _mend(subject: Daemon, streams: list[Lists], well: bytes) -> None:
 
     while acknowledging.is_alive():
         acknowledging.join(0.005)
-        subject.steer("ecc", gpu=_OTHER)
+        subject.change_node("ecc", gpu=_OTHER)
     for stream in streams:
         while stream.take().message != well:
             pass

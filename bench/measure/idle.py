@@ -1,4 +1,4 @@
-"""What the daemon costs while nothing happens."""
+"""CPU time of the idle daemon."""
 
 import time
 from typing import Final
@@ -14,7 +14,7 @@ SETTLE: Final = 3.0
 
 
 def idle(plan: Plan) -> list[Figure]:
-    """Measure the CPU time it takes while a kubelet is connected and no pod comes."""
+    """Measure the CPU time while a kubelet is connected and no pod comes."""
     return [anyio.run(_idle, plan)]
 
 
@@ -33,7 +33,7 @@ async def _idle(plan: Plan) -> Figure:
             try:
                 await kubelet.wait_for(lambda: kubelet.lists[daemon.RESOURCE] > 0)
                 await anyio.sleep(SETTLE)
-                plan.say(f"idle: {seconds} s")
+                plan.report(f"idle: {seconds} s")
                 began, before = time.monotonic(), machine.cpu_seconds(subject.pid)
                 await anyio.sleep(seconds)
                 spent = machine.cpu_seconds(subject.pid) - before

@@ -1,4 +1,4 @@
-"""From a label of the node to what it makes allocatable."""
+"""From a label of the node to its allocatable shares."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -14,15 +14,15 @@ from anyio import to_thread
 from bench import daemon, kubelets
 from bench.figures import Figure, Samples
 from bench.plan import Plan
-from metagpu.sim.apiserver import SimApiServer
-from metagpu.sim.kubelet import SimKubelet
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimKubelet
 
 _NODE: Final = "bench"
 _PLACE: Final = ("kube-system", "metagpu")
 _LABEL: Final = "metagpu.io/config"
 _CALM: Final = 0.3
 """Seconds between two changes: what the daemon writes to the Node has been written then."""
-_PATIENCE: Final = 30.0
+_TIMEOUT: Final = 30.0
 _PROFILE: Final = """\
 version: metagpu/v1
 pools:
@@ -33,7 +33,7 @@ pools:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a label makes of the node's 8 GPUs."""
+    """A profile for the node's 8 GPUs, and its shares."""
 
     name: str
     resource: str
@@ -41,11 +41,11 @@ class Profile:
 
     @property
     def text(self) -> str:
-        """Write it as a key of the ConfigMap has it."""
+        """Return the text of the profile in the ConfigMap."""
         return _PROFILE.format(resource=self.resource, shares=self.shares)
 
     def offered(self, kubelet: SimKubelet) -> bool:
-        """Tell whether a kubelet counts just that."""
+        """Return whether a kubelet counts exactly this."""
         return kubelet.allocatable().get(self.resource) == 8 * self.shares
 
 
@@ -62,7 +62,7 @@ CHANGES: Final[Mapping[str, tuple[Profile, Profile]]] = {
 
 
 def labels(plan: Plan) -> list[Figure]:
-    """Set the label to one profile and the other in turn."""
+    """Alternate the label between the two profiles."""
     figures = []
     for name, profiles in CHANGES.items():
         samples = anyio.run(_labels, plan, name, profiles)
@@ -79,10 +79,10 @@ async def _labels(plan: Plan, name: str, profiles: tuple[Profile, Profile]) -> S
     async with server.running(), _joined(server) as kubelet:
         for number, profile in zip(range(-3, plan.count(100, 5)), cycle(profiles), strict=False):
             if number % 50 == 0:
-                plan.say(f"labels: {name}: {number}")
+                plan.report(f"labels: {name}: {number}")
             began = time.perf_counter()
             server.label(_NODE, {_LABEL: profile.name})
-            await kubelet.wait_for(partial(profile.offered, kubelet), within=_PATIENCE)
+            await kubelet.wait_for(partial(profile.offered, kubelet), within=_TIMEOUT)
             if number >= 0:
                 samples.seconds.append(time.perf_counter() - began)
             await anyio.sleep(_CALM)
@@ -91,7 +91,7 @@ async def _labels(plan: Plan, name: str, profiles: tuple[Profile, Profile]) -> S
 
 @asynccontextmanager
 async def _joined(server: SimApiServer) -> AsyncIterator[SimKubelet]:
-    """Run a daemon that goes by this API server; give its kubelet."""
+    """Run a daemon with this API server; yield its kubelet."""
     with daemon.folder() as folder:
         joins = {
             "--node-name": _NODE,
@@ -103,11 +103,11 @@ async def _joined(server: SimApiServer) -> AsyncIterator[SimKubelet]:
             subject = daemon.start(folder, config=config, kubelet=False, further=joins)
             try:
                 await kubelet.wait_for(
-                    lambda: kubelet.allocatable().get(daemon.RESOURCE) == 8, within=_PATIENCE
+                    lambda: kubelet.allocatable().get(daemon.RESOURCE) == 8, within=_TIMEOUT
                 )
                 yield kubelet
             except TimeoutError as error:
-                error.add_note(subject.said)
+                error.add_note(subject.log_tail)
                 raise
             finally:
                 with anyio.CancelScope(shield=True):

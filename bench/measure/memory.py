@@ -1,4 +1,4 @@
-"""How much memory the daemon holds, at rest and under load."""
+"""Resident memory of the daemon, at rest and under load."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ PREFERRED_EVERY: Final = 10
 
 
 def memory(plan: Plan) -> list[Figure]:
-    """Read it after the start, and while pods come."""
+    """Measure resident memory after the start and under load."""
     early, late = plan.count(10_000, 200), plan.count(50_000, 1000)
 
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def memory(plan: Plan) -> list[Figure]:
             if number % PREFERRED_EVERY == 0:
                 plugin.prefer(preferred)
             if number % (late // 5) == 0:
-                plan.say(f"memory: {number} allocations")
+                plan.report(f"memory: {number} allocations")
             if number in {early, late}:
                 at[number] = machine.resident(subject.pid)
 

@@ -1,4 +1,4 @@
-"""MIG instances made when pods ask: how long an admission takes, and how long until a start."""
+"""MIG instances on demand: the time of an admission, and until a start."""
 
 import time
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from bench.pod_resources import PodResources
 _GPUS: Final = 8
 _INSTANCES: Final = 15
 """Numbers that the driver has for GPU instances of a GPU."""
-_PATIENCE: Final = 60.0
+_TIMEOUT: Final = 60.0
 _RESOURCE: Final = "nvidia.com/mig-2g.10gb"
-_WAYS: Final = {
+_VARIANTS: Final = {
     "envvar, create: allocate": ("envvar", "allocate"),
     "CDI, create: allocate": ("cdi-cri", "allocate"),
     "CDI, create: start": ("cdi-cri", "start"),
@@ -32,50 +32,52 @@ pools:
     backends:
       - {{backend: mig, profiles: [2g.10gb, 7g.40gb], keepWarm: 0s, create: {}}}
 """
-_NODE: Final = "gpus: [{{board: a100-40gb, count: {}, mig: true, making: {{takes: {}s}}}}]\n"
+_NODE: Final = (
+    "gpus: [{{model: a100-40gb, count: {}, mig: true, provisioning: {{duration: {}s}}}}]\n"
+)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How containers are given instances, and how many seconds the driver takes for each."""
+class _Variant:
+    """The device list strategy, the time of creation, and seconds per instance."""
 
     name: str
     strategy: str
     create: str
-    takes: int
+    seconds: int
 
     def __str__(self) -> str:
-        return f"{self.takes} s, {self.name}"
+        return f"{self.seconds} s, {self.name}"
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A daemon whose instances nobody holds at first; the first `shares` are one of each GPU."""
+    """A daemon whose instances are free at first; the first `shares` are one per GPU."""
 
-    way: _Way
+    variant: _Variant
     subject: Daemon
-    told: PodResources
+    pod_resources: PodResources
     client: Client
     shares: list[str]
 
     def admit(self, count: int) -> None:
-        """Ask for the next share, as the kubelet does when it admits a pod; `count` are held."""
-        self.told.hold({_RESOURCE: self.shares[: count + 1]})
+        """Allocate the next share, as the kubelet admits a pod; `count` are held."""
+        self.pod_resources.hold({_RESOURCE: self.shares[: count + 1]})
         self.client.allocate(client.allocate_request([self.shares[count]]))
 
     def start(self, number: int) -> None:
-        """Start a container, as far as it concerns a plugin."""
-        if self.way.create == "start":
+        """Start a container, as far as the plugin takes part."""
+        if self.variant.create == "start":
             self.client.pre_start(client.pre_start_request([self.shares[number]]))
 
     def empty(self) -> None:
-        """Let all pods end, and wait until there is no instance any more."""
-        self.told.await_question()  # a lease whose holder was never told lasts longer
-        self.told.hold({})
-        deadline = time.monotonic() + _PATIENCE
-        while any(gpu["owner"] or gpu["made"] for gpu in self._gpus()):
+        """End all pods, and wait until no instance is left."""
+        self.pod_resources.wait_for_list()  # a lease whose holder was never listed lasts longer
+        self.pod_resources.hold({})
+        deadline = time.monotonic() + _TIMEOUT
+        while any(gpu["owner"] or gpu["devices"] for gpu in self._gpus()):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"instances stay:\n{self.subject.said}")
+                raise RuntimeError(f"instances stay:\n{self.subject.log_tail}")
             time.sleep(0.05)
 
     def _gpus(self) -> list[dict[str, object]]:
@@ -86,20 +88,20 @@ class _Node:
 
 
 def mig(plan: Plan) -> list[Figure]:
-    """Measure each way with instances that NVML makes at once, and with such that take a second."""
+    """Measure each variant with instances that NVML creates at once, and in a second."""
     return [
         figure
         for takes, rounds in ((0, plan.count(6, 1)), (1, plan.count(2, 1)))
-        for name, (strategy, create) in _WAYS.items()
-        for figure in _measured(plan, _Way(name, strategy, create, takes), rounds)
+        for name, (strategy, create) in _VARIANTS.items()
+        for figure in _measure(plan, _Variant(name, strategy, create, takes), rounds)
     ]
 
 
-def _measured(plan: Plan, way: _Way, rounds: int) -> list[Figure]:
-    plan.say(f"mig: instances in {way}")
+def _measure(plan: Plan, variant: _Variant, rounds: int) -> list[Figure]:
+    plan.report(f"mig: instances in {variant}")
     admissions, starts, all_starts = Samples(), Samples(), Samples()
 
-    with _serving(way) as node:
+    with _serving(variant) as node:
         for turn in range(-1, rounds):
             for number in range(len(node.shares)):
                 began = time.perf_counter()
@@ -121,41 +123,43 @@ def _measured(plan: Plan, way: _Way, rounds: int) -> list[Figure]:
             node.empty()
 
     return [
-        admissions.figure(f"Allocate, instance in {way}", target=None),
-        starts.figure(f"container could start, instance in {way}", target=None),
-        all_starts.figure(f"{_GPUS} containers could start, instances in {way}", target=None),
+        admissions.figure(f"Allocate, instance in {variant}", target=None),
+        starts.figure(f"container could start, instance in {variant}", target=None),
+        all_starts.figure(f"{_GPUS} containers could start, instances in {variant}", target=None),
     ]
 
 
 @contextmanager
-def _serving(way: _Way) -> Iterator[_Node]:
-    told = PodResources()
+def _serving(variant: _Variant) -> Iterator[_Node]:
+    pod_resources = PodResources()
     with ExitStack() as stack:
         folder = stack.enter_context(daemon.folder())
-        _furnish(folder)
+        _create_device_nodes(folder)
         socket = folder / "pods.sock"
-        (folder / "node.yaml").write_text(_NODE.format(_GPUS, way.takes))
-        stack.enter_context(told.served(socket))
+        (folder / "node.yaml").write_text(_NODE.format(_GPUS, variant.seconds))
+        stack.enter_context(pod_resources.served(socket))
         subject = daemon.start(
             folder,
-            config=_CONFIG.format(way.strategy, way.create),
+            config=_CONFIG.format(variant.strategy, variant.create),
             simulate=str(folder / "node.yaml"),
             pod_resources=socket,
             further={"--dev-root": folder, "--cdi-dir": folder / "cdi"},
         )
         stack.enter_context(subject)
         to = stack.enter_context(client.connected(subject.socket_of(_RESOURCE)))
-        to.options(b"")  # by its answer it is known whether starts are told
+        to.options(b"")  # the answer enables the calls of PreStartContainer
         lists = stack.enter_context(to.lists())
         while b"Unhealthy" in (message := lists.take().message):
             pass
         # First one of each GPU, then the others.
         shares = sorted(client.ids_in(message), key=lambda share: share.rpartition("@")[2])
-        yield _Node(way, subject, told, to, shares[:_GPUS] if way.takes else shares)
+        yield _Node(
+            variant, subject, pod_resources, to, shares[:_GPUS] if variant.seconds else shares
+        )
 
 
-def _furnish(root: Path) -> None:
-    """Put device nodes below a root, as plain files: what is not there is not named by CDI."""
+def _create_device_nodes(root: Path) -> None:
+    """Create device nodes as plain files: CDI names only what exists."""
     instances = [f"gpu{gpu}/gi{number}" for gpu in range(_GPUS) for number in range(_INSTANCES)]
     opened = [f"{it}/{of}" for it in instances for of in ("access", "ci0/access")]
     caps = [f"nvidia-caps/nvidia-cap{number}" for number in range(1, len(opened) + 1)]

@@ -1,4 +1,4 @@
-"""Where MIG instances are put: how many pods find room, and how long the choice takes."""
+"""The placement of MIG instances: placed pods, and the duration of a choice."""
 
 import itertools
 import time
@@ -9,8 +9,8 @@ from bench.arrivals import Node, Rule
 from bench.figures import Figure, Samples
 from bench.optimum import Process
 from bench.plan import Plan
-from metagpu.backends.mig.placement import choose
-from metagpu.core.model import Share
+from metagpu.backends.mig.placement import choose_placements
+from metagpu.core.model.shares import Share
 from tests.backends.mig.tables import A100_40, only
 
 GPUS: Final = 4
@@ -26,7 +26,7 @@ _RULES: Final[dict[str, Rule]] = {
 
 
 def placement(plan: Plan) -> list[Figure]:
-    """Measure what the planner places beside simpler rules, on the same pods."""
+    """Measure the planner beside simpler rules, on the same pods."""
     return [
         *itertools.chain(*[_placed(plan, load) for load in LOADS]),
         _of_the_best(plan),
@@ -43,8 +43,8 @@ def _placed(plan: Plan, load: float) -> list[Figure]:
         for name, rule in _RULES.items()
     }
 
-    told = ", ".join(f"{name} {rate:.2f} %" for name, rate in rates.items())
-    plan.say(f"placement: at load {load} {told}")
+    summary = ", ".join(f"{name} {rate:.2f} %" for name, rate in rates.items())
+    plan.report(f"placement: at load {load} {summary}")
     best = max(rate for name, rate in rates.items() if name != "planner")
     return [
         Figure(
@@ -60,10 +60,10 @@ def _placed(plan: Plan, load: float) -> list[Figure]:
 
 
 def _of_the_best(plan: Plan) -> Figure:
-    """Compare the planner with the best of all rules, on one GPU and its five plain profiles."""
-    plan.say("placement: the best of all rules")
-    board = only(A100_40, "1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
-    one = Process(board, arrivals.inverse(board), load=0.7)
+    """Compare the planner with the best possible rule, on one GPU with five profiles."""
+    plan.report("placement: the best of all rules")
+    geometry = only(A100_40, "1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
+    one = Process(geometry, arrivals.inverse(geometry), load=0.7)
     return Figure(
         name="MIG memory placed on one GPU: planner to the best rule",
         unit="%",
@@ -80,9 +80,9 @@ def _time(plan: Plan) -> Figure:
     samples = Samples()
 
     def timed(node: Node, profile: str) -> Share | None:
-        seats = arrivals.seats(node, profile)
+        candidates = arrivals.candidates(node, profile)
         began = time.perf_counter()
-        chosen = choose(1, seats)
+        chosen = choose_placements(1, candidates)
         samples.seconds.append(time.perf_counter() - began)
         return chosen[0] if chosen else None
 

@@ -1,6 +1,5 @@
-"""The ways of cutting a GPU, one module each, strangers to each other.
+"""The built-in backends, one package for each way of sharing a GPU.
 
-A backend says what shares a GPU has and what a container gets for some of them. It may import
-`core`, and what several of them have in common, which knows none of them: `placement`, and
-`mps_daemon`. It never speaks gRPC, and NVML only through `core.driver`.
+A backend may import `core` and `backends.common`, and no other backend. It knows no gRPC, and NVML
+only through `core.contracts`.
 """

@@ -1,6 +1,6 @@
-"""Other programs' configuration files, as configurations of ours.
+"""Conversion of other programs' configuration files to `metagpu/v1`.
 
-One module for each format, each a pure function: documents in, plain data of `metagpu/v1` and notes
-out. A key is honoured, or one note says what it would have done. Nothing here reads a file, knows a
-GPU, or knows which backends are installed.
+Each format has a module with a pure function: documents in, plain data and notes out. A key is
+honoured, or one note names the effect that the key would have had. Nothing here reads a file, knows
+a GPU, or knows which backends are installed.
 """

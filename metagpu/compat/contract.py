@@ -1,26 +1,27 @@
-"""What a conversion is given and what it gives: the words that all formats share."""
+"""Input and output of a conversion: the types that all formats share."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from metagpu.core.config import VERSION
-from metagpu.core.document import Document
+from metagpu.core.config.config import VERSION
+from metagpu.core.config.document import Document
 from metagpu.core.errors import ConfigError
 
 Data = dict[str, Any]
 """Plain data of a part of a configuration."""
 
 
-class Note(msgspec.Struct, frozen=True):
-    """What an operator should know of one key: a warning, never a refusal.
+class CompatNote(msgspec.Struct, frozen=True):
+    """A warning about one key of a foreign file.
 
     Attributes:
         file: path of the file, or `environment`.
-        line: 1-based, 0 where there are no lines.
-        path: keys to the value.
-        text: what the key would have done, or what is done instead.
+        line: 1-based; 0 where the input has no lines.
+        path: the keys that lead to the value.
+        text: the effect that the key would have had, or the effect that it has instead.
     """
 
     file: str
@@ -33,23 +34,24 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where something in a converted configuration comes from."""
+    """The place in a foreign file that a part of a converted configuration comes from."""
 
     document: Document
     path: str
 
-    def note(self, text: str) -> Note:
-        """Make the note for what stands here."""
-        return Note(self.document.file, self.document.line(self.path), self.path, text)
+    def note(self, text: str) -> CompatNote:
+        """Return a note about this place."""
+        at = self.document.error(self.path, text)
+        return CompatNote(at.file, at.line, at.path, text)
 
 
-class Circumstances(msgspec.Struct, frozen=True):
-    """What a conversion needs and no file says.
+class ConversionContext(msgspec.Struct, frozen=True):
+    """Input of a conversion that is in no file.
 
     Attributes:
         node: the node's name in Kubernetes, `None` when it is not known.
-        mig_config: which of mig-parted's `mig-configs` is wanted.
-        environment: variables, of which those of NVIDIA's device plugin count.
+        mig_config: the chosen one of mig-parted's `mig-configs`.
+        environment: environment variables, such as those of NVIDIA's device plugin.
     """
 
     node: str | None = None
@@ -57,21 +59,21 @@ class Circumstances(msgspec.Struct, frozen=True):
     environment: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-class Converted(msgspec.Struct, frozen=True):
-    """A foreign configuration in our words.
+class ConvertedConfig(msgspec.Struct, frozen=True):
+    """A foreign configuration, converted to `metagpu/v1`.
 
     Attributes:
         data: a `metagpu/v1` document.
-        notes: in the order of the files.
-        origins: for paths of `data`, where that comes from.
+        notes: the settings that are not honoured, in the order of the files.
+        origins: the place in a foreign file, by path in `data`.
     """
 
     data: Data
-    notes: tuple[Note, ...]
+    notes: tuple[CompatNote, ...]
     origins: Mapping[str, Origin]
 
-    def missing(self, installed: Iterable[str]) -> ConfigError | None:
-        """Make the error for a backend that this needs and that is not installed."""
+    def missing_backend(self, installed: Iterable[str]) -> ConfigError | None:
+        """Return an error for a needed backend that is not installed, `None` for none."""
         known = sorted(installed)
 
         for number, pool in enumerate(self.data["pools"]):
@@ -85,62 +87,70 @@ class Converted(msgspec.Struct, frozen=True):
                     return origin.document.error(origin.path, problem)
         return None
 
-    def retold(self, error: ConfigError) -> ConfigError:
-        """Say an error about `data` of the line that it comes from."""
+    def at_origin(self, error: ConfigError) -> ConfigError:
+        """Return an error about `data` as an error about the foreign file."""
         for path in sorted(self.origins, key=len, reverse=True):
             if error.path == path or error.path.startswith((f"{path}.", f"{path}[")):
                 origin, problem = self.origins[path], error.problem
-                if problem.startswith("unknown key"):  # our key, which the operator never wrote
+                if problem.startswith("unknown key"):  # a key that the operator has not written
                     key = error.path.rpartition(".")[2]
                     problem = f"this needs the option {key} of a backend, which has none here"
+                ours, theirs = (it.rpartition(".")[2] for it in (path, origin.path))
+                if problem.startswith(f"{ours} "):  # in the words of the operator's file
+                    problem = f"{theirs}{problem.removeprefix(ours)}"
                 return origin.document.error(origin.path, problem)
         return error
 
 
-class Draft:
-    """A configuration of ours in the making."""
+class ConfigDraft:
+    """A `metagpu/v1` configuration under construction."""
 
     def __init__(self) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[CompatNote] = []
         self._data: Data = {}
         self._pools: list[Data] = []
         self._origins: dict[str, Origin] = {}
 
     def set(self, key: str, value: object, origin: Origin) -> None:
-        """Say something of the file as a whole."""
+        """Set a key of the whole configuration."""
         self._data[key] = value
         self._origins[key] = origin
 
-    def pool(
+    def add_pool(
         self,
         name: str,
         gpus: Data | None,
         backends: Sequence[Data],
         origin: Origin,
+        *,
         rules: Data | None = None,
+        parts: Mapping[str, Origin] = MappingProxyType({}),
     ) -> None:
-        """Add a pool after the others; `gpus` of `None` selects all, and names are made unique.
+        """Add a pool after the others; a name that is taken gets a number.
 
-        `rules` are further keys of the pool.
+        `gpus` of `None` selects all GPUs; `rules` are further keys of the pool; `parts` has origins
+        of its own for values in the pool, by their path in it.
         """
         taken = {pool["name"] for pool in self._pools}
-        unique = next(name for name in _numbered(name) if name not in taken)
-        self._origins[f"pools[{len(self._pools)}]"] = origin
+        unique = next(name for name in _unique_names(name) if name not in taken)
+        place = f"pools[{len(self._pools)}]"
+        self._origins[place] = origin
+        self._origins |= {f"{place}.{inner}": at for inner, at in parts.items()}
         self._pools.append(
             {"name": unique, "gpus": gpus or "all", "backends": list(backends), **(rules or {})}
         )
 
-    def note(self, origin: Origin, text: str) -> None:
-        """Tell the operator something of one key."""
+    def add_note(self, origin: Origin, text: str) -> None:
+        """Add a note about one key."""
         self.notes.append(origin.note(text))
 
-    def converted(self) -> Converted:
-        """Give what was drafted; its data can be written as YAML."""
+    def finish(self) -> ConvertedConfig:
+        """Return the finished configuration; its data can be written as YAML."""
         data = {"version": VERSION, **self._data, "pools": self._pools}
         order = sorted(self.notes, key=lambda note: (note.file, note.line, note.path))
-        return Converted(data, tuple(dict.fromkeys(order)), self._origins)
+        return ConvertedConfig(data, tuple(dict.fromkeys(order)), self._origins)
 
 
-def _numbered(name: str) -> Iterable[str]:
+def _unique_names(name: str) -> Iterable[str]:
     yield name
     yield from (f"{name} ({number})" for number in range(2, 10**6))

@@ -1,6 +1,6 @@
-"""Which format a file has, and the files of one configuration together.
+"""Formats of configuration files: their recognition, and their conversion.
 
-A format's own module is imported when there is a file of it: most nodes have none.
+A format's own module is imported when a file of the format is given: most nodes have none.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ from enum import StrEnum
 import msgspec
 from msgspec.structs import replace
 
-from metagpu.compat.contract import Circumstances, Converted
-from metagpu.core.document import Document
+from metagpu.compat.contract import ConversionContext, ConvertedConfig
+from metagpu.core.config.document import Document
+from metagpu.core.config.suggestions import suggest
 from metagpu.core.errors import ConfigError
 
 
-class Format(StrEnum):
-    """A form of configuration, by the name that people know."""
+class ConfigFormat(StrEnum):
+    """Format of a configuration file, by its usual name."""
 
     OURS = "metagpu/v1"
     CNVRG = "MetaGPU's config.yaml"
@@ -24,16 +25,16 @@ class Format(StrEnum):
     HAMI = "HAMi's device-config"
 
 
-class Recognised(msgspec.Struct, frozen=True):
+class RecognizedFiles(msgspec.Struct, frozen=True):
     """Files of one configuration, each with its format."""
 
     documents: tuple[Document, ...]
-    formats: tuple[Format, ...]
+    formats: tuple[ConfigFormat, ...]
 
     @property
-    def foreign(self) -> bool:
-        """Whether they have to be converted."""
-        return Format.OURS not in self.formats
+    def is_foreign(self) -> bool:
+        """True when the files have to be converted."""
+        return ConfigFormat.OURS not in self.formats
 
 
 _KEYS = (
@@ -41,99 +42,112 @@ _KEYS = (
     "device plugin), `mig-configs` (mig-parted), `nvidia` or `nodeconfig` (HAMi)"
 )
 
+_OF_FORMATS = (
+    *("pools", "deviceSharing", "flags", "resources", "sharing", "imex"),
+    *("mig-configs", "nvidia", "nodeconfig"),
+)
+"""The keys by which a format is recognized."""
 
-def recognise(document: Document) -> Format:
-    """Tell a file's format by its keys; one with a `pools` or another `version` is ours.
+
+def recognize(document: Document) -> ConfigFormat:
+    """Return a file's format by its keys; a file with `pools` is metagpu's own.
 
     Raises:
-        ConfigError: if none of the formats has such keys.
+        ConfigError: no format has these keys.
     """
     data = document.data
     if not isinstance(data, dict):
-        raise document.error("", f"no configuration; one has {_KEYS}")
+        raise document.error("", f"not a configuration; a configuration has {_KEYS}")
 
     version = str(data.get("version"))
-    for form, is_so in (
-        (Format.OURS, "pools" in data or version.startswith("metagpu")),
-        (Format.CNVRG, "deviceSharing" in data or "accelerator" in data),
-        (Format.MIG_PARTED, "mig-configs" in data),
-        (Format.HAMI, "nodeconfig" in data or isinstance(data.get("nvidia"), dict)),
-        (Format.NVIDIA, version == "v1" or {"flags", "resources", "sharing"} & data.keys()),
+    keys = {str(key) for key in data}
+    folded = {key.lower() for key in keys}  # of programs that take keys in any case
+    for form, matches in (
+        (ConfigFormat.OURS, "pools" in keys or version.startswith("metagpu")),
+        (ConfigFormat.CNVRG, not {"devicesharing", "accelerator"}.isdisjoint(folded)),
+        (ConfigFormat.MIG_PARTED, "mig-configs" in keys),
+        (ConfigFormat.HAMI, "nodeconfig" in folded or isinstance(data.get("nvidia"), dict)),
+        (ConfigFormat.NVIDIA, not {"flags", "sharing", "imex"}.isdisjoint(folded)),
+        (ConfigFormat.NVIDIA, version == "v1" and folded <= {"version", "resources"}),
     ):
-        if is_so:
+        if matches:
             return form
-    raise document.error("", f"the format is not recognised; a configuration has {_KEYS}")
+    for key in sorted(keys - {*_OF_FORMATS}):
+        if near := suggest(key, _OF_FORMATS):
+            raise document.error(key, f"no format has this key at the top{near}")
+    raise document.error("", f"the format is not recognized; a configuration has {_KEYS}")
 
 
-def together(documents: Sequence[Document]) -> Recognised:
-    """Recognise the files of one configuration, and that they belong together.
+def recognize_files(documents: Sequence[Document]) -> RecognizedFiles:
+    """Recognize the files of one configuration, and check that they belong together.
 
     Raises:
-        ConfigError: if one is not recognised, or they are of formats that do not go together.
+        ConfigError: a file is not recognized, or two formats cannot be combined.
     """
-    formats = tuple(recognise(document) for document in documents)
+    formats = tuple(recognize(document) for document in documents)
     families = {_FAMILY[form] for form in formats}
 
     if len(families) > 1 or (len(formats) > 1 and families <= {"metagpu", "cnvrg"}):
         raise ConfigError(
-            f"{documents[0].file} ({formats[0]}) is given too, and they make no one "
-            "configuration; together go NVIDIA's device plugin with mig-parted, and HAMi's files",
+            f"{documents[0].file} ({formats[0]}) is given too, and the two cannot be combined; "
+            "NVIDIA's device plugin combines with mig-parted, and HAMi's files with each other",
             file=f"{documents[1].file} ({formats[1]})",
         )
-    return Recognised(tuple(documents), formats)
+    return RecognizedFiles(tuple(documents), formats)
 
 
-def convert(recognised: Recognised, circumstances: Circumstances) -> Converted:
-    """Say foreign files in our words.
+def convert(recognized: RecognizedFiles, context: ConversionContext) -> ConvertedConfig:
+    """Convert foreign files to `metagpu/v1`.
 
     Raises:
-        ConfigError: naming file, line and path, if a file is wrong by its own rules.
+        ConfigError: with file, line and path, if a file is wrong by its format's rules.
     """
-    match _FAMILY[recognised.formats[0]]:
+    match _FAMILY[recognized.formats[0]]:
         case "cnvrg":
-            from metagpu.compat.cnvrg import convert as by_form
+            from metagpu.compat.cnvrg import convert as convert_format
         case "hami":
-            from metagpu.compat.hami import convert as by_form
+            from metagpu.compat.hami import convert as convert_format
         case _:
-            from metagpu.compat.nvidia import convert as by_form
-    return by_form(recognised.documents, circumstances)
+            from metagpu.compat.nvidia import convert as convert_format
+    return convert_format(recognized.documents, context)
 
 
-def open_cases(
-    documents: Sequence[Document], circumstances: Circumstances
-) -> list[tuple[str, Circumstances]]:
-    """Name what these files leave open, and close it in every way: layouts of MIG, and nodes.
+def list_cases(
+    documents: Sequence[Document], context: ConversionContext
+) -> list[tuple[str, ConversionContext]]:
+    """List every case that these files allow, by MIG layout or node, with its name.
 
-    What is given in the circumstances is not open; with nothing open there is one case, of no name.
+    A choice that the context has already made is no case. Where no choice is open, the list has one
+    case with an empty name.
 
     Raises:
-        ConfigError: if a file is not recognised, or has no usable list of them.
+        ConfigError: if a file is not recognized, or its list of layouts or nodes is wrong.
     """
-    forms = [(document, recognise(document)) for document in documents]
+    forms = [(document, recognize(document)) for document in documents]
     layouts: list[str] = []
     nodes: list[str] = []
 
     for document, form in forms:
-        if form is Format.MIG_PARTED and circumstances.mig_config is None:
+        if form is ConfigFormat.MIG_PARTED and context.mig_config is None:
             from metagpu.compat import mig_parted
 
-            layouts += mig_parted.names(document)
-        elif form is Format.HAMI and circumstances.node is None:
+            layouts += mig_parted.layout_names(document)
+        elif form is ConfigFormat.HAMI and context.node is None:
             from metagpu.compat import hami
 
-            nodes += hami.nodes(document)
+            nodes += hami.node_names(document)
 
     if len(layouts) > 1:
-        return [(f"layout {name}", replace(circumstances, mig_config=name)) for name in layouts]
+        return [(f"layout {name}", replace(context, mig_config=name)) for name in layouts]
     if nodes:
-        return [(f"node {name}", replace(circumstances, node=name)) for name in nodes]
-    return [("", circumstances)]
+        return [(f"node {name}", replace(context, node=name)) for name in nodes]
+    return [("", context)]
 
 
 _FAMILY = {
-    Format.OURS: "metagpu",
-    Format.CNVRG: "cnvrg",
-    Format.NVIDIA: "nvidia",
-    Format.MIG_PARTED: "nvidia",
-    Format.HAMI: "hami",
+    ConfigFormat.OURS: "metagpu",
+    ConfigFormat.CNVRG: "cnvrg",
+    ConfigFormat.NVIDIA: "nvidia",
+    ConfigFormat.MIG_PARTED: "nvidia",
+    ConfigFormat.HAMI: "hami",
 }

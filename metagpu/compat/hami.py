@@ -1,7 +1,7 @@
-"""HAMi's configuration: `device-config.yaml`, and the `config.json` of its device plugin.
+"""HAMi's `device-config.yaml`, and the `config.json` of HAMi's device plugin.
 
 Keys are those of HAMi 2.10 and, for `knownMigGeometries`, of 2.9 and older. HAMi's scheduler
-divides GPUs by MiB and percents that pods ask for; the kubelet knows counts alone, so here a GPU is
+divides GPUs by MiB and percents that pods request; the kubelet knows only counts, so here a GPU is
 divided by `deviceSplitCount` or into parts of `defaultMemory`.
 """
 
@@ -10,52 +10,60 @@ from typing import Final, Literal
 
 import msgspec
 
-from metagpu.compat import cuts, selection
-from metagpu.compat.contract import Circumstances, Converted, Data, Draft, Origin
-from metagpu.compat.keys import Unheeded, noted
-from metagpu.core.document import Document
+from metagpu.compat import backend_options, selection
+from metagpu.compat.contract import (
+    ConfigDraft,
+    ConversionContext,
+    ConvertedConfig,
+    Data,
+    Origin,
+)
+from metagpu.compat.keys import IgnoredKey, fold_case, ignored_keys
+from metagpu.core.config.document import Document
 from metagpu.core.errors import ConfigError
 
-_SPLIT: Final = 10
+_DEFAULT_SPLIT: Final = 10
 """HAMi's own number of pods on a GPU."""
-_SECOND: Final = (
+_SECOND_NUMBER: Final = (
     "let a pod ask for a size beside the number of vGPUs; the kubelet counts one number of a "
     "resource, so ask for more shares"
 )
 _OVERSUBSCRIBED: Final = "given out more than a GPU has; metagpu gives out what is there"
-_NUMA: Final = "left NUMA nodes untold; metagpu tells them where the machine does"
+_NUMA: Final = "hidden NUMA nodes; metagpu reports them where the machine does"
 
-_UNHEEDED: Final = {
-    "nvidia.resourceMemoryName": Unheeded(_SECOND),
-    "nvidia.resourceMemoryPercentageName": Unheeded(_SECOND),
-    "nvidia.resourceCoreName": Unheeded(_SECOND),
-    "nvidia.resourcePriorityName": Unheeded("let a pod stop others' kernels; metagpu does not"),
-    "nvidia.defaultCores": Unheeded("limited a pod's use of SMs; backend mps does that", (0,)),
-    "nvidia.defaultGPUNum": Unheeded(
+IGNORED_KEYS: Final = {
+    "nvidia.resourceMemoryName": IgnoredKey(_SECOND_NUMBER),
+    "nvidia.resourceMemoryPercentageName": IgnoredKey(_SECOND_NUMBER),
+    "nvidia.resourceCoreName": IgnoredKey(_SECOND_NUMBER),
+    "nvidia.resourcePriorityName": IgnoredKey("let a pod stop others' kernels; metagpu does not"),
+    "nvidia.defaultCores": IgnoredKey("limited a pod's use of SMs; backend mps does that", (0,)),
+    "nvidia.defaultGPUNum": IgnoredKey(
         "added a vGPU to pods that name a size alone; a pod names shares here", (1,)
     ),
-    "nvidia.deviceMemoryScaling": Unheeded(_OVERSUBSCRIBED, (1,)),
-    "nvidia.deviceCoreScaling": Unheeded(_OVERSUBSCRIBED, (1,)),
-    "nvidia.memoryFactor": Unheeded("counted memory in larger units", (0, 1)),
-    "nvidia.preConfiguredDeviceMemory": Unheeded("set the memory of GPUs that do not say", (0,)),
-    "nvidia.overwriteEnv": Unheeded("hidden all GPUs from pods that ask for none", (False,)),
-    "nvidia.gpuCorePolicy": Unheeded("limited a pod's use of SMs; backend mps does", ("disable",)),
-    "nvidia.disableCoreLimit": Unheeded("let pods use all SMs, as here", (True, False)),
-    "nvidia.enableNumaTopology": Unheeded(_NUMA, (True,)),
-    "nvidia.libCudaLogLevel": Unheeded("set how much HAMi's library logs; metagpu has none"),
-    "nvidia.runtimeClassName": Unheeded("given pods a runtime class; name it in the pod"),
+    "nvidia.deviceMemoryScaling": IgnoredKey(_OVERSUBSCRIBED, (1,)),
+    "nvidia.deviceCoreScaling": IgnoredKey(_OVERSUBSCRIBED, (1,)),
+    "nvidia.memoryFactor": IgnoredKey("counted memory in larger units", (0, 1)),
+    "nvidia.preConfiguredDeviceMemory": IgnoredKey("set the memory of GPUs that do not say", (0,)),
+    "nvidia.overwriteEnv": IgnoredKey("hidden all GPUs from pods that ask for none", (False,)),
+    "nvidia.gpuCorePolicy": IgnoredKey(
+        "limited a pod's use of SMs; backend mps does", ("disable",)
+    ),
+    "nvidia.disableCoreLimit": IgnoredKey("let pods use all SMs, as here", (True, False)),
+    "nvidia.enableNumaTopology": IgnoredKey(_NUMA, (True,)),
+    "nvidia.libCudaLogLevel": IgnoredKey("set how much HAMi's library logs; metagpu has none"),
+    "nvidia.runtimeClassName": IgnoredKey("given pods a runtime class; name it in the pod"),
     **{
-        f"{place}nodeconfig.{key}": unheeded
+        f"{place}nodeconfig.{key}": ignored
         for place in ("", "nvidia.")
-        for key, unheeded in {
-            "devicememoryscaling": Unheeded(_OVERSUBSCRIBED, (1,)),
-            "devicecorescaling": Unheeded(_OVERSUBSCRIBED, (1,)),
-            "preconfigureddevicememory": Unheeded("set the memory of GPUs that do not say", (0,)),
-            "enablenumatopology": Unheeded(_NUMA, (True,)),
-            "enablegetpreferredallocation": Unheeded(
+        for key, ignored in {
+            "devicememoryscaling": IgnoredKey(_OVERSUBSCRIBED, (1,)),
+            "devicecorescaling": IgnoredKey(_OVERSUBSCRIBED, (1,)),
+            "preconfigureddevicememory": IgnoredKey("set the memory of GPUs that do not say", (0,)),
+            "enablenumatopology": IgnoredKey(_NUMA, (True,)),
+            "enablegetpreferredallocation": IgnoredKey(
                 "left the choice of GPUs to the kubelet; metagpu proposes one", (True,)
             ),
-            "migstrategy": Unheeded(
+            "migstrategy": IgnoredKey(
                 "named MIG instances; metagpu names them by profile", ("none", "mixed")
             ),
         }.items()
@@ -63,8 +71,8 @@ _UNHEEDED: Final = {
 }
 
 
-class _Instance(msgspec.Struct):
-    """A profile in one of HAMi's geometries; its size and number are NVML's to say."""
+class _HamiProfile(msgspec.Struct):
+    """A profile in one of HAMi's geometries; NVML gives its size and number."""
 
     name: str
     memory: int | None = None
@@ -72,166 +80,194 @@ class _Instance(msgspec.Struct):
     core: int | None = None
 
 
-class _Geometries(msgspec.Struct, rename="camel"):
+class _HamiGeometries(msgspec.Struct, rename="camel"):
     """The profiles of some models, up to HAMi 2.9."""
 
     models: tuple[str, ...]
-    allowed_geometries: tuple[tuple[_Instance, ...], ...]
+    allowed_geometries: tuple[tuple[_HamiProfile, ...], ...]
 
     @property
     def profiles(self) -> tuple[str, ...]:
-        """Every profile that stands in a geometry."""
+        """Every profile of the geometries, once."""
         return tuple(dict.fromkeys(i.name for group in self.allowed_geometries for i in group))
 
 
-class _Allowed(msgspec.Struct):
+class _HamiAllowlist(msgspec.Struct):
     """The profiles of some models, from HAMi 2.10 on."""
 
     models: tuple[str, ...]
     profiles: tuple[str, ...]
 
 
-class _Filter(msgspec.Struct):
-    """GPUs that HAMi leaves alone."""
+class _HamiFilter(msgspec.Struct):
+    """GPUs that HAMi does not use."""
 
     uuid: tuple[str, ...] = ()
     index: tuple[int, ...] = ()
 
 
-class _Node(msgspec.Struct):
-    """What is so on one node."""
+class _HamiNode(msgspec.Struct):
+    """Settings of one node."""
 
     name: str
     operatingmode: Literal["hami-core", "mig", "mps"] = "hami-core"
     devicesplitcount: int | None = None
-    filterdevices: _Filter = msgspec.field(default_factory=_Filter)
+    filterdevices: _HamiFilter = msgspec.field(default_factory=_HamiFilter)
 
 
-class _Nvidia(msgspec.Struct, rename="camel"):
+class _HamiNvidia(msgspec.Struct, rename="camel"):
     """The section `nvidia`."""
 
     resource_count_name: str = "nvidia.com/gpu"
     device_split_count: int | None = None
     default_memory: int = 0
-    known_mig_geometries: tuple[_Geometries, ...] = ()
-    mig_profile_allowlist: tuple[_Allowed, ...] = ()
-    nodeconfig: tuple[_Node, ...] = ()
+    known_mig_geometries: tuple[_HamiGeometries, ...] = ()
+    mig_profile_allowlist: tuple[_HamiAllowlist, ...] = ()
+    nodeconfig: tuple[_HamiNode, ...] = ()
 
 
-class _File(msgspec.Struct):
-    """What of either file is honoured."""
+class HamiFile(msgspec.Struct):
+    """The honoured keys of either file."""
 
-    nvidia: _Nvidia | None = None
-    nodeconfig: tuple[_Node, ...] = ()
+    nvidia: _HamiNvidia | None = None
+    nodeconfig: tuple[_HamiNode, ...] = ()
 
 
 _ALIASES: Final = {"7g.79gb": "7g.80gb"}
-"""What HAMi calls a profile of the A100 of 80 GB, and NVIDIA's name for it."""
+"""NVIDIA's name of a profile, by HAMi's name: one profile of the A100 of 80 GB."""
 _VENDORS: Final = (
     *("amd", "ascend", "awsneuron", "biren", "cambricon", "enflame", "hygon", "iluvatar"),
+    *("iluvatars",),
     *("kunlun", "kunlunxin", "metax", "mthreads", "vastai", "vnpus"),
 )
-"""Sections of other makers' devices."""
+"""Sections of other vendors' devices."""
 
 
-def nodes(document: Document) -> list[str]:
-    """Name the nodes of which a file says something.
+def node_names(document: Document) -> list[str]:
+    """Return the names of the nodes that have settings in a file.
 
     Raises:
-        ConfigError: if it is not as HAMi wants it.
+        ConfigError: the file breaks HAMi's rules.
     """
-    file = document.decode(_File)
+    file = _read(document)
     inner = file.nvidia.nodeconfig if file.nvidia else ()
     return [node.name for node in (*file.nodeconfig, *inner)]
 
 
-def convert(documents: Sequence[Document], circumstances: Circumstances) -> Converted:
-    """Offer what HAMi would on this node, as far as counts can say it.
+def _read(document: Document) -> HamiFile:
+    if document.is_json:  # Go's JSON takes keys in any case, its YAML does not
+        fold_case(document, HamiFile, IGNORED_KEYS)
+    return document.decode(HamiFile)
+
+
+def convert(documents: Sequence[Document], context: ConversionContext) -> ConvertedConfig:
+    """Offer what HAMi would offer on this node, as far as counts can express it.
 
     Raises:
         ConfigError: if a file is wrong, or nodes differ and the node's name is not known.
     """
-    draft = Draft()
-    sections: list[tuple[Origin, _Nvidia]] = []
-    told: list[tuple[Origin, _Node]] = []
+    draft = ConfigDraft()
+    sections: list[tuple[Origin, _HamiNvidia]] = []
+    nodes: list[tuple[Origin, _HamiNode]] = []
 
     for document in documents:
-        file = document.decode(_File)
+        file = _read(document)
         draft.notes += [
             note
-            for note in noted(document, _File, _UNHEEDED)
-            if note.path not in _VENDORS  # told once, below
+            for note in ignored_keys(document, HamiFile, IGNORED_KEYS)
+            if note.path not in _VENDORS  # one note for all vendors, below
         ]
         if others := [key for key in document.data if str(key) in _VENDORS]:
             text = f"has no effect: devices that are not NVIDIA's: {', '.join(others)}"
-            draft.note(Origin(document, str(others[0])), text)
+            draft.add_note(Origin(document, str(others[0])), text)
         if file.nvidia is not None:
             sections.append((Origin(document, "nvidia"), file.nvidia))
         for path, given in (
             ("nodeconfig", file.nodeconfig),
             ("nvidia.nodeconfig", file.nvidia.nodeconfig if file.nvidia else ()),
         ):
-            told += [(Origin(document, f"{path}[{n}]"), node) for n, node in enumerate(given)]
+            nodes += [(Origin(document, f"{path}[{n}]"), node) for n, node in enumerate(given)]
 
     if len(sections) > 1:
         first, second = sections[0][0].document, sections[1][0].document
         raise second.error("nvidia", f"{first.file} has this section too; give one of them")
 
-    section = sections[0] if sections else (Origin(documents[0], ""), _Nvidia())
-    _lay_out(draft, section, _own(told, circumstances))
-    return draft.converted()
+    section = sections[0] if sections else (Origin(documents[0], ""), _HamiNvidia())
+    _add_pools(draft, section, _own_node(nodes, context))
+    return draft.finish()
 
 
-def _own(
-    told: Sequence[tuple[Origin, _Node]], circumstances: Circumstances
-) -> tuple[Origin, _Node] | None:
-    """Find what is said of this node, `None` when nothing is."""
-    if told and circumstances.node is None:
-        origin, _ = told[0]
+def _own_node(
+    nodes: Sequence[tuple[Origin, _HamiNode]], context: ConversionContext
+) -> tuple[Origin, _HamiNode] | None:
+    """Find the settings of this node, `None` where the files have none."""
+    if nodes and context.node is None:
+        origin, _ = nodes[0]
         listed = origin.path.rpartition("[")[0]
-        problem = "it goes by the node's name, which is not known; give --node-name"
+        problem = "the settings depend on the node's name, which is not known; give --node-name"
         raise origin.document.error(listed, problem)
 
-    return next((each for each in told if each[1].name == circumstances.node), None)
+    return next((each for each in nodes if each[1].name == context.node), None)
 
 
-def _lay_out(
-    draft: Draft, section: tuple[Origin, _Nvidia], own: tuple[Origin, _Node] | None
+def _add_pools(
+    draft: ConfigDraft, section: tuple[Origin, _HamiNvidia], own: tuple[Origin, _HamiNode] | None
 ) -> None:
     at, nvidia = section
-    origin, node = own or (at, _Node(""))
+    origin, node = own or (at, _HamiNode(""))
 
     excluded = node.filterdevices
     for gpus in (
-        *([selection.indices(excluded.index)] if excluded.index else []),
+        *([selection.by_index(excluded.index)] if excluded.index else []),
         *([{"uuid": list(excluded.uuid)}] if excluded.uuid else []),
     ):
-        draft.pool(
+        draft.add_pool(
             "filterdevices", gpus, [], Origin(origin.document, _under(origin, "filterdevices"))
         )
 
     if node.operatingmode == "mig":
-        _lay_out_mig(draft, at, nvidia, origin)
+        _add_mig_pools(draft, at, nvidia, origin)
         return
 
     split, where = nvidia.device_split_count, Origin(at.document, _under(at, "deviceSplitCount"))
     if node.devicesplitcount is not None:
         split = node.devicesplitcount
         where = Origin(origin.document, _under(origin, "devicesplitcount"))
-    cut = cuts.fraction(nvidia.resource_count_name, shares=_SPLIT if split is None else split)
+    backend = backend_options.fraction(
+        nvidia.resource_count_name, shares=_DEFAULT_SPLIT if split is None else split
+    )
     if node.operatingmode == "mps":
-        cut = cuts.mps(nvidia.resource_count_name, _SPLIT if split is None else split)
+        backend = backend_options.mps(
+            nvidia.resource_count_name, _DEFAULT_SPLIT if split is None else split
+        )
     elif nvidia.default_memory > 0:
-        cut = cuts.fraction(nvidia.resource_count_name, unit_mib=nvidia.default_memory)
+        backend = backend_options.fraction(
+            nvidia.resource_count_name, unit_mib=nvidia.default_memory
+        )
         if split is not None:
             text = f"has no effect: defaultMemory makes parts of {nvidia.default_memory} MiB"
-            draft.note(where, text)
-    draft.pool(node.operatingmode, None, [cut], where if split is not None else origin)
+            draft.add_note(where, text)
+    else:
+        count = _DEFAULT_SPLIT if split is None else split
+        draft.add_note(
+            where if split is not None else origin,
+            f"a pod that asks for {nvidia.resource_count_name}: 1 alone has a part of 1/{count} "
+            "here; in HAMi it has all memory of a GPU, unless it asks for less (defaultMemory: 0). "
+            f"Ask for {count} of one GPU, or set defaultMemory",
+        )
+    counted = where if split is not None else origin
+    parts = {
+        "backends[0].sharesPerGpu": where,
+        "backends[0].replicas": where,
+        "backends[0].resource": Origin(at.document, _under(at, "resourceCountName")),
+        "backends[0].memoryUnit": Origin(at.document, _under(at, "defaultMemory")),
+    }
+    draft.add_pool(node.operatingmode, None, [backend], counted, parts=parts)
 
 
-def _lay_out_mig(draft: Draft, at: Origin, nvidia: _Nvidia, origin: Origin) -> None:
-    """Offer the profiles that each model may have; GPUs of other models are left alone."""
-    tables: list[tuple[str, Iterable[_Allowed | _Geometries]]] = [
+def _add_mig_pools(draft: ConfigDraft, at: Origin, nvidia: _HamiNvidia, origin: Origin) -> None:
+    """Offer the profiles that each model may have, and no GPUs of other models."""
+    tables: list[tuple[str, Iterable[_HamiAllowlist | _HamiGeometries]]] = [
         ("migProfileAllowlist", nvidia.mig_profile_allowlist),
         ("knownMigGeometries", nvidia.known_mig_geometries),
     ]
@@ -248,23 +284,28 @@ def _lay_out_mig(draft: Draft, at: Origin, nvidia: _Nvidia, origin: Origin) -> N
         here = Origin(at.document, f"{_under(at, key)}[{number}]")
         if not row.models or not row.profiles:
             raise here.document.error(here.path, "models and profiles have to be named")
-        gpus: Data = selection.containing(row.models)
-        draft.pool(row.models[0], gpus, [cuts.mig_on_demand(_named(row.profiles))], here)
+        gpus: Data = selection.by_model(row.models)
+        draft.add_pool(
+            row.models[0],
+            gpus,
+            [backend_options.mig_on_demand(_nvidia_profiles(row.profiles))],
+            here,
+        )
 
     for other, _ in given[1:]:
-        draft.note(Origin(at.document, _under(at, other)), f"has no effect: {key} is given")
+        draft.add_note(Origin(at.document, _under(at, other)), f"has no effect: {key} is given")
     if key == "knownMigGeometries":
         text = (
-            "its profiles are taken; it would also have kept each GPU to one of its combinations, "
-            "and here all are possible that NVML allows"
+            "its profiles are used; HAMi would also limit each GPU to one of its combinations, "
+            "and metagpu allows every combination that NVML allows"
         )
-        draft.note(Origin(at.document, _under(at, key)), text)
+        draft.add_note(Origin(at.document, _under(at, key)), text)
     if "resourceCountName" in at.document.at(at.path):
         text = "has no effect in MIG mode: instances have the names of their profiles"
-        draft.note(Origin(at.document, _under(at, "resourceCountName")), text)
+        draft.add_note(Origin(at.document, _under(at, "resourceCountName")), text)
 
 
-def _named(profiles: Sequence[str]) -> list[str]:
+def _nvidia_profiles(profiles: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(_ALIASES.get(name, name) for name in profiles))
 
 

@@ -1,26 +1,31 @@
-"""Which keys of a foreign file are honoured, and what is said of the others.
+"""Notes about the keys of a foreign file that are not honoured.
 
-A key is honoured if it is a field of the struct that its mapping is read as. All others are noted:
-those that are known with what they would have done, the rest as unknown.
+A key is honoured if it is a field of the struct that its mapping is decoded as. Every other key
+gets a note: a known key with the effect that it would have had, another one as unknown.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Final
 
 import msgspec
 
-from metagpu.compat.contract import Note, Origin
-from metagpu.core.document import Document
-from metagpu.core.paths import below
-from metagpu.core.spelling import hint
+from metagpu.compat.contract import CompatNote, Origin
+from metagpu.core.config.document import Document
+from metagpu.core.config.paths import key_path
+from metagpu.core.config.suggestions import suggest
+
+_MAX_NOTES: Final = 100
+"""Of one file: each note looks for the nearest known key."""
 
 
-class Unheeded(msgspec.Struct, frozen=True):
-    """A key that is understood and has no place here.
+class IgnoredKey(msgspec.Struct, frozen=True):
+    """A known key without an effect in metagpu.
 
     Attributes:
-        would: what it would have done, said after these words, and what there is instead.
-        harmless: values that ask for nothing, or for what is so anyway.
+        would: the effect, as the rest of "it would have …", and its replacement in metagpu.
+        harmless: values that have no effect, or the effect that metagpu has anyway.
     """
 
     would: str
@@ -28,63 +33,112 @@ class Unheeded(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What an operator reads."""
+        """The text of the note."""
         return f"has no effect here; it would have {self.would}"
 
-    def asks(self, value: object) -> bool:
-        """Tell whether a value asks for something at all."""
+    def is_requested(self, value: object) -> bool:
+        """Return whether a value asks for an effect."""
         return value not in (None, "", [], {}) and value not in self.harmless
 
 
-def noted(
-    document: Document, wanted: type, unheeded: Mapping[str, Unheeded], path: str = ""
-) -> Iterator[Note]:
-    """Find every key below `path` that is not honoured when that is read as a `wanted`.
+def fold_case(
+    document: Document, decoded_as: type, ignored: Iterable[str] = (), path: str = ""
+) -> None:
+    """Spell keys as the struct does, where they differ from it in case alone.
+
+    For formats whose own program takes keys in any case, as Go's JSON and viper do.
+
+    Args:
+        document: the file; its keys are renamed.
+        decoded_as: the struct that the value at `path` is decoded as.
+        ignored: the paths of further known keys.
+        path: the start.
+    """
+    info = msgspec.inspect.type_info(decoded_as)
+    _fold(Origin(document, path), document.at(path), info, frozenset(ignored))
+
+
+def _fold(
+    origin: Origin, value: object, info: msgspec.inspect.Type, ignored: frozenset[str]
+) -> None:
+    if isinstance(info, msgspec.inspect.UnionType):
+        for member in info.types:
+            _fold(origin, value, member, ignored)
+    elif isinstance(info, msgspec.inspect.StructType) and isinstance(value, dict):
+        fields = {field.encode_name: field.type for field in info.fields}
+        siblings = (it.rpartition(".") for it in ignored)
+        plain = _plain(origin.path)
+        known = {*fields, *(key for parent, _, key in siblings if parent == plain)}
+        spelling = {key.lower(): key for key in known}
+        for key in [key for key in value if isinstance(key, str) and key not in known]:
+            right = spelling.get(key.lower())
+            if right is not None and right not in value:
+                origin.document.rename_key(origin.path, key, right)
+        for key in fields.keys() & value.keys():
+            here = Origin(origin.document, key_path(origin.path, key))
+            _fold(here, value[key], fields[key], ignored)
+    elif isinstance(value, list) and (item := getattr(info, "item_type", None)) is not None:
+        for number, inner in enumerate(value):
+            _fold(Origin(origin.document, f"{origin.path}[{number}]"), inner, item, ignored)
+
+
+def ignored_keys(
+    document: Document, decoded_as: type, ignored: Mapping[str, IgnoredKey], path: str = ""
+) -> Iterator[CompatNote]:
+    """Yield a note for every key below `path` that is not honoured.
 
     Args:
         document: the file.
-        wanted: the struct, or list of structs, as which the value is read.
-        unheeded: by path without places in lists and without what stands in quotes.
-        path: where to begin.
+        decoded_as: the struct, or list of structs, that the value is decoded as.
+        ignored: the known keys, by path without indices and quoted parts.
+        path: the start.
     """
-    info = msgspec.inspect.type_info(wanted)
-    yield from _walk(Origin(document, path), document.at(path), info, unheeded)
+    info = msgspec.inspect.type_info(decoded_as)
+    notes = _walk(Origin(document, path), document.at(path), info, ignored)
+    yield from islice(notes, _MAX_NOTES)
+    if next(notes, None) is not None:
+        yield Origin(document, path).note(f"has more than {_MAX_NOTES} keys without effect")
 
 
 def _walk(
-    origin: Origin, value: object, info: msgspec.inspect.Type, unheeded: Mapping[str, Unheeded]
-) -> Iterator[Note]:
+    origin: Origin, value: object, info: msgspec.inspect.Type, ignored: Mapping[str, IgnoredKey]
+) -> Iterator[CompatNote]:
     if isinstance(info, msgspec.inspect.UnionType):
         for member in info.types:
-            yield from _walk(origin, value, member, unheeded)
+            yield from _walk(origin, value, member, ignored)
     elif isinstance(info, msgspec.inspect.StructType) and isinstance(value, Mapping):
         fields = {field.encode_name: field.type for field in info.fields}
         for key, inner in value.items():
-            here = Origin(origin.document, below(origin.path, key))
+            here = Origin(origin.document, key_path(origin.path, key))
             if key in fields:
-                yield from _walk(here, inner, fields[key], unheeded)
+                yield from _walk(here, inner, fields[key], ignored)
             else:
-                yield from _other(here, str(key), inner, fields, unheeded)
+                yield from _note_ignored(here, str(key), inner, fields, ignored)
     elif isinstance(info, msgspec.inspect.DictType) and isinstance(value, Mapping):
         for key, inner in value.items():
-            here = Origin(origin.document, below(origin.path, key))
-            yield from _walk(here, inner, info.value_type, unheeded)
+            here = Origin(origin.document, key_path(origin.path, key))
+            yield from _walk(here, inner, info.value_type, ignored)
     elif isinstance(value, list) and (item := getattr(info, "item_type", None)) is not None:
         for number, inner in enumerate(value):
             here = Origin(origin.document, f"{origin.path}[{number}]")
-            yield from _walk(here, inner, item, unheeded)
+            yield from _walk(here, inner, item, ignored)
 
 
-def _other(
-    here: Origin, key: str, value: object, fields: Iterable[str], unheeded: Mapping[str, Unheeded]
-) -> Iterator[Note]:
-    plain = re.sub(r"\[[^\]]*\]", "", here.path)
+def _note_ignored(
+    here: Origin, key: str, value: object, fields: Iterable[str], ignored: Mapping[str, IgnoredKey]
+) -> Iterator[CompatNote]:
+    plain = _plain(here.path)
 
-    if (known := unheeded.get(plain)) is not None:
-        if known.asks(value):
+    if (known := ignored.get(plain)) is not None:
+        if known.is_requested(value):
             yield here.note(known.text)
         return
 
     parent = plain.rpartition(".")[0]
-    siblings = [name.rpartition(".")[2] for name in unheeded if name.rpartition(".")[0] == parent]
-    yield here.note(f"unknown key, has no effect{hint(key, [*fields, *siblings])}")
+    siblings = [name.rpartition(".")[2] for name in ignored if name.rpartition(".")[0] == parent]
+    yield here.note(f"unknown key, has no effect{suggest(key, [*fields, *siblings])}")
+
+
+def _plain(path: str) -> str:
+    """Return a path without indices and quoted parts."""
+    return re.sub(r"\[[^\]]*\]", "", path)

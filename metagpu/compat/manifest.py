@@ -1,41 +1,133 @@
-"""ConfigMaps as files: `kubectl get -o yaml`, or what `kubectl apply` was given.
+"""ConfigMaps as files, from `kubectl get -o yaml` or for `kubectl apply`.
 
-Each key of `data` is a file of its own; its lines are those of the manifest.
+Each key of `data` is a file of its own; its line numbers are those of the manifest. Other objects
+of the manifest are left out, and named.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from metagpu.core.document import Document
-from metagpu.core.paths import below
+import msgspec
+
+from metagpu.compat.contract import CompatNote, Origin
+from metagpu.compat.formats import recognize
+from metagpu.core.config.document import Document
+from metagpu.core.config.paths import join_path, key_path
+from metagpu.core.errors import ConfigError
+
+_MAX_DOCUMENTS: Final = 200
+"""Of one file; with more it is read as one document, and refused."""
+
+Texts = Mapping[str, tuple[str, int]]
+"""Files of ConfigMaps by name: each with its text and its first line."""
 
 
-def is_manifest(document: Document) -> bool:
-    """Tell whether a document is a ConfigMap, named so or recognisable by its keys."""
-    data = document.data
-    return (
-        isinstance(data, dict)
-        and "apiVersion" in data
-        and data.get("kind", "ConfigMap") == "ConfigMap"
-    )
+class Manifest(msgspec.Struct, frozen=True):
+    """The files in a manifest's ConfigMaps, and notes about its other objects."""
+
+    texts: Texts
+    rest: tuple[CompatNote, ...] = ()
 
 
-def texts(document: Document) -> Mapping[str, tuple[str, int]]:
-    """Give the files of a ConfigMap by name: each with its text and its first line.
+def split_documents(text: str) -> list[tuple[str, int]]:
+    """Split a stream of YAML documents into texts, each with its first line.
+
+    Empty ones are left out. Three dashes at the begin of a line always begin a document.
+    """
+    parts: list[tuple[list[str], int]] = [([], 1)]
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.match(r"---(\s|$)", line):
+            parts.append(([], number))
+        parts[-1][0].append(line)
+    full = [("\n".join(lines), first) for lines, first in parts if any(map(_says_something, lines))]
+    return full if len(full) <= _MAX_DOCUMENTS else [(text, 1)]
+
+
+def read(documents: Sequence[Document]) -> Manifest | None:
+    """Return the files in a manifest's ConfigMaps, `None` for no manifest.
+
+    Of several ConfigMaps, the keys that are configurations count.
 
     Raises:
-        ConfigError: if `data` is no mapping of names to texts, or empty.
+        ConfigError: a ConfigMap has no file, two have a file of one name, or there is none.
     """
-    data: Any = document.data.get("data")
+    objects = [each for document in documents for each in _objects(Origin(document, ""))]
+    if not objects or not all(map(_is_object, objects)):
+        return None
+    maps = [each for each in objects if _kind(each) == "ConfigMap"]
+    rest = [each.note(_left_out(each)) for each in objects if each not in maps]
+    if not maps:
+        first = objects[0]
+        raise first.document.error(first.path, "there is no ConfigMap in this manifest; add one")
+
+    found: dict[str, tuple[str, int]] = {}
+    for each in maps:
+        for name, (text, line) in _texts(each).items():
+            place = Origin(each.document, key_path(join_path(each.path, "data"), name))
+            if len(maps) > 1 and not _is_configuration(text):
+                rest.append(place.note("is no configuration, and is left out"))
+            elif name in found:
+                problem = f"another ConfigMap of this manifest has {name} too; keep one of them"
+                raise place.document.error(place.path, problem)
+            else:
+                found[name] = text, line
+    return Manifest(found, tuple(rest))
+
+
+def _says_something(line: str) -> bool:
+    return re.match(r"[ \t]*(#|$|---[ \t]*(#|$))", line) is None
+
+
+def _objects(origin: Origin) -> Iterator[Origin]:
+    """Yield an object, or the items of a list of objects."""
+    value = _value(origin)
+    if isinstance(value, dict) and str(value.get("kind")).endswith("List"):
+        for number, _ in enumerate(value.get("items") or ()):
+            yield from _objects(Origin(origin.document, join_path(origin.path, f"items[{number}]")))
+    else:
+        yield origin
+
+
+def _is_object(origin: Origin) -> bool:
+    value = _value(origin)
+    return isinstance(value, dict) and "apiVersion" in value
+
+
+def _kind(origin: Origin) -> str:
+    return str(_value(origin).get("kind", "ConfigMap"))
+
+
+def _left_out(origin: Origin) -> str:
+    metadata = _value(origin).get("metadata")
+    name = metadata.get("name", "") if isinstance(metadata, dict) else ""
+    return f"{_kind(origin)} {name}".strip() + " is no ConfigMap, and is left out"
+
+
+def _texts(origin: Origin) -> Texts:
+    document, place = origin.document, join_path(origin.path, "data")
+    data = _value(origin).get("data")
     if not isinstance(data, dict) or not data:
         problem = "there is no file in this ConfigMap; each key of `data` is one"
-        raise document.error("data", problem)
+        raise document.error(place, problem)
 
     found = {}
     for name, text in data.items():
-        path = below("data", name)
+        path = key_path(place, name)
         if not isinstance(text, str):
             raise document.error(path, "not a text; write `|` after the colon")
         # The text of a block begins below its `|`; other texts stand where their key does.
         found[str(name)] = (text, document.line(path) + ("\n" in text))
     return found
+
+
+def _is_configuration(text: str) -> bool:
+    try:
+        recognize(Document(text, ""))
+    except ConfigError:
+        return False
+    return True
+
+
+def _value(origin: Origin) -> Any:  # noqa: ANN401 - YAML holds anything
+    return origin.document.at(origin.path)

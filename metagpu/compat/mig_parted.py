@@ -1,6 +1,6 @@
-"""mig-parted's `mig-configs`: named layouts of MIG instances, one of which a node has.
+"""mig-parted's `mig-configs`: named layouts of MIG instances, one for a node.
 
-Keys are those of github.com/NVIDIA/mig-parted, which is what NVIDIA's MIG manager reads.
+Keys are those of github.com/NVIDIA/mig-parted, which NVIDIA's MIG manager reads.
 """
 
 from collections.abc import Sequence
@@ -9,59 +9,73 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.compat import selection
-from metagpu.compat.contract import Circumstances, Data, Origin
-from metagpu.core.document import Document
-from metagpu.core.paths import below
+from metagpu.compat.contract import ConversionContext, Data, Origin
+from metagpu.core.config.document import Document
+from metagpu.core.config.paths import key_path
+from metagpu.core.config.suggestions import allowed_values
 
 _CONFIGS: Final = "mig-configs"
 
 
-class _Entry(msgspec.Struct, rename="kebab"):
-    """Some GPUs and the instances that they shall have."""
+class _MigPartedEntry(msgspec.Struct, rename="kebab"):
+    """One entry of a layout in the file: some GPUs and their instances."""
 
     mig_enabled: bool
-    devices: str | tuple[int, ...] = "all"
+    devices: str | tuple[int, ...]
     device_filter: str | int | tuple[str | int, ...] | None = None
-    mig_devices: dict[str, int] = {}
+    mig_devices: dict[str, int] | None = None
 
 
-class File(msgspec.Struct, rename="kebab"):
-    """What of the file is honoured: all of it."""
+_ENTRY_KEYS: Final = tuple(field.encode_name for field in msgspec.structs.fields(_MigPartedEntry))
 
-    mig_configs: dict[str, list[_Entry]]
+
+class MigPartedFile(msgspec.Struct, rename="kebab"):
+    """The honoured keys of the file: all keys."""
+
+    mig_configs: dict[str, list[_MigPartedEntry]]
     version: str = "v1"
 
 
-class _Named(msgspec.Struct, rename="kebab"):
+class _MigPartedLayouts(msgspec.Struct, rename="kebab"):
     """The file before its layouts are read, each by its own path."""
 
     mig_configs: dict[str, list[Any]]
     version: str = "v1"
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """One entry of the chosen layout: some GPUs, `None` for all, and what they shall have.
+class LayoutEntry(msgspec.Struct, frozen=True):
+    """One entry of the chosen layout.
 
-    `instances` is empty where MIG mode shall be off.
+    Attributes:
+        gpus: selector of the GPUs, `None` for all.
+        mig_enabled: whether MIG mode shall be on.
+        instances: number of instances by profile; it may be empty in MIG mode, too.
+        origin: the entry's place in the file.
     """
 
     gpus: Data | None
+    mig_enabled: bool
     instances: dict[str, int]
     origin: Origin
 
+    @property
+    def mig_gpus(self) -> Data:
+        """The selector of those GPUs that support MIG; mig-parted skips the others."""
+        return {**(self.gpus or {}), "mig": True}
 
-def recognises(data: dict[Any, Any]) -> bool:
-    """Tell whether this is mig-parted's file."""
+
+def is_mig_parted(data: dict[Any, Any]) -> bool:
+    """Return whether the data is that of a file of mig-parted."""
     return _CONFIGS in data
 
 
-def names(document: Document) -> list[str]:
-    """Name the layouts that a file has.
+def layout_names(document: Document) -> list[str]:
+    """Return the names of a file's layouts.
 
     Raises:
-        ConfigError: if it is not as mig-parted wants it.
+        ConfigError: the file breaks mig-parted's rules.
     """
-    file = document.decode(_Named)
+    file = document.decode(_MigPartedLayouts)
 
     if file.version not in ("", "v1"):
         raise document.error("version", f"{file.version!r} is not known here; allowed: v1")
@@ -70,16 +84,16 @@ def names(document: Document) -> list[str]:
     return list(file.mig_configs)
 
 
-def wanted(document: Document, circumstances: Circumstances) -> list[Wanted]:
-    """Give the chosen layout, entries that win first: mig-parted lets the last one win.
+def chosen_layout(document: Document, context: ConversionContext) -> list[LayoutEntry]:
+    """Return the entries of the chosen layout, the entry that wins first.
 
-    Without a choice a file of one layout has chosen itself.
+    In mig-parted the last entry wins. The only layout of a file needs no choice.
 
     Raises:
-        ConfigError: if the file is wrong, or the choice is none of its layouts.
+        ConfigError: the file is wrong, has no layout of the chosen name, or needs a choice.
     """
-    known = names(document)
-    chosen = circumstances.mig_config
+    known = layout_names(document)
+    chosen = context.mig_config
     if chosen is None and len(known) == 1:
         chosen = known[0]
     if chosen is None:
@@ -90,59 +104,72 @@ def wanted(document: Document, circumstances: Circumstances) -> list[Wanted]:
         raise document.error(
             _CONFIGS, f"there is no layout {chosen!r} (--mig-config); there are: {', '.join(known)}"
         )
-    return layout(document, chosen)
+    return read_layout(document, chosen)
 
 
-def layout(document: Document, name: str) -> list[Wanted]:
-    """Give one layout, entries that win first.
+def read_layout(document: Document, name: str) -> list[LayoutEntry]:
+    """Return the entries of one layout, the entry that wins first.
 
     Raises:
-        ConfigError: if an entry is wrong.
+        ConfigError: an entry is wrong.
     """
-    path = below(_CONFIGS, name)
-    entries = document.decode(list[_Entry], path)
+    path = key_path(_CONFIGS, name)
+    for number, given in enumerate(document.at(path)):
+        for key in given if isinstance(given, dict) else ():
+            if key not in _ENTRY_KEYS:
+                known = allowed_values(str(key), _ENTRY_KEYS)
+                problem = f"unknown key, which mig-parted refuses; {known}"
+                raise document.error(key_path(f"{path}[{number}]", key), problem)
+    entries = document.decode(list[_MigPartedEntry], path)
 
     return [
-        _wanted(entry, Origin(document, f"{path}[{number}]"))
+        _layout_entry(entry, Origin(document, f"{path}[{number}]"))
         for number, entry in reversed(list(enumerate(entries)))
     ]
 
 
-def _wanted(entry: _Entry, origin: Origin) -> Wanted:
+def _layout_entry(entry: _MigPartedEntry, origin: Origin) -> LayoutEntry:
     path = f"{origin.path}.mig-devices"
-    given = {profile: count for profile, count in entry.mig_devices.items() if count}
+    devices = entry.mig_devices or {}
+    given = {profile: count for profile, count in devices.items() if count}
 
     for profile, count in given.items():
         if count < 0:
             problem = f"{count} instances cannot be; write how many of it a GPU has"
-            raise origin.document.error(below(path, profile), problem)
-    if entry.mig_enabled and not given:
-        problem = "no instance is named; say how many of which profile, as in 1g.5gb: 7"
+            raise origin.document.error(key_path(path, profile), problem)
+    if entry.mig_enabled and entry.mig_devices is None:
+        problem = (
+            "no instance is named; say how many of which profile, as in 1g.5gb: 7, or {} for MIG "
+            "mode without instances"
+        )
+        raise origin.document.error(path, problem)
+    if devices and not given:
+        problem = "all counts are 0; say how many of which profile, or write {} for none"
         raise origin.document.error(path, problem)
     if not entry.mig_enabled and given:
         problem = "a GPU has no instances when mig-enabled is false; remove one of the two"
         raise origin.document.error(path, problem)
 
-    return Wanted(_gpus(entry, origin), given, origin)
+    return LayoutEntry(_gpus(entry, origin), entry.mig_enabled, given, origin)
 
 
-def _gpus(entry: _Entry, origin: Origin) -> Data | None:
+def _gpus(entry: _MigPartedEntry, origin: Origin) -> Data | None:
     if isinstance(entry.devices, str):
         if entry.devices != "all":
             problem = f"{entry.devices!r} is not known here; write all, or a list of indices"
             raise origin.document.error(f"{origin.path}.devices", problem)
-        by_index = None
+        by_index: Data = {}
     else:
         if not entry.devices or min(entry.devices) < 0:
             problem = "no GPU is named; write all, or a list of indices from 0 on"
             raise origin.document.error(f"{origin.path}.devices", problem)
-        by_index = selection.indices(entry.devices)
+        by_index = selection.by_index(entry.devices)
 
-    return selection.both(by_index, _kinds(entry.device_filter))
+    return {**by_index, **_pci_devices(entry.device_filter)} or None
 
 
-def _kinds(filters: str | int | Sequence[str | int] | None) -> Data | None:
+def _pci_devices(filters: str | int | Sequence[str | int] | None) -> Data:
     if filters is None or filters in ("", ()):
-        return None
+        return {}
     listed = [filters] if isinstance(filters, (str, int)) else filters
     return {"pciDevice": [each if isinstance(each, str) else f"0x{each:08X}" for each in listed]}

@@ -1,43 +1,46 @@
-"""The strategy `single` of NVIDIA's device plugin: all MIG instances by one name."""
+"""The strategy `single` of NVIDIA's device plugin: one name for all MIG instances."""
 
 from collections.abc import Sequence
 
-from metagpu.compat.contract import Draft
-from metagpu.compat.mig_parted import Wanted
-from metagpu.compat.nvidia_instances import Instances, pool_name
+from metagpu.compat import backend_options
+from metagpu.compat.contract import ConfigDraft
+from metagpu.compat.mig_parted import LayoutEntry
+from metagpu.compat.nvidia_instances import LayoutInstances, pool_name
 
 
-def offer(wanted: Sequence[Wanted], instances: Instances, draft: Draft) -> None:
-    """Offer all instances of a layout: all GPUs have to be laid out, and all alike.
+def offer(wanted: Sequence[LayoutEntry], instances: LayoutInstances, draft: ConfigDraft) -> None:
+    """Offer all instances of a layout; all GPUs need instances of the same profile.
 
-    GPUs that are laid out otherwise are offered to nobody, and say why: NVIDIA's plugin would not
-    start, and take all GPUs of the node with it.
+    A GPU with another layout is not offered, and its pool has the reason. NVIDIA's plugin would not
+    start at all, and no GPU of the node would be offered.
     """
     for entry in wanted:
-        if wrong := _wrong(entry, wanted):
+        if wrong := _mismatch(entry, wanted):
             reason = (
                 "the strategy single wants instances of one profile on all GPUs, and "
                 f"{wrong}; choose mixed, or another layout"
             )
-            draft.pool("not-single", entry.gpus, [], entry.origin, {"reason": reason})
-            draft.note(entry.origin, f"its GPUs are offered to nobody: {reason}")
+            off = [] if entry.mig_enabled else [backend_options.mig_off()]
+            rules = {"reason": reason}
+            draft.add_pool("not-single", entry.gpus, off, entry.origin, rules=rules)
+            draft.add_note(entry.origin, f"its GPUs are not offered: {reason}")
             continue
-        cut = instances.cut(entry.instances)
-        draft.pool(pool_name(entry.instances), entry.gpus, [cut], entry.origin)
+        backend = instances.backend_for(entry.instances)
+        draft.add_pool(pool_name(entry.instances), entry.mig_gpus, [backend], entry.origin)
 
     if not any(entry.gpus is None for entry in wanted):
-        text = "GPUs that this layout does not name are offered to nobody under single"
-        draft.note(wanted[-1].origin, text)
+        text = "GPUs that this layout does not name are not offered under single"
+        draft.add_note(wanted[-1].origin, text)
 
 
-def _wrong(entry: Wanted, wanted: Sequence[Wanted]) -> str:
-    """Say why an entry's GPUs are none of the strategy's, empty where they are."""
+def _mismatch(entry: LayoutEntry, wanted: Sequence[LayoutEntry]) -> str:
+    """Return why an entry's GPUs do not fit the strategy, empty where they fit."""
     alone = {tuple(each.instances) for each in wanted if len(each.instances) == 1}
     if not entry.instances:
         return "these have no MIG instances"
     if len(entry.instances) > 1:
         return f"these have {', '.join(sorted(entry.instances))}"
-    if len(alone) > 1:  # none of them is any more right than another
+    if len(alone) > 1:  # no profile is more right than another
         profiles = sorted(profile for (profile,) in alone)
         return f"the GPUs of this layout have {', '.join(profiles)}"
     return ""

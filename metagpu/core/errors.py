@@ -1,38 +1,40 @@
-"""Every error of ours; a class says whose fault it is or what its reader can do.
+"""Errors of metagpu; the class names the cause, or the remedy.
 
 MetagpuError
-├── ConfigError          the operator's: a file says something we cannot follow
-├── RequestError         the pod's: what it asks for cannot be given (its text reaches the pod)
-│   ├── UnknownShare     an id that is not, or no longer, on offer
-│   ├── GpuUnhealthy     the share's GPU is out of service
-│   ├── GpuPaused        an operator or the backend gives no new shares of the GPU for now
-│   ├── ShareTaken       another backend or an overlapping share holds the GPU
-│   ├── NotMade          the share could not be made in hardware
-│   ├── NotNamed         the container runtime would not find it by its CDI name
-│   ├── Overlap          the kubelet chose shares that cannot be together
-│   ├── FractionSplit    the ids would spread one fraction over several GPUs
-│   ├── OneDeviceOnly    the ids are of several devices, and MPS serves a container on one
-│   ├── TooManyClients   the GPU or instance serves as many containers through MPS as it can
-│   └── TooManyReplicas  more than one time-slice where one is all that may be asked for
-├── DriverError          the machine's: NVML could not do it
-│   ├── DriverUnavailable  NVML as a whole: no library, no driver, or lost while running
-│   ├── GpuLost          this GPU does not answer any more, or wants a reset first
-│   ├── DriverTimeout    this call did not come back in time
-│   ├── InUse            not while programs use it; may be tried again
-│   ├── NoRoom           what is there already leaves no room for it
-│   ├── NotThere         what it is about does not exist, or not any more
-│   └── Unsupported      this GPU, or its driver, cannot do it
-├── ToolError            the host's: a program of it failed
-│   └── ToolMissing      the program is not there
-├── HostError            the host's: the kernel refused us
-├── CdiError             the host's: the CDI specification cannot be written
-├── KubeletError         the kubelet's: it refused us, or is not there
-└── ClusterError         the API server's: it refused us, or is not there
+├── ConfigError             the operator: a file holds something that metagpu cannot follow
+├── RequestError            the pod: its request cannot be met (the pod's events show the message)
+│   ├── UnknownShare        the id is not, or no longer, on offer
+│   ├── GpuUnhealthy        the share's GPU is out of service
+│   ├── InstanceUnhealthy   the share's MIG device is out of service
+│   ├── GpuPaused           an operator or the backend grants no new shares of the GPU for now
+│   ├── ShareTaken          another backend or an overlapping share holds the GPU
+│   ├── ProvisioningFailed  the share's hardware device could not be created
+│   ├── CdiNameMissing      the container runtime would not find the share's CDI name
+│   ├── SharesOverlap       the kubelet chose shares that exclude each other
+│   ├── FractionSplit       the ids would spread one fraction over several GPUs
+│   ├── MultipleDevices     the ids are of several devices, and MPS serves a container on one
+│   ├── TooManyClients      the GPU or instance serves its maximum of MPS clients
+│   └── TooManyReplicas     the pod asks for several time-slices where one is the maximum
+├── DriverError             the driver: an NVML call failed
+│   ├── DriverUnavailable   NVML as a whole: no library, no driver, or the driver was unloaded
+│   │   └── DriverReplaced  the loaded library is of another version than the driver
+│   ├── GpuLost             the GPU does not answer any more, or needs a reset first
+│   ├── DriverTimeout       the call did not return in time
+│   ├── InUse               programs use the GPU or instance; the call may be tried again
+│   ├── InsufficientResources  the GPU has no free capacity for the request
+│   ├── NotFound            the subject of the call does not exist, or not any more
+│   └── Unsupported         the GPU, its driver or its present mode does not support the call
+├── ProgramError            the host: a program failed or did not end in time
+│   └── ProgramMissing      the host has no such program
+├── HostError               the host: the kernel refused a system call
+├── CdiError                the host: the CDI specification cannot be written
+├── KubeletError            the kubelet: it refused a registration, or cannot be reached
+└── ClusterError            the API server: it refused a request, or cannot be reached
 """
 
 
-def why(error: BaseException) -> str:
-    """Say why something failed: in the system's words without its number, or what failed at all."""
+def describe_error(error: BaseException) -> str:
+    """Return the cause of an error in words, else the name of its class."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -41,23 +43,23 @@ class MetagpuError(Exception):
 
 
 class ConfigError(MetagpuError):
-    """Raised when a configuration cannot be used; says where, what is wrong, what is allowed.
+    """Raised when a configuration cannot be used; names place, problem and fix.
 
     Attributes:
-        file: path as the operator gave it, or `<default>`.
-        line: 1-based line in that file, 0 when the whole file is meant.
-        path: keys to the value, as in `pools[0].backends[0].resource`; empty for the document.
-        problem: what is wrong and what is allowed, one line.
+        file: the path as the operator wrote it, or `<default>`.
+        line: the 1-based line in that file, 0 for the whole file.
+        path: the keys to the value, as `pools[0].backends[0].resource`; empty for the document.
+        problem: the problem and the allowed values, in one line.
     """
 
     def __init__(self, problem: str, *, file: str = "", line: int = 0, path: str = "") -> None:
         self.file, self.line, self.path, self.problem = file, line, path, problem
-        where = [part for part in (file, str(line) if line else "", path) if part]
-        super().__init__(": ".join([*where, problem]))
+        location = [part for part in (file, str(line) if line else "", path) if part]
+        super().__init__(": ".join([*location, problem]))
 
 
 class RequestError(MetagpuError):
-    """Raised when a pod's request cannot be met; the message is written for the pod's owner."""
+    """Raised when a pod's request cannot be met; the pod's owner reads the message."""
 
 
 class UnknownShare(RequestError):
@@ -71,52 +73,52 @@ class UnknownShare(RequestError):
 
 
 class GpuUnhealthy(RequestError):
-    """Raised when a share is asked for whose GPU is out of service."""
+    """Raised when a pod asks for a share of a GPU that is out of service."""
 
     def __init__(self, resource: str, gpu: str, reason: str) -> None:
         super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
 
 
 class InstanceUnhealthy(RequestError):
-    """Raised when a share is asked for whose MIG device is out of service."""
+    """Raised when a pod asks for a share whose MIG device is out of service."""
 
     def __init__(self, resource: str, share: str, gpu: str, reason: str) -> None:
         super().__init__(
-            f"{resource}: MIG instance {share} of GPU {gpu} is unhealthy: {reason}; it is made "
-            "anew once nobody holds or uses it"
+            f"{resource}: MIG instance {share} of GPU {gpu} is unhealthy: {reason}; it is "
+            "created again once no container holds it and no process uses it"
         )
 
 
 class GpuPaused(RequestError):
-    """Raised when no new shares of a GPU are given for now; `why` says what to wait for."""
+    """Raised when a GPU has no new shares for now; `reason` names what must end."""
 
-    def __init__(self, resource: str, gpu: str, why: str) -> None:
-        super().__init__(f"{resource}: GPU {gpu} gives no new shares: {why}")
+    def __init__(self, resource: str, gpu: str, reason: str) -> None:
+        super().__init__(f"{resource}: GPU {gpu} gives no new shares: {reason}")
 
 
 class ShareTaken(RequestError):
-    """Raised when a share conflicts with one that is held already."""
+    """Raised when a share conflicts with a share that is held already."""
 
-    def __init__(self, share: str, holder: str) -> None:
-        super().__init__(f"share {share} cannot be given: {holder}")
+    def __init__(self, share: str, reason: str) -> None:
+        super().__init__(f"share {share} cannot be granted: {reason}")
 
 
-class NotMade(RequestError):
-    """Raised when what stands for a share in hardware could not be made."""
+class ProvisioningFailed(RequestError):
+    """Raised when the hardware device of a share could not be created."""
 
     def __init__(self, resource: str, share: str, reason: str) -> None:
-        super().__init__(f"{resource}: {share} could not be made: {reason}")
+        super().__init__(f"{resource}: {share} could not be created: {reason}")
 
 
-class NotNamed(RequestError):
-    """Raised when a container would be given by CDI what no specification has."""
+class CdiNameMissing(RequestError):
+    """Raised when a grant would name a CDI device that no specification has."""
 
-    def __init__(self, names: str, why: str) -> None:
-        super().__init__(f"CDI has no {names}: {why}")
+    def __init__(self, names: str, reason: str) -> None:
+        super().__init__(f"CDI has no {names}: {reason}")
 
 
-class Overlap(RequestError):
-    """Raised when the kubelet chose shares of one GPU of which there can be one at a time."""
+class SharesOverlap(RequestError):
+    """Raised when the kubelet chose shares of one GPU that exclude each other."""
 
     def __init__(self, resource: str, gpu: str, shares: str) -> None:
         super().__init__(
@@ -136,10 +138,10 @@ class FractionSplit(RequestError):
         )
 
 
-class OneDeviceOnly(RequestError):
-    """Raised when a container would be a client of MPS on several devices.
+class MultipleDevices(RequestError):
+    """Raised when a container would be an MPS client on several devices.
 
-    `kind` is what they are, `larger` what to ask for instead.
+    `kind` names the devices, `larger` the resource to ask for instead.
     """
 
     def __init__(
@@ -160,19 +162,19 @@ class OneDeviceOnly(RequestError):
 
 
 class TooManyClients(RequestError):
-    """Raised when a GPU or MIG instance has as many clients of MPS as it can serve."""
+    """Raised when a GPU or MIG instance serves its maximum of MPS clients."""
 
-    def __init__(self, resource: str, device: str, most: int) -> None:
+    def __init__(self, resource: str, device: str, limit: int) -> None:
         super().__init__(
-            f"{resource}: {device} serves {most} containers through MPS and can serve no more, "
+            f"{resource}: {device} serves {limit} containers through MPS and can serve no more, "
             "though it has units left; wait for a pod to end"
         )
 
 
 class TooManyReplicas(RequestError):
-    """Raised when a pool allows one replica for each container and more were asked for.
+    """Raised when a container asks for several replicas where its pool allows one.
 
-    The words are those of NVIDIA's device plugin: runbooks and users know them.
+    The message is that of NVIDIA's device plugin: runbooks and users know it.
     """
 
     def __init__(self, resource: str, wanted: int) -> None:
@@ -183,51 +185,55 @@ class TooManyReplicas(RequestError):
 
 
 class DriverError(MetagpuError):
-    """Raised when NVML could not do what was asked."""
+    """Raised when an NVML call failed."""
 
 
 class DriverUnavailable(DriverError):
-    """Raised when NVML as a whole cannot be used; the session has to be opened again."""
+    """Raised when NVML as a whole cannot be used; a new session must be opened."""
+
+
+class DriverReplaced(DriverUnavailable):
+    """Raised when the loaded library does not fit the driver; a new process may help."""
 
 
 class GpuLost(DriverError):
-    """Raised when one GPU does not answer any more or needs a reset before it will."""
+    """Raised when a GPU does not answer any more, or only after a reset."""
 
 
 class DriverTimeout(DriverError):
-    """Raised when an NVML call did not come back within its deadline."""
+    """Raised when an NVML call did not return within its deadline."""
 
 
 class InUse(DriverError):
-    """Raised when something cannot be changed because programs use it; may be tried again."""
+    """Raised when programs use the GPU or instance; the call may be tried again."""
 
 
-class NoRoom(DriverError):
-    """Raised when what is on a GPU already leaves no room for what was asked."""
+class InsufficientResources(DriverError):
+    """Raised when a GPU has no free capacity for the request."""
 
 
-class NotThere(DriverError):
-    """Raised when NVML does not find what a call is about."""
+class NotFound(DriverError):
+    """Raised when NVML does not find the subject of a call."""
 
 
 class Unsupported(DriverError):
-    """Raised when a GPU, its driver, or its present mode cannot do what was asked."""
+    """Raised when a GPU, its driver or its present mode does not support a call."""
 
 
-class ToolError(MetagpuError):
+class ProgramError(MetagpuError):
     """Raised when a program of the host failed or did not end in time."""
 
 
-class ToolMissing(ToolError):
-    """Raised when a program is not on the host, or not where we look."""
+class ProgramMissing(ProgramError):
+    """Raised when the host has no such program, or not in the expected folders."""
 
 
 class HostError(MetagpuError):
-    """Raised when the kernel does not let us do what was decided."""
+    """Raised when the kernel refuses a system call."""
 
 
 class CdiError(MetagpuError):
-    """Raised when the specification for container runtimes cannot be written; says how to mend."""
+    """Raised when the CDI specification cannot be written; the message names the fix."""
 
 
 class KubeletError(MetagpuError):
@@ -238,9 +244,10 @@ class ClusterError(MetagpuError):
     """Raised when the API server refuses a request or cannot be reached.
 
     Attributes:
-        status: of HTTP, 0 when there was no answer.
-        retry_after: seconds for which it asks to be left alone.
-        fields: what of an object it is about, as in `.metadata.labels.nvidia.com/gpu.count`.
+        status: the HTTP status, 0 where the API server did not answer.
+        retry_after: the seconds to wait before the next request, as the API server asks.
+        fields: the fields of an object that another manager owns, such as
+            `.metadata.labels.nvidia.com/gpu.count`.
     """
 
     def __init__(

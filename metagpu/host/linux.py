@@ -1,39 +1,53 @@
-"""`core.host.Host` on Linux: every read in a worker thread, every signal through a pidfd."""
+"""The `Host` contract on Linux: reads in worker threads, signals through pidfds."""
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from signal import Signals, pidfd_send_signal
-from socket import socket
 from typing import Final
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, move_on_after, to_thread
 
+from metagpu.core.contracts.host import (
+    Container,
+    ContainerCgroup,
+    Peer,
+    ProcessDetails,
+    ProcessIdentity,
+)
 from metagpu.core.errors import HostError
-from metagpu.core.host import Container, Home, Identity, Particulars
-from metagpu.core.model import Holder
-from metagpu.host.homes import DEFAULT_ROOT, counts_devices, find_homes
-from metagpu.host.logs import DEFAULT_FOLDER, read_containers, read_holders
-from metagpu.host.peer import read_peer
-from metagpu.host.process import read_boot_time, read_identity, read_particulars
+from metagpu.core.model.privileges import Privilege, privileges_in
+from metagpu.core.model.shares import Holder
+from metagpu.host.cgroups import DEFAULT_ROOT
+from metagpu.host.container_cgroups import find_container_cgroups, is_cgroup_v2
+from metagpu.host.container_names import DEFAULT_FOLDER, read_containers, read_holders
+from metagpu.host.process import (
+    read_boot_time,
+    read_identity,
+    read_process_details,
+    ticks_since_boot,
+)
+from metagpu.host.socket_peer import read_peer
 
 _HOST_NAMESPACE: Final = 0xEFFFFFFC
 """The inode of the first pid namespace (`PROC_PID_INIT_INO` in Linux' proc_ns.h)."""
+_LONGEST_READ: Final = 2.0
+"""Seconds for the details of processes."""
 _CALLERS: Final = 4
-"""Threads that look who calls."""
+"""Threads that identify callers of sockets."""
 _REMEMBERED: Final = 1024
-"""Names of containers: more than a node's pods ever are at once, so nothing is looked up twice."""
+"""Cached names of containers: more than a node has at once, so each is read once."""
 
 
 class LinuxHost:
-    """See `core.host.Host`.
+    """Processes, containers and cgroups of this machine (`core.contracts.host.Host`).
 
     Args:
         proc: where the kernel shows processes.
         logs: where the kubelet links the logs of containers.
         cgroups: where the kernel shows cgroups.
-        own_pids: whether pids on GPUs are those of our own pid namespace, whichever that is: so it
-            is where the GPUs are simulated.
+        own_pids: whether pids on GPUs are of this process's pid namespace, as with simulated GPUs.
     """
 
     def __init__(
@@ -49,42 +63,60 @@ class LinuxHost:
         self._cgroups = cgroups
         self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
-        # Several at once would wait for each other, at four times the processor time. What people
-        # want to know has a place of its own: a command line may hang while its process does.
+        # Several at once would wait for each other, at four times the processor time. Details have
+        # a limiter of their own: the read of a command line may hang while its process does.
         self._identifying, self._describing = CapacityLimiter(1), CapacityLimiter(1)
-        # Whoever calls too often waits for other callers, and nobody else waits for them.
+        # Callers that call too often wait for other callers, and delay nothing else.
         self._callers = CapacityLimiter(_CALLERS)
 
     async def hints(self) -> Sequence[str]:
-        """Say what keeps us from knowing whose processes are whose, and how to mend it."""
+        """Return the obstacles to identifying processes, each with its fix."""
         return await to_thread.run_sync(self._hints)
 
-    async def identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
-        """Tell processes apart by their pids on the host; those that we cannot see are left out."""
+    def clock(self) -> int:
+        """Return the present moment, in clock ticks since the boot."""
+        return ticks_since_boot()
+
+    async def identify(self, pids: Collection[int]) -> Mapping[int, ProcessIdentity]:
+        """Identify processes by their pids on the host; hidden ones are left out."""
         return await to_thread.run_sync(self._identify, pids, limiter=self._identifying)
 
-    async def peer(self, connection: socket) -> Identity | None:
-        """Identify the process that opened the other end of a unix socket."""
+    async def peer(self, peer: Peer) -> ProcessIdentity | None:
+        """Identify the process at the other end of a socket."""
         if not await to_thread.run_sync(self._sees_host):
             return None
-        return await to_thread.run_sync(read_peer, self._proc, connection, limiter=self._callers)
+        return await to_thread.run_sync(
+            read_peer, self._proc, peer, self._cgroups, limiter=self._callers
+        )
 
-    async def describe(self, who: Collection[Identity]) -> Mapping[Identity, Particulars]:
-        """Read what people want to know of processes; those that are gone are left out."""
-        return await to_thread.run_sync(self._describe, who, limiter=self._describing)
+    async def describe(
+        self, who: Collection[ProcessIdentity]
+    ) -> Mapping[ProcessIdentity, ProcessDetails]:
+        """Read the details of processes; ended ones are left out.
+
+        A command line that cannot be read while its process waits for the driver costs the details.
+        """
+        with move_on_after(_LONGEST_READ):
+            return await to_thread.run_sync(
+                self._describe, who, limiter=self._describing, abandon_on_cancel=True
+            )
+        return {}
 
     async def holders(self, containers: Collection[Container]) -> Mapping[Container, Holder]:
-        """Name containers as the kubelet does; those nobody knows by name are left out."""
-        unknown = [container for container in containers if container not in self._holders]
-        if unknown:
-            self._remember(await to_thread.run_sync(self._read_holders, unknown))
-        return {one: self._holders[one] for one in containers if one in self._holders}
+        """Return the kubelet's names of containers; those of unknown pods are left out."""
+        found = {one: self._holders[one] for one in containers if one in self._holders}
+        if unknown := [one for one in containers if one not in found]:
+            read = await to_thread.run_sync(self._read_holders, unknown)
+            # A name may still come: a container may be a moment older than its link.
+            self._remember({one: holder for one, holder in read.items() if holder.container})
+            found |= read
+        return found
 
-    async def homes(self, holders: Collection[Holder]) -> Sequence[Home]:
+    async def cgroups(self, holders: Collection[Holder]) -> Sequence[ContainerCgroup]:
         """Find the cgroups of running containers by what the kubelet calls them."""
-        return await to_thread.run_sync(self._find_homes, holders)
+        return await to_thread.run_sync(self._find_cgroups, holders)
 
-    async def signal(self, who: Identity, signal: Signals) -> bool:
+    async def signal(self, who: ProcessIdentity, signal: Signals) -> bool:
         """Signal exactly this process; tell whether it was still there to get it.
 
         Raises:
@@ -100,7 +132,7 @@ class LinuxHost:
         if not self._sees_host():
             hints.append(
                 "metagpu does not run in the host's pid namespace, and NVML names processes by the "
-                "host's pids: nobody's can be told; set `hostPID: true` for its pod"
+                "host's pids: no process has a known container; set `hostPID: true` for its pod"
             )
         if not self._logs.is_dir():
             hints.append(
@@ -113,39 +145,41 @@ class LinuxHost:
         self._sees_all = self._sees_all or sees_host(self._proc)
         return self._sees_all
 
-    def _identify(self, pids: Collection[int]) -> Mapping[int, Identity]:
+    def _identify(self, pids: Collection[int]) -> Mapping[int, ProcessIdentity]:
         if not self._sees_host():
             return {}
-        found = {pid: read_identity(self._proc, pid) for pid in pids}
+        found = {pid: read_identity(self._proc, pid, self._cgroups) for pid in pids}
         return {pid: identity for pid, identity in found.items() if identity is not None}
 
-    def _describe(self, who: Collection[Identity]) -> Mapping[Identity, Particulars]:
+    def _describe(
+        self, who: Collection[ProcessIdentity]
+    ) -> Mapping[ProcessIdentity, ProcessDetails]:
         booted = read_boot_time(self._proc) if who else 0.0
-        found = {one: read_particulars(self._proc, one, booted) for one in who}
-        return {one: told for one, told in found.items() if told is not None}
+        found = {one: read_process_details(self._proc, one, booted) for one in who}
+        return {one: at for one, at in found.items() if at is not None}
 
     def _read_holders(self, containers: Collection[Container]) -> Mapping[Container, Holder]:
         try:
             return read_holders(self._logs, containers)
         except OSError:
-            return {}  # `hints` says so
+            return {}  # `hints` reports it
 
-    def _find_homes(self, holders: Collection[Holder]) -> Sequence[Home]:
-        if not counts_devices(self._cgroups):
+    def _find_cgroups(self, holders: Collection[Holder]) -> Sequence[ContainerCgroup]:
+        if not is_cgroup_v2(self._cgroups):
             return ()
         try:
             containers = read_containers(self._logs, holders)
         except OSError:
             return ()  # `hints` says so
-        found = find_homes(self._cgroups, containers)
-        return [Home(it, containers[it], str(folder)) for it, folder in found.items()]
+        found = find_container_cgroups(self._cgroups, containers)
+        return [ContainerCgroup(it, containers[it], str(folder)) for it, folder in found.items()]
 
     def _remember(self, found: Mapping[Container, Holder]) -> None:
         self._holders.update(found)
         for oldest in list(self._holders)[:-_REMEMBERED]:
             del self._holders[oldest]
 
-    def _signal(self, who: Identity, number: Signals) -> bool:
+    def _signal(self, who: ProcessIdentity, number: Signals) -> bool:
         try:
             process = os.pidfd_open(who.pid)
         except ProcessLookupError:
@@ -154,9 +188,9 @@ class LinuxHost:
             raise _refused(who, number, error) from error
 
         try:
-            # From here on the descriptor means one process, whoever gets its pid later: if it is
-            # the one that was meant, nobody else can be hit.
-            if read_identity(self._proc, who.pid) != who:
+            # The descriptor stays one process's, whatever gets the pid later: if the identity
+            # matches, the signal reaches no other process.
+            if read_identity(self._proc, who.pid, self._cgroups) != who:
                 return False
             pidfd_send_signal(process, number)
         except ProcessLookupError:
@@ -169,15 +203,22 @@ class LinuxHost:
 
 
 def sees_host(proc: Path) -> bool:
-    """Say whether we see the pids that the host does; blocks."""
+    """Return whether this process is in the host's pid namespace; blocks."""
     try:
         return (proc / "self/ns/pid").stat().st_ino == _HOST_NAMESPACE
     except OSError:
         return False
 
 
-def _refused(who: Identity, number: Signals, error: OSError) -> HostError:
+def _refused(who: ProcessIdentity, number: Signals, error: OSError) -> HostError:
     return HostError(
         f"{number.name} cannot be sent to process {who.pid}: {error.strerror or error}; metagpu "
         "needs root with the capability KILL, and Linux 5.3 or newer"
     )
+
+
+def held_privileges(proc: Path = Path("/proc")) -> frozenset[Privilege]:
+    """Return the capabilities of this process that are in effect."""
+    text = (proc / "self/status").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return privileges_in(int(found[1], 16)) if found else frozenset()

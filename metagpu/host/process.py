@@ -1,41 +1,43 @@
-"""What the kernel says about a process.
+"""The kernel's account of a process, in /proc.
 
-These functions block. `None` means that it is gone, or not ours to see.
+These functions block. `None` means that the process has ended, or is hidden from this one.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from metagpu.core.host import Identity, Particulars
-from metagpu.host.cgroups import container_in
+from metagpu.core.contracts.host import ProcessDetails, ProcessIdentity
+from metagpu.host.cgroups import DEFAULT_ROOT, find_container
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _FILE_LIMIT: Final = 65536
 _COMMAND_LIMIT: Final = 4096
-"""Bytes of a command line that are told: a process may make its own as long as it likes."""
+"""Bytes of a command line that are read: a process may make its own very long."""
 
 _OF_STATUS: Final = ("Name:", "Uid:", "NSpid:")
-"""What is used of the sixty lines of /proc/PID/status."""
+"""The used ones of the sixty lines of /proc/PID/status."""
 
-# Places in /proc/PID/stat behind the command's name, which may hold anything (proc_pid_stat(5)).
+# Fields of /proc/PID/stat behind the command's name, which may have any bytes (proc_pid_stat(5)).
 _UTIME, _STIME, _STARTED, _RESIDENT = 11, 12, 19, 21
 
 
-def read_identity(proc: Path, pid: int) -> Identity | None:
-    """Read who has a pid now."""
+def read_identity(proc: Path, pid: int, cgroups: Path = DEFAULT_ROOT) -> ProcessIdentity | None:
+    """Read the identity of the process that has a pid now."""
     try:
         with _opened(proc, pid) as folder:
-            return Identity(pid, int(_stat(folder)[_STARTED]), container_in(_cgroup(folder)))
+            container = find_container(_cgroup(folder), cgroups)
+            return ProcessIdentity(pid, int(_stat(folder)[_STARTED]), container)
     except OSError:
         return None
 
 
-def read_particulars(proc: Path, who: Identity, booted: float) -> Particulars | None:
-    """Read what people want to know of a process; `booted` is seconds since the epoch."""
+def read_process_details(proc: Path, who: ProcessIdentity, booted: float) -> ProcessDetails | None:
+    """Read a process's details; `booted` is the boot time in seconds since the epoch."""
     try:
         with _opened(proc, who.pid) as folder:
             stat = _stat(folder)
@@ -46,21 +48,26 @@ def read_particulars(proc: Path, who: Identity, booted: float) -> Particulars | 
     except OSError:
         return None
 
-    return Particulars(
+    return ProcessDetails(
         inner_pid=int(status.get("NSpid", str(who.pid)).split()[-1]),
         uid=int(status["Uid"].split()[0]),
-        command=_told(command) or (f"[{status['Name']}]",),
+        command=_decode(command) or (f"[{status['Name']}]",),
         started_at=booted + who.started / _TICKS,
         memory=int(stat[_RESIDENT]) * _PAGE,
         cpu=(int(stat[_UTIME]) + int(stat[_STIME])) / _TICKS,
     )
 
 
+def ticks_since_boot() -> int:
+    """Return the present moment as the kernel counts the start of a process."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
+
+
 def read_boot_time(proc: Path) -> float:
-    """Read when this machine was started, in seconds since the epoch.
+    """Read the machine's boot time, in seconds since the epoch.
 
     Raises:
-        OSError: if there is no /proc.
+        OSError: there is no /proc.
     """
     for line in (proc / "stat").read_text().splitlines():
         if line.startswith("btime "):
@@ -70,7 +77,7 @@ def read_boot_time(proc: Path) -> float:
 
 @contextmanager
 def _opened(proc: Path, pid: int) -> Iterator[int]:
-    """Hold on to one process: what is read below its folder is its own, whoever gets its pid."""
+    """Open one process's folder: reads below it never reach a process of the same pid."""
     folder = os.open(proc / str(pid), os.O_PATH | os.O_DIRECTORY)
 
     try:
@@ -97,10 +104,10 @@ def _cgroup(folder: int) -> str:
 
 
 def _status(folder: int) -> dict[str, str]:
-    lines = _read(folder, "status").decode(errors="replace").splitlines()
+    lines = _read(folder, "status").decode(errors="replace").split("\n")
     wanted = (line.partition(":") for line in lines if line.startswith(_OF_STATUS))
     return {name: value.strip() for name, _, value in wanted}
 
 
-def _told(command: list[bytes]) -> tuple[str, ...]:
+def _decode(command: list[bytes]) -> tuple[str, ...]:
     return tuple(part.decode(errors="replace") for part in command) if command != [b""] else ()

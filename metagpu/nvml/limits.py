@@ -1,8 +1,8 @@
-"""How much of a GPU's memory the driver lets the processes of a cgroup have.
+"""The driver's memory limits: the GPU memory of a cgroup's processes.
 
-Drivers from 615 on, CUDA 13.4, count it themselves and refuse what would be too much
-(docs.nvidia.com/deploy/mps: "Memory Partitioning"). These functions block, and raise what pynvml
-does.
+Drivers from 615 on, CUDA 13.4, count GPU memory by cgroup and refuse allocations above the limit
+(docs.nvidia.com/deploy/mps: "Memory Partitioning"). These functions block, and raise pynvml's
+errors.
 """
 
 import os
@@ -11,19 +11,19 @@ from typing import Final
 import pynvml
 
 from metagpu.core.errors import DriverError
-from metagpu.core.gpu import MIB
-from metagpu.nvml.reading import Handle
+from metagpu.core.model.gpu import MIB
+from metagpu.nvml.queries import Handle
 
 NO_GUARANTEE: Final = 0
-"""The soft limit is what a cgroup is guaranteed. It is added to all cgroups above, and taken from
-them only by another call: a container that ends would leave its part behind."""
+"""The soft limit: memory that a cgroup is guaranteed. The driver adds it to all parent cgroups and
+subtracts it only by another call: a container that ends would leave its part behind."""
 
 
 def limit_memory(handle: Handle, cgroup: str, limit: int | None) -> None:
-    """Limit a cgroup, and see that the driver says so too; `None` takes its limit away.
+    """Set a cgroup's limit in bytes and check it; `None` removes the limit.
 
     Raises:
-        DriverError: if NVML refuses it to this process, or it has no effect.
+        DriverError: NVML refuses the call to this process, or the limit has no effect.
     """
     path = os.fsencode(cgroup)
     hard = pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX if limit is None else limit
@@ -37,15 +37,16 @@ def limit_memory(handle: Handle, cgroup: str, limit: int | None) -> None:
     if limit is None:
         return
 
-    if (told := read_limit(handle, cgroup)) is None or told > limit + MIB:
+    if (present := read_limit(handle, cgroup)) is None or present > limit + MIB:
         raise DriverError("the driver took a limit of memory without effect")
 
 
 def read_limit(handle: Handle, cgroup: str) -> int | None:
-    """Read what a cgroup is limited to, `None` for nothing.
+    """Return a cgroup's limit in bytes, `None` for no limit.
 
-    Above the one that was set, a cgroup without a counter of its own tells that of another.
+    For a parent of the limited cgroup without a counter of its own, NVML returns another's limit.
     """
-    told = pynvml.c_nvmlGetMemoryLimits_v1_t(os.fsencode(cgroup))
-    pynvml.nvmlDeviceGetMemoryLimits_v1(handle, told)
-    return None if told.hardLimit >= pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX else int(told.hardLimit)
+    limits = pynvml.c_nvmlGetMemoryLimits_v1_t(os.fsencode(cgroup))
+    pynvml.nvmlDeviceGetMemoryLimits_v1(handle, limits)
+    hard = limits.hardLimit
+    return None if hard >= pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX else int(hard)

@@ -1,5 +1,6 @@
-"""What faces Kubernetes and people: the kubelet, PodResources, the control socket.
+"""The side of Kubernetes and people: kubelet, API server, metrics, sockets.
 
-gRPC and protobuf live here and nowhere else; here "device" is the kubelet's word for a share.
-Plugins read snapshots, apply facts, hear news; they know no backend by name and no NVML.
+Only this package uses gRPC and protobuf, and here "device" is the kubelet's word for a share.
+A plugin reads snapshots, applies facts and receives events; no plugin knows a backend by name,
+NVML, or another plugin.
 """

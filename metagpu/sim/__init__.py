@@ -1,10 +1,12 @@
-"""A node without hardware: NVML's library in Python, and what stands below it.
+"""A node without hardware: NVML, a kubelet and an API server in Python; the demo.
 
-    boards    what kinds of GPUs there are
-    node      the machine: its GPUs, its driver, and what can happen to them
-    library   NVML's C functions, on a node
-    spec      `--simulate ...` -> a node
-    steer     `metagpu sim ...` -> things that happen to it
+    machine     the GPUs, the driver, MIG and their faults
+    nvml        NVML's C functions on that machine
+    kubelet     the device manager of a kubelet
+    apiserver   an API server with Nodes, Pods, ConfigMaps and Events
+    commands    `metagpu sim ...`
+    demo        `metagpu demo`
 
-The real `metagpu.nvml` and the real pynvml run on top of it.
+The real `metagpu.nvml` and the real pynvml run on the simulated library. No other package but
+`cli`, and the tests, may import this one.
 """

@@ -1,10 +1,10 @@
-"""Files of NVIDIA's device plugin and mig-parted, and GPUs that they are about."""
+"""Files of NVIDIA's device plugin and mig-parted, and the GPUs that they name."""
 
 from typing import Final
 
 from tests.backends.mig.gpus import mig_gpu
-from tests.build import gpu
 from tests.compat.rig import FILES
+from tests.rigs.build import gpu
 
 FOUR: Final = [gpu(n) for n in range(4)]
 MIG_FOUR: Final = [mig_gpu(n) for n in range(4)]

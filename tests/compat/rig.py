@@ -1,84 +1,92 @@
-"""Conversions as tests want them: texts in, plain data, sentences and shares out."""
+"""Conversions for tests: texts in; plain data, notes and shares out."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypedDict, Unpack
 
 import pytest
 
-from metagpu.compat import formats, manifest
-from metagpu.compat.contract import Circumstances, Converted
-from metagpu.core.config import Config
-from metagpu.core.document import Document
+from metagpu.agent.config_source import to_yaml
+from metagpu.compat import cnvrg, formats, hami, manifest, mig_parted, nvidia_file
+from metagpu.compat.contract import ConversionContext, ConvertedConfig
+from metagpu.core.config.config import Config
+from metagpu.core.config.document import Document
 from metagpu.core.errors import ConfigError
-from metagpu.core.gpu import Gpu
-from metagpu.core.injection import Injection
-from metagpu.core.layout import Layout, lay_out
-from metagpu.sources import written
-from tests.build import BACKENDS
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.layout import Layout, build_layout
+from metagpu.core.model.gpu import Gpu
+from tests.rigs.build import BACKENDS
 
 FILES: Final = Path(__file__).parent / "files"
+FILE_STRUCTS: Final[Mapping[ModuleType, type]] = {
+    cnvrg: cnvrg.CnvrgFile,
+    hami: hami.HamiFile,
+    mig_parted: mig_parted.MigPartedFile,
+    nvidia_file: nvidia_file.NvidiaFile,
+}
+"""The struct that each format's file is decoded as."""
 
 
 def document(text: str, file: str = "f.yaml") -> Document:
-    """Read a text as a file; of a ConfigMap with one file, that file."""
+    """Read a text as a file; of a ConfigMap with one file, return that file."""
     read = Document(text, file)
-    if manifest.is_manifest(read):
-        [(part, line)] = manifest.texts(read).values()
+    if (found := manifest.read([read])) is not None:
+        [(part, line)] = found.texts.values()
         return Document(part, file, line)
     return read
 
 
-class Told(TypedDict, total=False):
-    """What no file says."""
+class ContextFields(TypedDict, total=False):
+    """Fields of `ConversionContext`."""
 
     node: str | None
     mig_config: str | None
     environment: Mapping[str, str]
 
 
-def converted(*texts: str, **told: Unpack[Told]) -> Converted:
+def converted(*texts: str, **context: Unpack[ContextFields]) -> ConvertedConfig:
     """Convert the files of one configuration; they are called f.yaml, g.yaml and so on."""
     documents = [document(text, f"{chr(ord('f') + n)}.yaml") for n, text in enumerate(texts)]
-    return formats.convert(formats.together(documents), Circumstances(**told))
+    return formats.convert(formats.recognize_files(documents), ConversionContext(**context))
 
 
-def pools(*texts: str, **told: Unpack[Told]) -> list[dict[str, Any]]:
-    """Convert, and give the pools."""
-    found: list[dict[str, Any]] = converted(*texts, **told).data["pools"]
+def pools(*texts: str, **context: Unpack[ContextFields]) -> list[dict[str, Any]]:
+    """Convert, and return the pools."""
+    found: list[dict[str, Any]] = converted(*texts, **context).data["pools"]
     return found
 
 
-def notes(*texts: str, **told: Unpack[Told]) -> list[str]:
-    """Convert, and give the sentences that an operator reads."""
-    return list(map(str, converted(*texts, **told).notes))
+def notes(*texts: str, **context: Unpack[ContextFields]) -> list[str]:
+    """Convert, and return the operator's notes."""
+    return list(map(str, converted(*texts, **context).notes))
 
 
-def refusal(*texts: str, **told: Unpack[Told]) -> str:
-    """Give the sentence with which files are refused, by a conversion or as what it gives."""
+def refusal(*texts: str, **context: Unpack[ContextFields]) -> str:
+    """Return the message that refuses files, at the conversion or at reading its result."""
     with pytest.raises(ConfigError) as caught:
-        offered(converted(*texts, **told))
+        offered(converted(*texts, **context))
     return str(caught.value)
 
 
-def laid(conversion: Converted, *gpus: Gpu) -> Layout:
-    """Lay the result over some GPUs.
+def layout_of(conversion: ConvertedConfig, *gpus: Gpu) -> Layout:
+    """Apply the result to some GPUs.
 
     Raises:
-        ConfigError: of the line that the fault comes from.
+        ConfigError: with the line of the cause.
     """
-    if (missing := conversion.missing(BACKENDS)) is not None:
+    if (missing := conversion.missing_backend(BACKENDS)) is not None:
         raise missing
     try:
-        config = Config(Document(written(conversion.data), "<converted>"), BACKENDS)
-        return lay_out(config, gpus, Injection())
+        config = Config(Document(to_yaml(conversion.data), "<converted>"), BACKENDS)
+        return build_layout(config, gpus, Injection())
     except ConfigError as error:
-        raise conversion.retold(error) from None
+        raise conversion.at_origin(error) from None
 
 
-def offered(conversion: Converted, *gpus: Gpu) -> dict[str, int]:
-    """Count what is offered of some GPUs under each resource name; raises as `laid`."""
-    layout = laid(conversion, *gpus)
+def offered(conversion: ConvertedConfig, *gpus: Gpu) -> dict[str, int]:
+    """Count the shares of some GPUs by resource name; raise the errors of `layout_of`."""
+    layout = layout_of(conversion, *gpus)
     return {
         resource: sum(share.resource == resource for share in layout.shares)
         for resource in layout.backends

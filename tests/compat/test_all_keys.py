@@ -1,8 +1,9 @@
-"""Every key of every format: it is honoured, or one note says what it would have done."""
+"""Every key of every format is honoured, or one note describes its lost effect."""
 
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -10,18 +11,32 @@ import msgspec
 import pytest
 import yaml
 
-from metagpu.compat import cnvrg, hami, mig_parted, nvidia_file
-from metagpu.compat.contract import Converted
+from metagpu.compat import (
+    cnvrg,
+    cnvrg_variables,
+    hami,
+    mig_parted,
+    nvidia_file,
+    nvidia_variables,
+)
+from metagpu.compat.contract import ConvertedConfig
 from metagpu.core.errors import ConfigError
-from tests.build import gpu
-from tests.compat.rig import converted
+from tests.compat.rig import FILE_STRUCTS, converted
+from tests.rigs.build import gpu
 
 HONOURED: Final = ""
 SO_ANYWAY: Final = "."
+DROPPED: Final = "has no effect, as in NVIDIA's plugin, which drops it"
 GEOMETRY: Final = [{"models": ["A"], "allowedGeometries": [[{"name": "1g.5gb", "count": 7}]]}]
+OTHER_GEOMETRY: Final = [
+    {"models": ["A"], "allowedGeometries": [[{"name": "2g.10gb", "count": 3}]]}
+]
 ALLOWED: Final = [{"models": ["A"], "profiles": ["1g.5gb"]}]
 LAYOUT: Final[dict[str, Any]] = {
-    "mig-configs": {"a": [{"mig-enabled": True, "mig-devices": {"1g.5gb": 7}}]}
+    "mig-configs": {"a": [{"mig-enabled": True, "devices": "all", "mig-devices": {"1g.5gb": 7}}]}
+}
+EMPTY: Final[dict[str, Any]] = {
+    "mig-configs": {"a": [{"mig-enabled": True, "devices": "all", "mig-devices": {}}]}
 }
 
 Base = Mapping[str, Any]
@@ -29,6 +44,7 @@ Base = Mapping[str, Any]
 CNVRG: Final[Base] = {
     "deviceSharing": [{"resourceName": "a.b/c", "uuid": ["*"], "metagpusPerGpu": 8}]
 }
+OLDER: Final[Base] = {"resourceName": "a.b/c", "metaGpus": 2, "accelerator": "nvidia"}
 NVIDIA: Final[Base] = {
     "sharing": {"timeSlicing": {"resources": [{"name": "nvidia.com/gpu", "replicas": 4}]}}
 }
@@ -39,10 +55,17 @@ CUT: Final[Base] = {
     "nvidia": {"migProfileAllowlist": ALLOWED},
     "nodeconfig": [{"name": "n", "operatingmode": "mig"}],
 }
+KNOWN: Final[Base] = {
+    "nvidia": {"knownMigGeometries": GEOMETRY},
+    "nodeconfig": [{"name": "n", "operatingmode": "mig"}],
+}
 
 KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
     cnvrg: [
         (CNVRG, "accelerator", "amd", HONOURED),
+        (OLDER, "resourceName", "a.b/d", HONOURED),
+        (OLDER, "autoReshare", True, HONOURED),
+        (OLDER, "metaGpus", 3, HONOURED),
         (CNVRG, "processesDiscoveryPeriod", 5, "had none in MetaGPU either"),
         (CNVRG, "deviceCacheTTL", 3600, "set how often GPUs are read"),
         (CNVRG, "jwtSecret", "x", "signed tokens"),
@@ -52,7 +75,7 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (CNVRG, "mgctlAutoInject", True, HONOURED),
         (CNVRG, "serverAddr", "0.0.0.0:50052", "served MetaGPU's API on TCP"),
         (CNVRG, "memoryEnforcer", True, HONOURED),
-        (CNVRG, "nodename", "n", "told pods of this node from others"),
+        (CNVRG, "nodename", "n", "identified pods of this node"),
         (CNVRG, "config", "/etc", "named the folder of this file"),
         (CNVRG, "verbose", True, "logged more"),
         (CNVRG, "json-log", True, "logged JSON"),
@@ -64,12 +87,12 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
     ],
     nvidia_file: [
         (NVIDIA, "version", "v2", HONOURED),
-        (NVIDIA, "flags.migStrategy", "mixed", "offered the MIG instances that there are"),
+        (NVIDIA, "flags.migStrategy", "mixed", HONOURED),
         ({**NVIDIA, **LAYOUT}, "flags.migStrategy", "single", HONOURED),
         (NVIDIA, "flags.failOnInitError", False, "decided whether to end without NVML"),
-        (NVIDIA, "flags.mpsRoot", "/mps", "said where NVIDIA's MPS daemon is"),
-        (NVIDIA, "flags.nvidiaDriverRoot", "/d", "said where the driver's files are"),
-        (NVIDIA, "flags.nvidiaDevRoot", "/d", "said where the driver's files are"),
+        (NVIDIA, "flags.mpsRoot", "/mps", "set where NVIDIA's MPS daemon is"),
+        (NVIDIA, "flags.nvidiaDriverRoot", "/d", "set where the driver's files are"),
+        (NVIDIA, "flags.nvidiaDevRoot", "/d", "set where the driver's files are"),
         (NVIDIA, "flags.gdrcopyEnabled", True, "given containers GDRCopy's devices"),
         (NVIDIA, "flags.gdsEnabled", True, "given containers GPUDirect Storage's devices"),
         (NVIDIA, "flags.mofedEnabled", True, "given containers Mellanox' devices"),
@@ -82,23 +105,22 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (NVIDIA, "flags.plugin.cdiAnnotationPrefix", "a.b/", "shaped the CDI files"),
         (NVIDIA, "flags.plugin.nvidiaCTKPath", "/x", "shaped the CDI files"),
         (NVIDIA, "flags.plugin.nvidiaCDIHookPath", "/x", "shaped the CDI files"),
-        (NVIDIA, "flags.plugin.containerDriverRoot", "/x", "said where the driver's files are"),
+        (NVIDIA, "flags.plugin.containerDriverRoot", "/x", "set where the driver's files are"),
         (NVIDIA, "flags.plugin.sharedDevicesAllocationPolicy", "packed", HONOURED),
-        (NVIDIA, "resources.gpus", [{"pattern": "A*", "name": "x"}], HONOURED),
-        (NVIDIA, "resources.mig", [{"pattern": "*", "name": "x"}], "renamed MIG instances"),
-        ({**NVIDIA, **LAYOUT}, "resources.mig", [{"pattern": "*", "name": "x"}], HONOURED),
+        (NVIDIA, "resources", {"gpus": [{"pattern": "A*", "name": "x"}]}, DROPPED),
+        (NVIDIA, "resources", {"mig": [{"pattern": "*", "name": "x"}]}, DROPPED),
         (NVIDIA, "sharing.timeSlicing.renameByDefault", True, HONOURED),
         (NVIDIA, "sharing.timeSlicing.failRequestsGreaterThanOne", True, HONOURED),
         (NVIDIA, "sharing.timeSlicing.resources[0].name", "x", HONOURED),
         (NVIDIA, "sharing.timeSlicing.resources[0].replicas", 5, HONOURED),
-        (NVIDIA, "sharing.timeSlicing.resources[0].rename", "x", HONOURED),
-        (NVIDIA, "sharing.timeSlicing.resources[0].devices", [0], HONOURED),
+        (NVIDIA, "sharing.timeSlicing.resources[0].rename", "x", DROPPED),
+        (NVIDIA, "sharing.timeSlicing.resources[0].devices", [0], DROPPED),
         (MPS, "sharing.mps.renameByDefault", True, HONOURED),
         (MPS, "sharing.mps.failRequestsGreaterThanOne", True, "under MPS a container may hold"),
         (MPS, "sharing.mps.resources[0].name", "x", HONOURED),
         (MPS, "sharing.mps.resources[0].replicas", 5, HONOURED),
-        (MPS, "sharing.mps.resources[0].rename", "x", HONOURED),
-        (MPS, "sharing.mps.resources[0].devices", [0], HONOURED),
+        (MPS, "sharing.mps.resources[0].rename", "x", DROPPED),
+        (MPS, "sharing.mps.resources[0].devices", [0], DROPPED),
         (NVIDIA, "imex.channelIDs", [0], "given containers IMEX channels"),
         (NVIDIA, "imex.required", True, "refused containers without IMEX channels"),
     ],
@@ -106,7 +128,7 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (LAYOUT, "version", "v2", HONOURED),
         (LAYOUT, "mig-configs.a[0].devices", [1], HONOURED),
         (LAYOUT, "mig-configs.a[0].device-filter", "0x20B010DE", HONOURED),
-        (LAYOUT, "mig-configs.a[0].mig-enabled", False, HONOURED),
+        (EMPTY, "mig-configs.a[0].mig-enabled", False, HONOURED),
         (LAYOUT, "mig-configs.a[0].mig-devices", {"2g.10gb": 1}, HONOURED),
     ],
     hami: [
@@ -126,11 +148,12 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (HAMI, "nvidia.overwriteEnv", True, "hidden all GPUs from pods that ask for none"),
         (HAMI, "nvidia.gpuCorePolicy", "force", "limited a pod's use of SMs"),
         (HAMI, "nvidia.disableCoreLimit", True, SO_ANYWAY),
-        (HAMI, "nvidia.enableNumaTopology", False, "left NUMA nodes untold"),
+        (HAMI, "nvidia.enableNumaTopology", False, "hidden NUMA nodes"),
         (HAMI, "nvidia.libCudaLogLevel", 3, "set how much HAMi's library logs"),
         (HAMI, "nvidia.runtimeClassName", "nvidia", "given pods a runtime class"),
         (CUT, "nvidia.migProfileAllowlist", [{"models": ["B"], "profiles": ["a"]}], HONOURED),
         (CUT, "nvidia.knownMigGeometries", GEOMETRY, "has no effect: migProfileAllowlist is given"),
+        (KNOWN, "nvidia.knownMigGeometries", OTHER_GEOMETRY, HONOURED),
         (OWN, "nodeconfig[0].name", "other", HONOURED),
         (HAMI, "nodeconfig[0].operatingmode", "mps", HONOURED),
         (HAMI, "nodeconfig[0].devicesplitcount", 4, HONOURED),
@@ -138,7 +161,7 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (HAMI, "nodeconfig[0].devicememoryscaling", 2, "given out more than a GPU has"),
         (HAMI, "nodeconfig[0].devicecorescaling", 2, "given out more than a GPU has"),
         (HAMI, "nodeconfig[0].preconfigureddevicememory", 9, "set the memory of GPUs"),
-        (HAMI, "nodeconfig[0].enablenumatopology", False, "left NUMA nodes untold"),
+        (HAMI, "nodeconfig[0].enablenumatopology", False, "hidden NUMA nodes"),
         (HAMI, "nodeconfig[0].enablegetpreferredallocation", False, "left the choice of GPUs"),
         (HAMI, "nodeconfig[0].migstrategy", "single", "named MIG instances"),
     ],
@@ -162,8 +185,8 @@ def with_key(base: Base, path: str, value: object) -> str:
     return yaml.safe_dump(whole)
 
 
-def outcome(text: str) -> Converted | str:
-    """Convert a file and the layout in it, if there is one; or give the refusal."""
+def outcome(text: str) -> ConvertedConfig | str:
+    """Convert a file and the layout in it, if there is one; or return the refusal."""
     whole = yaml.safe_load(text)
     plugin = {key: value for key, value in whole.items() if key != "mig-configs"}
     texts = [text]
@@ -175,26 +198,26 @@ def outcome(text: str) -> Converted | str:
         return str(error)
 
 
-def data_of(found: Converted | str) -> object:
-    """Give what a file becomes, in whatever way."""
+def data_of(found: ConvertedConfig | str) -> object:
+    """Return the converted file in any form."""
     return found if isinstance(found, str) else found.data
 
 
 @pytest.mark.parametrize(("base", "key", "value", "said"), ROWS, ids=lambda it: str(it)[:60])
 def test_a_key_is_honoured_or_named(base: Base, key: str, value: object, said: str) -> None:
-    """What asks for something changes what comes out, or one note says what it would have done."""
+    """A key that asks for something changes the result, or has one note on its lost effect."""
     before, found = outcome(yaml.safe_dump(dict(base))), outcome(with_key(base, key, value))
     if isinstance(found, str):
         assert said == HONOURED
         assert found.startswith("f.yaml: ")
         return
 
-    told = [note.text for note in found.notes if note.path.removesuffix("[0]") == key]
+    texts = [note.text for note in found.notes if note.path.removesuffix("[0]") == key]
     if said in (HONOURED, SO_ANYWAY):
         assert (data_of(found) != data_of(before)) is (said == HONOURED)
-        assert not [text for text in told if text.startswith(("unknown", "has no effect here"))]
+        assert not [text for text in texts if text.startswith(("unknown", "has no effect here"))]
     else:
-        [text] = told
+        [text] = texts
         assert said in text
         assert data_of(found) == data_of(before)
 
@@ -204,12 +227,12 @@ def test_a_key_is_honoured_or_named(base: Base, key: str, value: object, said: s
     [(base, key) for base, key, _, said in ROWS if said == HONOURED and key not in _ANY_MAPPING],
     ids=lambda it: str(it)[:60],
 )
-def test_a_value_of_the_wrong_kind_is_told_of_its_line(base: Base, key: str) -> None:
-    """Where a key that is honoured has a value of another kind, file, line and path are named."""
-    told = outcome(with_key(base, key, {"a": "b"}))
-    assert isinstance(told, str)
+def test_a_value_of_the_wrong_kind_is_refused_with_its_line(base: Base, key: str) -> None:
+    """A value of another type is refused with file, line and path."""
+    result = outcome(with_key(base, key, {"a": "b"}))
+    assert isinstance(result, str)
 
-    place, problem = re.fullmatch(r"[fg]\.yaml: \d+: ([^:]+): (.*)", told).groups()  # type: ignore[union-attr] # then the test fails
+    place, problem = re.fullmatch(r"[fg]\.yaml: \d+: ([^:]+): (.*)", result).groups()  # type: ignore[union-attr] # then the test fails
     assert place.replace('["a"]', "").startswith(key)
     assert re.fullmatch(r"expected .+, got .+|'.*' is not known here; .*|missing key `.+`", problem)
 
@@ -221,8 +244,8 @@ def test_no_key_is_left_out_above(form: ModuleType) -> None:
         key.replace("[0]", "").replace("mig-configs.a", "mig-configs")
         for *_, key, _, _ in KEYS[form]
     }
-    root = getattr(form, "File", None) or form._File
-    known = set(leaves(msgspec.inspect.type_info(root))) | set(getattr(form, "_UNHEEDED", {}))
+    known = set(leaves(msgspec.inspect.type_info(FILE_STRUCTS[form])))
+    known |= set(getattr(form, "IGNORED_KEYS", {}))
 
     missing = {
         key
@@ -233,7 +256,7 @@ def test_no_key_is_left_out_above(form: ModuleType) -> None:
 
 
 def leaves(info: msgspec.inspect.Type, path: str = "") -> Iterator[str]:
-    """Give the paths of all keys that are read as this type."""
+    """Return the paths of all keys of this type."""
     if isinstance(info, msgspec.inspect.StructType):
         for field in info.fields:
             yield from leaves(field.type, f"{path}.{field.encode_name}".removeprefix("."))
@@ -249,23 +272,23 @@ def leaves(info: msgspec.inspect.Type, path: str = "") -> Iterator[str]:
 
 
 VARIABLES: Final = [
-    ("MIG_STRATEGY", "single", "offered the MIG instances that there are"),
+    ("MIG_STRATEGY", "single", HONOURED),
     ("FAIL_ON_INIT_ERROR", "false", "decided whether to end without NVML"),
-    ("NVIDIA_DRIVER_ROOT", "/d", "said where the driver's files are"),
-    ("NVIDIA_DEV_ROOT", "/d", "said where the driver's files are"),
+    ("NVIDIA_DRIVER_ROOT", "/d", "set where the driver's files are"),
+    ("NVIDIA_DEV_ROOT", "/d", "set where the driver's files are"),
     ("PASS_DEVICE_SPECS", "false", HONOURED),
     ("DEVICE_LIST_STRATEGY", "cdi-cri", HONOURED),
     ("DEVICE_ID_STRATEGY", "index", "named GPUs by index"),
     ("GDRCOPY_ENABLED", "true", "given containers GDRCopy's devices"),
     ("GDS_ENABLED", "true", "given containers GPUDirect Storage's devices"),
     ("MOFED_ENABLED", "true", "given containers Mellanox' devices"),
-    ("KUBELET_SOCKET", "/x.sock", "said where the kubelet listens"),
+    ("KUBELET_SOCKET", "/x.sock", "set where the kubelet listens"),
     ("CDI_ANNOTATION_PREFIX", "a.b/", "shaped the CDI files"),
     ("NVIDIA_CDI_HOOK_PATH", "/x", "shaped the CDI files"),
     ("NVIDIA_CTK_PATH", "/x", "shaped the CDI files"),
-    ("DRIVER_ROOT_CTR_PATH", "/x", "said where the driver's files are"),
-    ("CONTAINER_DRIVER_ROOT", "/x", "said where the driver's files are"),
-    ("MPS_ROOT", "/x", "said where NVIDIA's MPS daemon is"),
+    ("DRIVER_ROOT_CTR_PATH", "/x", "set where the driver's files are"),
+    ("CONTAINER_DRIVER_ROOT", "/x", "set where the driver's files are"),
+    ("MPS_ROOT", "/x", "set where NVIDIA's MPS daemon is"),
     ("SHARED_DEVICES_ALLOCATION_POLICY", "packed", HONOURED),
     ("DEVICE_DISCOVERY_STRATEGY", "tegra", "looked for GPUs in another way"),
     ("IMEX_CHANNEL_IDS", "0", "given containers IMEX channels"),
@@ -274,21 +297,87 @@ VARIABLES: Final = [
     ("CDI_DISABLE_HOOKS", "all", "shaped the CDI files"),
     ("DP_DISABLE_HEALTHCHECKS", "94", HONOURED),
     ("DP_ENABLE_HEALTHCHECKS", "13", HONOURED),
+    ("NODE_LABEL", "a.b/c", "named the label that chooses this node's profile"),
+    ("CONFIG_FILE_DST", "/x", "set where config-manager links the chosen file"),
+    ("FALLBACK_STRATEGIES", "empty", "set the profile of nodes without a label"),
+    ("ONESHOT", "true", "chosen a profile once"),
+    ("SEND_SIGNAL", "false", "signalled the plugin"),
+    ("SIGNAL", "2", "signalled the plugin"),
+    ("PROCESS_TO_SIGNAL", "x", "signalled the plugin"),
+    ("MIG_PARTED_HOOKS_FILE", "/x", "named programs that run around a change"),
+    ("MIG_PARTED_MODE_CHANGE_ONLY", "true", "left the instances as they are"),
+    ("GPU_CLIENTS_FILE", "/x", "stopped programs of the host"),
+    ("WITH_SHUTDOWN_HOST_GPU_CLIENTS", "true", "stopped programs of the host"),
+    ("WITH_REBOOT", "true", "rebooted the node"),
 ]
-"""Those of NVIDIA's daemon set, but `CONFIG_FILE`, which is where this file is."""
+"""Those of NVIDIA's daemon sets that the conversion reads, or names."""
+OPTIONS: Final = (
+    *("CONFIG_FILE", "CONFIG_FILE_SRCDIR", "MIG_PARTED_CONFIG_FILE", "DEFAULT_CONFIG"),
+    *("MIG_PARTED_SELECTED_CONFIG", "NODE_NAME"),
+)
+"""NVIDIA's variables that are options of ours."""
+PAGE: Final = Path(__file__).parents[2] / "docs" / "compat.md"
+TITLES: Final = {
+    cnvrg: "MetaGPU",
+    nvidia_file: "NVIDIA's device plugin",
+    mig_parted: "mig-parted",
+    hami: "HAMi",
+}
+
+
+def fates() -> Iterator[tuple[str, str, str]]:
+    """Yield each project's keys and variables, and what becomes of each."""
+    for form, rows in KEYS.items():
+        listed = {
+            key.replace("[0]", "[]").replace("mig-configs.a", "mig-configs.NAME"): said
+            for _, key, _, said in rows
+        }
+        for key, said in sorted(listed.items()):
+            yield TITLES[form], key, fate(said)
+    for variable, _, said in VARIABLES:
+        yield "variables of NVIDIA", variable, fate(said)
+    for variable in OPTIONS:
+        yield "variables of NVIDIA", variable, "honoured"
+    for variable in cnvrg_variables.HONOURED_VARIABLES:
+        yield "variables of MetaGPU", variable, "honoured"
+    yield "variables of MetaGPU", f"other {cnvrg_variables.PREFIX}…", "warned"
+
+
+def fate(said: str) -> str:
+    """Return the word of the page for an outcome."""
+    return {HONOURED: "honoured", SO_ANYWAY: "as here anyway"}.get(said, "warned")
+
+
+def test_the_page_lists_what_becomes_of_every_key() -> None:
+    """docs/compat.md has a row for each key and variable of each project, as the tests see it."""
+    text = PAGE.read_text(encoding="utf-8").partition("## Every key and variable")[2]
+    page = {line for line in text.splitlines() if line.startswith("| ") and "`" in line}
+    wanted = {f"| {project} | `{key}` | {what} |" for project, key, what in fates()}
+
+    assert page == wanted
+
+
+def test_every_variable_that_is_read_is_listed_above() -> None:
+    """No variable of NVIDIA that the conversion knows is left out of the table."""
+    known = {
+        *nvidia_variables.HONOURED_VARIABLES,
+        *nvidia_variables.VARIABLES_OF_FLAGS,
+        *nvidia_variables.IGNORED_VARIABLES,
+    }
+    assert known == {variable for variable, _, _ in VARIABLES}
 
 
 @pytest.mark.parametrize(("variable", "value", "said"), VARIABLES)
 def test_a_variable_is_honoured_or_named(variable: str, value: str, said: str) -> None:
-    """What a variable asks for is done, or one note says what it would have done."""
+    """A variable that asks for something has its effect, or one note on its lost effect."""
     text = yaml.safe_dump(dict(NVIDIA))
     found = converted(text, environment={variable: value})
-    told = [note.text for note in found.notes if note.path == variable]
+    texts = [note.text for note in found.notes if note.path == variable]
 
     if said == HONOURED:
         assert found.data != converted(text).data
-        assert told == []
+        assert texts == []
     else:
-        [only] = told
+        [only] = texts
         assert said in only
         assert found.data == converted(text).data

@@ -1,9 +1,9 @@
-"""HAMi's files: splitting, sizes and profiles, by the node's name."""
+"""HAMi's files: counts, sizes and profiles, by the node's name."""
 
 import pytest
 
-from tests.build import gpu
-from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
+from tests.compat.rig import FILES, converted, layout_of, notes, offered, pools, refusal
+from tests.rigs.build import gpu
 
 SEED = (FILES / "hami-device-config.yaml").read_text(encoding="utf-8")
 SECTION = "nvidia:\n  resourceCountName: nvidia.com/gpu\n"
@@ -23,8 +23,8 @@ def test_node_a_is_divided_by_counts() -> None:
     assert offered(converted(SEED, node="nodeA"), gpu(0), gpu(1)) == {"nvidia.com/gpu": 20}
 
 
-def test_node_b_is_cut_by_mig() -> None:
-    """nodeB, mig, has the profiles that stand in the geometries of each model."""
+def test_node_b_is_partitioned_by_mig() -> None:
+    """nodeB, mig, has the profiles of each model's geometries."""
     found = pools(SEED, node="nodeB")
 
     assert [pool["backends"] for pool in found] == [
@@ -35,9 +35,7 @@ def test_node_b_is_cut_by_mig() -> None:
             ["1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb"],
         )
     ]
-    assert found[1]["gpus"] == {
-        "product": ["*A100-SXM4-40GB*", "*A100-40GB-PCIe*", "*A100-PCIE-40GB*"]
-    }
+    assert found[0]["gpus"] == {"product": ["*A30", "*A30[!0-9A-Za-z]*"]}
 
 
 def test_lines_are_those_of_the_config_map() -> None:
@@ -49,10 +47,10 @@ def test_lines_are_those_of_the_config_map() -> None:
 
 
 def test_of_geometries_the_profiles_count() -> None:
-    """That any combination may be made, and not those of the list alone, is told."""
+    """A note reports that any combination of the listed profiles may be created."""
     assert notes(SEED, node="nodeB")[-1] == (
-        "f.yaml: 8: nvidia.knownMigGeometries: its profiles are taken; it would also have kept "
-        "each GPU to one of its combinations, and here all are possible that NVML allows"
+        "f.yaml: 8: nvidia.knownMigGeometries: its profiles are used; HAMi would also limit "
+        "each GPU to one of its combinations, and metagpu allows every combination that NVML allows"
     )
     assert "knownMigGeometries" not in "".join(notes(SEED, node="nodeA"))
 
@@ -66,9 +64,26 @@ def test_profiles_of_the_newer_kind() -> None:
     [pool] = pools(text, node="n")
 
     assert (pool["gpus"], pool["backends"][0]["profiles"]) == (
-        {"product": ["*H100*"]},
+        {"product": ["*H100", "*H100[!0-9A-Za-z]*"]},
         ["1g.10gb", "3g.40gb"],
     )
+
+
+def test_a_model_is_a_whole_word() -> None:
+    """The row of one model takes no GPU of another whose name begins alike: not H20, H200."""
+    text = SECTION + (
+        "  migProfileAllowlist:\n  - {models: [H20], profiles: [1g.12gb]}\n"
+        "  - {models: [H200-SXM], profiles: [1g.18gb]}\n"
+        "nodeconfig: [{name: n, operatingmode: mig}]\n"
+    )
+    names = ["NVIDIA H20", "NVIDIA H20-3e", "NVIDIA H200-SXM"]
+    gpus = [gpu(n, name=name) for n, name in enumerate(names)]
+
+    assert [it.pool for it in layout_of(converted(text, node="n"), *gpus).pool_assignments] == [
+        "H20",
+        "H20",
+        "H200-SXM",
+    ]
 
 
 def test_two_files_make_one_configuration() -> None:
@@ -81,12 +96,12 @@ def test_two_files_make_one_configuration() -> None:
 
 
 def test_filtered_devices_are_left_alone() -> None:
-    """GPUs that HAMi shall not touch are offered to nobody."""
+    """GPUs that HAMi's filter excludes have no shares."""
     assert offered(converted(NODES, node="nodeA"), gpu(0), gpu(1)) == {"nvidia.com/gpu": 4}
 
 
 def test_default_memory_is_the_size_of_a_part() -> None:
-    """With `defaultMemory` a part is so large, and the count has a note."""
+    """`defaultMemory` gives the size of a share, and the count has a note."""
     text = SECTION + "  defaultMemory: 8000\n  deviceSplitCount: 3\n"
 
     assert offered(converted(text), gpu(0)) == {"nvidia.com/gpu": 5}
@@ -95,22 +110,34 @@ def test_default_memory_is_the_size_of_a_part() -> None:
     ]
 
 
-def test_mps_is_more_than_a_word_here() -> None:
-    """The mode mps, which HAMi names and does not have, is backend mps."""
+def test_the_mode_mps_becomes_the_backend() -> None:
+    """The mode mps, which HAMi names and does not have, becomes the backend mps."""
     assert pools(NODES, node="nodeB")[0]["backends"] == [
         {"backend": "mps", "resource": "nvidia.com/gpu", "replicas": 10}
     ]
     assert offered(converted(NODES, node="nodeB"), gpu(0), gpu(1)) == {"nvidia.com/gpu": 20}
 
 
-def test_what_has_no_place_here_is_told_once() -> None:
+def test_a_request_for_a_count_alone_means_less_than_in_hami() -> None:
+    """Without `defaultMemory`, a note says that a part is not the whole memory of a GPU."""
+    [note] = notes(f"{SECTION}  deviceSplitCount: 4\n")
+
+    assert note == (
+        "f.yaml: 3: nvidia.deviceSplitCount: a pod that asks for nvidia.com/gpu: 1 alone has a "
+        "part of 1/4 here; in HAMi it has all memory of a GPU, unless it asks for less "
+        "(defaultMemory: 0). Ask for 4 of one GPU, or set defaultMemory"
+    )
+    assert notes(f"{SECTION}  defaultMemory: 8000\n") == []
+
+
+def test_unsupported_keys_have_one_note() -> None:
     """Second measures, oversubscription and other makers' devices have a note each."""
     text = SECTION + (
         "  resourceMemoryName: nvidia.com/gpumem\n  deviceMemoryScaling: 1.8\n  defaultCores: 0\n"
         "  deviceCoreScaling: 1\ncambricon: {resourceCountName: a.b/c}\nhygon: {}\nsome: 1\n"
     )
 
-    assert notes(text) == [
+    assert notes(text)[1:] == [
         (
             "f.yaml: 3: nvidia.resourceMemoryName: has no effect here; it would have let a pod ask "
             "for a size beside the number of vGPUs; the kubelet counts one number of a resource, "
@@ -132,8 +159,8 @@ def test_what_has_no_place_here_is_told_once() -> None:
             [NODES],
             None,
             (
-                "f.yaml: 1: nodeconfig: it goes by the node's name, which is not known; give "
-                "--node-name"
+                "f.yaml: 1: nodeconfig: the settings depend on the node's name, which is not "
+                "known; give --node-name"
             ),
         ),
         (
@@ -165,7 +192,10 @@ def test_what_has_no_place_here_is_told_once() -> None:
         (
             [NODES.replace("4", "0")],
             "nodeA",
-            "f.yaml: 4: nodeconfig[0].devicesplitcount: sharesPerGpu is 0; allowed: 1 to 100000",
+            (
+                "f.yaml: 4: nodeconfig[0].devicesplitcount: devicesplitcount is 0; allowed: 1 to "
+                "100000"
+            ),
         ),
         (
             [SECTION, SECTION],
@@ -179,8 +209,24 @@ def test_what_has_no_place_here_is_told_once() -> None:
         ),
     ],
 )
-def test_a_mistake_is_told_of_the_operators_own_line(
+def test_a_mistake_is_refused_with_the_operators_own_line(
     texts: list[str], node: str | None, message: str
 ) -> None:
     """Each refusal names file, line and path in the file as the operator wrote it."""
     assert refusal(*texts, node=node) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("nvidia:\n  deviceSplitCount: 4\n  resourceCountName: gpu", "3: nvidia.resourceCountName"),
+        ("nvidia:\n  deviceSplitCount: -5\n", "2: nvidia.deviceSplitCount"),
+        ("nvidia:\n  overwriteEnv: false\n  deviceSplitCount: 0\n", "3: nvidia.deviceSplitCount"),
+    ],
+)
+def test_an_error_is_at_the_key_that_causes_it(text: str, place: str) -> None:
+    """A value that a backend refuses is reported at its own key, in the words of HAMi's file."""
+    message = refusal(text)
+
+    assert message.startswith(f"f.yaml: {place}: ")
+    assert "sharesPerGpu" not in message

@@ -1,18 +1,20 @@
-"""Keys without effect: that the tables of formats fit the keys that are honoured."""
+"""Keys without effect: the tables of formats fit the honoured keys."""
 
 from collections.abc import Mapping
+from types import ModuleType
 
 import msgspec
 import pytest
 
-from metagpu.compat import cnvrg, hami, nvidia_file
-from metagpu.compat.keys import Unheeded
+from metagpu.compat import cnvrg, hami, nvidia_file, nvidia_variables
+from metagpu.compat.keys import IgnoredKey
+from tests.compat.rig import FILE_STRUCTS
 
 StructType = msgspec.inspect.StructType
 
 
 def fields(info: msgspec.inspect.Type) -> Mapping[str, msgspec.inspect.Type]:
-    """Give the keys that are honoured of a value of this type, in lists and unions too."""
+    """Return the honoured keys of a type, in lists and unions too."""
     if isinstance(info, StructType):
         return {field.encode_name: field.type for field in info.fields}
     if isinstance(info, msgspec.inspect.UnionType):
@@ -22,12 +24,12 @@ def fields(info: msgspec.inspect.Type) -> Mapping[str, msgspec.inspect.Type]:
 
 
 @pytest.mark.parametrize("form", [cnvrg, hami, nvidia_file], ids=lambda form: form.__name__)
-def test_a_key_is_honoured_or_has_a_sentence_and_not_both(form: object) -> None:
-    """Each key with a sentence stands in a mapping that is read, and is not read itself."""
-    table: Mapping[str, Unheeded] = form._UNHEEDED  # type: ignore[attr-defined]
-    root = getattr(form, "File", None) or form._File  # type: ignore[attr-defined]
+def test_a_key_is_honoured_or_has_a_note_and_not_both(form: ModuleType) -> None:
+    """A key with a note stands in a mapping that is read, and is not read itself."""
+    table: Mapping[str, IgnoredKey] = form.IGNORED_KEYS
+    root = FILE_STRUCTS[form]
 
-    assert all(isinstance(unheeded, Unheeded) for unheeded in table.values())
+    assert all(isinstance(ignored, IgnoredKey) for ignored in table.values())
     for path in table:
         *parents, key = path.split(".")
         known = fields(msgspec.inspect.type_info(root))
@@ -37,6 +39,6 @@ def test_a_key_is_honoured_or_has_a_sentence_and_not_both(form: object) -> None:
         assert key not in known, path
 
 
-def test_variables_of_nvidia_name_keys_that_have_a_sentence() -> None:
-    """A variable without effect says what the key of the same flag says."""
-    assert set(nvidia_file._VARIABLES.values()) <= set(nvidia_file._UNHEEDED)
+def test_variables_of_nvidia_name_keys_that_have_a_note() -> None:
+    """A variable without effect has the note of its flag's key."""
+    assert set(nvidia_variables.VARIABLES_OF_FLAGS.values()) <= set(nvidia_file.IGNORED_KEYS)

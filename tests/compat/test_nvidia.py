@@ -1,80 +1,64 @@
-"""NVIDIA's device plugin's file: what it says, and what the plugin itself strips, works here."""
+"""NVIDIA's device plugin's file, also with keys that the plugin itself drops."""
 
 import pytest
 
 from metagpu.compat import manifest
-from metagpu.core.document import Document
+from metagpu.core.config.document import Document
 from metagpu.core.errors import ConfigError
-from tests.build import gpu
 from tests.compat.nvidia_texts import FOUR, SLICES, slices
 from tests.compat.rig import FILES, converted, notes, offered, pools
+from tests.rigs.build import gpu
 
 
 @pytest.mark.parametrize(("profile", "shares"), [("slice-4", 16), ("slice-10", 40)])
 def test_the_slices_of_cerns_notes(profile: str, shares: int) -> None:
     """Four GPUs in slices of four are 16 nvidia.com/gpu.shared, as the notes say."""
     file = FILES / "nvidia-time-slicing-config.yaml"
-    texts = manifest.texts(Document(file.read_text(encoding="utf-8"), str(file)))
-    conversion = converted(texts[profile][0])
+    found = manifest.read([Document(file.read_text(encoding="utf-8"), str(file))])
+    assert found is not None
+    conversion = converted(found.texts[profile][0])
 
     assert offered(conversion, *FOUR) == {"nvidia.com/gpu.shared": shares}
     assert conversion.notes == ()
     assert conversion.data["pools"][0]["backends"][0]["failRequestsGreaterThanOne"] is True
 
 
-def test_a_file_that_says_nothing_offers_whole_gpus() -> None:
-    """Without sharing, GPUs go by nvidia.com/gpu as they are."""
+def test_a_file_without_sharing_offers_whole_gpus() -> None:
+    """Without sharing, whole GPUs are offered as nvidia.com/gpu."""
     assert offered(converted("version: v1"), *FOUR) == {"nvidia.com/gpu": 4}
 
 
 def test_replicas_keep_the_name_unless_renamed() -> None:
-    """Without `renameByDefault` replicas go by the GPUs' own name; `rename` has the last word."""
-    renamed = slices("      rename: fast\n", head="    renameByDefault: true\n")
+    """Replicas have the GPUs' name without `renameByDefault`."""
+    renamed = slices(head="    renameByDefault: true\n")
 
     assert offered(converted(SLICES), *FOUR) == {"nvidia.com/gpu": 16}
-    assert offered(converted(renamed), *FOUR) == {"nvidia.com/fast": 16}
+    assert offered(converted(renamed), *FOUR) == {"nvidia.com/gpu.shared": 16}
 
 
-@pytest.mark.parametrize(
-    ("devices", "shared"),
-    [
-        ("all", [4, 4, 4, 4]),
-        ("2", [4, 4, 0, 0]),
-        ("[1, '3']", [0, 4, 0, 4]),
-        (f"[0, {gpu(2).id}]", [4, 0, 4, 0]),
-    ],
-)
-def test_only_these_devices_are_shared(devices: str, shared: list[int]) -> None:
-    """`devices` by number, index and uuid; the rest of the GPUs stay whole."""
-    conversion = converted(slices(f"      rename: shared\n      devices: {devices}\n"))
+def test_what_the_plugin_drops_has_no_effect_and_a_note() -> None:
+    """`resources`, `rename` and `devices` change nothing, as in the plugin; each has a note."""
+    dropped = "has no effect, as in NVIDIA's plugin, which drops it; in metagpu's own format"
+    text = slices("      rename: fast\n      devices: [0]\n") + (
+        "resources:\n  gpus: [{pattern: '*A100*', name: a100}]\n"
+    )
 
-    for each, count in zip(FOUR, shared, strict=True):
-        found = offered(conversion, each)
-        assert found["nvidia.com/shared"] == count
-        assert found.get("nvidia.com/gpu", 0) == (0 if count else 1)
-
-
-def test_each_gpu_its_own_replicas() -> None:
-    """Entries of one name share different GPUs differently."""
-    text = slices("      devices: [0]\n    - name: gpu\n      replicas: 10\n      devices: [1]\n")
-
-    assert offered(converted(text), *FOUR) == {"nvidia.com/gpu": 4 + 10 + 1 + 1}
+    assert offered(converted(text), *FOUR) == offered(converted(SLICES), *FOUR)
+    assert notes(text) == [
+        (
+            f"f.yaml: 7: sharing.timeSlicing.resources[0].rename: {dropped} it is resource: "
+            "nvidia.com/fast"
+        ),
+        (
+            f"f.yaml: 8: sharing.timeSlicing.resources[0].devices: {dropped}, the GPUs of a pool "
+            "are chosen by gpus, such as {index: 0-1}"
+        ),
+        f"f.yaml: 9: resources: {dropped}, each pool has names of its own: resource",
+    ]
 
 
-def test_the_rest_under_a_shared_name_is_one_replica_each() -> None:
-    """Where replicas keep the name, GPUs that are not shared are offered by it too, once each."""
-    [shared, rest] = pools(slices("      devices: [0]\n"))
-
-    assert shared["backends"][0]["replicas"] == 4
-    assert rest["backends"][0] == {
-        "backend": "timeslice",
-        "resource": "nvidia.com/gpu",
-        "replicas": 1,
-    }
-
-
-def test_an_entry_that_comes_too_late_is_told() -> None:
-    """After one that takes all GPUs of a name another has no effect."""
+def test_an_entry_that_comes_too_late_has_a_note() -> None:
+    """A second entry after one that takes all GPUs of a name has no effect."""
     assert notes(slices("    - name: nvidia.com/gpu\n      replicas: 2\n")) == [
         (
             "f.yaml: 7: sharing.timeSlicing.resources[1]: has no effect: the entry before it takes "
@@ -83,32 +67,8 @@ def test_an_entry_that_comes_too_late_is_told() -> None:
     ]
 
 
-def test_names_by_pattern() -> None:
-    """`resources.gpus` names GPUs by their product, and sharing goes by those names."""
-    text = """\
-version: v1
-resources:
-  gpus:
-  - {pattern: "*T4*", name: t4}
-  - {pattern: "*", name: nvidia.com/gpu}
-sharing:
-  timeSlicing:
-    resources: [{name: t4, replicas: 3}]
-"""
-    t4 = gpu(4, name="Tesla T4", memory_mib=15360)
-
-    assert offered(converted(text), *FOUR, t4) == {"nvidia.com/t4": 3, "nvidia.com/gpu": 4}
-
-
-def test_only_the_star_is_special_in_a_pattern() -> None:
-    """Other signs of our patterns stand for themselves in NVIDIA's."""
-    [pool] = pools("version: v1\nresources: {gpus: [{pattern: 'A[1]?*', name: a}]}")
-
-    assert pool["gpus"] == {"product": "A[[]1][?]*"}
-
-
-def test_mps_wins_and_is_said() -> None:
-    """With both ways of sharing MPS is taken, as NVIDIA's plugin does, and the other is told."""
+def test_mps_wins_with_a_note() -> None:
+    """Of both ways of sharing MPS is taken, as in NVIDIA's plugin; the other has a note."""
     text = slices(way="mps") + "  timeSlicing: {resources: [{name: gpu, replicas: 2}]}\n"
 
     assert pools(text)[0]["backends"] == [
@@ -120,11 +80,8 @@ def test_mps_wins_and_is_said() -> None:
 
 
 def test_parts_under_mps_are_counted_as_nvidia_counts_them() -> None:
-    """Four replicas under MPS on four GPUs are 16, and the rest of the GPUs are one each."""
+    """Four replicas under MPS on four GPUs are 16."""
     assert offered(converted(slices(way="mps")), *FOUR) == {"nvidia.com/gpu": 16}
-    assert offered(converted(slices("      devices: [0]\n", way="mps")), *FOUR) == {
-        "nvidia.com/gpu": 4 + 3
-    }
 
 
 def test_mps_takes_the_policy_and_lets_a_container_hold_several() -> None:
@@ -141,24 +98,24 @@ def test_mps_takes_the_policy_and_lets_a_container_hold_several() -> None:
     ]
 
 
-def test_a_backend_that_is_missing_is_named() -> None:
-    """What is not installed is told of the line that needs it, with what there is."""
+def test_a_missing_backend_is_named() -> None:
+    """A missing backend is refused with the line that needs it, and the installed ones."""
     conversion = converted(slices(way="mps"))
 
-    assert conversion.missing(["mps", "whole"]) is None
-    assert str(conversion.missing(["whole", "fraction"])) == (
+    assert conversion.missing_backend(["mps", "whole"]) is None
+    assert str(conversion.missing_backend(["whole", "fraction"])) == (
         "f.yaml: 5: sharing.mps.resources[0]: this needs the backend mps, which is not installed; "
         "there are: fraction, whole"
     )
 
 
 def test_an_option_that_a_backend_does_not_have_is_named() -> None:
-    """A conversion to a key that the installed backend does not know is told in those words."""
+    """A key that the installed backend does not know is named in the refusal."""
     error = ConfigError("unknown key; allowed: a", path="pools[0].backends[0].replicas")
 
-    assert str(converted(SLICES).retold(error)) == (
-        "f.yaml: 5: sharing.timeSlicing.resources[0]: this needs the option replicas of a backend, "
-        "which has none here"
+    assert str(converted(SLICES).at_origin(error)) == (
+        "f.yaml: 6: sharing.timeSlicing.resources[0].replicas: this needs the option replicas of a "
+        "backend, which has none here"
     )
 
 
@@ -174,6 +131,31 @@ def test_flags_that_are_honoured() -> None:
     assert conversion.data["deviceListStrategy"] == ["cdi-annotations"]
     assert conversion.data["pools"][0]["backends"][0]["allocationPolicy"] == "packed"
     assert offered(conversion, *FOUR) == {"nvidia.com/gpu": 16}
+
+
+def test_of_two_ways_of_cdi_one_is_used() -> None:
+    """The GPU operator's default of both ways of CDI is cdi-cri, with a note."""
+    environment = {"DEVICE_LIST_STRATEGY": "cdi-annotations,cdi-cri"}
+
+    assert converted(SLICES, environment=environment).data["deviceListStrategy"] == ["cdi-cri"]
+    assert offered(converted(SLICES, environment=environment), *FOUR) == {"nvidia.com/gpu": 16}
+    assert notes(SLICES, environment=environment) == [
+        (
+            "environment: DEVICE_LIST_STRATEGY: cdi-cri is used of the two ways of CDI: a runtime "
+            "that knows both would give a container its GPU twice"
+        )
+    ]
+
+
+def test_every_xid_enabled_wins_over_a_list_of_disabled_ones() -> None:
+    """With DP_ENABLE_HEALTHCHECKS=all, no XID is disabled, as in the plugin; a note says so."""
+    environment = {"DP_ENABLE_HEALTHCHECKS": "all", "DP_DISABLE_HEALTHCHECKS": "94, 95"}
+
+    assert "health" not in converted(SLICES, environment=environment).data
+    assert (
+        "environment: DP_DISABLE_HEALTHCHECKS: has no effect, as in NVIDIA's plugin: "
+        "DP_ENABLE_HEALTHCHECKS wins"
+    ) in notes(SLICES, environment=environment)
 
 
 def test_the_environment_wins_over_the_file() -> None:
@@ -196,8 +178,8 @@ def test_the_environment_wins_over_the_file() -> None:
     assert offered(converted(text, environment=environment), gpu(0)) == {"nvidia.com/gpu": 4}
 
 
-def test_what_has_no_place_here_is_told() -> None:
-    """Flags without effect say what they would have done, unless they ask for nothing."""
+def test_flags_without_effect_have_notes() -> None:
+    """Flags without effect have a note, unless they ask for nothing."""
     harmless = """\
 version: v1
 flags:
@@ -224,7 +206,7 @@ imex: {channelIDs: []}
 
 
 def test_the_environment_has_notes_too() -> None:
-    """Variables without effect are told like keys; those that ask for nothing are not."""
+    """Variables without effect have notes like keys, unless they ask for nothing."""
     environment = {
         "MOFED_ENABLED": "true",
         "GDS_ENABLED": "false",
@@ -244,8 +226,8 @@ def test_the_environment_has_notes_too() -> None:
     ]
 
 
-def test_unknown_keys_are_told_with_what_was_meant() -> None:
-    """NVIDIA's plugin passes over a key that it does not know; here it is told."""
+def test_unknown_keys_have_notes_with_the_nearest_key() -> None:
+    """A key that NVIDIA's plugin ignores has a note with the nearest known key."""
     text = SLICES.replace("timeSlicing:\n", "timeSlicing:\n    renameByDefalt: true\n")
 
     assert notes(text + "flags: {plugins: {}}\n") == [
@@ -258,16 +240,16 @@ def test_unknown_keys_are_told_with_what_was_meant() -> None:
 
 
 def test_a_name_that_no_gpu_has() -> None:
-    """Sharing what no GPU goes by has no effect, and the names that there are are told."""
+    """Sharing of a name without GPUs has no effect, and a note with the known names."""
     assert notes(SLICES.replace("nvidia.com/gpu", "nvidia.com/gpus")) == [
         (
-            "f.yaml: 5: sharing.timeSlicing.resources[0]: has no effect: no GPU goes by that name; "
+            "f.yaml: 5: sharing.timeSlicing.resources[0]: has no effect: no GPU has this name; "
             "there are: nvidia.com/gpu"
         )
     ]
     assert notes(SLICES.replace("nvidia.com/gpu", "nvidia.com/mig-1g.5gb")) == [
         (
-            "f.yaml: 5: sharing.timeSlicing.resources[0]: has no effect here; it would have given "
-            "each MIG instance to several"
+            "f.yaml: 5: sharing.timeSlicing.resources[0]: has no effect here; it would have shared "
+            "MIG instances"
         )
     ]

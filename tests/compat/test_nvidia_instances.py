@@ -1,75 +1,7 @@
-"""MIG instances by the names of NVIDIA's device plugin, and which are shared."""
+"""MIG instances by the names of NVIDIA's device plugin, and their sharing."""
 
-from tests.compat.nvidia_texts import LAYOUT, MIG_FOUR, SEVEN, mixed, slices
-from tests.compat.rig import converted, notes, offered, pools, refusal
-
-
-def test_instances_are_renamed_by_pattern() -> None:
-    """Under mixed, `resources.mig` names instances by profile; the first that matches counts."""
-    plugin = mixed("mixed") + (
-        "resources: {mig: [{pattern: 1g.*, name: small}, {pattern: 2g.10gb, name: a.b/large}]}\n"
-    )
-    conversion = converted(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
-
-    assert offered(conversion, *MIG_FOUR) == {"nvidia.com/small": 12, "a.b/large": 8}
-    assert conversion.notes == ()
-    assert pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")[0]["backends"] == [
-        {
-            "backend": "mig",
-            "resource": {"1g.5gb": "nvidia.com/small", "2g.10gb": "a.b/large"},
-            "layout": {"1g.5gb": 3, "2g.10gb": 2},
-            "enableMig": True,
-        }
-    ]
-
-
-def test_renamed_instances_are_shared_by_their_new_name() -> None:
-    """Sharing goes by the names that instances have, and adds to them as to others."""
-    plugin = (
-        slices(head="    renameByDefault: true\n").replace("nvidia.com/gpu", "nvidia.com/small")
-        + "resources: {mig: [{pattern: 1g.5gb, name: small}]}\n"
-    )
-
-    assert offered(converted(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb"), *MIG_FOUR) == {
-        "nvidia.com/small.shared": 48,
-        "nvidia.com/mig-2g.10gb": 8,
-    }
-
-
-def test_a_name_of_no_instance_is_told() -> None:
-    """A pattern that no profile of the layout matches, or that comes too late, has a note."""
-    plugin = mixed("mixed") + (
-        "resources:\n  mig:\n  - {pattern: 1g.5gb, name: a}\n  - {pattern: '*.5gb', name: b}\n"
-    )
-
-    assert notes(plugin, SEVEN) == [
-        (
-            "f.yaml: 6: resources.mig[1]: has no effect: no instance of this layout is of such a "
-            "profile, or an entry before it names it; there are: 1g.5gb"
-        )
-    ]
-
-
-def test_one_name_for_several_sizes_is_refused() -> None:
-    """A pattern that gives instances of different sizes one name says which it would be."""
-    plugin = mixed("mixed") + "resources: {mig: [{pattern: '*', name: slice}]}\n"
-
-    assert refusal(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == (
-        "f.yaml: 3: resources.mig[0]: nvidia.com/slice would be instances of several sizes: "
-        "1g.5gb, 2g.10gb; give each profile a name of its own"
-    )
-
-
-def test_names_and_devices_of_mig_are_told() -> None:
-    """Names of MIG profiles, and MIG devices among those shared, have notes."""
-    text = slices("      devices: [0, '1:0']\n") + (
-        "resources: {mig: [{pattern: 1g.5gb, name: small}]}\n"
-    )
-
-    assert notes(text) == [
-        "f.yaml: 7: sharing.timeSlicing.resources[0].devices: has no effect on MIG devices: 1:0",
-        "f.yaml: 8: resources.mig[0]: has no effect here; it would have renamed MIG instances",
-    ]
+from tests.compat.nvidia_texts import LAYOUT, MIG_FOUR, SEVEN, slices
+from tests.compat.rig import converted, notes, offered, pools
 
 
 def test_instances_are_shared_as_gpus_are() -> None:
@@ -77,7 +9,7 @@ def test_instances_are_shared_as_gpus_are() -> None:
     plugin = slices(head="    failRequestsGreaterThanOne: true\n").replace(
         "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"
     )
-    [pool] = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+    pool, _ = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
 
     assert pool["backends"] == [
         {
@@ -109,10 +41,10 @@ def test_instances_under_one_name_are_shared() -> None:
 
 
 def test_instances_are_shared_through_mps() -> None:
-    """What NVIDIA's plugin refuses of MIG devices works here, under the names that it would use."""
+    """MIG devices under MPS, which NVIDIA's plugin refuses, work under its names."""
     plugin = slices(way="mps").replace("nvidia.com/gpu", "nvidia.com/mig-1g.5gb")
     plugin += "flags: {plugin: {sharedDevicesAllocationPolicy: distributed}}\n"
-    [pool] = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
+    pool, _ = pools(plugin, LAYOUT, mig_config="2x2g.10gb-3x1g.5gb")
 
     assert pool["backends"] == [
         {
@@ -140,18 +72,11 @@ def test_instances_under_one_name_are_shared_through_mps() -> None:
     assert notes(plugin, SEVEN) == []
 
 
-def test_what_cannot_be_shared_of_instances_is_told() -> None:
-    """Some of the instances, and a second entry for the same, are notes."""
+def test_unsupported_sharing_of_instances_has_notes() -> None:
+    """A second entry for one name, and instances without a layout, have notes."""
     name = "nvidia.com/mig-1g.5gb"
-    plugin = slices("      devices: [0]\n").replace("nvidia.com/gpu", name)
-    twice = plugin.replace("      devices: [0]\n", f"    - {{name: {name}, replicas: 2}}\n")
+    twice = slices(f"    - {{name: {name}, replicas: 2}}\n").replace("nvidia.com/gpu", name)
 
-    assert notes(plugin, SEVEN) == [
-        (
-            "f.yaml: 7: sharing.timeSlicing.resources[0].devices: has no effect on MIG instances: "
-            "all of them are shared"
-        )
-    ]
     assert notes(twice, SEVEN) == [
         (
             "f.yaml: 7: sharing.timeSlicing.resources[1]: has no effect: the entry before it takes "
@@ -161,7 +86,7 @@ def test_what_cannot_be_shared_of_instances_is_told() -> None:
     several = slices(way="mps").replace("nvidia.com/gpu", name)
     assert notes(several) == [
         (
-            "f.yaml: 5: sharing.mps.resources[0]: has no effect here; it would have given each MIG "
-            "instance to several"
+            "f.yaml: 5: sharing.mps.resources[0]: has no effect here; it would have shared MIG "
+            "instances"
         )
     ]

@@ -1,27 +1,61 @@
-"""A layout of mig-parted's file, beside a file of NVIDIA's device plugin or without."""
+"""A layout of mig-parted's file, with and without a file of NVIDIA's device plugin."""
+
+from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
-from tests.compat.nvidia_texts import FOUR, LAYOUT, MIG_FOUR, SEVEN, SLICES, mixed, slices
-from tests.compat.rig import converted, notes, offered, pools, refusal
+from metagpu.agent.config_source import to_yaml
+from metagpu.core.config.config import Config
+from metagpu.core.config.document import Document
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.layout import build_layout
+from tests.backends.mig.gpus import instance, mig_gpu
+from tests.compat.nvidia_texts import FOUR, LAYOUT, MIG_FOUR, SEVEN, SLICES, mixed
+from tests.compat.rig import converted, layout_of, notes, offered, pools, refusal
+from tests.rigs.build import BACKENDS, gpu
 
 
 def test_the_layout_of_cerns_notes() -> None:
-    """The chosen layout is had on all GPUs, named by profile: 12 and 8 instances of four A100."""
-    [pool] = pools(LAYOUT, mixed("mixed"), mig_config="2x2g.10gb-3x1g.5gb")
+    """The chosen layout is on all GPUs with MIG, by profile: 12 and 8 instances of four A100."""
+    [pool, rest] = pools(LAYOUT, mixed("mixed"), mig_config="2x2g.10gb-3x1g.5gb")
 
     assert pool == {
         "name": "2x2g.10gb-3x1g.5gb",
-        "gpus": "all",
+        "gpus": {"mig": True},
         "backends": [{"backend": "mig", "layout": {"1g.5gb": 3, "2g.10gb": 2}, "enableMig": True}],
     }
-    assert pools(LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == [pool]
+    assert pools(LAYOUT, mig_config="2x2g.10gb-3x1g.5gb") == [pool, rest]
     cut = converted(LAYOUT, mixed("mixed"), mig_config="2x2g.10gb-3x1g.5gb")
     assert offered(cut, *MIG_FOUR) == {"nvidia.com/mig-1g.5gb": 12, "nvidia.com/mig-2g.10gb": 8}
 
 
+def test_gpus_without_mig_stay_on_offer() -> None:
+    """`devices: all` is all GPUs that support MIG; the others are offered as without a layout."""
+    t4 = replace(gpu(4, name="Tesla T4"), mig_enabled=None, mig_profiles=())
+
+    assert offered(converted(SEVEN), *MIG_FOUR, t4) == {
+        "nvidia.com/mig-1g.5gb": 28,
+        "nvidia.com/gpu": 1,
+    }
+    assert offered(converted(SEVEN, SLICES), *MIG_FOUR, t4) == {
+        "nvidia.com/mig-1g.5gb": 28,
+        "nvidia.com/gpu": 4,
+    }
+    assert layout_of(converted(SEVEN), t4).pool_assignments[0].pool == "not-in-layout"
+
+
+def test_mig_mode_without_instances() -> None:
+    """`mig-devices: {}`, as in NVIDIA's `all-enabled`, is MIG mode without an instance."""
+    layout = "mig-configs: {all-enabled: [{devices: all, mig-enabled: true, mig-devices: {}}]}"
+
+    assert pools(layout)[0]["backends"] == [{"backend": "mig", "layout": {}, "enableMig": True}]
+    assert offered(converted(layout), *MIG_FOUR) == {}
+    assert notes(layout) == []
+
+
 def test_a_disabled_layout_leaves_gpus_to_the_plugin() -> None:
-    """GPUs that shall have no MIG are offered as the device plugin's file says."""
+    """GPUs without MIG in the layout are offered as the device plugin's file says."""
     assert offered(converted(LAYOUT, mig_config="disabled"), *FOUR) == {"nvidia.com/gpu": 4}
     assert offered(converted(LAYOUT, SLICES, mig_config="disabled"), *FOUR) == {
         "nvidia.com/gpu": 16
@@ -37,16 +71,17 @@ mig-configs:
   - {devices: [1], mig-enabled: true, mig-devices: {7g.40gb: 1}}
   - {devices: [2], mig-enabled: false}
 """
-    off, seventh, first, rest, _ = pools(layout, slices("      devices: [2, 3]\n"))
+    off, seventh, first, rest = pools(layout, SLICES)
 
     assert off["gpus"] == {"index": "2"}
-    assert off["backends"][0]["replicas"] == 4
-    assert (seventh["gpus"], first["gpus"]) == ({"index": "1"}, {"index": "0,1"})
-    assert rest["gpus"] == {"index": "2,3"}
+    assert off["backends"][1]["replicas"] == 4
+    assert seventh["gpus"] == {"index": "1", "mig": True}
+    assert first["gpus"] == {"index": "0,1", "mig": True}
+    assert rest["gpus"] == "all"
 
 
 def test_a_filter_by_kind_of_gpu() -> None:
-    """`device-filter` goes by PCI ids, one or several, with `devices` beside it."""
+    """`device-filter` selects by one or several PCI ids, with `devices` beside it."""
     layout = """\
 mig-configs:
   some:
@@ -58,45 +93,70 @@ mig-configs:
 """
     several, one, _ = pools(layout)
 
-    assert several["gpus"] == {"index": "1", "pciDevice": ["0x20B210DE", "0x20B510DE"]}
-    assert one["gpus"] == {"pciDevice": ["0x20B010DE"]}
+    assert several["gpus"] == {
+        "index": "1",
+        "pciDevice": ["0x20B210DE", "0x20B510DE"],
+        "mig": True,
+    }
+    assert one["gpus"] == {"pciDevice": ["0x20B010DE"], "mig": True}
 
 
-def test_strategies_that_cannot_be_are_told() -> None:
-    """`none` beside a layout, and the others without one, say what they would have done."""
+def test_impossible_strategies_have_notes() -> None:
+    """`none` with a layout has a note."""
     assert notes(mixed("none"), SEVEN) == [
         (
             "f.yaml: 2: flags.migStrategy: has no effect here; it would have offered a GPU in MIG "
-            "mode as a whole one, which CUDA cannot use. Instances are offered by profile, as with "
+            "mode as a whole GPU, which CUDA cannot use. Instances are offered by profile, as with "
             "mixed"
         )
     ]
-    for strategy in ("single", "mixed"):
-        assert notes(mixed(strategy)) == [
-            (
-                "f.yaml: 2: flags.migStrategy: has no effect here; it would have offered the MIG "
-                "instances that there are. Give mig-parted's file beside this one, or a pool with "
-                "backend mig"
-            )
-        ]
-        assert offered(converted(mixed(strategy)), *FOUR) == {"nvidia.com/gpu": 4}
 
 
-def test_mig_mode_is_not_turned_off() -> None:
-    """A layout without MIG does not take GPUs out of MIG mode, and says so."""
-    assert notes(LAYOUT, mig_config="disabled") == [
-        (
-            "f.yaml: 12: mig-configs.disabled[0].mig-enabled: would have turned MIG mode off; "
-            "metagpu leaves it on, and such a GPU alone"
-        )
-    ]
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("mixed", {"nvidia.com/mig-1g.5gb": 2, "nvidia.com/gpu": 4}),
+        ("single", {"nvidia.com/gpu": 2}),
+        ("none", {"nvidia.com/gpu": 4}),
+    ],
+)
+def test_existing_instances_are_offered(strategy: str, expected: dict[str, int]) -> None:
+    """Without a layout, the instances that are there are offered, under the strategy's names."""
+    mig = mig_gpu(0)
+    existing = {mig.id: [instance(mig, "1g.5gb@0", 7), instance(mig, "1g.5gb@1", 8)]}
+    config = Config(Document(to_yaml(converted(mixed(strategy)).data), "f"), BACKENDS)
+    whole = [gpu(n) for n in range(1, 5)]
+    layout = build_layout(config, [mig, *whole], Injection(), existing)
+
+    assert Counter(share.resource for share in layout.shares) == expected
+    assert notes(mixed(strategy)) == []
 
 
-def test_a_flag_of_the_environment_is_told_as_such() -> None:
-    """What is wrong with a flag is said of the variable that gave it."""
+def test_single_offers_instances_of_one_size() -> None:
+    """Under single, a GPU with instances of several sizes offers none, with the reason."""
+    mig = mig_gpu(0)
+    existing = {mig.id: [instance(mig, "1g.5gb@0", 7), instance(mig, "2g.10gb@2", 8)]}
+    config = Config(Document(to_yaml(converted(mixed("single")).data), "f"), BACKENDS)
+    layout = build_layout(config, [mig], Injection(), existing)
+
+    assert layout.shares == ()
+    assert "under one name instances of several sizes" in layout.pool_assignments[0].reason
+
+
+def test_gpus_leave_mig_mode() -> None:
+    """`mig-enabled: false` turns MIG mode off, and the GPUs are shared as without a layout."""
+    [pool] = pools(LAYOUT, SLICES, mig_config="disabled")
+
+    assert pool["gpus"] == "all"
+    assert pool["backends"][0] == {"backend": "mig", "disableMig": True}
+    assert pool["backends"][1]["backend"] == "timeslice"
+    assert notes(LAYOUT, mig_config="disabled") == []
+
+
+def test_a_wrong_flag_of_the_environment_names_its_variable() -> None:
+    """The refusal of a wrong flag names the variable that set the flag."""
     environment = {"MIG_STRATEGY": "mixed", "DEVICE_LIST_STRATEGY": "magic"}
 
-    assert notes("version: v1", environment=environment)[0].startswith("environment: MIG_STRATEGY:")
     assert refusal("version: v1", environment=environment).startswith(
         "environment: DEVICE_LIST_STRATEGY: 'magic' is not known here; allowed: "
     )
@@ -140,9 +200,8 @@ def test_a_flag_of_the_environment_is_told_as_such() -> None:
             SEVEN.replace("1g.5gb: 7}", "1g.5gb: 0}"),
             None,
             (
-                'f.yaml: 4: mig-configs["7x1g.5gb"][0].mig-devices: no instance is named; say how '
-                "many "
-                "of which profile, as in 1g.5gb: 7"
+                'f.yaml: 4: mig-configs["7x1g.5gb"][0].mig-devices: all counts are 0; say how many '
+                "of which profile, or write {} for none"
             ),
         ),
         (
@@ -157,6 +216,19 @@ def test_a_flag_of_the_environment_is_told_as_such() -> None:
             SEVEN.replace("mig-enabled: true, ", ""),
             None,
             'f.yaml: 4: mig-configs["7x1g.5gb"][0]: missing key `mig-enabled`',
+        ),
+        (
+            SEVEN.replace(", mig-devices: {1g.5gb: 7}", ""),
+            None,
+            (
+                'f.yaml: 4: mig-configs["7x1g.5gb"][0].mig-devices: no instance is named; say how '
+                "many of which profile, as in 1g.5gb: 7, or {} for MIG mode without instances"
+            ),
+        ),
+        (
+            SEVEN.replace("devices: all, ", ""),
+            None,
+            'f.yaml: 4: mig-configs["7x1g.5gb"][0]: missing key `devices`',
         ),
         (
             SEVEN.replace("devices: all", "devices: some"),
@@ -177,23 +249,21 @@ def test_a_flag_of_the_environment_is_told_as_such() -> None:
         ),
     ],
 )
-def test_a_wrong_layout_is_told_of_its_line(
+def test_a_wrong_layout_is_refused_with_its_line(
     text: str, mig_config: str | None, message: str
 ) -> None:
-    """Each refusal names file, line and path, and says what can be chosen or written."""
+    """Each refusal names file, line and path, and the allowed values."""
     assert refusal(text, mig_config=mig_config) == message
 
 
-def test_an_unknown_key_of_a_layout_is_a_note() -> None:
-    """A key that mig-parted itself would refuse is told."""
-    assert notes(SEVEN.replace("devices: all", "devices: all, mig-device: {}")) == [
-        (
-            'f.yaml: 4: mig-configs["7x1g.5gb"][0].mig-device: unknown key, has no effect; did you '
-            "mean mig-devices?"
-        )
-    ]
+def test_an_unknown_key_of_a_layout_is_refused() -> None:
+    """A misspelt key is refused, as mig-parted does, and not what is missing without it."""
+    assert refusal(SEVEN.replace("mig-devices", "mig_devices")) == (
+        'f.yaml: 4: mig-configs["7x1g.5gb"][0].mig_devices: unknown key, which mig-parted refuses; '
+        "allowed: mig-enabled, devices, device-filter, mig-devices; did you mean mig-devices?"
+    )
 
 
 def test_two_files_of_one_format_are_refused() -> None:
-    """Two files of the device plugin say two things of one node."""
+    """Two files of the device plugin for one node are refused."""
     assert refusal(SLICES, SLICES) == "g.yaml: 1: f.yaml is of the same format; give one of them"

@@ -1,6 +1,8 @@
-"""What we rely on in NVML: how a GPU is, and who is on it."""
+"""The NVML contract: the condition of a GPU, and its processes."""
 
-from metagpu.core.driver import ComputeMode, Driver, RecoveryAction
+from math import inf
+
+from metagpu.core.contracts.driver import ComputeMode, Driver, RecoveryAction
 
 
 async def test_a_healthy_gpu_needs_nothing(driver: Driver) -> None:
@@ -16,11 +18,13 @@ async def test_memory_in_use_fits_and_counts_the_reserved(driver: Driver) -> Non
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             condition = await driver.condition(gpu.id)
-            assert (gpu.reserved or 0) <= condition.memory_used <= gpu.memory
+            assert (gpu.memory is None) == (condition.memory_used is None)
+            if gpu.memory is not None and condition.memory_used is not None:
+                assert (gpu.reserved or 0) <= condition.memory_used <= gpu.memory
 
 
 async def test_mig_is_known_together(driver: Driver) -> None:
-    """A GPU that knows MIG tells the present mode and the next one, others tell neither."""
+    """A GPU with MIG has the present mode and the next one; other GPUs have neither."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             condition = await driver.condition(gpu.id)
@@ -46,19 +50,20 @@ async def test_processes_are_well_formed(driver: Driver) -> None:
             keys = [(p.pid, p.gpu_instance, p.compute_instance) for p in processes]
             assert len(set(keys)) == len(keys)
             assert all(p.pid > 0 for p in processes)
-            assert all(p.memory is None or p.memory <= gpu.memory for p in processes)
+            most = inf if gpu.memory is None else gpu.memory
+            assert all(p.memory is None or p.memory <= most for p in processes)
 
 
 async def test_how_busy_processes_are_is_a_percentage(driver: Driver) -> None:
-    """Utilisation is told by pid, from 0 to 100 percent, or not at all."""
+    """Utilization is by pid, from 0 to 100 percent, or unknown."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
-            busy = await driver.utilisation(gpu.id) or {}
+            busy = await driver.utilization(gpu.id) or {}
             assert all(pid > 0 and 0 <= percent <= 100 for pid, percent in busy.items())
 
 
 async def test_a_compute_mode_is_one_of_nvmls(driver: Driver) -> None:
-    """A GPU says who may compute on it, or does not say."""
+    """A GPU has one of NVML's compute modes, or None."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             mode = await driver.compute_mode(gpu.id)

@@ -1,14 +1,14 @@
-"""What we rely on in NVML: waiting for events."""
+"""The NVML contract: waiting for events."""
 
 import time
 
 import anyio
 
-from metagpu.core.driver import Driver
+from metagpu.core.contracts.driver import Driver
 
 
 async def test_a_quiet_node_lets_the_wait_end(driver: Driver) -> None:
-    """When nothing happens the wait takes about a second and gives nothing."""
+    """Without events the wait takes about a second and returns nothing."""
     async with driver.session():
         await driver.survey()
         began = time.monotonic()
@@ -19,7 +19,7 @@ async def test_a_quiet_node_lets_the_wait_end(driver: Driver) -> None:
 
 
 async def test_waiting_before_a_survey_gives_nothing(driver: Driver) -> None:
-    """With nobody to listen to, the wait ends as well, and is not a busy loop."""
+    """Without registered GPUs the wait ends as well, and is not a busy loop."""
     async with driver.session():
         began = time.monotonic()
         assert not await driver.events()
@@ -27,8 +27,8 @@ async def test_waiting_before_a_survey_gives_nothing(driver: Driver) -> None:
     assert time.monotonic() - began > 0.5
 
 
-async def test_waiting_keeps_nobody_from_asking(driver: Driver) -> None:
-    """Conditions are read while somebody waits for events."""
+async def test_waiting_does_not_block_queries(driver: Driver) -> None:
+    """Conditions are read during a wait for events."""
     waits: list[str] = []
 
     async def wait() -> None:
@@ -53,13 +53,23 @@ async def test_waiting_keeps_nobody_from_asking(driver: Driver) -> None:
     raise AssertionError
 
 
+async def test_every_gpu_is_heard_and_registered_again(driver: Driver) -> None:
+    """NVML takes the registration of every GPU, and takes it again with a new event set."""
+    async with driver.session():
+        await driver.survey()
+        assert not driver.unheard
+        await driver.renew_events()
+        assert not driver.unheard
+        assert not await driver.events()
+
+
 async def test_leaving_takes_no_longer_than_a_wait(driver: Driver) -> None:
-    """A session whose waiting is cancelled waits for its end, and can be opened again."""
+    """A session that ends after a cancelled wait waits for it, and can be opened again."""
     async with driver.session():
         await driver.survey()
         with anyio.move_on_after(0.05):
             await driver.events()
 
-    assert not driver.overdue
+    assert not driver.has_threads
     async with driver.session():
         assert (await driver.survey()).gpus

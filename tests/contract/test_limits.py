@@ -1,13 +1,13 @@
-"""What we rely on in NVML: the driver's own limits of memory, where it has them."""
+"""The NVML contract: the driver's own limits of memory."""
 
 import pytest
 
-from metagpu.core.driver import Driver
+from metagpu.core.contracts.driver import Driver
 from metagpu.core.errors import DriverError, DriverUnavailable, GpuLost
 
 
 async def test_a_limit_for_no_cgroup_is_refused(driver: Driver) -> None:
-    """A cgroup that is not there, or a driver without limits, costs an error and nothing else."""
+    """A missing cgroup, or a driver without limits, is an error and changes nothing."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             with pytest.raises(DriverError) as refusal:

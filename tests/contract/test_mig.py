@@ -1,4 +1,4 @@
-"""What we rely on in NVML: MIG. A real GPU is only read, and its mode is left alone."""
+"""The NVML contract: MIG. A real GPU is only read, and its mode is left alone."""
 
 import re
 from collections.abc import AsyncIterator
@@ -7,23 +7,23 @@ from itertools import combinations
 
 import pytest
 
-from metagpu.core.driver import Driver
-from metagpu.core.errors import InUse, NoRoom, Unsupported
-from metagpu.core.gpu import Gpu
-from metagpu.core.mig import MigProfile, Placement
-from metagpu.nvml import Nvml
-from metagpu.sim.gpu import SimProcess
-from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode
-from metagpu.sim.spec import simulated
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.errors import InsufficientResources, InUse, Unsupported
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.mig import MigProfile, Placement
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
 
 NAME = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")
 UUID = re.compile(r"MIG-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 BOARDS = ("a30", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200", "rtx-pro-6000")
 
 
-async def test_profiles_are_told_where_there_is_mig(driver: Driver) -> None:
-    """A GPU that knows MIG says what it can be cut into, in whichever mode; others say nothing."""
+async def test_profiles_are_listed_where_there_is_mig(driver: Driver) -> None:
+    """A GPU with MIG lists its profiles in either mode; other GPUs list none."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             assert bool(gpu.mig_profiles) == (gpu.mig_enabled is not None)
@@ -40,7 +40,7 @@ async def test_profiles_have_names_and_numbers_of_their_own(driver: Driver) -> N
 
 
 async def test_placements_of_a_profile_lie_side_by_side(driver: Driver) -> None:
-    """The places of one profile have one size and no slice in common."""
+    """The placements of one profile have one size and no slice in common."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             for profile in gpu.mig_profiles:
@@ -48,12 +48,12 @@ async def test_placements_of_a_profile_lie_side_by_side(driver: Driver) -> None:
                 assert profile.placements == tuple(sorted(profile.placements))
                 assert len({place.size for place in profile.placements}) == 1
                 assert len(set(slices)) == len(slices)
-                assert 1 <= profile.most <= len(profile.placements)
-                assert 0 < profile.memory <= gpu.memory
+                assert 1 <= profile.max_instances <= len(profile.placements)
+                assert 0 < profile.memory <= (gpu.memory or 0)
 
 
 async def test_instances_are_where_a_profile_may_be(driver: Driver) -> None:
-    """Every instance has a profile of its GPU, one of its places, and overlaps no other."""
+    """Every instance has a profile of its GPU and one of its placements, and overlaps no other."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             instances = await driver.mig.instances(gpu.id)
@@ -64,8 +64,8 @@ async def test_instances_are_where_a_profile_may_be(driver: Driver) -> None:
                 assert set(one.placement.slices).isdisjoint(other.placement.slices)
 
 
-async def test_capacity_is_told_in_mig_mode_only(driver: Driver) -> None:
-    """In MIG mode NVML counts for each profile what there is room for; else it cannot say."""
+async def test_capacity_is_known_in_mig_mode_only(driver: Driver) -> None:
+    """In MIG mode NVML counts each profile's free capacity; otherwise it is unknown."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
             if not gpu.mig_enabled:
@@ -74,15 +74,15 @@ async def test_capacity_is_told_in_mig_mode_only(driver: Driver) -> None:
                         await driver.mig.capacity(gpu.id)
                 continue
             capacity = await driver.mig.capacity(gpu.id)
-            assert all(capacity[it.number] <= it.most for it in gpu.mig_profiles)
+            assert all(capacity[it.number] <= it.max_instances for it in gpu.mig_profiles)
 
 
 @asynccontextmanager
-async def cut(board: str) -> AsyncIterator[tuple[Driver, SimNode, Gpu]]:
+async def mig_session(board: str) -> AsyncIterator[tuple[Driver, SimNode, Gpu]]:
     """Open a session on a simulated GPU in MIG mode."""
-    node = simulated(f"{board}:1")
+    node = build_node(f"{board}:1")
     node.gpu(0).mig.enabled = node.gpu(0).mig.pending = True
-    driver: Driver = Nvml(Library(node))
+    driver: Driver = NvmlDriver(SimLibrary(node))
     async with driver.session():
         yield driver, node, (await driver.survey()).gpus[0]
 
@@ -93,14 +93,14 @@ def named(gpu: Gpu, name: str) -> MigProfile:
 
 
 @pytest.mark.parametrize("board", BOARDS)
-async def test_an_instance_is_made_where_it_was_wanted(board: str) -> None:
-    """Each profile can be made at each of its places, is listed there with a device, and goes."""
-    async with cut(board) as (driver, _, gpu):
+async def test_an_instance_is_created_at_its_placement(board: str) -> None:
+    """Each profile is created at each placement, listed there with a device, and removed."""
+    async with mig_session(board) as (driver, _, gpu):
         for profile in gpu.mig_profiles:
             for place in profile.placements:
                 made = await driver.mig.create(gpu.id, profile.number, place, 5)
                 assert (made.profile, made.placement) == (profile.number, place)
-                [compute] = made.computes
+                [compute] = made.compute_instances
                 assert UUID.fullmatch(compute.uuid)
                 assert await driver.mig.instances(gpu.id) == (made,)
                 assert (await driver.mig.usage(gpu.id, compute.uuid)).memory == profile.memory
@@ -109,23 +109,23 @@ async def test_an_instance_is_made_where_it_was_wanted(board: str) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS)
-async def test_an_empty_gpu_has_room_for_as_many_as_it_says(board: str) -> None:
-    """Of each profile `most` can be made side by side, and the next has no room."""
-    async with cut(board) as (driver, _, gpu):
+async def test_an_empty_gpu_takes_as_many_as_its_maximum(board: str) -> None:
+    """`most` instances of each profile are created side by side, and the next one fails."""
+    async with mig_session(board) as (driver, _, gpu):
         for profile in gpu.mig_profiles:
-            assert (await driver.mig.capacity(gpu.id))[profile.number] == profile.most
-            for place in profile.placements[: profile.most]:
+            assert (await driver.mig.capacity(gpu.id))[profile.number] == profile.max_instances
+            for place in profile.placements[: profile.max_instances]:
                 await driver.mig.create(gpu.id, profile.number, place, 5)
             assert (await driver.mig.capacity(gpu.id))[profile.number] == 0
-            with pytest.raises(NoRoom):
+            with pytest.raises(InsufficientResources):
                 await driver.mig.create(gpu.id, profile.number, profile.placements[-1], 5)
             for made in await driver.mig.instances(gpu.id):
                 await driver.mig.destroy(gpu.id, made.number)
 
 
-async def test_what_overlaps_has_no_room() -> None:
-    """An instance keeps others off its slices, and the only engines of a kind from a second."""
-    async with cut("a100-40gb") as (driver, _, gpu):
+async def test_overlapping_instances_are_refused() -> None:
+    """An instance blocks its slices, and the only engines of a kind for a second."""
+    async with mig_session("a100-40gb") as (driver, _, gpu):
         two, me = named(gpu, "2g.10gb"), named(gpu, "1g.5gb+me")
         await driver.mig.create(gpu.id, two.number, Placement(4, 2), 5)
         await driver.mig.create(gpu.id, me.number, Placement(0, 1), 5)
@@ -135,49 +135,49 @@ async def test_what_overlaps_has_no_room() -> None:
             (named(gpu, "1g.10gb"), Placement(4, 2)),
             (me, Placement(1, 1)),
         ):
-            with pytest.raises(NoRoom):
+            with pytest.raises(InsufficientResources):
                 await driver.mig.create(gpu.id, profile.number, place, 5)
 
 
 async def test_a_used_instance_is_not_destroyed() -> None:
-    """While a process runs on an instance it stays, and the process is told with its numbers."""
-    async with cut("h100-80gb") as (driver, node, gpu):
+    """An instance with a process stays, and the error names the process."""
+    async with mig_session("h100-80gb") as (driver, node, gpu):
         made = await driver.mig.create(gpu.id, named(gpu, "2g.20gb").number, Placement(0, 2), 5)
-        where = made.number, made.computes[0].number
-        node.add_process(node.gpu(0), SimProcess(4242, 1 << 30, *where))
+        where = made.number, made.compute_instances[0].number
+        node.start_process(node.gpu(0), SimProcess(4242, 1 << 30, *where))
 
         with pytest.raises(InUse):
             await driver.mig.destroy(gpu.id, made.number)
         [process] = await driver.processes(gpu.id)
         assert (process.pid, process.gpu_instance, process.compute_instance) == (4242, *where)
-        usage = await driver.mig.usage(gpu.id, made.computes[0].uuid)
+        usage = await driver.mig.usage(gpu.id, made.compute_instances[0].uuid)
         assert (usage.memory_used, [p.pid for p in usage.processes]) == (1 << 30, [4242])
 
         node.end_process(node.gpu(0), 4242)
         await driver.mig.destroy(gpu.id, made.number)
 
 
-async def test_destroying_what_is_gone_is_no_error() -> None:
-    """Who destroys an instance a second time finds nothing to do."""
-    async with cut("a30") as (driver, _, gpu):
+async def test_destroying_a_missing_instance_is_no_error() -> None:
+    """Destroying an instance a second time changes nothing."""
+    async with mig_session("a30") as (driver, _, gpu):
         await driver.mig.destroy(gpu.id, 5)
 
 
-async def test_an_instance_made_anew_has_another_uuid() -> None:
-    """Uuids are never used twice, so an old one leads nowhere."""
-    async with cut("a100-40gb") as (driver, _, gpu):
+async def test_an_instance_created_again_has_another_uuid() -> None:
+    """A uuid is never used twice, so an old one finds nothing."""
+    async with mig_session("a100-40gb") as (driver, _, gpu):
         uuids = set()
         for _ in range(3):
             made = await driver.mig.create(gpu.id, named(gpu, "7g.40gb").number, Placement(0, 8), 5)
-            uuids.add(made.computes[0].uuid)
+            uuids.add(made.compute_instances[0].uuid)
             await driver.mig.destroy(gpu.id, made.number)
 
         assert len(uuids) == 3
 
 
-async def test_nothing_is_cut_while_mig_is_off() -> None:
-    """Without MIG mode there are no instances, and none can be made."""
-    async with cut("h100-80gb") as (driver, _, gpu):
+async def test_nothing_is_created_while_mig_is_off() -> None:
+    """Without MIG mode there are no instances, and none can be created."""
+    async with mig_session("h100-80gb") as (driver, _, gpu):
         await driver.mig.set_mode(gpu.id, enabled=False)
 
         assert not await driver.mig.instances(gpu.id)
@@ -189,33 +189,33 @@ async def test_nothing_is_cut_while_mig_is_off() -> None:
     ("board", "now"), [("a100-40gb", False), ("h100-80gb", True), ("b200", True)]
 )
 async def test_mode_waits_for_a_reset_before_hopper(board: str, *, now: bool) -> None:
-    """Ampere takes the new mode at its reset, later ones at once; the survey tells the mode."""
-    node = simulated(f"{board}:1")
-    driver: Driver = Nvml(Library(node))
+    """Ampere takes the new mode at its reset, later GPUs at once; the survey has the mode."""
+    node = build_node(f"{board}:1")
+    driver: Driver = NvmlDriver(SimLibrary(node))
     async with driver.session():
         [gpu] = (await driver.survey()).gpus
         mode = await driver.mig.set_mode(gpu.id, enabled=True)
 
         assert (mode.enabled, mode.pending) == (now, True)
-        assert bool(mode.hindrance) == (not now)
+        assert bool(mode.reason) == (not now)
         assert (await driver.survey()).gpus[0].mig_enabled == now
-        node.recover(node.gpu(0))
+        node.reset_gpu(node.gpu(0))
         assert (await driver.survey()).gpus[0].mig_enabled
 
 
 async def test_mode_does_not_change_under_a_program() -> None:
-    """A GPU that is in use keeps its mode, and NVML says that programs use it."""
-    async with cut("h100-80gb") as (driver, node, gpu):
-        node.add_process(node.gpu(0), SimProcess(1, 1, 7, 0))
+    """A GPU in use keeps its mode, and NVML's error is that programs use it."""
+    async with mig_session("h100-80gb") as (driver, node, gpu):
+        node.start_process(node.gpu(0), SimProcess(1, 1, 7, 0))
         mode = await driver.mig.set_mode(gpu.id, enabled=False)
 
     assert mode.enabled
-    assert mode.hindrance == "programs use the GPU"
+    assert mode.reason == "programs use the GPU"
 
 
-async def test_a_board_without_mig_says_so() -> None:
+async def test_a_board_without_mig_is_unsupported() -> None:
     """Turning MIG on where there is none is not supported."""
-    driver: Driver = Nvml(Library(simulated("t4:1")))
+    driver: Driver = NvmlDriver(SimLibrary(build_node("t4:1")))
     async with driver.session():
         [gpu] = (await driver.survey()).gpus
         with pytest.raises(Unsupported):
@@ -224,9 +224,9 @@ async def test_a_board_without_mig_says_so() -> None:
 
 async def test_a_reset_takes_all_instances() -> None:
     """After a reset the GPU is empty, and its mode is as before."""
-    async with cut("h100-80gb") as (driver, node, gpu):
+    async with mig_session("h100-80gb") as (driver, node, gpu):
         await driver.mig.create(gpu.id, gpu.mig_profiles[0].number, Placement(0, 1), 5)
-        node.recover(node.gpu(0))
+        node.reset_gpu(node.gpu(0))
 
         assert not await driver.mig.instances(gpu.id)
         assert (await driver.survey()).gpus[0].mig_enabled

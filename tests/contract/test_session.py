@@ -1,15 +1,15 @@
-"""What we rely on in NVML: sessions."""
+"""The NVML contract: sessions."""
 
 import pytest
 
-from metagpu.core.driver import Driver
+from metagpu.core.contracts.driver import Driver
 from metagpu.core.errors import DriverError, DriverUnavailable
-from metagpu.core.gpu import GpuId
+from metagpu.core.model.gpu import GpuId
 
 NOBODY = GpuId("GPU-00000000-0000-0000-0000-000000000000")
 
 
-async def test_calls_outside_a_session_say_so(driver: Driver) -> None:
+async def test_calls_outside_a_session_are_errors(driver: Driver) -> None:
     """Without a session every call raises DriverUnavailable."""
     for call in (
         driver.survey(),

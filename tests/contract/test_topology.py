@@ -1,12 +1,12 @@
-"""What we rely on in NVML: how the GPUs are connected."""
+"""The NVML contract: the connections of the GPUs."""
 
 from itertools import combinations
 
-from metagpu.core.driver import Driver
+from metagpu.core.contracts.driver import Driver
 
 
 async def test_every_connection_is_between_two_gpus_of_the_survey(driver: Driver) -> None:
-    """Each pair is told once at most, and nobody is connected with themselves."""
+    """Each pair is listed once at most, and no GPU is connected with itself."""
     async with driver.session():
         survey = await driver.survey()
 
@@ -14,8 +14,8 @@ async def test_every_connection_is_between_two_gpus_of_the_survey(driver: Driver
     assert survey.topology.connections.keys() <= pairs
 
 
-async def test_a_connection_is_known_or_said_to_be_unknown(driver: Driver) -> None:
-    """Of a healthy pair the PCI path is known, and NVLinks are counted, both ways the same."""
+async def test_a_healthy_pair_has_a_known_connection(driver: Driver) -> None:
+    """A healthy pair has its PCI path and number of NVLinks, equal in both directions."""
     async with driver.session():
         survey = await driver.survey()
 

@@ -1,4 +1,4 @@
-"""The node, the daemon and the pods of a test, in the words the tests are written in."""
+"""The node, the daemon and the pods of a test: actions and checks."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +31,10 @@ pools:
       - backend: fraction
         resource: {RESOURCE}
         sharesPerGpu: {SHARES_PER_GPU}
+        metagpuEnv: true
 """
 
-# Process 1 of a container gets no SIGTERM that it does not ask for, and pods should go quickly.
+# Process 1 of a container gets no SIGTERM without a handler, and pods should end quickly.
 IDLE_COMMAND = ["sh", "-c", "trap 'exit 0' TERM; sleep 1000000000 & wait"]
 
 SHARE_ID = re.compile(r"cnvrg-meta-(?P<index>\d+)-(?P<slot>\d+)-(?P<gpu>GPU-[0-9a-f-]+)")
@@ -46,7 +47,7 @@ GONE_S = 60.0
 def container(
     name: str, shares: int, command: Sequence[str] = IDLE_COMMAND, resource: str = RESOURCE
 ) -> Document:
-    """A container that holds SHARES of a resource while it runs COMMAND."""
+    """Return a container that holds SHARES of a resource while it runs COMMAND."""
     return {
         "name": name,
         "image": BUSYBOX_IMAGE,
@@ -56,7 +57,7 @@ def container(
 
 
 def pod(name: str, *containers: Document, **spec: object) -> Document:
-    """A pod of these containers; further fields of its spec may be given."""
+    """Return a pod of these containers; further fields of its spec may be given."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -66,13 +67,13 @@ def pod(name: str, *containers: Document, **spec: object) -> Document:
 
 
 def idle_pod(name: str, shares: int, resource: str = RESOURCE) -> Document:
-    """A pod that holds SHARES of a resource and otherwise idles."""
+    """Return a pod that holds SHARES of a resource and otherwise idles."""
     return pod(name, container("main", shares, resource=resource))
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a running container has of the node's GPUs, as seen from inside it."""
+    """The node's GPUs in a running container, as seen from inside."""
 
     pod: str
     environment: Mapping[str, str]
@@ -80,17 +81,17 @@ class Holding:
 
     @property
     def share_ids(self) -> tuple[str, ...]:
-        """The ids of its shares, in the order in which the container is told them."""
+        """Return the ids of the shares, in the order of the container's variable."""
         return tuple(self.environment["CNVRG_META_GPU_DEVICES"].split(","))
 
     @property
     def visible_gpus(self) -> tuple[str, ...]:
-        """The GPUs the container is to see."""
+        """Return the GPUs in the container's NVIDIA_VISIBLE_DEVICES."""
         return tuple(self.environment["NVIDIA_VISIBLE_DEVICES"].split(","))
 
     @property
     def shares_by_gpu(self) -> dict[str, int]:
-        """GPU uuid -> how many of its shares are held; equal to what the ids say."""
+        """Return the number of held shares by GPU uuid, from the ids."""
         counts: dict[str, int] = {}
         for share in self._parsed():
             counts[share["gpu"]] = counts.get(share["gpu"], 0) + 1
@@ -98,12 +99,12 @@ class Holding:
 
     @property
     def gpu_indices(self) -> tuple[int, ...]:
-        """The indices of the GPUs whose shares are held, in order."""
+        """Return the indices of the GPUs whose shares are held, in order."""
         return tuple(sorted({int(share["index"]) for share in self._parsed()}))
 
     @property
     def gpu_devices(self) -> frozenset[str]:
-        """The device files of single GPUs in the container's /dev."""
+        """Return the device files of single GPUs in the container's /dev."""
         return frozenset(name for name in self.devices if re.fullmatch(r"nvidia\d+", name))
 
     def _parsed(self) -> list[re.Match[str]]:
@@ -113,7 +114,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Incarnation:
-    """What changes when a pod is replaced or one of its containers restarted."""
+    """The fields that change when a pod is replaced or its container restarted."""
 
     uid: str
     restarts: int
@@ -121,7 +122,7 @@ class Incarnation:
 
 
 class Cluster:
-    """What a test does to the node and asks of it."""
+    """Actions of a test on the node, and reads of its state."""
 
     def __init__(self, node: Node, daemon: Daemon) -> None:
         self.node = node
@@ -129,42 +130,46 @@ class Cluster:
         self.kubectl = node.kubectl
 
     def repair(self, *options: str) -> None:
-        """Whatever the test before did: no pods, everything running, every share on offer.
+        """Restore the node after any test: no pods, all programs running, every share offered.
 
-        OPTIONS are what the daemon shall have been started with beside its own.
+        OPTIONS are the daemon's options beside its usual ones.
         """
         self.clear()
         if not self.node.containerd.alive:
             self.node.power_on()
         if not self.node.kubelet.alive:
             self.node.start_kubelet()
-        sound = self.node.resource(RESOURCE) == (ALL_SHARES, ALL_SHARES)
-        if not (sound and self.daemon.runs_with(*options)):
-            self.daemon.stop()  # its simulated GPUs are new ones then
-            with self.offered_anew():
+        healthy = self.node.resource(RESOURCE) == (ALL_SHARES, ALL_SHARES)
+        if not (healthy and self.daemon.runs_with(*options)):
+            self.daemon.stop()  # the next daemon has new simulated GPUs
+            with self.wait_for_new_list():
                 self.daemon.start(*options)
         self.await_amounts(ALL_SHARES, ALL_SHARES)
 
     @contextmanager
-    def offered_anew(self) -> Iterator[None]:
-        """Wait at the end of the block until the kubelet was sent a list in it.
+    def wait_for_new_list(self) -> Iterator[None]:
+        """Wait at the end of the block until the kubelet received a list in it.
 
-        What the Node shows may be of before, and a pod that comes by that is refused.
+        The Node may still show older numbers, and a pod that comes by them is refused.
         """
         before = self._lists
         yield
-        wait_for("the kubelet to be sent a list", lambda: self._lists > before, within_s=AMOUNTS_S)
+        wait_for("the kubelet to receive a list", lambda: self._lists > before, within_s=AMOUNTS_S)
 
     @property
     def _lists(self) -> int:
-        """How many lists of the resource the kubelet was sent so far, by its log."""
+        """Return how many lists of the resource the kubelet received so far, by its log."""
         log = self.node.kubelet.log.read_text(errors="replace")
         return log.count(f'"State pushed for device plugin" resource="{RESOURCE}"')
 
     def clear(self) -> None:
-        """Delete all pods, and wait until they are gone."""
+        """Delete the pods of every namespace, and wait until they are gone.
+
+        A pod that only ends, in a namespace being deleted, still has its shares in the kubelet's
+        checkpoint, and a kubelet that starts counts them until it has heard of all pods.
+        """
         self.kubectl(
-            *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
+            *("delete", "pods", "--all", "--all-namespaces"),
             *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
         )
 
@@ -186,10 +191,10 @@ class Cluster:
         wait_for("all pods to run", self._all_run, within_s=RUNNING_S)
 
     def await_readmitted(self, name: str, before: Incarnation) -> bool:
-        """Wait for what a booted kubelet makes of a pod that ran before.
+        """Wait until a booted kubelet has admitted or refused an earlier pod.
 
         Returns:
-            Whether it runs again, in place; if not, it has failed at admission.
+            Whether the pod runs again, in place; if not, the pod has failed at admission.
         """
 
         def probe() -> str:
@@ -211,19 +216,19 @@ class Cluster:
         self.await_running()
 
     def run(self, name: str, shares: int) -> Holding:
-        """Start one idle pod with SHARES, and look inside."""
+        """Start one idle pod with SHARES, and inspect its container."""
         self.start(idle_pod(name, shares))
-        return self.look_inside(name)
+        return self.inspect_container(name)
 
     def run_all(self, shares: Mapping[str, int]) -> list[Holding]:
-        """Start idle pods, name -> shares, all at once, and look inside each."""
+        """Start idle pods, name -> shares, all at once, and inspect each."""
         self.start(*(idle_pod(name, amount) for name, amount in shares.items()))
-        return [self.look_inside(name) for name in shares]
+        return [self.inspect_container(name) for name in shares]
 
-    def look_inside(self, name: str, container: str = "") -> Holding:
-        """What a running container has in process 1's environment and in /dev.
+    def inspect_container(self, name: str, container: str = "") -> Holding:
+        """Return process 1's environment and /dev of a running container.
 
-        Without a name it is the pod's first.
+        Without a name it is the pod's first container.
         """
         script = "tr '\\0' '\\n' < /proc/1/environ; echo /dev; ls /dev"
         inside = self.execute(name, "sh", "-c", script, container=container)
@@ -239,11 +244,11 @@ class Cluster:
 
     def crash(self, name: str) -> None:
         """End process 1 of a pod's container from inside."""
-        with suppress(RigError):  # the command that did it dies with the container
+        with suppress(RigError):  # the command itself dies with the container
             self.execute(name, "kill", "1")
 
     def incarnations(self) -> dict[str, Incarnation]:
-        """Every pod of the namespace that runs -> which incarnation of it that is."""
+        """Return the incarnation of every running pod of the namespace, by name."""
         return {
             document["metadata"]["name"]: _incarnation(document)
             for document in self.kubectl.list("pods", NAMESPACE)
@@ -251,26 +256,26 @@ class Cluster:
         }
 
     def first_process(self, name: str) -> int:
-        """The pid, on the machine, of process 1 of a running pod's container."""
+        """Return the machine's pid of process 1 of a running pod's container."""
         _, _, container = self.incarnations()[name].container.partition("://")
-        housed = [
+        members = [
             path.parent for path in Path("/proc").glob("[0-9]*/cgroup") if container in _read(path)
         ]
         (first,) = (
             path
-            for path in housed
+            for path in members
             if re.search(r"NSpid:.*\t1$", _read(path / "status"), re.MULTILINE)
         )
         return int(first.name)
 
-    def reasons(self, name: str, reason: str) -> str:
-        """The messages of all events of one REASON about a pod."""
+    def event_messages(self, name: str, reason: str) -> str:
+        """Return the messages of all Events of one REASON about a pod."""
         selector = f"--field-selector=involvedObject.name={name},reason={reason}"
         events = self.kubectl.list("events", NAMESPACE, selector)
         return "\n".join(event["message"] for event in events)
 
     def delete(self, *names: str, wait: bool = True) -> None:
-        """Delete pods, and unless told otherwise wait until they are gone."""
+        """Delete pods, and by default wait until they are gone."""
         target = (*names, f"--namespace={NAMESPACE}")
         self.kubectl("delete", "pod", *target, "--grace-period=1", f"--wait={str(wait).lower()}")
 
@@ -283,7 +288,7 @@ class Cluster:
 
 
 def _read(path: Path) -> str:
-    """What a file of a process says, nothing when the process has gone."""
+    """Return the text of a file of a process, empty when the process has gone."""
     try:
         return path.read_text()
     except OSError:
@@ -292,7 +297,7 @@ def _read(path: Path) -> str:
 
 def _runs(document: Document) -> bool:
     status = document["status"]
-    containers = status.get("containerStatuses", ())  # none of a pod that was just refused
+    containers = status.get("containerStatuses", ())  # a pod that was just refused has none
     ready = bool(containers) and all(c["ready"] for c in containers)
     return ready and status["phase"] == "Running"
 
@@ -305,5 +310,5 @@ def _incarnation(document: Document) -> Incarnation:
 
 def _summary(document: Document) -> str:
     status = document["status"]
-    why = status.get("reason") or status.get("message") or ""
-    return f"{document['metadata']['name']} {status['phase']} {why}".strip()
+    reason = status.get("reason") or status.get("message") or ""
+    return f"{document['metadata']['name']} {status['phase']} {reason}".strip()

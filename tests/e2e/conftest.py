@@ -1,4 +1,4 @@
-"""One node and one daemon for the session, put right again before every test."""
+"""One node and one daemon for the session, restored before every test."""
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,12 +15,12 @@ HERE = Path(__file__).parent
 LONGEST_TEST_S = 300
 
 _nodes: list[Node] = []
-"""The session's node, where the report of a failed test finds it."""
+"""The session's node, for the report of a failed test."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything here, before pytest chooses by mark: no test can forget to."""
+    """Mark all tests here, before pytest selects by mark."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
@@ -38,9 +38,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="session")
 def node() -> Iterator[Node]:
-    """A Kubernetes node, Ready, with the namespace of the tests."""
+    """Start a Kubernetes node with the namespace of the tests."""
     with Node(Tools.cached()) as node:
-        node.kubectl.make_namespace(NAMESPACE)
+        node.kubectl.create_namespace(NAMESPACE)
         _nodes.append(node)
         yield node
         _nodes.clear()
@@ -48,8 +48,8 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="session")
 def daemon(node: Node) -> Iterator[Daemon]:
-    """The metagpu daemon beside the node's kubelet."""
-    daemon = Daemon(node.places, CONFIGURATION, model=MODEL, count=GPUS)
+    """Start the metagpu daemon beside the node's kubelet."""
+    daemon = Daemon(node.paths, CONFIGURATION, model=MODEL, count=GPUS)
     daemon.prepare()
     daemon.start()
     yield daemon
@@ -58,7 +58,7 @@ def daemon(node: Node) -> Iterator[Daemon]:
 
 @pytest.fixture
 def cluster(node: Node, daemon: Daemon) -> Cluster:
-    """Node and daemon without pods, everything running and every share on offer."""
+    """Return node and daemon without pods, with everything running and every share offered."""
     cluster = Cluster(node, daemon)
     cluster.repair()
     return cluster
@@ -66,12 +66,12 @@ def cluster(node: Node, daemon: Daemon) -> Cluster:
 
 @pytest.fixture(scope="session")
 def account(node: Node) -> tuple[str, ...]:
-    """What joins the daemon to the API server, with the rights of deploy/rbac.yaml."""
+    """Create the daemon's account with the rights of deploy/rbac.yaml; return its options."""
     return credentials(node)
 
 
 @pytest.fixture
 def member(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[Joined]:
-    """Node and daemon as in `cluster`, the daemon joined to the API server."""
+    """Start the daemon with the API server; restore it afterwards."""
     with joined(Cluster(node, daemon), account) as member:
         yield member

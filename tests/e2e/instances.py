@@ -1,4 +1,4 @@
-"""A node whose GPUs are cut by MIG, in the words its tests are written in."""
+"""A node whose GPUs have MIG instances: actions and checks."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import anyio
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
-from metagpu.plugins.pb import v1
+from metagpu.plugins.kubelet.pb import v1
 from tests.e2e.cluster import IDLE_COMMAND, NAMESPACE, Cluster
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
@@ -24,16 +24,16 @@ from tests.e2e.rig.waiting import wait_for
 PREFIX = "nvidia.com/mig-"
 SETTLED_S = 90.0
 ANSWER_S = 5.0
-NOBODYS = "nobody holds it"
-"""In a complaint about an instance that is there for no pod."""
+UNHELD = "no pod holds it"
+"""Part of a problem about an instance that belongs to no pod."""
 MEMORY_SLICES = {"1g.5gb": 1, "2g.10gb": 2, "3g.20gb": 4, "7g.40gb": 8}
-"""Of an A100 with 40 GB, by profile."""
+"""Memory slices of an A100 with 40 GB, by profile."""
 
 
-def asking(name: str, resource: str, count: int = 1) -> Document:
-    """A pod that idles with instances of a resource, and costs the machine little to start.
+def mig_pod(name: str, resource: str, count: int = 1) -> Document:
+    """Return a pod that idles with instances of a resource, and starts at little cost.
 
-    Its environment has its own name, by which it is found among the machine's processes.
+    Its environment has its name, so that its processes are found on the machine.
     """
     main = {
         "name": "main",
@@ -57,90 +57,90 @@ def asking(name: str, resource: str, count: int = 1) -> Document:
 
 @dataclass(frozen=True)
 class Instances:
-    """What is on the GPUs, what the kubelet says that pods hold, and what pods were told.
+    """The instances on the GPUs, the pods' devices by the kubelet, and by their processes.
 
     Attributes:
-        made: uuid of each MIG device -> the share it stands for, `GPU-…::2g.10gb@4`.
-        halves: GPU instances without a compute instance, as shares.
+        devices: uuid of each MIG device -> its share, `GPU-…::2g.10gb@4`.
+        incomplete: GPU instances without a compute instance, as shares.
         held: share -> the pods that hold it, by PodResources.
-        told: pod -> the MIG devices in its environment.
+        visible: pod -> the MIG devices in its environment.
     """
 
-    made: Mapping[str, str]
-    halves: Sequence[str]
+    devices: Mapping[str, str]
+    incomplete: Sequence[str]
     held: Mapping[str, Sequence[str]]
-    told: Mapping[str, Sequence[str]]
+    visible: Mapping[str, Sequence[str]]
 
-    def complaints(self) -> Iterator[str]:
-        """Everything that is not where it should be, nothing if all is well."""
-        yield from self._given_twice()
+    def problems(self) -> Iterator[str]:
+        """Yield every instance that is not where it should be."""
+        yield from self._duplicates()
         yield from self._misplaced()
 
-    def _given_twice(self) -> Iterator[str]:
+    def _duplicates(self) -> Iterator[str]:
         for share, pods in self.held.items():
             if len(pods) > 1:
                 yield f"{share} is held twice, by {' and '.join(pods)}"
         for one, other in combinations(sorted(self.held), 2):
             if overlap(one, other):
                 yield f"{one} and {other} are held and overlap"
-        for device, count in Counter(it for pod in self.told.values() for it in pod).items():
+        for device, count in Counter(it for pod in self.visible.values() for it in pod).items():
             if count > 1:
-                yield f"{device} was told to {count} pods"
+                yield f"{device} is visible to {count} pods"
 
     def _misplaced(self) -> Iterator[str]:
         holders = {pod for pods in self.held.values() for pod in pods}
-        for pod in sorted(holders | set(self.told)):
+        for pod in sorted(holders | set(self.visible)):
             mine = sorted(share for share, pods in self.held.items() if pod in pods)
-            devices = self.told.get(pod, ())
-            its = sorted(self.made.get(device, f"{device}, which is gone") for device in devices)
+            devices = self.visible.get(pod, ())
+            its = sorted(self.devices.get(device, f"{device}, which is gone") for device in devices)
             if its != mine:
-                yield f"pod {pod} holds {mine} and was told of {its}"
-        there = set(self.made.values())
+                yield f"pod {pod} holds {mine} and sees {its}"
+        there = set(self.devices.values())
         for share in sorted(set(self.held) - there):
-            yield f"pod {self.held[share][0]} holds {share}, which is not there"
-        for share in sorted((there | set(self.halves)) - set(self.held)):
-            yield f"{share} is there and {NOBODYS}"
+            yield f"pod {self.held[share][0]} holds {share}, which does not exist"
+        for share in sorted((there | set(self.incomplete)) - set(self.held)):
+            yield f"{share} exists and {UNHELD}"
 
 
 @dataclass(frozen=True)
 class MigNode:
-    """A node with MIG instances, and what is seen of them."""
+    """A node with MIG instances, and checks of them."""
 
     cluster: Cluster
 
-    def seen(self) -> Instances:
-        """Look at all of it; between two changes only, for it is not one look."""
-        made: dict[str, str] = {}
-        halves: list[str] = []
+    def observe(self) -> Instances:
+        """Read instances, leases and processes one after the other; only between two changes."""
+        devices: dict[str, str] = {}
+        incomplete: list[str] = []
         for gpu in self.cluster.daemon.simulated_gpus():
             for instance in gpu["instances"]:
-                share = f"{gpu['uuid']}::{instance['place']}"
-                made.update(dict.fromkeys(instance["uuids"], share))
-                halves += [] if instance["uuids"] else [share]
-        return Instances(made, halves, held_shares(), told_devices())
+                share = f"{gpu['uuid']}::{instance['placement']}"
+                devices.update(dict.fromkeys(instance["uuids"], share))
+                incomplete += [] if instance["uuids"] else [share]
+        return Instances(devices, incomplete, held_shares(), visible_devices())
 
     def await_in_place(self, *excused: str) -> Instances:
-        """Wait until every instance is where its pod is, and nowhere else.
+        """Wait until every instance belongs to the pod that uses it.
 
-        A complaint that has one of EXCUSED in it is none.
+        A problem that contains one of EXCUSED is ignored.
         """
 
         def probe() -> Instances:
-            seen = self.seen()
-            complaints = [it for it in seen.complaints() if not any(e in it for e in excused)]
-            if complaints:
-                raise RigError("; ".join(complaints))
+            seen = self.observe()
+            problems = [it for it in seen.problems() if not any(e in it for e in excused)]
+            if problems:
+                raise RigError("; ".join(problems))
             return seen
 
-        return wait_for("every instance to be where its pod is", probe, within_s=SETTLED_S)
+        return wait_for("every instance to belong to its pod", probe, within_s=SETTLED_S)
 
     def await_nothing(self) -> None:
-        """Wait until no instance is left and nobody holds one."""
+        """Wait until no instance exists and no pod holds one."""
 
         def probe() -> bool:
-            seen = self.seen()
-            if seen.made or seen.halves or seen.held:
-                raise RigError(f"there is {seen.made} {seen.halves}, held is {seen.held}")
+            seen = self.observe()
+            if seen.devices or seen.incomplete or seen.held:
+                raise RigError(f"there is {seen.devices} {seen.incomplete}, held is {seen.held}")
             return True
 
         wait_for("no instance to be left", probe, within_s=SETTLED_S)
@@ -152,7 +152,7 @@ class MigNode:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Tell whether two shares are of the same slices of one GPU."""
+    """Return whether two shares are of the same slices of one GPU."""
     (gpu, mine), (its, theirs) = _slices(one), _slices(other)
     return gpu == its and bool(mine & theirs)
 
@@ -164,8 +164,8 @@ def _slices(share: str) -> tuple[str, set[int]]:
 
 
 def held_shares() -> dict[str, list[str]]:
-    """Share -> the pods that hold it, as the kubelet's PodResources has it."""
-    answer = anyio.run(_listed)
+    """Return the pods that hold each share, by the kubelet's PodResources."""
+    answer = anyio.run(_list_pod_resources)
     held: dict[str, list[str]] = defaultdict(list)
     for pod in answer.pod_resources:
         for container in pod.containers:
@@ -176,24 +176,24 @@ def held_shares() -> dict[str, list[str]]:
     return dict(held)
 
 
-async def _listed() -> v1.ListPodResourcesResponse:
+async def _list_pod_resources() -> v1.ListPodResourcesResponse:
     socket = KUBELET_HOME / "pod-resources" / "kubelet.sock"
     try:
         async with Channel(path=str(socket)) as channel:
             stub = v1.PodResourcesListerStub(channel)
             return await stub.list(v1.ListPodResourcesRequest(), timeout=ANSWER_S)
     except (OSError, GRPCError, StreamTerminatedError) as error:
-        raise RigError(f"the kubelet does not say who holds what: {error!r}") from error
+        raise RigError(f"the kubelet does not list the holders: {error!r}") from error
 
 
-def told_devices() -> dict[str, list[str]]:
-    """Pod -> the MIG devices that its container was told, from the machine's processes."""
+def visible_devices() -> dict[str, list[str]]:
+    """Return the MIG devices in each pod's environment, from the machine's processes."""
     found: dict[str, list[str]] = {}
     for file in Path("/proc").glob("[0-9]*/environ"):
         try:
             text = file.read_text(errors="replace")
         except OSError:
-            continue  # ended meanwhile, or the kernel's own
+            continue  # the process has ended, or is the kernel's own
         if "NVIDIA_VISIBLE_DEVICES=MIG-" in text:
             environment = dict(line.partition("=")[::2] for line in text.split("\0"))
             if "POD" in environment:
@@ -203,21 +203,21 @@ def told_devices() -> dict[str, list[str]]:
 
 
 @contextmanager
-def cut(
+def mig_node(
     cluster: Cluster, configuration: str, gpus: str, *options: str, driver: Path | None = None
 ) -> Iterator[MigNode]:
-    """Have a daemon on other simulated GPUs for the length of the block; and the usual one after.
+    """Run the daemon on other simulated GPUs until the block ends; restore it afterwards.
 
     Args:
         cluster: the node.
-        configuration: what the daemon is told, in any format.
-        gpus: as in a node file.
+        configuration: the daemon's configuration, in any format.
+        gpus: the GPUs, as in a node file.
         options: further ones of the daemon.
         driver: a file in which instances outlive the daemon; none by default.
     """
-    node_file = cluster.node.places.home / "mig-node.yaml"
-    keep = "" if driver is None else f"keep: {json.dumps(str(driver))}\n"
-    node_file.write_text(f"gpus: [{gpus}]\n{keep}")
+    node_file = cluster.node.paths.home / "mig-node.yaml"
+    state_file = "" if driver is None else f"stateFile: {json.dumps(str(driver))}\n"
+    node_file.write_text(f"gpus: [{gpus}]\n{state_file}")
     daemon = cluster.daemon
     daemon.stop()
     daemon.configure(configuration)
@@ -236,7 +236,7 @@ def cut(
 
 
 def failure(document: Document) -> str:
-    """Why a pod was not admitted, empty if it was."""
+    """Return the reason why a pod was not admitted, empty if it was."""
     status = document["status"]
     if status["phase"] != "Failed":
         return ""
@@ -244,18 +244,18 @@ def failure(document: Document) -> str:
 
 
 def is_settled(document: Document) -> bool:
-    """Tell whether a pod runs, has failed, or knows that it has to wait."""
+    """Return whether a pod runs, has failed, or is unschedulable."""
     runs = _conditions(document).get("Ready", {}).get("status") == "True"
-    return bool(waits(document) or runs or document["status"]["phase"] == "Failed")
+    return bool(is_unschedulable(document) or runs or document["status"]["phase"] == "Failed")
 
 
-def is_on_its_way(document: Document) -> bool:
-    """Tell whether the kubelet has still to admit or refuse a pod, and it has not to wait."""
-    return not waits(document) and "startTime" not in document["status"]
+def is_being_admitted(document: Document) -> bool:
+    """Return whether a schedulable pod is neither admitted nor refused yet."""
+    return not is_unschedulable(document) and "startTime" not in document["status"]
 
 
-def waits(document: Document) -> bool:
-    """Tell whether the scheduler has no room for a pod."""
+def is_unschedulable(document: Document) -> bool:
+    """Return whether the scheduler has no free capacity for a pod."""
     return bool(_conditions(document).get("PodScheduled", {}).get("reason") == "Unschedulable")
 
 
@@ -264,11 +264,11 @@ def _conditions(document: Document) -> dict[str, Document]:
 
 
 def is_leaving(document: Document) -> bool:
-    """Tell whether a pod is being deleted."""
+    """Return whether a pod is being deleted."""
     return "deletionTimestamp" in document["metadata"]
 
 
-def plain(why: str) -> str:
-    """A refusal without what differs each time, for counting."""
+def generalize(why: str) -> str:
+    """Return a refusal without its ids and numbers, for counting."""
     text = re.sub(r"GPU-\S+|\d+g\.\d+gb\S*|mig-\S+|pod-\d+\S*", "…", why)
     return re.sub(r"\d+", "N", text)[:160]

@@ -1,4 +1,4 @@
-"""A daemon that is joined to the API server, in the words the tests of that are written in."""
+"""A daemon with a connection to the API server: actions and checks."""
 
 import json
 import socket
@@ -16,28 +16,30 @@ from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
 
 RULES = REPOSITORY / "deploy" / "rbac.yaml"
-"""What metagpu may do at the API server: these tests have exactly that."""
-ACCOUNT, PLACE, EVENTS = "metagpu", "kube-system", "default"
+"""The rights of metagpu at the API server: these tests have exactly these."""
+POLICY = REPOSITORY / "deploy" / "admission-policy.yaml"
+"""The limits of these rights, which RBAC cannot express: these tests keep them."""
+ACCOUNT, SYSTEM_NAMESPACE, EVENTS = "metagpu", "kube-system", "default"
 CONFIG_MAP = "metagpu"
 OUR_LABEL = "metagpu.io/config"
-BOARDS = "a100-40gb:4,h100-80gb:4"
+NODE_GPUS = "a100-40gb:4,h100-80gb:4"
 """The H100s, at 4 to 7, change their MIG mode without a reset."""
 
 SOON_S = 60.0
 
 
 def credentials(node: Node) -> tuple[str, ...]:
-    """Give the daemon its account at the API server; the options that join it."""
-    node.kubectl.apply(RULES.read_text(), _config_map({}))
-    kubeconfig = node.credentials(PLACE, ACCOUNT)
+    """Create the daemon's account at the API server; return the daemon's options."""
+    node.kubectl.apply(RULES.read_text(), POLICY.read_text(), _config_map({}))
+    kubeconfig = node.credentials(SYSTEM_NAMESPACE, ACCOUNT)
     return (
-        *("--simulate", BOARDS, "--node-name", node.name, "--kubeconfig", kubeconfig),
-        *("--config-map", f"{PLACE}/{CONFIG_MAP}"),
+        *("--simulate", NODE_GPUS, "--node-name", node.name, "--kubeconfig", kubeconfig),
+        *("--config-map", f"{SYSTEM_NAMESPACE}/{CONFIG_MAP}"),
     )
 
 
 class Joined:
-    """What a test does to a joined daemon by the API server alone, and reads there."""
+    """Actions and reads of a test at the API server of a connected daemon."""
 
     def __init__(self, cluster: Cluster, options: tuple[str, ...]) -> None:
         self.cluster = cluster
@@ -45,19 +47,19 @@ class Joined:
         self.options = options
 
     def reset(self) -> None:
-        """Have the node go by the daemon's own file again, with all rights."""
+        """Return the node to the daemon's own configuration file, with all rights."""
         self.kubectl.apply(RULES.read_text())
         self.label(None)
         self.profiles()
 
     def forbid(self, verb: str, resource: str, subresource: str) -> None:
-        """Take the rule about a resource from the account, and wait until it counts no more."""
+        """Remove the rule about a resource from the account, and wait until it has no effect."""
         role = self.kubectl.get("clusterrole", ACCOUNT)
         whole = f"{resource}/{subresource}"
         role["rules"] = [rule for rule in role["rules"] if whole not in rule["resources"]]
         self.kubectl("replace", "-f", "-", feed=json.dumps(role))
         asked = {"verb": verb, "resource": resource, "subresource": subresource}
-        user = f"system:serviceaccount:{PLACE}:{ACCOUNT}"
+        user = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{ACCOUNT}"
         question = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SubjectAccessReview",
@@ -75,46 +77,46 @@ class Joined:
         self.kubectl("replace", "-f", "-", feed=json.dumps(_config_map(texts)))
 
     def label(self, value: str | None, name: str = OUR_LABEL) -> None:
-        """Set a label of the node, or take it away."""
+        """Set or remove a label of the node."""
         change = f"{name}-" if value is None else f"{name}={value}"
         self.kubectl("label", "node", self.node.name, change, "--overwrite")
 
     @property
     def labels(self) -> dict[str, str]:
-        """The node's labels."""
+        """Return the node's labels."""
         found: dict[str, str] = self._node["metadata"]["labels"]
         return found
 
     @property
     def report(self) -> Document:
-        """What the daemon says of its side of the API server."""
+        """Return the daemon's report about the API server."""
         found: Document = self.daemon.status()["cluster"]
         return found
 
     def problems(self) -> dict[str, str]:
-        """The uses of the API server that do not go well -> why."""
-        return {use: why for use, why in self.report["uses"].items() if why}
+        """Return the failing features of the API server -> the reason."""
+        return {use: why for use, why in self.report["features"].items() if why}
 
     def gpu(self, index: int) -> Document:
-        """What the daemon says of a GPU."""
+        """Return the daemon's status of a GPU."""
         gpus = {gpu["index"]: gpu for gpu in self.daemon.status()["gpus"]}
         found: Document = gpus[index]
         return found
 
     def await_event(self, reason: str, *words: str) -> str:
-        """Wait for an Event about the node that says all of this, and give its message."""
+        """Wait for an Event about the node with all these words; return its message."""
 
         def probe() -> str:
             messages = self._events(reason)
             for message in messages:
                 if all(word in message for word in words):
                     return message
-            raise RigError(f"{reason} says {messages}")
+            raise RigError(f"the messages of {reason} are {messages}")
 
         return wait_for(f"an Event {reason} with {words}", probe, within_s=SOON_S)
 
     def await_condition(self, status: str, *words: str) -> None:
-        """Wait until the node's GPUProblem is that, with a message that says all of this."""
+        """Wait until the node's GPUProblem has a status and a message with these words."""
 
         def probe() -> bool:
             conditions = self._node["status"]["conditions"]
@@ -126,25 +128,25 @@ class Joined:
         wait_for(f"GPUProblem to be {status} with {words}", probe, within_s=SOON_S)
 
     def messages(self, resource: str) -> tuple[int, int]:
-        """How often the kubelet took a resource's registration, and how many lists it was sent."""
+        """Return the number of accepted registrations and of received lists of a resource."""
         log = self.node.kubelet.log.read_text(errors="replace")
         registered = f'device plugin with resource" resourceName="{resource}"'
-        told = f'"State pushed for device plugin" resource="{resource}"'
-        return log.count(registered), log.count(told)
+        listed = f'"State pushed for device plugin" resource="{resource}"'
+        return log.count(registered), log.count(listed)
 
     @property
     def _node(self) -> Document:
         return self.kubectl.get("node", self.node.name)
 
     def _events(self, reason: str) -> list[str]:
-        about = f"involvedObject.kind=Node,involvedObject.name={self.node.name},reason={reason}"
-        events = self.kubectl.list("events", EVENTS, f"--field-selector={about}")
+        selector = f"involvedObject.kind=Node,involvedObject.name={self.node.name},reason={reason}"
+        events = self.kubectl.list("events", EVENTS, f"--field-selector={selector}")
         return [event["message"] for event in events]
 
 
 @contextmanager
 def joined(cluster: Cluster, options: tuple[str, ...]) -> Iterator[Joined]:
-    """Give a node whose daemon is joined, every share on offer; and all as it was afterwards."""
+    """Run a node whose daemon is connected, with every share offered; restore it afterwards."""
     it = Joined(cluster, options)
     it.reset()
     cluster.repair(*options)
@@ -154,13 +156,13 @@ def joined(cluster: Cluster, options: tuple[str, ...]) -> Iterator[Joined]:
     cluster.clear()
     it.reset()
     if it.daemon.alive:
-        with suppress(RigError):  # who comes next has it repaired
+        with suppress(RigError):  # the next test repairs the node
             cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
 
 @contextmanager
-def listening(name: str) -> Iterator[Path]:
-    """Have another device plugin listen on a socket of that name while the block lasts."""
+def competing_plugin_socket(name: str) -> Iterator[Path]:
+    """Listen on a socket, as another device plugin does, until the block ends."""
     path = KUBELET_HOME / "device-plugins" / name
     with socket.socket(socket.AF_UNIX) as plugin:
         plugin.bind(str(path))
@@ -172,5 +174,5 @@ def listening(name: str) -> Iterator[Path]:
 
 
 def _config_map(texts: dict[str, str]) -> dict[str, Any]:
-    metadata = {"name": CONFIG_MAP, "namespace": PLACE}
+    metadata = {"name": CONFIG_MAP, "namespace": SYSTEM_NAMESPACE}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": texts}

@@ -1,4 +1,4 @@
-"""The kubelet aligns shares with CPUs by the NUMA nodes that we tell it of our GPUs."""
+"""The kubelet aligns shares with CPUs by the NUMA nodes of our GPUs."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ FIRST, SECOND = {0, 1, 2, 3}, {4, 5, 6, 7}
 
 @pytest.fixture
 def aligning(cluster: Cluster) -> Iterator[Cluster]:
-    """A kubelet with two NUMA nodes that starts no pod across them; it keeps the first's CPUs."""
+    """Start a kubelet with two NUMA nodes and single-numa-node; CPUs of the first are reserved."""
     settings = {
         "topologyManagerPolicy": "single-numa-node",
         "cpuManagerPolicy": "static",
@@ -30,14 +30,14 @@ def aligning(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_shares_are_where_the_cpus_are_and_never_on_two_numa_nodes(aligning: Cluster) -> None:
-    """A pod's CPUs lead its shares to their NUMA node; who cannot be aligned is told so."""
+    """A pod's shares are on the NUMA node of its CPUs; a pod that cannot be aligned fails."""
     aligning.kubectl.apply(idle_pod("across", 450))
     assert "TopologyAffinityError" in failure(aligning, "across")
     aligning.delete("across")
 
     # Without CPUs of its own the pod would be on GPU 0.
     aligning.start(pinned("pinned", cpus=1, shares=30))
-    pinned_to = aligning.look_inside("pinned")
+    pinned_to = aligning.inspect_container("pinned")
     (gpu,) = pinned_to.gpu_indices
     assert gpu in SECOND
     status = aligning.execute("pinned", "grep", "Cpus_allowed_list", "/proc/1/status")
@@ -45,20 +45,20 @@ def test_shares_are_where_the_cpus_are_and_never_on_two_numa_nodes(aligning: Clu
 
     # 770 shares are free, 370 of them on the second node.
     aligning.start(idle_pod("a-whole-node", 400))
-    assert set(aligning.look_inside("a-whole-node").gpu_indices) == FIRST
+    assert set(aligning.inspect_container("a-whole-node").gpu_indices) == FIRST
     aligning.start(idle_pod("the-rest", 370))
-    assert set(aligning.look_inside("the-rest").gpu_indices) == SECOND
+    assert set(aligning.inspect_container("the-rest").gpu_indices) == SECOND
 
 
 def pinned(name: str, *, cpus: int, shares: int) -> Document:
-    """A pod that has CPUs to itself beside its shares."""
+    """Return a pod with exclusive CPUs beside its shares."""
     it = container("main", shares)
     it["resources"]["limits"] |= {"cpu": str(cpus), "memory": "64Mi"}
     return pod(name, it)
 
 
 def failure(cluster: Cluster, name: str) -> str:
-    """Wait until a pod was not admitted; give reason and message."""
+    """Wait until a pod was not admitted; return reason and message."""
 
     def probe() -> str:
         status = cluster.kubectl.get("pod", name, NAMESPACE)["status"]

@@ -35,12 +35,12 @@ MIG = TWO_POOLS.replace(
 
 
 def fractions(shares: int, resource: str = RESOURCE) -> str:
-    """A profile that cuts every GPU into so many shares."""
+    """Return a profile with so many shares of every GPU."""
     return FRACTIONS.format(shares=shares, resource=resource)
 
 
 def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) -> None:
-    """Nothing is scheduled before the node tells all there is to schedule."""
+    """Pods are scheduled only after the node has all shares of its profile."""
     cluster = member.cluster
     wait_for(
         "the daemon's labels", lambda: "nvidia.com/gpu.product" in member.labels, within_s=SOON_S
@@ -53,15 +53,15 @@ def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) 
     member.kubectl("taint", "node", member.node.name, f"{STARTING}:NoSchedule")
     cluster.kubectl.apply(idle_pod("early", 3, NEW))
     wait_for(
-        "the scheduler to mind the taint",
-        lambda: "untolerated taint" in cluster.reasons("early", "FailedScheduling"),
+        "the scheduler to respect the taint",
+        lambda: "untolerated taint" in cluster.event_messages("early", "FailedScheduling"),
         within_s=SOON_S,
     )
 
     with member.kubectl.watching("node", member.node.name) as versions:
         member.daemon.start(*member.options)
         cluster.await_running()
-        wait_for("the watch to see it", lambda: not tainted(versions()[-1]), within_s=SOON_S)
+        wait_for("the watch to show no taint", lambda: not tainted(versions()[-1]), within_s=SOON_S)
         seen = versions()
 
     assert tainted(seen[0])
@@ -70,12 +70,12 @@ def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) 
 
 
 def tainted(node: Document) -> bool:
-    """Tell whether nothing is scheduled on a node before it is ready."""
+    """Return whether a node has the startup taint."""
     return STARTING in [taint["key"] for taint in node["spec"].get("taints", ())]
 
 
 def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
-    """Set, changed, wrong, right, edited, removed: what is wrong changes nothing but an Event."""
+    """A wrong profile or label changes nothing but an Event; every right one is applied."""
     cluster, pid = member.cluster, member.daemon.pid
     member.profiles(tens=fractions(10), slices=SLICES, bad=fractions(0))
 
@@ -84,11 +84,11 @@ def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
     member.label("slices")
     cluster.await_amounts(400, 400)
     cluster.await_amounts(16, 16, SHARED)
-    member.await_event("ConfigurationTaken", f"profile slices, by the label {OUR_LABEL}")
+    member.await_event("ConfigApplied", f"profile slices, chosen by the label {OUR_LABEL}")
 
     member.label("bad")
     member.await_event(
-        "ConfigurationRefused",
+        "ConfigRejected",
         "ConfigMap kube-system/metagpu: bad: 5: pools[0].backends[0]",
         "sharesPerGpu is 0; allowed: 1 to 100000; the last good configuration stays",
     )
@@ -97,7 +97,7 @@ def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
         "ConfigMap kube-system/metagpu: there is no profile 'nobodys' (label metagpu.io/config); "
         "there are: bad, slices, tens"
     )
-    member.await_event("ConfigurationRefused", unknown)
+    member.await_event("ConfigRejected", unknown)
     assert member.report["refusal"] == unknown
     assert cluster.node.resource(RESOURCE) == (400, 400)
     assert cluster.node.resource(SHARED) == (16, 16)
@@ -113,16 +113,16 @@ def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
 
 
 def test_one_pool_goes_from_time_slices_to_mig_and_the_other_goes_on(member: Joined) -> None:
-    """The other pool's list hears nothing, its pod runs on; a held GPU waits for its own pod."""
+    """The other pool gets no new list, its pod runs on; a held GPU waits for its own pod."""
     cluster = member.cluster
     member.profiles(slices=SLICES, mig=MIG)
     member.label("slices")
     cluster.await_amounts(16, 16, SHARED)
     cluster.await_amounts(400, 400)
     cluster.start(idle_pod("on-the-other", 30), idle_pod("slice", 1, SHARED))
-    (device,) = cluster.look_inside("slice").gpu_devices
+    (device,) = cluster.inspect_container("slice").gpu_devices
     held = int(device.removeprefix("nvidia"))
-    before, heard = cluster.incarnations(), member.messages(RESOURCE)
+    before, messages = cluster.incarnations(), member.messages(RESOURCE)
 
     try:
         member.label("mig")
@@ -131,18 +131,21 @@ def test_one_pool_goes_from_time_slices_to_mig_and_the_other_goes_on(member: Joi
         cluster.await_amounts(0, 0, SHARED)
         held_by = f"is held by {NAMESPACE}/slice (main) under {SHARED}, which is not on offer"
         wait_for(
-            "status to name the pod that is waited for",
+            "status to name the pod with the GPU",
             lambda: held_by in (member.gpu(held)["waitsFor"] or ""),
             within_s=SOON_S,
         )
         cluster.start(idle_pod("instance", 1, LARGE))
-        assert cluster.look_inside("instance").environment["NVIDIA_VISIBLE_DEVICES"][:4] == "MIG-"
+        assert (
+            cluster.inspect_container("instance").environment["NVIDIA_VISIBLE_DEVICES"][:4]
+            == "MIG-"
+        )
         cluster.delete("slice")
         cluster.await_amounts(16, 16, SMALL)
         assert member.gpu(held)["waitsFor"] is None
 
         after = cluster.incarnations()
         assert after["on-the-other"] == before["on-the-other"]
-        assert member.messages(RESOURCE) == heard
+        assert member.messages(RESOURCE) == messages
     finally:
-        member.daemon.stop()  # its GPUs are in MIG mode: who comes next has new ones
+        member.daemon.stop()  # its GPUs are in MIG mode: the next test gets new ones

@@ -1,4 +1,4 @@
-"""What goes wrong in a cluster beside a daemon that serves, on a real API server."""
+"""Faults of a cluster beside a running daemon, on a real API server."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, SHARES_PER_GPU, idle_pod
-from tests.e2e.joined import RULES, SOON_S, Joined, listening
+from tests.e2e.joined import RULES, SOON_S, Joined, competing_plugin_socket
 from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_cluster import SHARED, SLICES
 
@@ -17,49 +17,52 @@ RECOVERED_S = 150.0
 """Kubernetes' own clients wait up to a minute between two tries."""
 
 
-def test_a_fault_is_told_of_and_a_missing_right_costs_its_own_use(member: Joined) -> None:
+def test_a_fault_is_reported_and_a_missing_right_costs_its_own_feature(member: Joined) -> None:
     """Without the right to the Node's status the Event comes, and the condition with the right."""
     cluster = member.cluster
     member.await_condition("False", "all 8 GPUs are in service")
-    wait_for("every use to go well", lambda: not member.problems(), within_s=SOON_S)
+    wait_for("every feature to work", lambda: not member.problems(), within_s=SOON_S)
     member.forbid("patch", "nodes", "status")
 
     member.daemon.fault(2, FELL_OFF_THE_BUS)
-    member.await_event("GPUOutOfService", "GPU 2", "XID 79")
+    member.await_event("GPUUnhealthy", "GPU 2", "XID 79")
     cluster.await_amounts(ALL_SHARES, ALL_SHARES - SHARES_PER_GPU)
-    wait_for("status to name the use", lambda: "condition" in member.problems(), within_s=SOON_S)
+    wait_for(
+        "status to name the feature", lambda: "condition" in member.problems(), within_s=SOON_S
+    )
     assert "docs/permissions.md has the rule to add" in member.problems()["condition"]
     assert member.problems().keys() <= {"condition", "allocatable"}
 
     member.kubectl.apply(RULES.read_text())
     member.await_condition("True", "GPU 2", "XID 79")
-    wait_for("every use to go well again", lambda: not member.problems(), within_s=SOON_S)
+    wait_for("every feature to work again", lambda: not member.problems(), within_s=SOON_S)
 
-    member.daemon.recover(2)
+    member.daemon.reset(2)
     member.await_condition("False", "all 8 GPUs are in service")
-    member.await_event("GPUBackInService", "GPU 2")
+    member.await_event("GPURecovered", "GPU 2")
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
 
 def test_a_resource_of_another_plugin_is_named_and_left_to_it(member: Joined) -> None:
-    """While it listens we do not register that resource, and serve it when it has gone."""
+    """A resource that another plugin serves is registered only after that plugin has gone."""
     cluster = member.cluster
     member.profiles(slices=SLICES, other="")
     registered, _ = member.messages(SHARED)
 
-    with listening("nvidia-gpu.shared.sock") as rival:
+    with competing_plugin_socket("nvidia-gpu.shared.sock") as socket:
         member.label("slices")
         cluster.await_amounts(400, 400)
-        member.await_event("RivalPlugin", f"{SHARED} is served by another device plugin on {rival}")
-        assert member.daemon.status()["rivals"] == {SHARED: str(rival)}
+        served = f"{SHARED} is served by another device plugin on {socket}"
+        member.await_event("CompetingDevicePlugin", served)
+        assert member.daemon.status()["competingPlugins"] == {SHARED: str(socket)}
         assert member.messages(SHARED)[0] == registered
 
     cluster.await_amounts(16, 16, SHARED)
-    assert member.daemon.status()["rivals"] == {}
+    assert member.daemon.status()["competingPlugins"] == {}
 
 
 def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
-    """Pods run on, the kubelet's new pod is given its shares, and the cluster is heard again."""
+    """Pods run on and a new pod gets shares in an outage; later labels are applied again."""
     cluster = member.cluster
     member.profiles(slices=SLICES, other="")
     cluster.start(idle_pod("before", 30))
@@ -67,9 +70,13 @@ def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
 
     member.node.apiserver.kill()
     stopped = time.monotonic()
-    wait_for("status to say so", lambda: "cannot be reached" in problem(member), within_s=SOON_S)
+    wait_for(
+        "status to report the outage",
+        lambda: "cannot be reached" in problem(member),
+        within_s=SOON_S,
+    )
     with static_pod(member, "static", 40) as holder:
-        wait_for("a pod to be given shares", lambda: holder in holders(member), within_s=SOON_S)
+        wait_for("a pod to get shares", lambda: holder in holders(member), within_s=SOON_S)
         wait_for(
             f"{OUTAGE_S:g} s to pass",
             lambda: time.monotonic() - stopped > OUTAGE_S,
@@ -78,36 +85,36 @@ def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
         assert Path(f"/proc/{process}").exists()
 
         member.node.start_api()
-        wait_for("the API server to be heard", lambda: not problem(member), within_s=SOON_S)
+        wait_for("the connection to the API server", lambda: not problem(member), within_s=SOON_S)
         member.label("slices")
         cluster.await_amounts(400, 400)
         cluster.kubectl.apply(idle_pod("after", 1, SHARED))
         wait_for(
-            "scheduler and kubelet to hear of pods again",
+            "scheduler and kubelet to receive pods again",
             lambda: "after" in cluster.incarnations(),
             within_s=RECOVERED_S,
         )
         assert cluster.incarnations()["before"] == before["before"]
-    assert "it starts anew" not in member.daemon.log  # as it does after a fault of our own
+    assert "cluster features failed" not in member.daemon.log  # the log line of a fault of our own
 
 
 def problem(member: Joined) -> str:
-    """Why the daemon hears nothing of the node, empty when it does."""
+    """Return why the daemon has no connection to the API server, empty when it has one."""
     return str(member.report["problem"])
 
 
 def holders(member: Joined) -> set[str]:
-    """Who holds shares, by what the kubelet told the daemon."""
+    """Return the holders of shares, by the daemon's status."""
     return {lease["holder"] for lease in member.daemon.status()["leases"]}
 
 
 @contextmanager
 def static_pod(member: Joined, name: str, shares: int) -> Iterator[str]:
-    """Have the kubelet run a pod that no API server told it of; give whom its shares are held by.
+    """Run a static pod until the block ends; yield the holder of its shares.
 
-    It is what a kubelet does alone: it admits the pod, which asks us for its shares.
+    A kubelet without an API server admits the pod and calls Allocate.
     """
-    folder = member.node.places.static_pods
+    folder = member.node.paths.static_pods
     manifest = folder / f"{name}.json"
     manifest.write_text(json.dumps(idle_pod(name, shares)))
     try:

@@ -1,4 +1,4 @@
-"""What happens to a pod that uses more memory of a GPU than its share."""
+"""Enforcement against a pod that uses more memory of a GPU than its share."""
 
 import os
 import signal
@@ -19,22 +19,22 @@ ENFORCED = CONFIGURATION.replace(
 SHARES = 25
 PATIENT = ENFORCED.replace("policy: kill", "policy: kill, grace: 5s")
 WITHIN_MIB, ABOVE_MIB = 9_000, 20_000
-"""Beside 25 shares of 40960 MiB: less than they are, and about twice as much."""
+"""Less than 25 shares of 40960 MiB, and about twice as much."""
 SOME_MIB = 6_144
-"""15 of 100 shares: too much for 25 shares with another process of the same size, and not alone."""
+"""15 of 100 shares: within 25 shares alone, above them with a second process of this size."""
 SOON_S = 60.0
 
 
 @pytest.fixture
 def strict(member: Joined) -> Iterator[Cluster]:
-    """A node that ends who uses too much and tells its pod so; the gentle one again afterwards."""
+    """Configure the node to kill processes above their limit; restore it afterwards."""
     member.daemon.configure(ENFORCED)
     yield member.cluster
     member.daemon.configure()
 
 
 def await_named(cluster: Cluster, wanted: Mapping[str, set[int]]) -> None:
-    """Wait until mgctl names these processes of each pod, pod -> pids, and no others."""
+    """Wait until mgctl lists exactly these processes, pod -> pids."""
 
     def named() -> bool:
         return wanted == {
@@ -46,26 +46,26 @@ def await_named(cluster: Cluster, wanted: Mapping[str, set[int]]) -> None:
     wait_for("mgctl to name the pods' processes", named, within_s=SOON_S)
 
 
-def await_anew(cluster: Cluster, name: str, before: Incarnation) -> None:
+def await_restarted(cluster: Cluster, name: str, before: Incarnation) -> None:
     """Wait until a pod's container was ended and started again."""
     wait_for(
-        f"the container of {name} to be started anew",
+        f"the container of {name} to be started again",
         lambda: cluster.incarnations().get(name, before) != before,
         within_s=SOON_S,
     )
 
 
-def await_told(cluster: Cluster, name: str, reason: str, *words: str) -> None:
-    """Wait until an Event of the pod says all of this."""
+def await_event(cluster: Cluster, name: str, reason: str, *words: str) -> None:
+    """Wait until an Event of the pod has all these words."""
     wait_for(
-        f"{name} to be told {reason} with {words}",
-        lambda: all(word in cluster.reasons(name, reason) for word in words),
+        f"an Event {reason} of {name} with {words}",
+        lambda: all(word in cluster.event_messages(name, reason) for word in words),
         within_s=SOON_S,
     )
 
 
 def test_a_pod_above_its_share_is_ended_and_its_neighbour_stays(strict: Cluster) -> None:
-    """It is warned, its process ends, its Events say why, and nobody else is touched."""
+    """The pod is warned, its process ends, its Events have the reason, other pods run on."""
     greedy, neighbour = strict.run("greedy", SHARES), strict.run("neighbour", SHARES)
     before = strict.incarnations()
     (gpu,) = greedy.gpu_indices
@@ -77,18 +77,18 @@ def test_a_pod_above_its_share_is_ended_and_its_neighbour_stays(strict: Cluster)
     assert strict.incarnations() == before
 
     strict.daemon.use(gpu, pids["greedy"], ABOVE_MIB)
-    await_anew(strict, "greedy", before["greedy"])
-    await_told(strict, "greedy", "GPUMemoryExceeded", f"{ABOVE_MIB} MiB")
-    await_told(strict, "greedy", "GPUMemoryProcessEnded", str(pids["greedy"]))
+    await_restarted(strict, "greedy", before["greedy"])
+    await_event(strict, "greedy", "GPUMemoryExceeded", f"{ABOVE_MIB} MiB")
+    await_event(strict, "greedy", "GPUProcessSignaled", str(pids["greedy"]))
     assert strict.incarnations()["neighbour"] == before["neighbour"]
-    assert not strict.reasons("neighbour", "GPUMemoryExceeded")
+    assert not strict.event_messages("neighbour", "GPUMemoryExceeded")
 
     for pid in pids.values():
         strict.daemon.free(gpu, pid)
 
 
-def test_what_two_processes_use_together_counts(strict: Cluster) -> None:
-    """Each of them has less than the container's share; both together have more, and that ends."""
+def test_the_memory_of_two_processes_is_added_up(strict: Cluster) -> None:
+    """Two processes below the container's share are ended when their sum is above it."""
     (gpu,) = strict.run("pair", SHARES).gpu_indices
     before = strict.incarnations()
     first = strict.first_process("pair")
@@ -98,15 +98,15 @@ def test_what_two_processes_use_together_counts(strict: Cluster) -> None:
     assert strict.incarnations() == before
 
     strict.daemon.use(gpu, second, SOME_MIB)
-    await_anew(strict, "pair", before["pair"])
-    await_told(strict, "pair", "GPUMemoryExceeded", f"{2 * SOME_MIB} MiB")
+    await_restarted(strict, "pair", before["pair"])
+    await_event(strict, "pair", "GPUMemoryExceeded", f"{2 * SOME_MIB} MiB")
 
     for pid in (first, second):
         strict.daemon.free(gpu, pid)
 
 
-def test_a_process_that_ends_before_its_signal_harms_nobody(strict: Cluster) -> None:
-    """It is gone between decision and signal: nobody is signalled, not even its container."""
+def test_a_process_that_ends_before_its_signal_harms_no_other(strict: Cluster) -> None:
+    """After its early end no process is signalled, not even another one of its container."""
     strict.daemon.configure(PATIENT)
     (gpu,) = strict.run("greedy", SHARES).gpu_indices
     strict.run("neighbour", SHARES)
@@ -123,13 +123,17 @@ def test_a_process_that_ends_before_its_signal_harms_nobody(strict: Cluster) -> 
         pause_s=0.02,
     )
     os.kill(pid, signal.SIGKILL)
-    wait_for("nobody to use too much", lambda: not enforcement(strict)["overMiB"], within_s=SOON_S)
+    wait_for(
+        "no container above its limit",
+        lambda: not enforcement(strict)["overLimit"],
+        within_s=SOON_S,
+    )
     assert enforcement(strict)["signals"] == earlier["signals"]
     assert strict.incarnations() == before
     strict.daemon.free(gpu, pid)
 
 
 def enforcement(cluster: Cluster) -> Mapping[str, Any]:
-    """What the daemon has done about memory since its start, and who uses too much."""
-    told: Mapping[str, Any] = cluster.daemon.asked("status")["enforcement"]
-    return told
+    """Return the daemon's enforcement counters and the containers above their limits."""
+    report: Mapping[str, Any] = cluster.daemon.request("status")["enforcement"]
+    return report

@@ -1,12 +1,12 @@
-"""What happens to the node and its pods when a GPU fails."""
+"""Effects of a GPU's fault on the node and its pods."""
 
 from tests.e2e.cluster import ALL_SHARES, SHARES_PER_GPU, Cluster
 
 FELL_OFF_THE_BUS = 79
 
 
-def test_a_failed_gpu_is_offered_to_nobody_until_it_recovers(cluster: Cluster) -> None:
-    """An XID 79 withdraws one GPU's shares and nothing else; its recovery brings them back."""
+def test_a_failed_gpu_is_unavailable_until_it_recovers(cluster: Cluster) -> None:
+    """An XID 79 withdraws one GPU's shares only; its recovery brings them back."""
     victim = cluster.run("victim", 30)
     before = cluster.incarnations()
     (index,), (gpu,) = victim.gpu_indices, victim.visible_gpus
@@ -17,7 +17,7 @@ def test_a_failed_gpu_is_offered_to_nobody_until_it_recovers(cluster: Cluster) -
     assert gpu not in elsewhere.shares_by_gpu
     assert cluster.incarnations()["victim"] == before["victim"]
 
-    cluster.daemon.recover(index)
+    cluster.daemon.reset(index)
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
     assert cluster.incarnations()["victim"] == before["victim"]
-    assert cluster.look_inside("victim") == victim
+    assert cluster.inspect_container("victim") == victim

@@ -1,4 +1,4 @@
-"""Four ways of cutting on one node: fractions beside a pool whose idle GPUs are anybody's."""
+"""Four backends on one node: fractions beside a pool whose idle GPUs serve three others."""
 
 import random
 import re
@@ -28,7 +28,7 @@ pools:
     gpus: {{index: 0-{last}}}
     backends:
       - {{backend: fraction, resource: {fraction}, sharesPerGpu: 100}}
-  - name: anybodys
+  - name: shared
     gpus: {{index: {first}-3}}
     backends:
       - {{backend: timeslice, resource: {shared}, replicas: 4}}
@@ -40,8 +40,8 @@ ARRIVALS = 200
 SETTLED_S = 60.0
 
 LOST_RACE = re.compile(
-    # The scheduler sends by a number that is a second old. Then the kubelet knows our list and
-    # refuses by itself, in the first two ways, or asks us, and we name who has the GPU.
+    # The scheduler uses a number that is a second old. Then the kubelet has our list and refuses
+    # by itself, with the first two texts, or calls Allocate, and we name the GPU's owner.
     r"requested number of devices unavailable for nvidia\.com/gpu"
     r"|no healthy devices present; cannot allocate unhealthy devices nvidia\.com/gpu"
     r"|is in use by (timeslice|mps|whole)"
@@ -49,9 +49,9 @@ LOST_RACE = re.compile(
 )
 
 
-def configuration(anybodys: int) -> str:
-    """Cut four GPUs: the last so many are anybody's."""
-    first = 4 - anybodys
+def configuration(shared_gpus: int) -> str:
+    """Return the configuration of four GPUs, the last of them in the shared pool."""
+    first = 4 - shared_gpus
     return FOUR_WAYS.format(
         first=first, last=first - 1, fraction=RESOURCE, shared=SHARED, mps=MPS, whole=WHOLE
     )
@@ -59,22 +59,22 @@ def configuration(anybodys: int) -> str:
 
 @pytest.fixture
 def node_of_four(cluster: Cluster) -> Iterator[Cluster]:
-    """Two GPUs in fractions and two that are anybody's, and all as it was afterwards."""
-    offer(cluster, anybodys=2)
+    """Offer two GPUs as fractions and two in the shared pool; restore the node afterwards."""
+    offer(cluster, shared_gpus=2)
     yield cluster
     cluster.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
     cluster.daemon.configure()
 
 
-def offer(cluster: Cluster, *, anybodys: int) -> None:
-    """Have the node cut that way, and wait until every resource is there."""
-    cluster.daemon.configure(configuration(anybodys))
-    await_offer(cluster, {None: anybodys})
-    cluster.await_amounts(100 * (4 - anybodys), 100 * (4 - anybodys))
+def offer(cluster: Cluster, *, shared_gpus: int) -> None:
+    """Configure the node, and wait until every resource is there."""
+    cluster.daemon.configure(configuration(shared_gpus))
+    await_offer(cluster, {None: shared_gpus})
+    cluster.await_amounts(100 * (4 - shared_gpus), 100 * (4 - shared_gpus))
 
 
 def await_offer(cluster: Cluster, owners: dict[str | None, int]) -> None:
-    """Wait until the node has what GPUs with these owners, owner -> how many, leave of each."""
+    """Wait until the node has the amounts that these owners, owner -> GPUs, leave."""
     all_of_it = sum(owners.values())
     for resource, each in EACH.items():
         open_to_it = owners.get(None, 0) + owners.get(NAMES[resource], 0)
@@ -82,10 +82,10 @@ def await_offer(cluster: Cluster, owners: dict[str | None, int]) -> None:
 
 
 def await_what_owners_leave(cluster: Cluster) -> None:
-    """Wait until the node has of each resource what the daemon says that GPUs' owners leave."""
+    """Wait until the node's amounts are those that the GPUs' owners leave."""
 
     def probe() -> bool:
-        gpus = [gpu for gpu in cluster.daemon.status()["gpus"] if gpu["pool"] == "anybodys"]
+        gpus = [gpu for gpu in cluster.daemon.status()["gpus"] if gpu["pool"] == "shared"]
         for resource, each in EACH.items():
             free = sum(gpu["owner"] in (None, NAMES[resource]) for gpu in gpus)
             seen = cluster.node.resource(resource)
@@ -97,11 +97,11 @@ def await_what_owners_leave(cluster: Cluster) -> None:
 
 
 def test_four_ways_at_once(node_of_four: Cluster) -> None:
-    """One pod of each resource runs, each on a GPU of its own with what its way of cutting gives.
+    """Pods of all four resources run at once, each on a GPU of its own with its variables.
 
-    Three GPUs are anybody's here: with two, one of the three ways would have to wait.
+    Three GPUs are in the shared pool here: with two, one of three backends would have to wait.
     """
-    offer(node_of_four, anybodys=3)
+    offer(node_of_four, shared_gpus=3)
 
     node_of_four.start(
         idle_pod("half", 50),
@@ -110,7 +110,7 @@ def test_four_ways_at_once(node_of_four: Cluster) -> None:
         idle_pod("one", 1, WHOLE),
     )
 
-    holdings = {n: node_of_four.look_inside(n) for n in ("half", "slice", "quarter", "one")}
+    holdings = {n: node_of_four.inspect_container(n) for n in ("half", "slice", "quarter", "one")}
     gpus = {name: holding.visible_gpus for name, holding in holdings.items()}
     assert len({gpu for (gpu,) in gpus.values()}) == 4
     assert holdings["half"].environment["METAGPU_MAX_MEM"] == "20480"
@@ -121,24 +121,24 @@ def test_four_ways_at_once(node_of_four: Cluster) -> None:
     await_offer(node_of_four, {"timeslice": 1, "mps": 1, "whole": 1})
 
 
-def test_an_idle_gpu_goes_from_hand_to_hand(node_of_four: Cluster) -> None:
-    """Claimed by MPS, given back when its pod is gone, then taken whole; the numbers follow."""
+def test_an_idle_gpu_changes_its_owner(node_of_four: Cluster) -> None:
+    """An MPS pod claims a GPU, its end frees it, a whole-GPU pod takes it; amounts follow."""
     node_of_four.start(idle_pod("first", 30, MPS))
     await_offer(node_of_four, {"mps": 1, None: 1})
-    (mine,) = node_of_four.look_inside("first").visible_gpus
+    (mine,) = node_of_four.inspect_container("first").visible_gpus
 
     node_of_four.start(idle_pod("second", 1, WHOLE))
     await_offer(node_of_four, {"mps": 1, "whole": 1})
     node_of_four.kubectl.apply(idle_pod("third", 1, WHOLE))
     wait_for(
-        "the scheduler to say what is lacking",
-        lambda: f"Insufficient {WHOLE}" in node_of_four.reasons("third", "FailedScheduling"),
+        "the scheduler to name the lacking resource",
+        lambda: f"Insufficient {WHOLE}" in node_of_four.event_messages("third", "FailedScheduling"),
         within_s=30,
     )
 
     node_of_four.delete("first")
     node_of_four.await_running()
-    assert node_of_four.look_inside("third").visible_gpus == (mine,)
+    assert node_of_four.inspect_container("third").visible_gpus == (mine,)
     await_offer(node_of_four, {"whole": 2})
 
     node_of_four.delete("second", "third")
@@ -149,12 +149,12 @@ def test_an_idle_gpu_goes_from_hand_to_hand(node_of_four: Cluster) -> None:
 def test_two_hundred_pods_come_and_go(
     node_of_four: Cluster, record_property: Callable[[str, object], None]
 ) -> None:
-    """No GPU ever has two owners, the node's amounts follow them, and who fails has lost a race."""
+    """No GPU ever has two owners, amounts follow the owners, and failed pods lost a race."""
     chance = random.Random(3)  # noqa: S311 - the same pods every time
     arrived, lost = 0, Counter[str]()
 
     while arrived < ARRIVALS:
-        batch = [wish(chance, arrived + number) for number in range(chance.randint(3, 8))]
+        batch = [random_pod(chance, arrived + number) for number in range(chance.randint(3, 8))]
         arrived += len(batch)
         node_of_four.kubectl.apply(*batch)
         pods = await_settled(node_of_four)
@@ -179,11 +179,14 @@ def test_two_hundred_pods_come_and_go(
     node_of_four.await_amounts(200, 200)
 
 
-def wish(chance: random.Random, number: int) -> Document:
-    """Some pod that somebody wants."""
+def random_pod(chance: random.Random, number: int) -> Document:
+    """Return a random pod."""
     resource, shares = chance.choice(
         [
-            (RESOURCE, 25),  # all alike: what is free is then in one piece, as the scheduler thinks
+            (
+                RESOURCE,
+                25,
+            ),  # equal sizes: free shares are in one piece then, as the scheduler assumes
             (SHARED, 1),
             (SHARED, 1),
             (MPS, chance.choice([25, 50])),
@@ -194,7 +197,7 @@ def wish(chance: random.Random, number: int) -> Document:
 
 
 def await_settled(cluster: Cluster) -> dict[str, Document]:
-    """Wait until each pod runs, has failed, or is told that there is no room; give them by name."""
+    """Wait until each pod runs, has failed, or is unschedulable; return the pods by name."""
 
     def probe() -> dict[str, Document]:
         pods = {it["metadata"]["name"]: it for it in cluster.kubectl.list("pods", NAMESPACE)}
@@ -207,20 +210,20 @@ def await_settled(cluster: Cluster) -> dict[str, Document]:
 
 
 def settled(document: Document) -> bool:
-    """Tell whether a pod runs, or knows that it has to wait."""
+    """Return whether a pod runs or is unschedulable."""
     conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
-    waits = conditions.get("PodScheduled", {}).get("reason") == "Unschedulable"
-    return bool(waits or conditions.get("Ready", {}).get("status") == "True")
+    is_unschedulable = conditions.get("PodScheduled", {}).get("reason") == "Unschedulable"
+    return bool(is_unschedulable or conditions.get("Ready", {}).get("status") == "True")
 
 
 def failure(document: Document) -> str:
-    """Why a pod was not admitted, empty if it was."""
+    """Return why a pod was not admitted, empty if it was."""
     status = document["status"]
     return str(status.get("message")) if status["phase"] == "Failed" else ""
 
 
 def assert_one_owner_each(status: Document) -> None:
-    """See that nobody holds shares of two kinds on one GPU."""
+    """Assert that no GPU has leases of two resources."""
     kinds: dict[str, set[str]] = {}
     for lease in status["leases"]:
         kinds.setdefault(lease["gpu"], set()).add(lease["resource"])

@@ -1,4 +1,4 @@
-"""MIG on a real kubelet: fixed layouts, instances on demand, and what happens in between."""
+"""MIG on a real kubelet: fixed layouts, instances on demand, and faults in between."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import IDLE_COMMAND, NAMESPACE, Cluster
-from tests.e2e.instances import NOBODYS, PREFIX, SETTLED_S, MigNode, asking, cut, failure
+from tests.e2e.instances import PREFIX, SETTLED_S, UNHELD, MigNode, failure, mig_node, mig_pod
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.tools import REPOSITORY
@@ -15,8 +15,8 @@ from tests.e2e.rig.waiting import wait_for
 FILES = REPOSITORY / "tests" / "compat" / "files"
 """CERN's ConfigMaps as its article on GPU concurrency prints them."""
 LAYOUT_LABEL, LAYOUT = "nvidia.com/mig.config", "2x2g.10gb-3x1g.5gb"
-FOUR = "{board: a100-40gb, count: 4, mig: true}"
-LAID_OUT = {"1g.5gb": (12, 12), "2g.10gb": (8, 8)}
+FOUR = "{model: a100-40gb, count: 4, mig: true}"
+LAYOUT_AMOUNTS = {"1g.5gb": (12, 12), "2g.10gb": (8, 8)}
 
 # The ReplicaSet of that article; only the image, and so the command, is another.
 REPLICA_SET = f"""\
@@ -58,13 +58,15 @@ EMPTY = {"1g.5gb": (28, 28), "2g.10gb": (12, 12), "3g.20gb": (8, 8), "7g.40gb": 
 
 @pytest.fixture
 def driver(cluster: Cluster) -> Path:
-    """A file in which MIG instances outlive the daemon."""
-    return cluster.node.places.home / "driver.json"
+    """Return a file in which MIG instances outlive the daemon."""
+    return cluster.node.paths.home / "driver.json"
 
 
 @pytest.fixture
-def laid_out(cluster: Cluster, driver: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MigNode]:
-    """Four A100s under both ConfigMaps of the article, with the node's label and strategy mixed."""
+def layout_node(
+    cluster: Cluster, driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MigNode]:
+    """Start four A100s with both ConfigMaps of the article, the node's label, and mixed."""
     node = cluster.node
     monkeypatch.setenv("MIG_STRATEGY", "mixed")  # what the operator's `mig.strategy` sets
     label = ("label", "node", node.name, "--overwrite")
@@ -73,54 +75,54 @@ def laid_out(cluster: Cluster, driver: Path, monkeypatch: pytest.MonkeyPatch) ->
     joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig, "--cluster", "config")
     layouts = (FILES / "nvidia-mig-config.yaml").read_text()
     try:
-        with cut(cluster, layouts, FOUR, *files, *joined, driver=driver) as it:
+        with mig_node(cluster, layouts, FOUR, *files, *joined, driver=driver) as it:
             yield it
     finally:
         cluster.kubectl("delete", "replicasets", "--all", f"--namespace={NAMESPACE}")
         cluster.kubectl(*label, f"{LAYOUT_LABEL}-")
 
 
-def test_the_layout_of_cern_and_its_replica_set(laid_out: MigNode, driver: Path) -> None:
-    """Twelve 1g.5gb and eight 2g.10gb; four pods run, each on its own; so again after a reboot."""
-    cluster = laid_out.cluster
-    laid_out.await_amounts(LAID_OUT)
-    assert_laid_out(laid_out)
+def test_the_layout_of_cern_and_its_replica_set(layout_node: MigNode, driver: Path) -> None:
+    """Twelve 1g.5gb and eight 2g.10gb exist and four pods run, also after a reboot."""
+    cluster = layout_node.cluster
+    layout_node.await_amounts(LAYOUT_AMOUNTS)
+    assert_layout(layout_node)
     cluster.start(REPLICA_SET)
-    devices = replicas_devices(laid_out)
+    devices = replicas_devices(layout_node)
     assert len(devices) == 4
 
-    # All that the node forgets at a reboot, its instances too; then the daemon before the kubelet.
+    # A reboot loses the instances too; afterwards the daemon starts before the kubelet.
     cluster.node.power_off()
     cluster.daemon.kill()
     driver.unlink()
     cluster.daemon.start_again()
     cluster.node.power_on()
-    laid_out.await_amounts(LAID_OUT)
-    assert_laid_out(laid_out)
+    layout_node.await_amounts(LAYOUT_AMOUNTS)
+    assert_layout(layout_node)
 
-    # Pods that the kubelet started again in place were told of devices that are no more.
+    # Pods that the kubelet started again in place have lost devices in their environment.
     cluster.kubectl(
         *("delete", "pods", "--all", f"--namespace={NAMESPACE}"),
         *("--grace-period=1", f"--timeout={SETTLED_S:g}s"),
     )
     cluster.await_running()
-    assert len(replicas_devices(laid_out)) == 4
-    assert_laid_out(laid_out)
+    assert len(replicas_devices(layout_node)) == 4
+    assert_layout(layout_node)
 
 
-def assert_laid_out(node: MigNode) -> None:
-    """See that every GPU has exactly the instances of the layout."""
+def assert_layout(node: MigNode) -> None:
+    """Assert that every GPU has exactly the instances of the layout."""
     for gpu in node.cluster.daemon.simulated_gpus():
-        profiles = sorted(it["place"].partition("@")[0] for it in gpu["instances"])
+        profiles = sorted(it["placement"].partition("@")[0] for it in gpu["instances"])
         assert profiles == ["1g.5gb"] * 3 + ["2g.10gb"] * 2, gpu["instances"]
 
 
 def replicas_devices(node: MigNode) -> set[str]:
-    """The MIG devices of the ReplicaSet's pods: there, of 10 GB, and held by the pod itself."""
-    seen, found = node.seen(), set[str]()
+    """Return the MIG devices of the ReplicaSet's pods, after checks of profile and holder."""
+    seen, found = node.observe(), set[str]()
     for name in node.cluster.incarnations():
-        (device,) = node.cluster.look_inside(name).visible_gpus
-        share = seen.made.get(device, f"{device}, which is gone")
+        (device,) = node.cluster.inspect_container(name).visible_gpus
+        share = seen.devices.get(device, f"{device}, which is gone")
         assert "::2g.10gb@" in share, share
         assert seen.held[share] == [name]
         found.add(device)
@@ -129,8 +131,8 @@ def replicas_devices(node: MigNode) -> set[str]:
 
 @pytest.fixture
 def on_demand(cluster: Cluster, driver: Path) -> Iterator[MigNode]:
-    """Four empty A100s whose instances are made when pods ask."""
-    with cut(cluster, ON_DEMAND, FOUR, driver=driver) as it:
+    """Start four empty A100s with instances on demand."""
+    with mig_node(cluster, ON_DEMAND, FOUR, driver=driver) as it:
         it.await_amounts(EMPTY)
         yield it
 
@@ -138,39 +140,43 @@ def on_demand(cluster: Cluster, driver: Path) -> Iterator[MigNode]:
 def test_nothing_leaks_when_the_daemon_is_killed_between_create_and_answer(
     on_demand: MigNode, driver: Path
 ) -> None:
-    """Half an instance goes, nothing is given twice; nor by a restarted kubelet or a reboot."""
+    """Half an instance is removed, none is granted twice, also after restarts and a reboot."""
     cluster, daemon = on_demand.cluster, on_demand.cluster.daemon
-    cluster.start(asking("three", PREFIX + "3g.20gb"), asking("one", PREFIX + "1g.5gb"))
+    cluster.start(mig_pod("three", PREFIX + "3g.20gb"), mig_pod("one", PREFIX + "1g.5gb"))
     before, incarnations = on_demand.await_in_place(), cluster.incarnations()
 
-    # One instance whole, the other half made, and nobody was answered.
+    # One instance is whole, the other half created, and Allocate is not answered.
     for gpu in range(4):
-        daemon.making(gpu, "--compute-takes", "3s")
-    cluster.kubectl.apply(asking("two", PREFIX + "2g.10gb", 2))
-    wait_for("the second to be half made", lambda: halfway(on_demand), within_s=SETTLED_S)
+        daemon.set_provisioning(gpu, "--compute-duration", "3s")
+    cluster.kubectl.apply(mig_pod("two", PREFIX + "2g.10gb", 2))
+    wait_for(
+        "the second instance to be half created",
+        lambda: is_half_created(on_demand),
+        within_s=SETTLED_S,
+    )
     daemon.kill()
     wait_for(
-        "the kubelet to be told nothing",
+        "the pod to fail without an answer",
         lambda: failure(cluster.kubectl.get("pod", "two", NAMESPACE)),
         within_s=SETTLED_S,
     )
     daemon.start_again()
-    left = wait_for("the next daemon to answer", on_demand.seen, within_s=SETTLED_S)
-    assert len(left.halves) == 1
-    assert len(left.made) == len(before.made) + 1
+    left = wait_for("the next daemon to answer", on_demand.observe, within_s=SETTLED_S)
+    assert len(left.incomplete) == 1
+    assert len(left.devices) == len(before.devices) + 1
 
-    # What was left is nobody's for now; pods get what is beside it.
+    # The leftover instances belong to no pod for now; pods get the capacity beside them.
     cluster.delete("two")
     cluster.node.restart_kubelet()
-    cluster.start(asking("whole", PREFIX + "7g.40gb"), asking("pair", PREFIX + "2g.10gb", 2))
-    after = on_demand.await_in_place(NOBODYS)
-    assert {name: after.told[name] for name in before.told} == before.told
+    cluster.start(mig_pod("whole", PREFIX + "7g.40gb"), mig_pod("pair", PREFIX + "2g.10gb", 2))
+    after = on_demand.await_in_place(UNHELD)
+    assert {name: after.visible[name] for name in before.visible} == before.visible
     now = cluster.incarnations()
     assert {name: now[name] for name in incarnations} == incarnations
-    on_demand.await_in_place()  # and later it goes
+    on_demand.await_in_place()  # later the leftover is removed
 
-    # A booted kubelet starts pods in place with what they were told, or fails them for good.
-    # Their instances are gone either way, and are not made for who could not use them.
+    # A booted kubelet starts pods in place with their old devices, or fails them for good.
+    # Their instances are gone either way, and are not created for pods that cannot use them.
     cluster.node.power_off()
     daemon.kill()
     driver.unlink()
@@ -179,10 +185,10 @@ def test_nothing_leaks_when_the_daemon_is_killed_between_create_and_answer(
     names = sorted(now)
     for name in names:
         cluster.await_readmitted(name, now[name])
-    seen = on_demand.seen()
-    assert not seen.made
-    assert not seen.halves
-    cluster.kubectl.apply(asking("new", PREFIX + "1g.5gb"))
+    seen = on_demand.observe()
+    assert not seen.devices
+    assert not seen.incomplete
+    cluster.kubectl.apply(mig_pod("new", PREFIX + "1g.5gb"))
     on_demand.await_in_place(*(f"pod {name} holds" for name in names))
 
     cluster.delete(*names)
@@ -192,24 +198,24 @@ def test_nothing_leaks_when_the_daemon_is_killed_between_create_and_answer(
     on_demand.await_amounts(EMPTY)
 
 
-def halfway(node: MigNode) -> bool:
-    """Tell whether half an instance is there beside whole ones that nobody was told of."""
-    seen = node.seen()
-    if not (seen.halves and len(seen.made) > len(seen.told)):
-        raise RigError(f"there are {seen.made} and {seen.halves}")
+def is_half_created(node: MigNode) -> bool:
+    """Return whether half an instance exists beside whole ones that no pod has."""
+    seen = node.observe()
+    if not (seen.incomplete and len(seen.devices) > len(seen.visible)):
+        raise RigError(f"there are {seen.devices} and {seen.incomplete}")
     return True
 
 
 def test_two_instances_for_eight_thousand_mebibytes_each(cluster: Cluster) -> None:
-    """HAMi's example on an empty A100-PCIE-40GB: a container with two 2g.10gb of one GPU."""
-    with cut(cluster, ON_DEMAND, "{board: a100-pcie-40gb, mig: true}") as node:
+    """HAMi's example on an empty A100-PCIE-40GB gets two 2g.10gb of one GPU."""
+    with mig_node(cluster, ON_DEMAND, "{model: a100-pcie-40gb, mig: true}") as node:
         node.await_amounts({"2g.10gb": (3, 3), "7g.40gb": (1, 1)})
-        cluster.start(asking("gpu-pod1", PREFIX + "2g.10gb", 2))
+        cluster.start(mig_pod("gpu-pod1", PREFIX + "2g.10gb", 2))
 
         seen = node.await_in_place()
-        assert len(seen.told["gpu-pod1"]) == len(seen.made) == 2
-        assert all("::2g.10gb@" in share for share in seen.made.values())
-        inside = cluster.look_inside("gpu-pod1").environment["METAGPU_MEMORY_MIB"]
+        assert len(seen.visible["gpu-pod1"]) == len(seen.devices) == 2
+        assert all("::2g.10gb@" in share for share in seen.devices.values())
+        inside = cluster.inspect_container("gpu-pod1").environment["METAGPU_MEMORY_MIB"]
         parts = [part.partition("=")[2] for part in inside.split(",")]
         assert all(int(part) >= 8000 for part in parts)
 

@@ -1,4 +1,4 @@
-"""Five hundred pods on a node whose MIG instances are made when they ask."""
+"""Five hundred pods on a node whose MIG instances are created on demand."""
 
 import random
 import time
@@ -13,14 +13,14 @@ from tests.e2e.instances import (
     PREFIX,
     SETTLED_S,
     MigNode,
-    asking,
-    cut,
     failure,
+    generalize,
+    is_being_admitted,
     is_leaving,
-    is_on_its_way,
     is_settled,
-    plain,
-    waits,
+    is_unschedulable,
+    mig_node,
+    mig_pod,
 )
 from tests.e2e.rig.api import Api
 from tests.e2e.rig.errors import RigError
@@ -35,32 +35,35 @@ pools:
     backends:
       - {{backend: mig, profiles: [{", ".join(PROFILES)}], keepWarm: 1s}}
 """
-GPUS = "{board: a100-40gb, count: 4, mig: true, making: {takes: 100ms, computeTakes: 50ms}}"
+GPUS = (
+    "{model: a100-40gb, count: 4, mig: true, "
+    "provisioning: {duration: 100ms, computeDuration: 50ms}}"
+)
 EMPTY = {"1g.5gb": (28, 28), "2g.10gb": (12, 12), "3g.20gb": (8, 8), "7g.40gb": (4, 4)}
 
 ARRIVALS = 500
 STARTING = 4
-"""How many pods may be about to start when the next one comes; none of them is still to be admitted
-then, and so none of them is known to the scheduler alone."""
+"""Pods that may be about to start when the next one comes. The kubelet has admitted all of them by
+then, so the scheduler alone knows none of them."""
 FULL, WAITING, LEAVING = 11, 3, 5
-"""So many pods there are at most, so many of them wait for room, and so many are about to leave."""
+"""Limits of all pods, of unschedulable pods, and of pods that are being deleted."""
 CHECKED = 50
-"""Arrivals between two looks at all of it, for which everybody waits."""
+"""Arrivals between two complete checks, which wait until all pods have settled."""
 
 
 @pytest.fixture
 def empty_node(cluster: Cluster) -> Iterator[MigNode]:
-    """Four empty A100s, instances made on demand, and the Node patched as leases change."""
+    """Start four empty A100s with instances on demand, and the Node patched as leases change."""
     node = cluster.node
     joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig)
-    with cut(cluster, CONFIGURATION, GPUS, *joined, "--cluster", "allocatable,pods") as it:
+    with mig_node(cluster, CONFIGURATION, GPUS, *joined, "--cluster", "allocatable,pods") as it:
         it.await_amounts(EMPTY)
         yield it
 
 
 @dataclass
 class Crowd:
-    """Pods that come and go, and what became of them."""
+    """Pods that come and go, and their outcomes."""
 
     node: MigNode
     api: Api
@@ -71,15 +74,15 @@ class Crowd:
     leaving: set[str] = field(default_factory=set)
 
     def arrive(self) -> None:
-        """Let one more pod come."""
+        """Create one more pod."""
         profile = self.chance.choices(PROFILES, (8, 6, 4, 2))[0]
-        self.api.create(NAMESPACE, asking(f"pod-{self.arrived}", PREFIX + profile))
+        self.api.create(NAMESPACE, mig_pod(f"pod-{self.arrived}", PREFIX + profile))
         self.arrived += 1
 
     def await_settled(self, starting: int = 0, *, gone: bool = False) -> dict[str, Document]:
-        """Wait until pods were admitted, refused, or told to wait, and so few have still to start.
+        """Wait until pods were admitted, refused or unschedulable, and few have still to start.
 
-        Who was refused is counted and sent off. GONE: wait also until all that leave have left.
+        A refused pod is counted and deleted. GONE: wait also until all deleted pods have left.
         """
 
         def probe() -> dict[str, Document]:
@@ -87,7 +90,7 @@ class Crowd:
             for name, pod in pods.items():
                 self._note(name, pod)
             staying = {name: pod for name, pod in pods.items() if name not in self.leaving}
-            coming = [name for name, pod in staying.items() if is_on_its_way(pod)]
+            coming = [name for name, pod in staying.items() if is_being_admitted(pod)]
             begun = [name for name, pod in staying.items() if not is_settled(pod)]
             going = sorted(pods.keys() - staying.keys())
             if coming or len(begun) > starting or len(going) > (0 if gone else LEAVING - 1):
@@ -104,20 +107,20 @@ class Crowd:
             return
         if why := failure(pod):
             assert why.startswith("UnexpectedAdmissionError"), f"{name} failed: {why}"
-            self.lost[plain(why)] += 1
+            self.lost[generalize(why)] += 1
             self.leave(name)
-        elif waits(pod):
+        elif is_unschedulable(pod):
             self.waited.add(name)
 
     def leave(self, *names: str) -> None:
-        """Let pods go."""
+        """Delete pods."""
         for name in names:
             self.leaving.add(name)
             self.api.delete(NAMESPACE, name)
 
 
 def running(pods: Mapping[str, Document]) -> list[str]:
-    """Name the pods that run."""
+    """Return the pods that run."""
     return sorted(name for name, pod in pods.items() if pod["status"]["phase"] == "Running")
 
 
@@ -125,14 +128,14 @@ def running(pods: Mapping[str, Document]) -> list[str]:
 def test_five_hundred_pods_come_and_go(
     empty_node: MigNode, record_property: Callable[[str, object], None]
 ) -> None:
-    """Instances are where their pods are, and nowhere else; next to nobody is refused."""
+    """Instances are exactly where their pods are, and less than 1 % of pods are refused."""
     began = time.monotonic()
     chance = random.Random(4)  # noqa: S311 - the same pods every time
     with empty_node.cluster.node.api() as api:
         crowd = Crowd(empty_node, api, chance)
         while crowd.arrived < ARRIVALS:
             pods = crowd.await_settled(STARTING)
-            crowded = sum(map(waits, pods.values())) >= WAITING
+            crowded = sum(map(is_unschedulable, pods.values())) >= WAITING
             if crowded or len(pods) >= FULL:
                 crowd.leave(chance.choice(running(pods)))
             if crowded:
@@ -148,7 +151,7 @@ def test_five_hundred_pods_come_and_go(
         record_property("refused", dict(crowd.lost))
         print(
             f"{crowd.arrived} pods came in {time.monotonic() - began:.0f} s, "
-            f"{len(crowd.waited)} waited for room, {crowd.lost.total()} ({share:.1f} %) met "
+            f"{len(crowd.waited)} were unschedulable, {crowd.lost.total()} ({share:.1f} %) met "
             f"UnexpectedAdmissionError: {dict(crowd.lost)}"
         )
         crowd.leave(*crowd.await_settled())

@@ -1,4 +1,4 @@
-"""A namespace has at most as many shares as its quota says: Kubernetes counts them by name."""
+"""A quota limits the shares of a namespace: Kubernetes counts them by name."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from tests.e2e.rig.waiting import wait_for
 
 GUESTS = "cnvrg-guests"
 HARD = {NAMESPACE: 400, GUESTS: 100}
-"""What each namespace may have: four GPUs, and one."""
+"""The quota of each namespace: four GPUs, and one."""
 COUNTED_S = 60.0
 
 
 @pytest.fixture
 def two_namespaces(cluster: Cluster) -> Iterator[Cluster]:
-    """A second namespace, and a hard quota in each that Kubernetes counts already."""
-    cluster.kubectl.make_namespace(GUESTS)
+    """Create a second namespace, and a hard quota in each that Kubernetes counts already."""
+    cluster.kubectl.create_namespace(GUESTS)
     cluster.kubectl.apply(*(quota(name, hard) for name, hard in HARD.items()))
     for name in HARD:
         wait_for("the quota to count", lambda: used(cluster, name) == 0, within_s=COUNTED_S)  # noqa: B023 - called at once
@@ -28,7 +28,7 @@ def two_namespaces(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_a_quota_stops_the_second_namespace(two_namespaces: Cluster) -> None:
-    """Who has used up their quota is told so by the API server; others are not concerned."""
+    """The API server refuses a pod above its quota; the other namespace is not affected."""
     kubectl = two_namespaces.kubectl
     kubectl.apply(in_namespace(GUESTS, idle_pod("within", 60)))
 
@@ -45,7 +45,7 @@ def test_a_quota_stops_the_second_namespace(two_namespaces: Cluster) -> None:
 
 
 def quota(namespace: str, hard: int) -> Document:
-    """A hard quota of shares."""
+    """Return a hard quota of shares."""
     return {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -55,12 +55,12 @@ def quota(namespace: str, hard: int) -> Document:
 
 
 def used(cluster: Cluster, namespace: str) -> int | None:
-    """How much of its quota a namespace has by Kubernetes' account, None before it counts."""
+    """Return the used part of a namespace's quota by Kubernetes, None before it counts."""
     status = cluster.kubectl.get("resourcequota", "gpus", namespace).get("status", {})
     counted = status.get("used", {}).get(f"requests.{RESOURCE}")
     return None if counted is None else int(counted)
 
 
 def in_namespace(namespace: str, document: Document) -> Document:
-    """The same pod elsewhere."""
+    """Return the same pod in another namespace."""
     return {**document, "metadata": {**document["metadata"], "namespace": namespace}}

@@ -1,12 +1,16 @@
-"""Two ways of cutting GPUs on one node, brought in while it runs."""
+"""Two backends, or two plugins, on one node that runs."""
 
 from collections import Counter
 from collections.abc import Iterator
 
+import anyio
 import pytest
+from anyio import to_thread
 
-from tests.e2e.cluster import NAMESPACE, RESOURCE, Cluster, idle_pod
+from metagpu.sim.kubelet.other_plugin import other_plugin
+from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, Cluster, idle_pod
 from tests.e2e.rig.images import BUSYBOX_IMAGE
+from tests.e2e.rig.settings import KUBELET_HOME
 
 SHARED = "nvidia.com/gpu.shared"
 HALF_AND_HALF = f"""\
@@ -27,6 +31,7 @@ pools:
       - backend: fraction
         resource: {RESOURCE}
         sharesPerGpu: 100
+        metagpuEnv: true
 """
 
 # The ReplicaSet of CERN's article on time-slicing; only the image, and so the command, is another.
@@ -60,7 +65,7 @@ spec:
 
 @pytest.fixture
 def half_and_half(cluster: Cluster) -> Iterator[Cluster]:
-    """Four GPUs in time-slices and four in fractions, and all as it was afterwards."""
+    """Offer four GPUs as time-slices and four as fractions; restore the node afterwards."""
     cluster.daemon.configure(HALF_AND_HALF)
     cluster.await_amounts(16, 16, SHARED)
     cluster.await_amounts(400, 400)
@@ -72,9 +77,9 @@ def half_and_half(cluster: Cluster) -> Iterator[Cluster]:
 def test_replicas_and_fractions_side_by_side(half_and_half: Cluster) -> None:
     """Five replicas run spread over four GPUs, beside a pod with half of a fifth."""
     half_and_half.start(REPLICA_SET, idle_pod("half", 50))
-    half = half_and_half.look_inside("half")
+    half = half_and_half.inspect_container("half")
     seen = Counter(
-        half_and_half.look_inside(name).environment["NVIDIA_VISIBLE_DEVICES"]
+        half_and_half.inspect_container(name).environment["NVIDIA_VISIBLE_DEVICES"]
         for name in half_and_half.incarnations()
         if name.startswith("nvidia-test-time-slice-")
     )
@@ -85,7 +90,7 @@ def test_replicas_and_fractions_side_by_side(half_and_half: Cluster) -> None:
 
 
 def test_gpu_in_use_changes_when_its_pod_has_ended(cluster: Cluster) -> None:
-    """A reload leaves a running pod alone, and its GPU is cut anew when the pod is gone."""
+    """A reload leaves a running pod alone; its GPU gets the new backend after the pod."""
     held = cluster.run("old", 30)
     before = cluster.incarnations()
     cluster.daemon.configure(HALF_AND_HALF)
@@ -99,3 +104,17 @@ def test_gpu_in_use_changes_when_its_pod_has_ended(cluster: Cluster) -> None:
         cluster.await_amounts(16, 16, SHARED)
     finally:
         cluster.daemon.configure()
+
+
+def test_resource_is_back_after_a_second_plugin_of_its_name(cluster: Cluster) -> None:
+    """A plugin that registers our name and ends costs seconds, and no restart."""
+
+    async def register_and_end() -> None:
+        folder, ids = KUBELET_HOME / "device-plugins", ["other-1", "other-2", "other-3"]
+        async with other_plugin(folder, RESOURCE, ids):
+            await to_thread.run_sync(cluster.await_amounts, 3, 3)
+
+    anyio.run(register_and_end)
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+
+    assert len(cluster.run("later", 100).share_ids) == 100

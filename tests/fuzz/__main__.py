@@ -13,17 +13,17 @@ HERE = Path(__file__).parent
 
 
 def commits() -> int:
-    """Count the commits of this tree; 0 where there is no history."""
+    """Count the commits of this tree; return 0 without a history."""
     command = ["git", "rev-list", "--count", "HEAD"]
     counted = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)  # noqa: S603 - fixed
     return int(counted.stdout) if counted.returncode == 0 else 0
 
 
 def main() -> int:
-    """Run the pieces; stop at the first that finds something, and say how to run it again."""
+    """Run the pieces; stop at the first with a finding and print how to repeat it."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--piece", type=int, help="the first (default: the number of commits)")
-    parser.add_argument("--pieces", type=int, default=1, help="how many; 60 are about an hour")
+    parser.add_argument("--pieces", type=int, default=1, help="how many; 30 are about an hour")
     asked = parser.parse_args()
     first = commits() if asked.piece is None else asked.piece
 

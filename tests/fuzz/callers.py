@@ -1,4 +1,4 @@
-"""Who calls the daemon's sockets: plain blocking sockets, from a thread beside the daemon."""
+"""Callers of the daemon's sockets: plain blocking sockets, from a thread beside the daemon."""
 
 import socket
 import time
@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from metagpu.plugins.frames import HEAD
+from metagpu.plugins.pod_api.frames import HEAD
 
 PATIENCE_S = 30.0
 """Longer than any answer may take on the slowest machine."""
@@ -16,8 +16,8 @@ LISTENING_S = 3.0
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What a caller was sent; `whole` if the daemon ended it in order."""
+class Received:
+    """The bytes that a caller received; `whole` if the daemon ended the answer in order."""
 
     data: bytes
     whole: bool
@@ -37,23 +37,23 @@ def call_and_go(path: Path, data: bytes) -> None:
         connection.sendall(data)
 
 
-def call(path: Path, data: bytes) -> Heard:
-    """Send bytes, then listen until the daemon hangs up, or longer than any one answer is.
+def call(path: Path, data: bytes) -> Received:
+    """Send bytes, then read until the daemon hangs up, or longer than any one answer takes.
 
     Raises:
         TimeoutError: if neither an answer nor an end comes.
     """
-    heard = b""
+    received = b""
     with suppress(ConnectionError), _connected(path) as connection:
         connection.sendall(data)
         began = time.monotonic()
         while part := connection.recv(65536):
-            heard += part
+            received += part
             if time.monotonic() - began > LISTENING_S:
                 break
         else:
-            return Heard(heard, whole=True)
-    return Heard(heard, whole=False)
+            return Received(received, whole=True)
+    return Received(received, whole=False)
 
 
 def converse(path: Path, lines: Sequence[bytes]) -> list[bytes]:
@@ -63,15 +63,15 @@ def converse(path: Path, lines: Sequence[bytes]) -> list[bytes]:
         TimeoutError: if an answer does not come.
     """
     with _connected(path) as connection, connection.makefile("rb") as answers:
-        said = []
+        sent = []
         for line in lines:
             connection.sendall(line)
-            said.append(answers.readline())
-        return said
+            sent.append(answers.readline())
+        return sent
 
 
 def frames(data: bytes) -> list[tuple[bytes, bytes]]:
-    """Take an answer apart; the status of its end is a text here.
+    """Split an answer into frames; the status of its end is a text here.
 
     Raises:
         ValueError: if it is no sequence of whole frames.

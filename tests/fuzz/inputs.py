@@ -1,13 +1,13 @@
-"""What somebody who means no good might send: nonsense, half requests, and nearly good ones."""
+"""Input of a malicious caller: nonsense, partial requests, and nearly valid ones."""
 
 import json
 from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from metagpu.plugins.frames import LENGTH, REQUEST_LIMIT
-from metagpu.pod_words import HELP
-from tests.mgctl_rig import packed
+from metagpu.plugins.pod_api.command import HELP
+from metagpu.plugins.pod_api.frames import LENGTH, REQUEST_LIMIT
+from tests.rigs.mgctl import pack_request
 
 _FACTS: Final = "mgctl/1 tty=0 columns=0 rows=0 old=0"
 
@@ -37,7 +37,7 @@ def _framed(payload: bytes) -> bytes:
 
 @st.composite
 def _mutated(draw: st.DrawFn, good: st.SearchStrategy[bytes]) -> bytes:
-    """Cut a good one short, put something in, or change a byte."""
+    """Cut a valid request short, insert bytes, or change a byte."""
     data = bytearray(draw(good))
 
     for _ in range(draw(st.integers(1, 4))):
@@ -54,9 +54,9 @@ def _mutated(draw: st.DrawFn, good: st.SearchStrategy[bytes]) -> bytes:
     return bytes(data)
 
 
-_honest = st.builds(packed, words, words, words)
+_honest = st.builds(pack_request, words, words, words)
 _nearly = st.builds(
-    lambda first, rest: packed(*rest, facts=first),
+    lambda first, rest: pack_request(*rest, facts=first),
     facts.filter(str.isprintable),
     st.lists(words, max_size=6),
 )

@@ -1,4 +1,4 @@
-"""A simulated node with our NVML driver on it, and ways to make NVML odd."""
+"""A simulated node with our NVML driver, and ways to make NVML misbehave."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import anyio
 
-from metagpu.core.driver import Survey
-from metagpu.nvml import Nvml
-from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode
-from metagpu.sim.spec import simulated
-from tests.waiting import skip
+from metagpu.core.contracts.driver import Survey
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.nvml.timing import TIMING, NvmlTiming
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
+from tests.rigs.waiting import skip
 
 DEADLINE = 30.0
 """Seconds that a call may take: a busy machine must not fail a test."""
@@ -21,38 +22,40 @@ class Rig(NamedTuple):
     """A node, the driver on it, and its first survey."""
 
     node: SimNode
-    nvml: Nvml
+    nvml: NvmlDriver
     survey: Survey
 
 
 @asynccontextmanager
-async def opened(what: str = "a100-40gb:3", deadline: float = DEADLINE) -> AsyncIterator[Rig]:
-    """Open a session on a simulated node and look around once."""
-    node = simulated(what)
-    nvml = Nvml(Library(node), deadline)
+async def opened(
+    what: str = "a100-40gb:3", deadline: float = DEADLINE, timing: NvmlTiming = TIMING
+) -> AsyncIterator[Rig]:
+    """Open a session on a simulated node and survey it once."""
+    node = build_node(what)
+    nvml = NvmlDriver(SimLibrary(node), deadline, timing)
 
     async with nvml.session():
         yield Rig(node, nvml, await nvml.survey())
 
 
-def altered(node: SimNode, **functions: Callable[..., int]) -> Library:
-    """Make a library on a node, some of whose C functions are other ones."""
-    library = Library(node)
+def altered_library(node: SimNode, **functions: Callable[..., int]) -> SimLibrary:
+    """Build a library on a node, with some of its C functions replaced."""
+    library = SimLibrary(node)
     for name, function in functions.items():
         setattr(library, name, function)
     return library
 
 
 @asynccontextmanager
-async def hurried(nvml: Nvml, *hanging: str) -> AsyncIterator[None]:
-    """Let the deadlines of a block's calls pass as soon as only these lanes have not answered.
+async def skip_deadlines(nvml: NvmlDriver, *hanging: str) -> AsyncIterator[None]:
+    """Skip the deadlines of a block's calls once only these workers have not answered.
 
-    However slow the machine is, nobody else is out then whose deadline could pass as well.
+    However slow the machine is, no other call is out then whose deadline could pass as well.
     """
 
     async def hurry() -> None:
         with anyio.fail_after(DEADLINE):
-            while out(nvml) != set(hanging):
+            while out(nvml) != set(hanging) or not inside(nvml).issuperset(hanging):
                 await anyio.sleep(0.005)
                 await anyio.wait_all_tasks_blocked()
         skip(10 * DEADLINE)
@@ -62,8 +65,15 @@ async def hurried(nvml: Nvml, *hanging: str) -> AsyncIterator[None]:
         yield
 
 
-def out(nvml: Nvml) -> set[str]:
-    """Name the lanes that somebody waits for, or is about to, GPUs without their uuids."""
+def inside(nvml: NvmlDriver) -> set[str]:
+    """Return the workers whose thread is inside NVML; GPUs without their uuids."""
     session = nvml._session
-    lanes = [nvml._whole, *(nvml._lanes(session) if session else ())]
-    return {lane.name.partition(" (")[0] for lane in lanes if lane._limiter.borrowed_tokens}
+    workers = [nvml._library_worker, *(nvml._workers(session) if session else ())]
+    return {it.name.partition(" (")[0] for it in workers if not it.is_idle}
+
+
+def out(nvml: NvmlDriver) -> set[str]:
+    """Return the workers with a pending call, or one about to begin; GPUs without their uuids."""
+    session = nvml._session
+    workers = [nvml._library_worker, *(nvml._workers(session) if session else ())]
+    return {it.name.partition(" (")[0] for it in workers if it._limiter.borrowed_tokens}

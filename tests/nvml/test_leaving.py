@@ -1,4 +1,4 @@
-"""A command whose NVML hangs ends all the same: Python alone would wait for its threads."""
+"""A command whose NVML hangs ends in time, although Python waits for its threads."""
 
 import signal
 import subprocess
@@ -8,39 +8,41 @@ from typing import Final
 
 import pytest
 
+from tests.rigs.nvml_library import NvmlLibrary
+
 HANGING: Final = """
 import sys, threading
-from metagpu import cli, nvml
-from metagpu.sim.library import Library
+from metagpu.cli.metagpu import main
+from metagpu.nvml import driver
+from metagpu.sim.nvml.library import SimLibrary
 
 function, *arguments = sys.argv[1:]
-real = getattr(Library, function)
+real = getattr(SimLibrary, function)
 calls = []
 
 def first_hangs(*args):
     calls.append(args)
     return real(*args) if len(calls) > 1 else threading.Event().wait()
 
-setattr(Library, function, first_hangs)
-nvml.Nvml.__init__.__defaults__ = (None, 0.2)
-nvml._OPENING = 0.2
-sys.exit(cli.main(arguments))
+setattr(SimLibrary, function, first_hangs)
+driver.NvmlDriver.__init__.__defaults__ = (None, 0.2, driver.NvmlTiming(opening=0.2))
+sys.exit(main(arguments))
 """
 GPU, INIT = "nvmlDeviceGetMemoryInfo_v2", "nvmlInitWithFlags"
 """What hangs at its first call."""
-PATIENCE = 50.0
+TIMEOUT = 50.0
 
 
 def hanging(function: str, *arguments: str) -> list[str]:
-    """Give a command line of metagpu on two simulated GPUs, where one call never comes back."""
+    """Return a command line of metagpu on two simulated GPUs, where one call hangs."""
     return [sys.executable, "-c", HANGING, function, *arguments, "--simulate", "t4:2"]
 
 
 @pytest.mark.parametrize(("function", "status"), [(GPU, 0), (INIT, 1)])
 def test_explain_ends_although_nvml_hangs(function: str, status: int) -> None:
-    """Its output is whole, and its status is that of any other end."""
+    """`explain` has its whole output and status 0 although a call hangs."""
     done = subprocess.run(  # noqa: S603 - our own command
-        hanging(function, "explain"), capture_output=True, text=True, timeout=PATIENCE, check=False
+        hanging(function, "explain"), capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
 
     assert done.returncode == status, done.stderr
@@ -49,18 +51,41 @@ def test_explain_ends_although_nvml_hangs(function: str, status: int) -> None:
 
 
 def test_run_ends_although_nvml_hangs(tmp_path: Path) -> None:
-    """SIGTERM ends the daemon with status 0, and it says what it leaves behind."""
+    """SIGTERM ends the daemon with status 0, and a log event names the hanging call."""
     places = ("--run-dir", str(tmp_path), "--kubelet-dir", str(tmp_path / "kubelet"))
     command = hanging(GPU, "run", *places)
 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
         try:
             assert process.stderr is not None
-            assert any("on offer" in line for line in process.stderr)
+            assert any("resource offered" in line for line in process.stderr)
             process.terminate()
-            _, told = process.communicate(timeout=PATIENCE)
+            _, output = process.communicate(timeout=TIMEOUT)
         finally:
             process.kill()
 
     assert process.returncode == 0, signal.strsignal(-process.returncode)
-    assert "NVML still hangs; leaving it" in told
+    assert "exit while NVML hangs" in output
+
+
+def test_run_does_not_wait_for_nvmls_wait(tmp_path: Path) -> None:
+    """SIGTERM ends the daemon while NVML waits for events, which nothing can interrupt."""
+    library = NvmlLibrary(tmp_path / "nvml")
+    library.hang("nvmlEventSetWait_v2", "-")
+    places = ("--run-dir", str(tmp_path), "--kubelet-dir", str(tmp_path / "kubelet"))
+    command = [sys.executable, "-m", "metagpu", "run", *places]
+
+    with subprocess.Popen(  # noqa: S603 - our own command
+        command, stderr=subprocess.PIPE, text=True, env=library.environment
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert any("resource offered" in line for line in process.stderr)
+            process.terminate()
+            _, output = process.communicate(timeout=TIMEOUT)
+        finally:
+            process.kill()
+
+    assert process.returncode == 0, signal.strsignal(-process.returncode)
+    assert "stopping" in output
+    assert "NVML hangs" not in output  # that would be a wait past its deadline

@@ -1,23 +1,23 @@
-"""What NVML leaves out, and what it says in odd ways."""
+"""Values that NVML leaves out, or reports in unusual forms."""
 
 from typing import Any
 
 import pynvml
 import pytest
 
-from metagpu.core.driver import ComputeMode, Xid
+from metagpu.core.contracts.driver import ComputeMode, RecoveryAction, Xid
 from metagpu.core.errors import DriverError
-from metagpu.core.gpu import MIB
-from metagpu.nvml import Nvml
-from metagpu.sim.boards import BOARDS
-from metagpu.sim.gpu import SimProcess
-from metagpu.sim.library import Library
-from metagpu.sim.node import SimNode
-from metagpu.sim.spec import simulated
-from tests.nvml.rig import DEADLINE, altered, opened
+from metagpu.core.model.gpu import MIB
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.gpu_models import GPU_MODELS
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
+from tests.nvml.rig import DEADLINE, altered_library, opened
 
 
-async def test_what_a_gpu_does_not_support_is_unknown() -> None:
+async def test_an_unsupported_value_is_unknown() -> None:
     """A T4 has no MIG and replaces no rows: None, and not False or zero."""
     async with opened("t4:1") as (_, nvml, survey):
         condition = await nvml.condition(survey.gpus[0].id)
@@ -27,7 +27,7 @@ async def test_what_a_gpu_does_not_support_is_unknown() -> None:
     assert condition.remapped_rows is None
 
 
-async def test_what_a_driver_does_not_know_is_unknown() -> None:
+async def test_a_value_unknown_to_the_driver_is_unknown() -> None:
     """Driver 550 has no recovery action, neither as a value nor as an event."""
     node, nvml = older("550.163.01")
     async with nvml.session():
@@ -38,34 +38,48 @@ async def test_what_a_driver_does_not_know_is_unknown() -> None:
         assert await nvml.events() == (Xid(gpu.id, 95),)
 
 
-async def test_an_old_driver_has_only_the_first_memory_query() -> None:
-    """Without version 2 of the query the reserved memory is unknown, and used is the same."""
-    _, nvml = older("470.256.02")
+@pytest.mark.parametrize("action", [RecoveryAction.GPU_RESET, RecoveryAction.DRAIN_AND_RESET])
+async def test_driver_560_reports_a_needed_reset(action: RecoveryAction) -> None:
+    """Two older fields have a needed reset; that none is needed is no recovery action."""
+    node, nvml = older("560.35.03")
+    async with nvml.session():
+        [gpu] = (await nvml.survey()).gpus
+        found = [(await nvml.condition(gpu.id)).recovery_action]
+        for each in (action, RecoveryAction.NONE):
+            node.set_recovery_action(node.gpu(0), each)
+            found.append((await nvml.condition(gpu.id)).recovery_action)
+
+    assert found == [None, action, None]
+
+
+async def test_an_old_driver_has_older_functions() -> None:
+    """Driver 470 reserves unknown memory, uses the same, and lists processes."""
+    node, nvml = older("470.256.02")
+    node.start_process(node.gpu(0), SimProcess(11, 512 * MIB))
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         used = (await nvml.condition(gpu.id)).memory_used
 
         assert gpu.reserved is None
-        assert used == BOARDS["a100-40gb"].reserved * MIB
-        with pytest.raises(DriverError, match="RunningProcesses"):
-            await nvml.processes(gpu.id)
+        assert used == (GPU_MODELS["a100-40gb"].reserved + 512) * MIB
+        assert [it.pid for it in await nvml.processes(gpu.id)] == [11]
 
 
 async def test_an_unknown_recovery_action_is_no_health() -> None:
-    """A number that a future driver brings fails the device check rather than passing it."""
+    """An unknown number of a recovery action fails the device check."""
     async with opened() as (node, nvml, survey):
         node.gpu(0).recovery_action = 42  # type: ignore[assignment]
         with pytest.raises(DriverError, match="recovery action 42"):
             await nvml.condition(survey.gpus[0].id)
 
 
-async def test_processes_are_listed_once_with_what_is_known() -> None:
+async def test_processes_are_listed_once() -> None:
     """A process with compute and graphics is one; memory that the driver hides is None."""
     async with opened() as (node, nvml, survey):
         gpu = node.gpu(0)
-        node.add_process(gpu, SimProcess(11, 512 * MIB))
-        node.add_process(gpu, SimProcess(11, 256 * MIB, gi=3, ci=0))
-        node.add_process(gpu, SimProcess(12, None, graphics=True))
+        node.start_process(gpu, SimProcess(11, 512 * MIB))
+        node.start_process(gpu, SimProcess(11, 256 * MIB, gi=3, ci=0))
+        node.start_process(gpu, SimProcess(12, None, graphics=True))
         found = await nvml.processes(survey.gpus[0].id)
 
         assert [(p.pid, p.memory, p.gpu_instance, p.compute_instance) for p in found] == [
@@ -85,70 +99,73 @@ async def test_a_board_of_the_second_pci_domain_keeps_it() -> None:
         assert [gpu.numa_node for gpu in survey.gpus[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-async def test_a_machine_without_numa_says_none() -> None:
+async def test_a_machine_without_numa_has_no_node() -> None:
     """An empty set of NUMA nodes is no node, and not node 0."""
-    library = altered(simulated("t4:1"), nvmlDeviceGetMemoryAffinity=lambda *_: pynvml.NVML_SUCCESS)
-    nvml = Nvml(library, DEADLINE)
+    library = altered_library(
+        build_node("t4:1"), nvmlDeviceGetMemoryAffinity=lambda *_: pynvml.NVML_SUCCESS
+    )
+    nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
         assert (await nvml.survey()).gpus[0].numa_node is None
 
 
-async def test_a_field_that_fails_fails_the_check() -> None:
-    """An error inside the answer for a field is an error, while an unknown field is None."""
+async def test_a_field_that_fails_is_unknown() -> None:
+    """An error inside a field's answer is unknown, as an unknown field is."""
     codes = [pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_INVALID_ARGUMENT]
 
     def answer(_handle: object, _count: object, values: Any) -> int:  # noqa: ANN401
         values._obj[0].nvmlReturn = codes.pop()
         return 0
 
-    nvml = Nvml(altered(simulated("t4:1"), nvmlDeviceGetFieldValues=answer), DEADLINE)
+    nvml = NvmlDriver(
+        altered_library(build_node("t4:1"), nvmlDeviceGetFieldValues=answer), DEADLINE
+    )
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         assert (await nvml.condition(gpu.id)).recovery_action is None
-        with pytest.raises(DriverError, match="Unknown Error"):
-            await nvml.condition(gpu.id)
+        assert (await nvml.condition(gpu.id)).recovery_action is None
 
 
 async def test_processes_that_start_meanwhile_are_listed() -> None:
-    """A list that has grown between NVML's two calls is asked for again."""
-    node = simulated("t4:1")
-    node.add_process(node.gpu(0), SimProcess(99, MIB))
+    """A list that grows between NVML's two calls is read again."""
+    node = build_node("t4:1")
+    node.start_process(node.gpu(0), SimProcess(99, MIB))
     starting = list(range(1, 13))
 
     def growing(*args: object) -> int:
-        code = Library.nvmlDeviceGetComputeRunningProcesses_v3(library, *args)
+        code = SimLibrary.nvmlDeviceGetComputeRunningProcesses_v3(library, *args)
         while starting:
-            node.add_process(node.gpu(0), SimProcess(starting.pop(), MIB))
+            node.start_process(node.gpu(0), SimProcess(starting.pop(), MIB))
         return code
 
-    library = altered(node, nvmlDeviceGetComputeRunningProcesses_v3=growing)
-    nvml = Nvml(library, DEADLINE)
+    library = altered_library(node, nvmlDeviceGetComputeRunningProcesses_v3=growing)
+    nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         assert len(await nvml.processes(gpu.id)) == 13
 
 
-def older(driver: str) -> tuple[SimNode, Nvml]:
-    """Make a node with one A100 under another driver."""
+def older(driver: str) -> tuple[SimNode, NvmlDriver]:
+    """Build a node with one A100 under another driver."""
     node = SimNode(driver)
-    node.add_gpu(BOARDS["a100-40gb"])
-    return node, Nvml(Library(node), DEADLINE)
+    node.add_gpu(GPU_MODELS["a100-40gb"])
+    return node, NvmlDriver(SimLibrary(node), DEADLINE)
 
 
 async def test_a_compute_mode_is_read_and_set() -> None:
-    """Who may compute on a GPU is said for that GPU alone, and a reset forgets it."""
+    """A compute mode is set for one GPU alone, and ends with a reset."""
     async with opened() as (node, nvml, survey):
         first, second = (gpu.id for gpu in survey.gpus[:2])
         await nvml.set_compute_mode(first, ComputeMode.EXCLUSIVE_PROCESS)
 
         assert await nvml.compute_mode(first) is ComputeMode.EXCLUSIVE_PROCESS
         assert await nvml.compute_mode(second) is ComputeMode.DEFAULT
-        node.recover(node.gpu(0))
+        node.reset_gpu(node.gpu(0))
         assert await nvml.compute_mode(first) is ComputeMode.DEFAULT
 
 
-async def test_a_compute_mode_that_is_refused_says_why() -> None:
-    """Only root may set a mode; one that GPUs have no more, or not under MIG, cannot be set."""
+async def test_a_refused_compute_mode_has_its_reason() -> None:
+    """A mode needs root, and is refused under MIG or when GPUs no longer have it."""
     async with opened() as (node, nvml, survey):
         gpu = survey.gpus[0].id
         with pytest.raises(DriverError, match=r"nvmlDeviceSetComputeMode: Not Supported"):
@@ -168,12 +185,12 @@ async def test_a_compute_mode_that_is_refused_says_why() -> None:
         assert await nvml.compute_mode(gpu) is ComputeMode.DEFAULT
 
 
-async def test_a_compute_mode_may_be_unsaid() -> None:
-    """A GPU that has no compute mode says None."""
-    library = altered(
-        simulated("t4:1"), nvmlDeviceGetComputeMode=lambda *_: pynvml.NVML_ERROR_NOT_SUPPORTED
+async def test_a_compute_mode_may_be_unknown() -> None:
+    """A GPU that has no compute mode reports None."""
+    library = altered_library(
+        build_node("t4:1"), nvmlDeviceGetComputeMode=lambda *_: pynvml.NVML_ERROR_NOT_SUPPORTED
     )
-    nvml = Nvml(library, DEADLINE)
+    nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         assert await nvml.compute_mode(gpu.id) is None

@@ -1,125 +1,219 @@
-"""MIG mode: turned on where the configuration says so and nobody has the GPU; never off again."""
+"""MIG mode: turned on or off on unused GPUs, as the configuration says."""
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import structlog
 
+from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.errors import DriverError
-from metagpu.core.gpu import Gpu
-from metagpu.core.model import Stock
-from metagpu.core.served import ServedGpu
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ProvisionedState
 
-_RESETS: Final = frozenset(("ampere",))
-"""Architectures on which a change of the mode waits for a reset, as NVIDIA's MIG guide says; from
-Hopper on it takes effect at once."""
+_RESET_ARCHITECTURES: Final = frozenset(("ampere",))
+"""Architectures on which a change of the mode takes effect at a reset, as NVIDIA's MIG guide says;
+from Hopper on it takes effect at once."""
 
 log = structlog.get_logger()
 
 
-class Hindrance(NamedTuple):
-    """Why MIG is off, and whether it stays so until somebody resets the GPU."""
+class Blocker(NamedTuple):
+    """A reason why a GPU has not the mode that its pool wants.
 
-    why: str
-    reset: bool = False
-
-
-def foreseen(gpu: Gpu, *, enable: bool) -> str:
-    """Say why a GPU will give no instances as it is now, before anybody touches it. Pure.
-
-    Empty where MIG is on, or will be as soon as nobody uses the GPU.
+    Attributes:
+        needs_reset: whether the reason lasts until the GPU is reset.
+        empties: whether the GPU's idle instances are removed meanwhile.
     """
+
+    reason: str
+    needs_reset: bool = False
+    empties: bool = False
+
+
+class MigModePolicy(Protocol):
+    """The MIG mode that a pool wants of one GPU."""
+
+    @property
+    def enables(self) -> bool:
+        """True if the pool wants MIG on: no other backend can use the GPU then."""
+        ...
+
+    async def ensure(self) -> Blocker | None:
+        """Change the mode if allowed and possible; return why it is not the wanted one.
+
+        Raises:
+            DriverError: if NVML cannot report the mode.
+        """
+        ...
+
+
+def expected_problem(gpu: Gpu, *, enable: bool, disable: bool = False) -> str:
+    """Return why a GPU is not used as its pool wants in its present mode. Pure.
+
+    Empty where the mode is right, or where metagpu changes it as soon as the GPU is unused.
+    """
+    if disable:
+        return _disabling_problem(gpu)
     if gpu.mig_enabled is None:
-        return _NONE
+        return _NO_MIG
     if gpu.mig_enabled:
         return ""
     if not enable:
-        return _off(gpu)
-    if gpu.architecture in _RESETS:
+        return _disabled(gpu)
+    if gpu.architecture in _RESET_ARCHITECTURES:
         return (
-            "MIG mode is off; metagpu turns it on once nobody uses the GPU, and it waits for a "
-            f"reset then: {_command(gpu)}"
+            "MIG mode is off; metagpu enables it once the GPU is unused, and the GPU then needs a "
+            f"reset: {_reset_command(gpu)}"
         )
     return ""
 
 
-class MigMode(msgspec.Struct, frozen=True):
-    """MIG mode of one GPU, and whether it may be turned on."""
+def _disabling_problem(gpu: Gpu) -> str:
+    if not gpu.mig_enabled or gpu.architecture not in _RESET_ARCHITECTURES:
+        return ""
+    return f"{LEAVING}; the GPU then needs a reset: {_reset_command(gpu)}"
 
-    served: ServedGpu
+
+class MigModeEnabler(msgspec.Struct, frozen=True):
+    """The policy of a GPU with instances; `enable` allows metagpu to turn MIG on."""
+
+    context: GpuContext
     enable: bool
 
-    async def hindrance(self) -> Hindrance | None:
-        """Say why MIG is off, having turned it on where that may and can be; `None` when it is on.
+    @property
+    def enables(self) -> bool:
+        """True."""
+        return True
+
+    async def ensure(self) -> Blocker | None:
+        """Enable MIG if allowed and possible; return why it is off, `None` if it is on.
 
         Raises:
-            DriverError: if NVML cannot tell.
+            DriverError: if NVML cannot report the mode.
         """
-        gpu = self.served.state.gpu
-        mode = await self.served.mig.mode(gpu.id)
+        gpu = self.context.state.gpu
+        mode = await self.context.mig.mode(gpu.id)
 
         if mode is None:
-            return Hindrance(_NONE)
+            return Blocker(_NO_MIG)
         if mode.enabled:
             return None
         if mode.pending:
             return _reset(gpu, "it is switched on")
         if not self.enable:
-            return Hindrance(_off(gpu))
-        return await self._turn_on()
+            return Blocker(_disabled(gpu))
+        return await self._enable()
 
-    async def _turn_on(self) -> Hindrance | None:
-        served, gpu = self.served, self.served.state.gpu
-        if served.state.elsewhere is None:
-            return Hindrance(
-                "MIG mode is off; it is turned on once the kubelet has told who holds the GPU"
+    async def _enable(self) -> Blocker | None:
+        context, gpu = self.context, self.context.state.gpu
+        if context.state.mig_devices_of_other_plugins is None:
+            return Blocker(
+                "MIG mode is off; metagpu enables it after the kubelet has reported which pods "
+                "hold the GPU"
             )
 
-        # Before anybody is asked: who had a share in this moment is seen, and nobody gets another.
-        served.tell(Stock(alone=True))
+        # Reported before the check for use: from now on no container is given another share, and
+        # the check sees every lease of before.
+        context.report(ProvisionedState(exclusive=True))
         try:
-            if why := await self._used():
-                served.tell(Stock())
-                why = f"MIG mode is off, and turned on once nobody uses the GPU: {why}"
-                return Hindrance(why)
-            mode = await served.mig.set_mode(gpu.id, enabled=True)
+            if use := await _use(context):
+                context.report(ProvisionedState())
+                return Blocker(f"MIG mode is off; metagpu enables it once the GPU is unused: {use}")
+            mode = await context.mig.set_mode(gpu.id, enabled=True)
         except DriverError as error:
-            served.tell(Stock())  # others may have the GPU for as long as this fails
-            return Hindrance(f"MIG mode is off and cannot be turned on: {error}")
+            context.report(ProvisionedState())  # other backends may use the GPU while this fails
+            return Blocker(f"MIG mode is off and cannot be enabled: {error}")
 
         if mode.enabled:
-            log.info("MIG mode turned on", gpu=str(gpu))
+            log.info("mig mode enabled", gpu=str(gpu))
             return None
-        served.tell(Stock())
+        context.report(ProvisionedState())
         if not mode.pending:
-            return Hindrance(f"MIG mode is off and cannot be turned on: {mode.hindrance}")
-        return _reset(gpu, f"it was switched on, but {mode.hindrance}")
+            return Blocker(f"MIG mode is off and cannot be enabled: {mode.reason}")
+        return _reset(gpu, f"it was switched on, but {mode.reason}")
 
-    async def _used(self) -> str:
-        for lease in self.served.state.leases.values():
-            # Who holds an instance has none while MIG is off, as after a reboot: it waits for this.
-            if lease.share.backend != self.served.backend:
-                return f"{lease.holder or 'a pod that is being admitted'} holds {lease.share.id}"
-        for process in await self.served.processes():
-            return f"process {process.pid} runs on it"
+
+class MigModeDisabler(msgspec.Struct, frozen=True):
+    """The policy of a GPU that leaves MIG mode."""
+
+    context: GpuContext
+
+    @property
+    def enables(self) -> bool:
+        """False."""
+        return False
+
+    async def ensure(self) -> Blocker | None:
+        """Disable MIG if possible; return why it is on, `None` if it is off.
+
+        Raises:
+            DriverError: if NVML cannot report the mode.
+        """
+        context, gpu = self.context, self.context.state.gpu
+        mode = await context.mig.mode(gpu.id)
+
+        if mode is None or not (mode.enabled or mode.pending):
+            return None
+        if not mode.pending:
+            return _reset(gpu, "it is switched off")
+        if use := await self._use():
+            return Blocker(f"{LEAVING}: {use}", empties=True)
+        return await self._disable()
+
+    async def _use(self) -> str:
+        """Return what keeps MIG on, empty for nothing."""
+        context = self.context
+        if context.state.mig_devices_of_other_plugins is None:
+            return "the kubelet has not reported yet which pods hold it"
+        if use := await _use(context, any_backend=True):
+            return use
+        if instances := await context.mig.instances(context.state.gpu.id):
+            return f"it has {len(instances)} instances"
         return ""
 
+    async def _disable(self) -> Blocker | None:
+        context, gpu = self.context, self.context.state.gpu
+        try:
+            mode = await context.mig.set_mode(gpu.id, enabled=False)
+        except DriverError as error:
+            return Blocker(f"MIG mode is on and cannot be disabled: {error}")
 
-_NONE: Final = "there is no MIG on this GPU"
+        if not mode.enabled:
+            log.info("mig mode disabled", gpu=str(gpu))
+            return None
+        if mode.pending:
+            return Blocker(f"MIG mode is on and cannot be disabled: {mode.reason}")
+        return _reset(gpu, f"it was switched off, but {mode.reason}")
 
 
-def _off(gpu: Gpu) -> str:
+async def _use(context: GpuContext, *, any_backend: bool = False) -> str:
+    """Return what uses the GPU, empty if it is unused."""
+    for lease in context.state.leases.values():
+        # A lease of ours has no instance while MIG is off, as after a reboot: it waits for it.
+        if any_backend or lease.share.backend != context.backend:
+            return f"{lease.holder or 'a pod that is being admitted'} holds {lease.share.id}"
+    for process in await context.processes():
+        return f"process {process.pid} runs on it"
+    return ""
+
+
+LEAVING: Final = "MIG mode is on; metagpu turns it off once the GPU is unused"
+_NO_MIG: Final = "the GPU does not support MIG"
+
+
+def _disabled(gpu: Gpu) -> str:
     return (
         f"MIG mode is off; turn it on (`nvidia-smi -i {gpu.index} -mig 1`), "
         "or let metagpu do so for idle GPUs with `enableMig: true`"
     )
 
 
-def _reset(gpu: Gpu, why: str) -> Hindrance:
-    return Hindrance(f"MIG mode waits for a reset: {why}; {_command(gpu)}", reset=True)
+def _reset(gpu: Gpu, cause: str) -> Blocker:
+    text = f"MIG mode waits for a reset: {cause}; {_reset_command(gpu)}"
+    return Blocker(text, needs_reset=True)
 
 
-def _command(gpu: Gpu) -> str:
+def _reset_command(gpu: Gpu) -> str:
     return (
         "when no program uses the GPU, run "
         f"`nvidia-smi --gpu-reset -i {gpu.index}`, or reboot the node"

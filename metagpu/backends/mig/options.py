@@ -1,154 +1,184 @@
-"""What a pool may say to MIG, and what of it contradicts itself."""
+"""The options of the backend `mig` in a pool, and their contradictions."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final
 
-from metagpu.backends.mig.board import resource_of
-from metagpu.backends.mig.division import Division, MpsTerms, turns, units
-from metagpu.core.backend import Options
-from metagpu.core.gpu import Gpu
-from metagpu.core.model import ResourceName
-from metagpu.core.units import Duration
+from metagpu.backends.mig.geometry import profile_resource
+from metagpu.backends.mig.sharing import (
+    InstanceSharing,
+    MigMpsOptions,
+    share_by_mps,
+    share_by_time_slicing,
+)
+from metagpu.core.config.units import Duration
+from metagpu.core.contracts.backend import Options
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ResourceName
 
 _PROFILE: Final = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")
-_LONGEST: Final = 15.0
-"""Seconds: the kubelet's account is awaited for 20 s from the beginning of a lease on."""
+_MAX_DEADLINE: Final = 15.0
+"""Seconds: a new lease waits 20 s for the kubelet's report."""
 _KEEP_WARM: Final = 30.0
-"""Seconds, where nothing is said."""
-_MOST_REPLICAS: Final = 100
+"""Seconds, by default."""
+_MAX_REPLICAS: Final = 100
 """Of an instance: with two digits every id stays within the kubelet's 63 characters."""
 
 
-class Create(StrEnum):
-    """When a container waits for its instance."""
+class CreateAt(StrEnum):
+    """The moment at which a container waits for its instance."""
 
     ALLOCATE = "allocate"
     START = "start"
 
 
 class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """What a pool may say to MIG: either profiles or a layout.
+    """The options of MIG in a pool: profiles, a layout, or no MIG mode.
 
     Attributes:
-        profiles: the kinds of instances that pods may ask for, by NVIDIA's names.
-        layout: the instances that each GPU has all the time: so many of each profile.
+        profiles: the profiles that pods may ask for, by NVIDIA's names.
+        layout: the instances that each GPU always has: the number of each profile. An empty one is
+            MIG mode without an instance.
+        disable_mig: whether the GPUs leave MIG mode; idle instances are removed before. The GPUs
+            are then free for the other backends of the pool.
+        existing: whether the instances that a GPU has when the configuration is applied are
+            offered, of any creator, and left as they are; or their slots, as `1g.5gb@4`.
         resource: names for the instances of a layout, by profile, or one for all.
-        replicas: how many containers may have an instance of a layout at once, by profile, or of
-            all; they take turns on it.
-        mps: of which instances of a layout containers compute at the same time, each within its
-            part.
-        fail_requests_greater_than_one: whether to refuse a container that asks for several
-            replicas.
-        enable_mig: whether to turn MIG mode on, on GPUs that nobody uses.
-        create: when a container waits for the instance that is made for it: while its pod is
-            admitted, or when it starts. Left out, when it starts if that can be.
-        keep_warm: how long an instance made for a pod is kept for the next when it has gone.
-        deadline: how long making an instance may take.
+        replicas: how many containers may hold an instance of a layout at once, by profile, or for
+            all; they share it by time-slicing.
+        mps: the instances of a layout on which containers compute at the same time, each within
+            its part.
+        fail_requests_greater_than_one: whether a container that asks for several replicas is
+            refused.
+        enable_mig: whether metagpu enables MIG mode, on unused GPUs.
+        create: when a container waits for its instance: while its pod is admitted, or when it
+            starts. By default when it starts, if the device list strategy allows that.
+        keep_warm: how long an idle instance is kept for the next pod.
+        deadline: how long the creation of an instance may take.
     """
 
     profiles: tuple[str, ...] | None = None
     layout: dict[str, int] | None = None
+    disable_mig: bool = False
+    existing: bool | tuple[str, ...] = False
     resource: str | dict[str, str] | None = None
     replicas: int | dict[str, int] = 1
-    mps: MpsTerms | None = None
+    mps: MigMpsOptions | None = None
     fail_requests_greater_than_one: bool = False
     enable_mig: bool = False
-    create: Create | None = None
+    create: CreateAt | None = None
     keep_warm: Duration | None = None
     deadline: Duration = Duration(10)
 
     def __post_init__(self) -> None:
-        if (self.profiles is None) == (self.layout is None):
+        given = (self.profiles is not None, self.layout is not None, self.disable_mig)
+        if sum(given) + (self.existing is not False) != 1:
             raise ValueError(
-                "give either profiles, such as [1g.5gb], of which instances are made when pods "
-                "ask, or a layout, such as {1g.5gb: 7}, of instances that are always there"
+                "give either profiles, such as [1g.5gb], of which instances are created when pods "
+                "ask, or a layout, such as {1g.5gb: 7}, of instances that always exist, or "
+                "existing: true, for instances that somebody else creates, or disableMig: true, "
+                "for GPUs that leave MIG mode"
             )
-        for name in self.names:
+        if self.disable_mig and self.enable_mig:
+            raise ValueError("enableMig and disableMig contradict each other; give one of them")
+        for name in self.profile_names:
             if not _PROFILE.fullmatch(name):
                 raise ValueError(
                     f"{name!r} is no MIG profile such as 1g.5gb or 1g.5gb+me; "
                     "`nvidia-smi mig -lgip` lists a GPU's"
                 )
-        if self.layout is None:
+        if (layout := self.fixed_layout) is None:
             self._check_profiles()
         else:
-            self._check_layout(self.layout)
-            self._check_resources(self.layout)
-            self._check_replicas(self.layout)
-        if not 1 <= self.deadline <= _LONGEST:
-            raise ValueError(f"deadline is {self.deadline:g}s; allowed: 1s to {_LONGEST:g}s")
+            self._check_layout(layout)
+            self._check_resources(layout)
+            self._check_replicas(layout)
+        if not 1 <= self.deadline <= _MAX_DEADLINE:
+            raise ValueError(f"deadline is {self.deadline:g}s; allowed: 1s to {_MAX_DEADLINE:g}s")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The profiles of which there are or may be instances."""
-        return tuple(self.layout or ()) if self.profiles is None else self.profiles
+    def profile_names(self) -> tuple[str, ...]:
+        """The profiles of the options: of `profiles` or of `layout`."""
+        return tuple(self.fixed_layout or ()) if self.profiles is None else self.profiles
 
     @property
-    def warm(self) -> float:
-        """How many seconds an instance made for a pod is kept when it has gone."""
+    def fixed_layout(self) -> dict[str, int] | None:
+        """The instances that a GPU always has, `None` where they are created on demand."""
+        if self.existing is not False:
+            return dict(Counter(slot.rpartition("@")[0] for slot in self.slots))
+        return {} if self.disable_mig else self.layout
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of existing instances, as far as they are known."""
+        return () if isinstance(self.existing, bool) else self.existing
+
+    @property
+    def warm_seconds(self) -> float:
+        """The seconds for which an idle instance is kept."""
         return _KEEP_WARM if self.keep_warm is None else self.keep_warm
 
     def resource_of(self, profile: str) -> ResourceName:
-        """Name the resource of a profile, by default as NVIDIA's device plugin does."""
+        """Return the resource name of a profile, by default that of NVIDIA's plugin."""
         if isinstance(self.resource, str):
             return ResourceName(self.resource)
         if self.resource is not None and profile in self.resource:
             return ResourceName(self.resource[profile])
-        several = self.replicas_of(profile) > 1 or self.shares_by_mps(profile)
+        several = self.replicas_of(profile) > 1 or self.uses_mps(profile)
         shared = ".shared" if several else ""
-        return ResourceName(f"{resource_of(profile)}{shared}")
+        return ResourceName(f"{profile_resource(profile)}{shared}")
 
     def replicas_of(self, profile: str) -> int:
-        """Say how many containers may have an instance of a profile at once."""
+        """Return how many containers may hold an instance of a profile at once."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.get(profile, 1)
 
-    def shares_by_mps(self, profile: str) -> bool:
-        """Tell whether instances of a profile are shared through MPS."""
-        return self.mps is not None and profile in self.names and self.mps.has(profile)
+    def uses_mps(self, profile: str) -> bool:
+        """Return whether instances of a profile are shared through MPS."""
+        return self.mps is not None and profile in self.profile_names and self.mps.includes(profile)
 
-    def divisions(self, gpu: Gpu) -> Mapping[str, Division]:
-        """Say how instances on a GPU are divided, by profile."""
+    def sharing_by_profile(self, gpu: Gpu) -> Mapping[str, InstanceSharing]:
+        """Return the sharing of instances on a GPU, by profile."""
         return {
-            it.name: units(self.mps, it, gpu)
-            if self.mps is not None and self.shares_by_mps(it.name)
-            else turns(self.replicas_of(it.name), it.memory)
+            it.name: share_by_mps(self.mps, it, gpu)
+            if self.mps is not None and self.uses_mps(it.name)
+            else share_by_time_slicing(self.replicas_of(it.name), it.memory)
             for it in gpu.mig_profiles
-            if it.name in self.names
+            if it.name in self.profile_names
         }
 
     def _check_profiles(self) -> None:
-        if not self.names:
+        if not self.profile_names:
             raise ValueError("profiles is empty; give at least one, such as 1g.5gb")
-        if len(set(self.names)) != len(self.names):
-            raise ValueError("profiles names one twice")
+        if len(set(self.profile_names)) != len(self.profile_names):
+            raise ValueError("profiles contains a profile twice; leave one of them out")
         if self.resource is not None:
             raise ValueError(
-                "resource is for a layout; instances made when pods ask are named by profile"
+                "resource is for a layout; instances created on demand are named by profile"
             )
         if self.replicas != 1 or self.fail_requests_greater_than_one:
             raise ValueError(
-                "replicas and failRequestsGreaterThanOne are for a layout; an instance made when "
-                "a pod asks is that pod's"
+                "replicas and failRequestsGreaterThanOne are for a layout; an instance created on "
+                "demand belongs to one pod"
             )
         if self.mps is not None:
-            raise ValueError("mps is for a layout; an instance made when a pod asks is that pod's")
+            raise ValueError(
+                "mps is for a layout; an instance created on demand belongs to one pod"
+            )
 
     def _check_layout(self, layout: Mapping[str, int]) -> None:
-        if not layout:
-            raise ValueError("layout is empty; give at least one instance, as in 1g.5gb: 7")
         for name, count in layout.items():
             if count < 1:
                 raise ValueError(f"layout has {count} of {name}; give at least 1, or leave it out")
         if self.keep_warm is not None:
             raise ValueError("keepWarm is for profiles; the instances of a layout are always kept")
         if self.create is not None:
-            raise ValueError("create is for profiles; the instances of a layout are there before")
+            raise ValueError("create is for profiles; the instances of a layout exist before")
 
     def _check_resources(self, layout: Mapping[str, int]) -> None:
         if isinstance(self.resource, dict):
-            _check_named("resource", self.resource, layout)
+            _check_in_layout("resource", self.resource, layout)
         first: dict[ResourceName, str] = {}
         for name in layout:
             resource = self.resource_of(name)
@@ -161,22 +191,22 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
 
     def _check_replicas(self, layout: Mapping[str, int]) -> None:
         if isinstance(self.replicas, dict):
-            _check_named("replicas", self.replicas, layout)
+            _check_in_layout("replicas", self.replicas, layout)
         for name in layout:
-            if not 1 <= (count := self.replicas_of(name)) <= _MOST_REPLICAS:
-                raise ValueError(f"replicas is {count}; allowed: 1 to {_MOST_REPLICAS}")
-            if count > 1 and self.shares_by_mps(name):
+            if not 1 <= (count := self.replicas_of(name)) <= _MAX_REPLICAS:
+                raise ValueError(f"replicas is {count}; allowed: 1 to {_MAX_REPLICAS}")
+            if count > 1 and self.uses_mps(name):
                 raise ValueError(
                     f"containers of a {name} either take turns (replicas) or compute at the same "
                     "time (mps); name other profiles in one of the two"
                 )
-        for key, names in (self.mps.named if self.mps else {}).items():
-            _check_named(key, names, layout)
+        for key, names in (self.mps.profiles_by_key if self.mps else {}).items():
+            _check_in_layout(key, names, layout)
 
 
-def _check_named(key: str, names: Iterable[str], layout: Mapping[str, int]) -> None:
+def _check_in_layout(key: str, names: Iterable[str], layout: Mapping[str, int]) -> None:
     for name in names:
         if name not in layout:
             raise ValueError(
-                f"{key} names {name}, which layout has not; it has {', '.join(layout)}"
+                f"{key} names {name}, which is not in layout; layout has {', '.join(layout)}"
             )

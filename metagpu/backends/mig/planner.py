@@ -1,19 +1,19 @@
-"""Which instances go where when they are known beforehand, and what moving one would open."""
+"""The placement of a layout, and the moves of instances that make room. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from metagpu.backends.mig.profiles import Board, Profile, Spot, disjoint
-from metagpu.core.gpu import Gpu
+from metagpu.backends.mig.profiles import MigGeometry, PlacedProfile, ProfileGeometry, disjoint
+from metagpu.core.model.gpu import Gpu
 
 
-class Misfit(msgspec.Struct, frozen=True):
-    """Why a layout cannot be.
+class UnplaceableLayout(msgspec.Struct, frozen=True):
+    """A layout that does not fit on a GPU, and the reason.
 
     Attributes:
-        profile: the first of which there is not room for all, the largest profiles coming first.
-        fits: how many of it there is room for, beside all that are larger.
+        profile: the first profile, from the largest on, whose instances do not all fit.
+        fits: how many of its instances fit beside those of all larger profiles.
         reason: a sentence for people.
     """
 
@@ -23,176 +23,189 @@ class Misfit(msgspec.Struct, frozen=True):
 
 
 def plan_layout(
-    board: Board,
+    geometry: MigGeometry,
     wanted: Mapping[str, int],
     occupied: Collection[str] = (),
-    keep: Collection[Spot] = (),
-) -> tuple[Spot, ...] | Misfit:
+    keep: Collection[PlacedProfile] = (),
+) -> tuple[PlacedProfile, ...] | UnplaceableLayout:
     """Find the exact placements of a layout, such as `{"2g.10gb": 2, "1g.5gb": 3}`.
 
-    Exact: if there is a way, it is found. Of several, the one that has the most of `keep`; then the
-    one that leaves the most valuable future; then the highest slices, for the largest profiles
-    first, as NVIDIA's driver takes them.
+    Exact: a layout that fits is always placed. Among several placements the one with the most of
+    `keep` wins; then the one that leaves most for the next requests; then the one with the highest
+    slices, for the largest profiles first, as NVIDIA's driver takes them.
 
     Args:
-        board: what the GPU can be cut into.
-        wanted: how many instances of each profile, beside what is occupied.
-        occupied: slots that are taken and stay so: what pods hold, and what is not ours.
-        keep: idle instances that exist. Those that are not in the answer have to go.
+        geometry: of the GPU.
+        wanted: the number of instances of each profile, beside the occupied slots.
+        occupied: slots that stay taken: those of leases and of foreign instances.
+        keep: idle instances that exist. Those that are not in the result must be removed.
     """
-    profiles = {profile.name: profile for profile in board.profiles}
+    profiles = {profile.name: profile for profile in geometry.profiles}
     for name in wanted:
         if name not in profiles:
             known = ", ".join(profiles)
             reason = f"the GPU has no profile {name}; it has {known or 'none'}"
-            return Misfit(name, 0, reason)
+            return UnplaceableLayout(name, 0, reason)
 
-    mask = board.mask(occupied)
+    mask = geometry.mask(occupied)
     asked = [profiles[name] for name, count in wanted.items() if count > 0]
     order = sorted(asked, key=_size, reverse=True)
     counts = [wanted[profile.name] for profile in order]
     kept = frozenset(keep)
 
-    # Of ways that are equal, the first is taken.
+    # Among equal placements, the first wins.
     best = min(
-        _layouts(board, order, counts, mask),
+        _placements(geometry, order, counts, mask),
         default=None,
-        key=lambda spots: (-len(kept & set(spots)), -board.worth(mask | _taken(board, spots))),
+        key=lambda placed: (
+            -len(kept & set(placed)),
+            -geometry.future_requests(mask | _taken(geometry, placed)),
+        ),
     )
-    return _misfit(board, order, counts, mask) if best is None else best
+    return _explain(geometry, order, counts, mask) if best is None else best
 
 
-class Site(msgspec.Struct, frozen=True):
-    """One GPU and what is on it.
+class GpuOccupancy(msgspec.Struct, frozen=True):
+    """The occupied slots of one GPU.
 
     Attributes:
-        held: the instances that pods hold, and so could be moved with their pods.
-        others: slots that are taken by what nobody here could move.
+        held: the instances that pods hold: each could be moved with its pod.
+        other_slots: slots that are taken by anything else, which no move frees.
     """
 
     gpu: Gpu
-    board: Board
-    held: tuple[Spot, ...]
-    others: frozenset[str] = frozenset()
+    geometry: MigGeometry
+    held: tuple[PlacedProfile, ...]
+    other_slots: frozenset[str] = frozenset()
 
     @property
     def occupied(self) -> int:
-        """All that is taken."""
-        return self.board.mask(self.others) | _taken(self.board, self.held)
+        """The mask of all occupied slots."""
+        return self.geometry.mask(self.other_slots) | _taken(self.geometry, self.held)
 
 
-class Move(msgspec.Struct, frozen=True):
-    """What one pod's move would open: its instance goes from `spot` of `gpu` to `onto` of `target`.
+class InstanceMove(msgspec.Struct, frozen=True):
+    """The move of one pod's instance, from `source` on `gpu` to another placement.
 
     Attributes:
-        opens: where the wanted profile would then fit, on `gpu`.
+        destination: the new placement, on `target_gpu`.
+        opened: the placement on `gpu` where the wanted profile would then fit.
     """
 
     gpu: Gpu
-    spot: Spot
-    target: Gpu
-    onto: Spot
-    opens: Spot
+    source: PlacedProfile
+    target_gpu: Gpu
+    destination: PlacedProfile
+    opened: PlacedProfile
 
 
-def moves(profile: str, sites: Sequence[Site]) -> list[Move]:
+def find_moves(profile: str, occupancies: Sequence[GpuOccupancy]) -> list[InstanceMove]:
     """Find the single moves after which one more instance of a profile would fit.
 
-    There are none if it fits already. Of each instance that could make room, the one that stays on
-    its GPU, or else loses least; the smallest instances first, and those first that stay.
+    No moves if it fits already. For each instance that could make room, its best move: on its own
+    GPU, or else the one that loses least. The smallest instances come first, and among them those
+    that stay on their GPU.
     """
-    taken = [(site, site.occupied) for site in sites]
-    if any(site.board.free(occupied, profile) for site, occupied in taken):
+    taken = [(occupancy, occupancy.occupied) for occupancy in occupancies]
+    if any(occupancy.geometry.free_placements(occupied, profile) for occupancy, occupied in taken):
         return []
 
     found = []
-    for site, occupied in taken:
-        for spot in site.held:
-            without = occupied & ~site.board.mask(spot.footprint)
-            found += _best_of(_moves_of(spot, site, without, profile, taken))
+    for occupancy, occupied in taken:
+        for instance in occupancy.held:
+            without = occupied & ~occupancy.geometry.mask(instance.footprint)
+            found += _best(_moves(instance, occupancy, without, profile, taken))
     return sorted(found, key=_cost)
 
 
-def _layouts(
-    board: Board, profiles: Sequence[Profile], counts: Sequence[int], occupied: int
-) -> Iterator[tuple[Spot, ...]]:
-    """Give every way to place so many of each profile, the highest slices first."""
+def _placements(
+    geometry: MigGeometry, profiles: Sequence[ProfileGeometry], counts: Sequence[int], occupied: int
+) -> Iterator[tuple[PlacedProfile, ...]]:
+    """Yield every placement of so many of each profile, the highest slices first."""
     if not profiles:
         yield ()
         return
 
-    spots = profiles[0].spots[::-1]
-    masks = [board.masks[spot] for spot in spots]
-    for places in disjoint(masks, counts[0], occupied):
-        those = [spots[place] for place in places]
-        taken = occupied | _taken(board, those)
-        for others in _layouts(board, profiles[1:], counts[1:], taken):
-            yield (*those, *others)
+    placed = profiles[0].placed_profiles[::-1]
+    masks = [geometry.masks[instance] for instance in placed]
+    for indices in disjoint(masks, counts[0], occupied):
+        chosen = [placed[index] for index in indices]
+        taken = occupied | _taken(geometry, chosen)
+        for others in _placements(geometry, profiles[1:], counts[1:], taken):
+            yield (*chosen, *others)
 
 
-def _misfit(
-    board: Board, profiles: Sequence[Profile], counts: Sequence[int], occupied: int
-) -> Misfit:
-    """Find the profile at which a layout that has no way fails, the largest coming first."""
+def _explain(
+    geometry: MigGeometry, profiles: Sequence[ProfileGeometry], counts: Sequence[int], occupied: int
+) -> UnplaceableLayout:
+    """Find the first profile, from the largest on, at which a layout does not fit."""
     for at, profile in enumerate(profiles):
         upto = profiles[: at + 1]
+        # A count may be any number; no more instances fit than the profile has placements.
         fits = next(
             n
-            for n in range(counts[at], -1, -1)
-            for _ in _layouts(board, upto, [*counts[:at], n], occupied)
+            for n in range(min(counts[at], len(profile.placements)), -1, -1)
+            for _ in _placements(geometry, upto, [*counts[:at], n], occupied)
         )
         if fits < counts[at]:
             beside = [f"{n} x {p.name}" for p, n in zip(profiles, counts[:at], strict=False) if n]
-            taken = [*beside, *(["what is in use"] if occupied else [])]
+            taken = [*beside, *(["the slots in use"] if occupied else [])]
             reason = f"{counts[at]} x {profile.name} wanted, room for {fits}"
             reason += f" beside {' and '.join(taken)}" if taken else ""
-            return Misfit(profile.name, fits, reason)
-    raise AssertionError("a layout without a way has a profile at which it fails")
+            return UnplaceableLayout(profile.name, fits, reason)
+    raise AssertionError("a layout that does not fit has a profile that does not fit")
 
 
-def _moves_of(
-    spot: Spot, site: Site, without: int, profile: str, sites: Sequence[tuple[Site, int]]
-) -> Iterator[tuple[tuple[int, ...], Move]]:
-    """Give every move of an instance that makes room, with what is better being lower.
+def _moves(
+    instance: PlacedProfile,
+    occupancy: GpuOccupancy,
+    without: int,
+    profile: str,
+    occupancies: Sequence[tuple[GpuOccupancy, int]],
+) -> Iterator[tuple[tuple[int, ...], InstanceMove]]:
+    """Yield the moves of an instance that make room, each with its rank, lower first.
 
-    `without` is what is occupied on its GPU when it has gone.
+    `without` is the mask of its GPU without the instance.
     """
-    board = site.board
+    geometry = occupancy.geometry
 
-    for opened in board.free(without, profile):
-        for target, taken in sites:
-            here = target is site
-            occupied = without | board.masks[opened] if here else taken
-            for onto in target.board.free(occupied, spot.profile.name):
-                after = occupied | target.board.masks[onto]
-                lost = target.board.worth(occupied) - target.board.worth(after)
+    for opened in geometry.free_placements(without, profile):
+        for target, taken in occupancies:
+            here = target is occupancy
+            occupied = without | geometry.masks[opened] if here else taken
+            for destination in target.geometry.free_placements(occupied, instance.profile.name):
+                after = occupied | target.geometry.masks[destination]
+                lost = target.geometry.future_capacity(occupied) - target.geometry.future_capacity(
+                    after
+                )
                 rank = (
                     not here,
                     lost,
                     target.gpu.index,
-                    -onto.placement.start,
+                    -destination.placement.start,
                     -opened.placement.start,
                 )
-                yield rank, Move(site.gpu, spot, target.gpu, onto, opened)
+                yield rank, InstanceMove(occupancy.gpu, instance, target.gpu, destination, opened)
 
 
-def _best_of(ranked: Iterable[tuple[tuple[int, ...], Move]]) -> list[Move]:
+def _best(ranked: Iterable[tuple[tuple[int, ...], InstanceMove]]) -> list[InstanceMove]:
     best = min(ranked, default=None, key=lambda pair: pair[0])
     return [best[1]] if best else []
 
 
-def _cost(move: Move) -> tuple[int, int, int, int]:
-    """Rank moves: the less memory a pod has, the sooner it is moved."""
-    size = move.spot.profile.memory_slices
-    return size, move.target != move.gpu, move.gpu.index, move.spot.placement.start
+def _cost(move: InstanceMove) -> tuple[int, int, int, int]:
+    """Return the rank of a move: pods with little memory move first."""
+    size = move.source.profile.memory_slices
+    return size, move.target_gpu != move.gpu, move.gpu.index, move.source.placement.start
 
 
-def _taken(board: Board, spots: Collection[Spot]) -> int:
+def _taken(geometry: MigGeometry, placed: Collection[PlacedProfile]) -> int:
     taken = 0
-    for spot in spots:
-        taken |= board.mask(spot.footprint)  # a spot that is held need not be one of the board's
+    for instance in placed:
+        # A held instance may be of a profile outside the geometry.
+        taken |= geometry.mask(instance.footprint)
     return taken
 
 
-def _size(profile: Profile) -> tuple[int, int]:
+def _size(profile: ProfileGeometry) -> tuple[int, int]:
     return profile.memory_slices, profile.compute_slices

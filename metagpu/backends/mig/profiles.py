@@ -1,39 +1,44 @@
-"""What a GPU can be cut into by MIG, what excludes what, and what is lost with each cut.
+"""The geometry of MIG profiles: instances, exclusion, and future capacity. Pure.
 
 - **Profile**: a kind of instance.
 - **Placement**: the memory slices that an instance occupies.
-- **Spot**: a profile at one of its placements; a share stands for one.
-- **Board**: the profiles of one kind of GPU, and all that follows from them.
+- **Placed profile**: a profile at one of its placements; a share stands for one.
+- **Geometry**: the profiles of one GPU model, and all that follows from them.
 
-Nothing here knows NVML: whoever asks it fills in the values.
+Nothing here knows NVML: `geometry` fills in the values.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 from typing import Final
 
 import msgspec
 
-from metagpu.core.mig import Placement
+from metagpu.core.model.mig import Placement
 
+_LATER: Final = 0.5
+"""How much a request counts, relative to the request before it."""
+_DIGITS: Final = 9
+"""Decimal digits of a value: equal futures are equal, however they were added up."""
 _SLICE: Final = "s"
-"""Begins every slot of MIG: `s0` to `s7` are memory slices, `s+me` is an engine."""
+"""The first letter of every slot of MIG: `s0` to `s7` are memory slices, `s+me` is an engine."""
 
 
-class Profile(msgspec.Struct, frozen=True):
-    """A kind of instance, as NVML tells of it.
+class ProfileGeometry(msgspec.Struct, frozen=True):
+    """A profile, as NVML describes it.
 
     Attributes:
         name: NVIDIA's, such as `1g.5gb+me`.
         compute_slices: the `g` of the name.
-        placements: where an instance may be; all of one size, the lowest start first.
-        max_count: how many of them an empty GPU has room for.
-        engines: what each instance takes of which the GPU has one, such as `me` for the media
-            engines of `+me`. Profiles that compete name the same.
-        slice_engines: kinds of engines of which each slice has its own, and an instance takes those
-            of its slices. One that takes all of the GPU's names them in `engines`: `me0` to `me3`.
+        placements: the possible placements; all of one size, the lowest start first.
+        max_count: the number of such instances on an empty GPU.
+        engines: the engines that each instance takes and of which the GPU has one set, such as `me`
+            for the media engines of `+me`. Competing profiles have a name in common.
+        slice_engines: the kinds of engines that each slice has of its own; an instance takes those
+            of its slices. A profile with all of the GPU's names them in `engines`: `me0` to `me3`.
     """
 
     name: str
@@ -45,37 +50,37 @@ class Profile(msgspec.Struct, frozen=True):
 
     @property
     def memory_slices(self) -> int:
-        """How many memory slices an instance occupies."""
+        """The number of memory slices of an instance."""
         return self.placements[0].size
 
     @property
-    def spots(self) -> list["Spot"]:
-        """Where it may be, the lowest start first."""
-        return [Spot(self, placement) for placement in self.placements]
+    def placed_profiles(self) -> list["PlacedProfile"]:
+        """The profile at each of its placements, the lowest start first."""
+        return [PlacedProfile(self, placement) for placement in self.placements]
 
     @property
     def tokens(self) -> frozenset[str]:
-        """What every instance of it holds, wherever it is.
+        """The slots of every instance besides its slices, at any placement.
 
-        One that there can be but one of, for whatever reason, excludes itself.
+        A profile of which the GPU allows one instance, for whatever reason, excludes itself.
         """
         alone = self.max_count == 1 and len(self.placements) > 1 and not self.engines
         return frozenset((self.name,)) if alone else self.engines
 
 
-class Spot(msgspec.Struct, frozen=True):
+class PlacedProfile(msgspec.Struct, frozen=True):
     """A profile at one of its placements."""
 
-    profile: Profile
+    profile: ProfileGeometry
     placement: Placement
 
     @property
     def footprint(self) -> frozenset[str]:
-        """The slots of a share of it: two instances exclude each other if they have one in common.
+        """The slots of its share: two instances with a slot in common exclude each other.
 
-        They are the memory slices and the engines. Compute slices need no slots of their own: on
-        every board known, instances with disjoint memory have enough of them, as
-        `Board.overcommitted` can tell.
+        The slots are the memory slices and the engines. Compute slices need no slots of their own:
+        on every known GPU, instances with disjoint memory have enough of them
+        (`MigGeometry.overcommitted`).
         """
         slices = self.placement.slices
         own = {f"{kind}{number}" for kind in self.profile.slice_engines for number in slices}
@@ -88,146 +93,187 @@ class Spot(msgspec.Struct, frozen=True):
         )
 
     def __str__(self) -> str:
-        """Name it as share ids do: `2g.10gb@4`."""
+        """Return the name of share ids: `2g.10gb@4`."""
         return f"{self.profile.name}@{self.placement.start}"
 
 
 @dataclass(frozen=True)
-class Board:
-    """What one kind of GPU can be cut into; only what the configuration allows, if it says so.
+class MigGeometry:
+    """The possible instances of one GPU model, of all profiles or of the allowed ones.
 
-    It remembers what it has worked out: GPUs of a kind should have one in common.
+    The geometry caches what it computes: GPUs of one model should have one geometry in common.
 
-    Slots are turned into bits of a number, `mask`: what is occupied, and what a spot would occupy.
-    All that follows from what is occupied is asked for by that number.
+    `mask` turns slots into bits of a number: the occupied slots, and those that a placed profile
+    would occupy. The other methods take the occupied slots as such a number.
 
     Attributes:
-        compute_slices: how many the GPU has.
+        compute_slices: the number of compute slices of the GPU.
     """
 
-    profiles: tuple[Profile, ...]
+    profiles: tuple[ProfileGeometry, ...]
     compute_slices: int
 
     @cached_property
-    def spots(self) -> tuple[Spot, ...]:
-        """Every spot, in the order of the profiles."""
-        return tuple(spot for profile in self.profiles for spot in profile.spots)
+    def placed_profiles(self) -> tuple[PlacedProfile, ...]:
+        """Every placed profile, in the order of the profiles."""
+        return tuple(placed for profile in self.profiles for placed in profile.placed_profiles)
 
     @cached_property
-    def masks(self) -> Mapping[Spot, int]:
-        """What each spot occupies."""
-        return {spot: self.mask(spot.footprint) for spot in self.spots}
+    def masks(self) -> Mapping[PlacedProfile, int]:
+        """The mask of each placed profile."""
+        return {placed: self.mask(placed.footprint) for placed in self.placed_profiles}
 
     def mask(self, slots: Iterable[str]) -> int:
-        """Turn slots into bits; one that no profile here uses is in nobody's way."""
+        """Return slots as bits; a slot that no profile here uses has no bit."""
         bits = self._bits
         found = 0
         for slot in slots:
             found |= bits.get(slot, 0)
         return found
 
-    def free(self, occupied: int, profile: str | None = None) -> list[Spot]:
-        """Find the spots, all or those of one profile, that could be taken now."""
+    def free_placements(self, occupied: int, profile: str | None = None) -> list[PlacedProfile]:
+        """List the placed profiles, of one profile or of all, that fit now."""
         return [
-            spot
-            for spot, mask in self.masks.items()
-            if not mask & occupied and profile in (None, spot.profile.name)
+            placed
+            for placed, mask in self.masks.items()
+            if not mask & occupied and profile in (None, placed.profile.name)
         ]
 
     def free_slices(self, occupied: int) -> int:
         """Count the memory slices that are not occupied."""
         return (self._memory & ~occupied).bit_count()
 
-    def room(self, occupied: int) -> Mapping[str, int]:
-        """Say of each profile how many more there could be, if no other were asked for."""
-        return dict(zip(self._by_profile, self._room(occupied), strict=True))
+    def free_counts(self, occupied: int) -> Mapping[str, int]:
+        """Return how many more instances of each profile fit, without any other profile."""
+        return dict(zip(self._by_profile, self._free_counts(occupied), strict=True))
 
-    def worth(self, occupied: int) -> int:
-        """Say what the rest of the GPU is still good for: the future that a placement leaves.
+    def future_capacity(self, occupied: int) -> int:
+        """Return the value of the rest of a GPU beside other GPUs: its room.
 
-        It is the memory that each profile could still get, in slices, summed over the profiles;
-        docs/decisions/0020 says why.
+        The value is the memory that each profile could still get, in slices, summed over the
+        profiles; docs/decisions/0020 gives the reasons.
         """
-        known = self._worths.get(occupied)
+        known = self._future_capacities.get(occupied)
         if known is None:
             sizes = (profile.memory_slices for profile in self.profiles)
-            rooms = self._room(occupied)
-            known = sum(size * count for size, count in zip(sizes, rooms, strict=True))
-            self._worths[occupied] = known
+            counts = self._free_counts(occupied)
+            known = sum(size * count for size, count in zip(sizes, counts, strict=True))
+            self._future_capacities[occupied] = known
         return known
 
-    def largest(self, occupied: int) -> Profile | None:
-        """Find the largest profile that there is room for, by memory, then compute slices."""
-        rooms = self._room(occupied)
-        fitting = [profile for profile, n in zip(self.profiles, rooms, strict=True) if n]
+    def future_requests(self, occupied: int) -> float:
+        """Return the value of the rest of a GPU: what the next requests can get.
+
+        Each next request is for any of the profiles, small ones more often. One that fits counts
+        the root of its memory slices and goes where most is left; after each request the future
+        counts by half. docs/decisions/0051 has the reasons, and what other values do.
+        """
+        known = self._known_requests.get(occupied)
+        if known is None:
+            granted = refused = 0.0
+            for chance, gain, masks in self._requests:
+                rests = [self.future_requests(occupied | it) for it in masks if not it & occupied]
+                if rests:
+                    granted += chance * (gain + _LATER * max(rests))
+                else:
+                    refused += chance
+            # After a refusal the GPU is as before: the value is on both sides of its equation.
+            known = round(granted / (1 - _LATER * refused), _DIGITS)
+            self._known_requests[occupied] = known
+        return known
+
+    def largest(self, occupied: int) -> ProfileGeometry | None:
+        """Return the largest profile that fits, by memory, then compute slices."""
+        counts = self._free_counts(occupied)
+        fitting = [profile for profile, n in zip(self.profiles, counts, strict=True) if n]
         return max(fitting, default=None, key=lambda p: (p.memory_slices, p.compute_slices))
 
-    def arrangements(self) -> Iterator[tuple[Spot, ...]]:
-        """Give every set of spots, the empty one too, of which no two have a slot in common."""
+    def arrangements(self) -> Iterator[tuple[PlacedProfile, ...]]:
+        """Yield every set of placed profiles without a common slot, the empty set too."""
         return self._arrangements(0, 0)
 
-    def overcommitted(self) -> tuple[Spot, ...] | None:
-        """Find spots with no slot in common that still cannot all be: slots do not say enough.
+    def overcommitted(self) -> tuple[PlacedProfile, ...] | None:
+        """Find placed profiles without a common slot that cannot exist together.
 
-        `None` for every board known. Of another one, shares would be offered that NVML refuses.
+        `None` for every known GPU model: there, slots are enough. Of another model, metagpu would
+        offer shares that NVML refuses.
         """
-        for those in self.arrangements():
-            counts = Counter(spot.profile for spot in those)
+        for arrangement in self.arrangements():
+            counts = Counter(placed.profile for placed in arrangement)
             compute = sum(profile.compute_slices * count for profile, count in counts.items())
             if compute > self.compute_slices or any(
                 count > profile.max_count for profile, count in counts.items()
             ):
-                return those
+                return arrangement
         return None
 
     @cached_property
     def _bits(self) -> Mapping[str, int]:
-        slots = sorted({slot for spot in self.spots for slot in spot.footprint})
-        return {slot: 1 << place for place, slot in enumerate(slots)}
+        slots = sorted({slot for placed in self.placed_profiles for slot in placed.footprint})
+        return {slot: 1 << position for position, slot in enumerate(slots)}
 
     @cached_property
     def _memory(self) -> int:
-        return self.mask(f"{_SLICE}{n}" for spot in self.spots for n in spot.placement.slices)
+        placements = (placed.placement for placed in self.placed_profiles)
+        return self.mask(f"{_SLICE}{n}" for placement in placements for n in placement.slices)
 
     @cached_property
     def _by_profile(self) -> Mapping[str, Sequence[int]]:
         return {
-            profile.name: [self.masks[spot] for spot in profile.spots] for profile in self.profiles
+            profile.name: [self.masks[placed] for placed in profile.placed_profiles]
+            for profile in self.profiles
         }
 
     @cached_property
-    def _worths(self) -> dict[int, int]:
+    def _future_capacities(self) -> dict[int, int]:
         return {}
 
-    def _room(self, occupied: int) -> list[int]:
-        return [_most(masks, occupied) for masks in self._by_profile.values()]
+    @cached_property
+    def _known_requests(self) -> dict[int, float]:
+        return {}
 
-    def _arrangements(self, first: int, occupied: int) -> Iterator[tuple[Spot, ...]]:
+    @cached_property
+    def _requests(self) -> Sequence[tuple[float, float, Sequence[int]]]:
+        """The chance of each kind of request, what it counts, and its masks.
+
+        Profiles with the same masks are one kind.
+        """
+        sizes = {
+            tuple(self._by_profile[profile.name]): profile.memory_slices
+            for profile in self.profiles
+        }
+        total = sum(1 / size for size in sizes.values())
+        return [(1 / size / total, sqrt(size), masks) for masks, size in sizes.items()]
+
+    def _free_counts(self, occupied: int) -> list[int]:
+        return [_max_disjoint(masks, occupied) for masks in self._by_profile.values()]
+
+    def _arrangements(self, first: int, occupied: int) -> Iterator[tuple[PlacedProfile, ...]]:
         yield ()
-        for place, spot in enumerate(self.spots[first:], first + 1):
-            mask = self.masks[spot]
+        for position, placed in enumerate(self.placed_profiles[first:], first + 1):
+            mask = self.masks[placed]
             if not mask & occupied:
-                for others in self._arrangements(place, occupied | mask):
-                    yield (spot, *others)
+                for others in self._arrangements(position, occupied | mask):
+                    yield (placed, *others)
 
 
 def disjoint(
     masks: Sequence[int], count: int, occupied: int = 0, first: int = 0
 ) -> Iterator[tuple[int, ...]]:
-    """Give every way to take `count` of some masks that overlap neither each other nor `occupied`.
+    """Yield all choices of `count` masks without overlap, nor with `occupied`.
 
-    A way is the places of the masks in the sequence, in its order.
+    A choice is the indices of the masks in the sequence, in its order.
     """
     if not count:
         yield ()
         return
-    for place in range(first, len(masks) - count + 1):
-        if not masks[place] & occupied:
-            for others in disjoint(masks, count - 1, occupied | masks[place], place + 1):
-                yield (place, *others)
+    for index in range(first, len(masks) - count + 1):
+        if not masks[index] & occupied:
+            for others in disjoint(masks, count - 1, occupied | masks[index], index + 1):
+                yield (index, *others)
 
 
-def _most(masks: Sequence[int], occupied: int) -> int:
-    """Count how many of some masks there is room for at once."""
+def _max_disjoint(masks: Sequence[int], occupied: int) -> int:
+    """Return how many of the masks fit at once."""
     free = [mask for mask in masks if not mask & occupied]
     return next((n for n in range(len(free), 0, -1) if any(disjoint(free, n))), 0)

@@ -1,8 +1,7 @@
-"""Requests to the API server; with its credentials the only user of kubernetes_asyncio.
+"""Requests and watches of the API server; loaded only where one is used.
 
-Loaded only where there is one.
-
-Objects stay plain data: the library's models cost thirty times as much for every watched Node.
+With `credentials` the only module that imports kubernetes_asyncio. Objects stay plain data: for
+each watched Node, the library's models cost thirty times as much.
 """
 
 from collections import Counter
@@ -19,38 +18,40 @@ from kubernetes_asyncio.client import ApiClient
 from kubernetes_asyncio.config import ConfigException
 
 from metagpu import __version__
+from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.credentials import credentials
+from metagpu.plugins.cluster.credentials import load_credentials
+from metagpu.plugins.cluster.node_object import KubeObject
+from metagpu.plugins.cluster.settings import ClusterTiming
 
 JSON: Final = "application/json"
-MERGE: Final = "application/merge-patch+json"
-APPLY: Final = "application/apply-patch+yaml"
-DEADLINE: Final = 10.0
+REQUEST_TIMEOUT: Final = 10.0
 """Seconds for a request and its answer."""
-LONGEST_PAUSE: Final = 300.0
-"""Seconds that we wait at most because the API server, or what is before it, says so."""
-SILENCE: Final = 150.0
-"""Seconds without a word after which a watch is given up: bookmarks come every minute."""
+RETRY_AFTER_LIMIT: Final = 300.0
+"""The longest delay, in seconds, that the API server or a proxy may impose (`Retry-After`)."""
+WATCH_SILENCE: Final = 150.0
+"""Seconds without data after which a watch ends: bookmarks come every minute."""
 
 _UNAUTHORIZED: Final = 401
 _FORBIDDEN: Final = 403
 _ERRORS: Final = 400
 _TEXT_LIMIT: Final = 300
 
-Object = Mapping[str, Any]
-"""Something of the API server as plain data."""
 
+class KubeClient:
+    """A client of the API server; rejected credentials are loaded again."""
 
-class Client:
-    """The API server, with credentials that are read anew when they are not accepted."""
-
-    def __init__(self, kubeconfig: Path | None) -> None:
+    def __init__(
+        self, kubeconfig: Path | None, run_command: RunCommand, timing: ClusterTiming
+    ) -> None:
+        self.timing = timing
         self._kubeconfig = kubeconfig
+        self._run_command = run_command
         self._api: ApiClient | None = None
         self._users = Counter[ApiClient]()
         self._host = ""
         self._opening = anyio.Lock()
-        self._tries = 0
+        self._attempts = 0
         self._failure: ClusterError | None = None
 
     async def call(
@@ -59,15 +60,15 @@ class Client:
         path: str,
         *,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: KubeObject | None = None,
         content: str = JSON,
-    ) -> Object:
-        """Make one request and give the answer.
+    ) -> KubeObject:
+        """Make one request and return the answer.
 
         Raises:
-            ClusterError: if it is refused, or there is no answer in time.
+            ClusterError: the API server refuses the request, or does not answer in time.
         """
-        timeout = aiohttp.ClientTimeout(total=DEADLINE)
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
         try:
             async with self._answer(
                 method, path, timeout, query=query or {}, body=body, content=content
@@ -77,24 +78,26 @@ class Client:
             raise self._unreachable(error) from error
 
         if response.status >= _ERRORS:
-            raise _refused(method, path, response, raw)
+            raise _refusal(method, path, response, raw)
         try:
-            answer: Object = msgspec.json.decode(raw)
+            answer: KubeObject = msgspec.json.decode(raw)
         except msgspec.DecodeError as error:
             raise self._unreachable(error) from error
         return answer
 
-    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object, None]:
-        """Give the events of a watch until the API server ends it.
+    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[KubeObject, None]:
+        """Yield the events of a watch until the API server ends it.
 
         Raises:
-            ClusterError: if it is refused, breaks or falls silent.
+            ClusterError: the API server refuses the watch, breaks it, or falls silent.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=DEADLINE, sock_read=SILENCE)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=REQUEST_TIMEOUT, sock_read=WATCH_SILENCE
+        )
         try:
             async with self._answer("GET", path, timeout, query=query) as response:
                 if response.status >= _ERRORS:
-                    raise _refused("GET", path, response, await response.read())
+                    raise _refusal("GET", path, response, await response.read())
                 async for line in response.content:
                     yield msgspec.json.decode(line)
         except (
@@ -107,7 +110,7 @@ class Client:
             raise self._unreachable(error) from error
 
     async def close(self) -> None:
-        """Close all connections; nobody uses them any more."""
+        """Close all connections, after their last use."""
         for api in {*self._users, *([self._api] if self._api else [])}:
             await api.close()
         self._api = None
@@ -120,11 +123,11 @@ class Client:
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own, which knows phases
         *,
         query: Mapping[str, str],
-        body: Object | None = None,
+        body: KubeObject | None = None,
         content: str = JSON,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Make one request, and give its answer while the block lasts."""
-        for last in (False, True):
+        """Make one request; its answer is open for the length of the block."""
+        for is_last in (False, True):
             async with self._session() as api:
                 try:
                     response: aiohttp.ClientResponse = await api.call_api(
@@ -138,25 +141,25 @@ class Client:
                         _request_timeout=timeout,
                     )
                 except (aiohttp.ClientError, OSError, TimeoutError):
-                    self._give_up(api)  # another address or certificate may have been written
+                    self._discard(api)  # the file may have another address or certificate now
                     raise
 
-                if last or response.status != _UNAUTHORIZED:
+                if is_last or response.status != _UNAUTHORIZED:
                     async with response:
                         yield response
                     return
-                # A service account's token is renewed every hour, in the same file.
+                # Kubernetes renews a service account's token every hour, in the same file.
                 response.release()
-                self._give_up(api)
+                self._discard(api)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[ApiClient]:
-        """Give the present session; it is open for the length of the block, whoever gives it up.
+        """Provide the current session, open for the block even if it is discarded.
 
-        A session that is closed under a request makes aiohttp fail in ways that are no errors of a
-        connection.
+        aiohttp fails in unexpected ways, and not by connection errors, when a session is closed
+        under a request.
         """
-        api = await self._present()
+        api = await self._current()
         self._users[api] += 1
         try:
             yield api
@@ -168,39 +171,40 @@ class Client:
                     with anyio.CancelScope(shield=True):
                         await api.close()
 
-    async def _present(self) -> ApiClient:
-        """Give the present session, or open one; who waited while that failed fails alike.
+    async def _current(self) -> ApiClient:
+        """Return the current session or open one; waiting requests share a failure.
 
-        Else each of them would wait in turn for a program that hangs.
+        Otherwise each of these requests would wait in turn for a program that hangs.
         """
-        before = self._tries
+        before = self._attempts
         async with self._opening:
             if self._api is None:
-                if self._failure is not None and self._tries != before:
+                if self._failure is not None and self._attempts != before:
                     raise ClusterError(str(self._failure)) from self._failure
                 self._failure = None
                 try:
-                    self._api = await self._opened()
+                    self._api = await self._open()
                 except ClusterError as error:
                     self._failure = error
                     raise
                 finally:
-                    self._tries += 1
+                    self._attempts += 1
             return self._api
 
-    def _give_up(self, api: ApiClient) -> None:
-        """Have the next request read the credentials anew."""
+    def _discard(self, api: ApiClient) -> None:
+        """Discard a session, so that the next request loads the credentials again."""
         if self._api is api:
             self._api = None
 
-    async def _opened(self) -> ApiClient:
-        """Open a session with the credentials as they are now."""
+    async def _open(self) -> ApiClient:
+        """Open a session with the present credentials."""
+        deadline = self.timing.credentials_timeout
         try:
-            configuration = await credentials(self._kubeconfig)
+            configuration = await load_credentials(self._kubeconfig, self._run_command, deadline)
             api = ApiClient(configuration)
         except (ConfigException, OSError, yaml.YAMLError) as error:
-            where = self._kubeconfig or "the pod's service account"
-            raise ClusterError(f"no credentials in {where}: {_line(error)}") from error
+            source = self._kubeconfig or "the pod's service account"
+            raise ClusterError(f"no credentials in {source}: {_line(error)}") from error
         self._host = str(configuration.host)
         api.user_agent = f"metagpu/{__version__}"
         return api
@@ -210,9 +214,11 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(kubeconfig: Path | None) -> AsyncIterator[Client]:
-    """Give a client that leaves nothing open behind the block."""
-    client = Client(kubeconfig)
+async def open_client(
+    kubeconfig: Path | None, run_command: RunCommand, timing: ClusterTiming
+) -> AsyncIterator[KubeClient]:
+    """Open a client, and close all its connections at the end of the block."""
+    client = KubeClient(kubeconfig, run_command, timing)
     try:
         yield client
     finally:
@@ -220,21 +226,21 @@ async def connected(kubeconfig: Path | None) -> AsyncIterator[Client]:
             await client.close()
 
 
-def _refused(method: str, path: str, response: aiohttp.ClientResponse, raw: bytes) -> ClusterError:
-    """Say what the API server says, and what mends it."""
+def _refusal(method: str, path: str, response: aiohttp.ClientResponse, raw: bytes) -> ClusterError:
+    """Return the error of an answer: the API server's message, and the fix."""
     try:
-        said = msgspec.json.decode(raw, type=dict[str, Any])
+        status = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.DecodeError:
-        said = {}
-    details = said.get("details") or {}
-    message = _short(str(said.get("message") or response.reason or ""))
+        status = {}
+    details = status.get("details") or {}
+    message = _short(str(status.get("message") or response.reason or ""))
 
     if response.status == _UNAUTHORIZED:
         problem = f"the API server does not accept our credentials ({message}); renew them"
     elif response.status == _FORBIDDEN:
         problem = (
             f"the API server does not allow it: {message}; docs/permissions.md has the rule to "
-            "add, or take the use out of --cluster"
+            "add, or remove the feature from --cluster"
         )
     else:
         problem = f"the API server answers {response.status} to {method} {path}: {message}"
@@ -247,7 +253,7 @@ def _refused(method: str, path: str, response: aiohttp.ClientResponse, raw: byte
 
 
 def _seconds(text: str) -> float:
-    return min(float(text), LONGEST_PAUSE) if text.isdecimal() else 0.0
+    return min(float(text), RETRY_AFTER_LIMIT) if text.isdecimal() else 0.0
 
 
 def _line(error: Exception) -> str:

@@ -1,66 +1,65 @@
-"""Address and credentials of the API server, and the program that a kubeconfig may name for them.
+"""Address and credentials of the API server, also from a kubeconfig's program.
 
-That program is started here and not by the library, which waits for it without end.
+metagpu starts that program itself: the library waits for a program without end.
 """
 
 import asyncio
 import json
-import os
 from base64 import b64encode
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any, Final
 
-import anyio
 from anyio import to_thread
-from anyio.abc import ByteReceiveStream
 from kubernetes_asyncio.client import Configuration
 from kubernetes_asyncio.config import ConfigException, load_incluster_config
 from kubernetes_asyncio.config.exec_provider import ExecProvider
 from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, KubeConfigMerger
 
-DEADLINE: Final = 10.0
-"""Seconds for the program, or for whoever else is asked: those of clouds take one to five."""
-LAST_WORDS: Final = 1.0
-"""Seconds for the pipes of a program that was ended; what it sent away may hold them open."""
+from metagpu.core.contracts.programs import RunCommand
 
-_OWN: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
-"""What a user of a kubeconfig may have that its program's answer takes the place of."""
+_REPLACED: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
+"""Keys of a kubeconfig's user that the answer of its program replaces."""
 
 
-async def credentials(kubeconfig: Path | None) -> Configuration:
-    """Read address and credentials as they are now; `None` is for those that a pod is given.
+async def load_credentials(
+    kubeconfig: Path | None, run_command: RunCommand, deadline: float
+) -> Configuration:
+    """Load the present address and credentials.
+
+    Args:
+        kubeconfig: the file; `None` loads the service account of the pod.
+        run_command: starts the program that a kubeconfig may name.
+        deadline: seconds for that program, or for another source of tokens.
 
     Raises:
-        ConfigException: if there are none, or their program gives none in time.
-        OSError: if a file cannot be read.
-        yaml.YAMLError: if the file is none.
+        ConfigException: there are no credentials, or their program gives none in time.
+        OSError: a file cannot be read.
+        yaml.YAMLError: the file is no YAML.
     """
     if kubeconfig is None:
-        return await to_thread.run_sync(_of_the_pod)
+        return await to_thread.run_sync(_load_service_account)
 
-    merged, user = await to_thread.run_sync(_parsed, kubeconfig)
+    merged, user = await to_thread.run_sync(_parse, kubeconfig)
     if not user.get("exec"):
         user.pop("exec", None)
-        return await to_thread.run_sync(_configured, merged)
+        return await to_thread.run_sync(_configure, merged, deadline)
     program = ExecProvider(ConfigNode("exec", user["exec"]))
-    said = _understood(program, await _printed(program))
-    for key in _OWN:
+    answer = _decode(program, await _run(program, run_command, deadline))
+    for key in _REPLACED:
         user.pop(key, None)
-    user.update(said)
-    return await to_thread.run_sync(_configured, merged)
+    user.update(answer)
+    return await to_thread.run_sync(_configure, merged, deadline)
 
 
-def _of_the_pod() -> Configuration:
+def _load_service_account() -> Configuration:
     configuration = Configuration()
     load_incluster_config(configuration, try_refresh_token=False)  # type: ignore[no-untyped-call] # it has no types
     return configuration
 
 
-def _parsed(kubeconfig: Path) -> tuple[KubeConfigMerger, dict[str, Any]]:
-    """Read a file; give it with the user of its context, which may be changed. Blocks."""
+def _parse(kubeconfig: Path) -> tuple[KubeConfigMerger, dict[str, Any]]:
+    """Read a file; return it with the mutable user of its context. Blocks."""
     if not kubeconfig.is_file():
         raise ConfigException("there is no such file")
     try:
@@ -75,24 +74,28 @@ def _parsed(kubeconfig: Path) -> tuple[KubeConfigMerger, dict[str, Any]]:
     return merged, user if isinstance(user, dict) else {}
 
 
-def _configured(merged: KubeConfigMerger) -> Configuration:
-    """Make of a kubeconfig what the library goes by; blocks, and may ask who gives tokens."""
+def _configure(merged: KubeConfigMerger, deadline: float) -> Configuration:
+    """Convert a kubeconfig to the library's configuration; blocks.
+
+    The library may request a token for it.
+    """
     configuration = Configuration()
     loader = KubeConfigLoader(
         config_dict=merged.config, config_base_path=None, config_persister=merged.save_changes
     )
     try:
-        asyncio.run(asyncio.wait_for(loader.load_and_set(configuration), DEADLINE))
+        asyncio.run(asyncio.wait_for(loader.load_and_set(configuration), deadline))
     except TimeoutError:
-        raise ConfigException(f"who gives its tokens did not answer in {DEADLINE:g} s") from None
+        problem = f"the source of its tokens did not answer within {deadline:g} s"
+        raise ConfigException(problem) from None
     return configuration
 
 
-async def _printed(program: ExecProvider) -> bytes:
-    """Start a program and give what it prints; when time is up, it and what it started are ended.
+async def _run(program: ExecProvider, run_command: RunCommand, deadline: float) -> bytes:
+    """Run a program and return its output.
 
     Raises:
-        ConfigException: if it cannot be started, fails, or does not end in time.
+        ConfigException: the program cannot be started, fails, or exceeds its deadline.
     """
     info = {"apiVersion": program.api_version, "kind": "ExecCredential"}
     env = {
@@ -100,67 +103,40 @@ async def _printed(program: ExecProvider) -> bytes:
         "KUBERNETES_EXEC_INFO": json.dumps({**info, "spec": {"interactive": False}}),
     }
     try:
-        # Who is cancelled in the middle of a start could end neither all of it nor its pipes.
-        with anyio.CancelScope(shield=True):
-            process = await anyio.open_process(program.args, env=env, start_new_session=True)
+        done = await run_command(program.args, env=env, deadline=deadline)
+    except TimeoutError:
+        fix = "run it by hand to see why; metagpu tries again"
+        raise _failure(program, f"did not end within {deadline:g} s; {fix}") from None
     except OSError as error:
-        raise _failed(program, f"could not be started: {error.strerror}") from error
+        raise _failure(program, f"could not be started: {error.strerror}") from error
 
-    printed, complaint = bytearray(), bytearray()
-    async with process:
-        try:
-            with anyio.fail_after(DEADLINE):
-                if process.stdin is not None:
-                    await process.stdin.aclose()
-                async with anyio.create_task_group() as group:
-                    group.start_soon(_drain, process.stdout, printed)
-                    group.start_soon(_drain, process.stderr, complaint)
-                status = await process.wait()
-        except TimeoutError:
-            mend = "run it by hand to see what it waits for; it is tried again"
-            raise _failed(program, f"did not end within {DEADLINE:g} s; {mend}") from None
-        finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, SIGKILL)
-            # The event loop closes a pipe where it ends, and nowhere else.
-            with anyio.move_on_after(LAST_WORDS, shield=True):
-                await _drain(process.stdout, printed)
-                await _drain(process.stderr, complaint)
-
-    if status:
-        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise _failed(program, f"failed with status {status}: {last[0]}")
-    return bytes(printed)
+    if done.status:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise _failure(program, f"failed with status {done.status}: {last[0]}")
+    return done.stdout
 
 
-async def _drain(stream: ByteReceiveStream | None, into: bytearray) -> None:
-    if stream is not None:
-        async for part in stream:
-            into += part
-
-
-def _understood(program: ExecProvider, printed: bytes) -> Mapping[str, str]:
-    """Give what a program's answer is in the words of a kubeconfig's user.
+def _decode(program: ExecProvider, output: bytes) -> Mapping[str, str]:
+    """Return the answer of a program as keys of a kubeconfig's user.
 
     Raises:
-        ConfigException: if it is no ExecCredential of the version that was asked for.
+        ConfigException: the output is no ExecCredential of the requested version.
     """
     try:
-        answer = json.loads(printed)
+        answer = json.loads(output)
         version, status = answer["apiVersion"], answer["status"]
         if version != program.api_version:
-            raise _failed(program, f"answers {version}, and {program.api_version} was asked for")
+            raise _failure(program, f"answers {version}, and {program.api_version} was requested")
         if "token" in status:
             return {"token": str(status["token"])}
         pair = str(status["clientCertificateData"]), str(status["clientKeyData"])
     except (ValueError, KeyError, TypeError) as error:
-        why = f"printed no ExecCredential with a token, or a certificate and its key ({error!r})"
-        raise _failed(program, why) from error
+        reason = f"printed no ExecCredential with a token, or a certificate and its key ({error!r})"
+        raise _failure(program, reason) from error
     keys = "client-certificate-data", "client-key-data"
     return {key: b64encode(it.encode()).decode() for key, it in zip(keys, pair, strict=True)}
 
 
-def _failed(program: ExecProvider, why: str) -> ConfigException:
-    """Say what went wrong with a program; not with which arguments, which may be secret."""
-    return ConfigException(f"its program `{program.args[0]}` (exec) {why}")
+def _failure(program: ExecProvider, reason: str) -> ConfigException:
+    """Return the error of a program, without its arguments, which may be secret."""
+    return ConfigException(f"its program `{program.args[0]}` (exec) {reason}")

@@ -1,8 +1,8 @@
-"""Labels by way of a NodeFeature object, where Node Feature Discovery (NFD) is installed.
+"""Labels by a NodeFeature object, where Node Feature Discovery (NFD) runs.
 
-NFD's master puts the labels of such objects on their Node, and takes them away with the object. So
-nobody but that master needs the right to write Nodes for them, and they go with the Node, which
-owns the object.
+NFD's master puts the labels of such an object on its Node, and removes them with the object. Only
+that master needs the right to write Nodes for them. The Node owns the object, so a Node's end
+deletes it.
 """
 
 from collections.abc import Mapping
@@ -13,105 +13,105 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.following import Followed
-from metagpu.plugins.cluster.node import MANAGER
+from metagpu.plugins.cluster.node_object import FIELD_MANAGER
+from metagpu.plugins.cluster.node_patch import APPLY_PATCH
+from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
-    from metagpu.plugins.cluster.client import Client
+    from metagpu.plugins.cluster.client import KubeClient
 
 GROUP: Final = "/apis/nfd.k8s-sigs.io/v1alpha1"
 NODE_NAME: Final = "nfd.node.kubernetes.io/node-name"
-"""The label by which NFD knows which Node an object is about."""
-PATIENCE: Final = 60.0
-"""Seconds that NFD's master has to put labels on the Node; then they are patched beside it."""
-AGAIN: Final = 600.0
-"""Seconds before NFD is looked for again where it was not, or where we may not write."""
+"""The label that names the Node of a NodeFeature."""
+RETRY_PERIOD: Final = 600.0
+"""Seconds before the next check for NFD, where it is missing or refuses our object."""
 _FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
 _INVALID: Final = frozenset((400, 422))
-"""Answers to an object that this NFD's kind has no place for."""
-_APPLY: Final = "application/apply-patch+yaml"
+"""Answers of an NFD whose kind does not fit our object."""
 
 log = structlog.get_logger()
 
 
 @dataclass(eq=False)
 class NodeFeature:
-    """The object that carries our labels.
+    """The NodeFeature object with our labels.
 
     Attributes:
-        node: the Node that it is about, and that owns it.
-        namespace: where it stands.
-        carried: the labels that it has, `None` while there is none of ours.
-        problem: why labels do not go this way although NFD is there; empty if they do.
+        node: the Node of the labels, which owns the object.
+        namespace: the object's namespace.
+        labels: the object's labels, `None` without an object of ours.
+        problem: why NFD does not write our labels although it runs; empty without a problem.
     """
 
-    client: "Client"
-    node: Followed
+    client: "KubeClient"
+    node: WatchedObject
     namespace: str
-    carried: Mapping[str, str] | None = None
+    labels: Mapping[str, str] | None = None
     problem: str = ""
-    _there: bool | None = None
-    _asked: float = 0.0
-    _since: float = 0.0
-    _applied: float = 0.0
+    _available: bool | None = None
+    _checked_at: float = 0.0
+    _changed_at: float = 0.0
+    _written_at: float = 0.0
 
     @property
     def name(self) -> str:
-        """What it is called: sorted before GPU Feature Discovery's, so that that one's wins."""
-        return f"{MANAGER}-{self.node.name}"
+        """The object's name; GPU Feature Discovery's sorts after it, and so wins."""
+        return f"{FIELD_MANAGER}-{self.node.name}"
 
     @property
     def usable(self) -> bool:
-        """Whether NFD is there, and lets us write, as far as is known."""
-        return self._there is True
+        """True while NFD runs and accepts our object, as far as is known."""
+        return self._available is True
 
     @property
-    def late(self) -> bool:
-        """Whether NFD has had these labels for longer than it needs to put them on the Node."""
-        return anyio.current_time() >= self._since + PATIENCE
+    def overdue(self) -> bool:
+        """Return whether NFD has had these labels for longer than `nfd_timeout`."""
+        return anyio.current_time() >= self._changed_at + self.client.timing.nfd_timeout
 
-    def due(self, missing: frozenset[str]) -> float | None:
-        """Say after how many seconds to look for missing labels again."""
-        return PATIENCE if missing else None
+    def recheck_after(self, missing: frozenset[str]) -> float | None:
+        """Return the seconds until the next check for missing labels, `None` without any."""
+        return self.client.timing.nfd_timeout if missing else None
 
-    async def opened(self) -> bool:
-        """Tell whether NFD is there and we may write; what it has of us is known then.
+    async def check_available(self) -> bool:
+        """Return whether NFD runs and accepts our object; read the object the first time.
 
         Raises:
-            ClusterError: if the API server does not answer, or says something else.
+            ClusterError: the API server does not answer, or answers something else.
         """
-        if self._there or (self._there is False and anyio.current_time() < self._asked + AGAIN):
-            return bool(self._there)
+        retry_at = self._checked_at + RETRY_PERIOD
+        if self._available or (self._available is False and anyio.current_time() < retry_at):
+            return bool(self._available)
 
-        self._asked = anyio.current_time()
+        self._checked_at = anyio.current_time()
         try:
             answer = await self.client.call("GET", GROUP)
             kinds = [it.get("name") for it in answer.get("resources") or ()]
-            self._there = "nodefeatures" in kinds and await self._read()
+            self._available = "nodefeatures" in kinds and await self._read()
         except ClusterError as error:
-            self._give_up(error)
-        if self._there:
-            log.info("labels go by a NodeFeature", object=f"{self.namespace}/{self.name}")
-        return bool(self._there)
+            self._suspend(error)
+        if self._available:
+            log.info("node labels written by NFD", object=f"{self.namespace}/{self.name}")
+        return bool(self._available)
 
-    async def carry(self, labels: Mapping[str, str], missing: frozenset[str]) -> bool:
-        """Let it have these labels and no others; tell whether it has.
+    async def write(self, labels: Mapping[str, str], missing: frozenset[str]) -> bool:
+        """Write exactly these labels to the object; return whether the object has them.
 
         Args:
-            labels: by name.
-            missing: those that NFD has not put on the Node: after a while the object is written
-                again, for somebody may have deleted it.
+            labels: the values by name.
+            missing: labels that NFD has not put on the Node yet. After a while the object is
+                written again, because another client may have deleted it.
 
         Raises:
-            ClusterError: if the API server does not answer, or says something else.
+            ClusterError: the API server does not answer, or answers something else.
         """
-        same, now = labels == self.carried, anyio.current_time()
-        if same and missing and self.late:
-            self.problem = _late(missing)
+        same, now = labels == self.labels, anyio.current_time()
+        timeout = self.client.timing.nfd_timeout
+        if same and missing and self.overdue:
+            self.problem = self._overdue_problem(missing)
         elif same and not missing:
             self.problem = ""
-        if same and (not missing or now < self._applied + PATIENCE):
+        if same and (not missing or now < self._written_at + timeout):
             return True
 
         uid = self.node.object["metadata"].get("uid") if self.node.object else None
@@ -121,30 +121,33 @@ class NodeFeature:
             "metadata": {
                 "name": self.name,
                 "namespace": self.namespace,
-                "labels": {NODE_NAME: self.node.name, "app.kubernetes.io/managed-by": MANAGER},
+                "labels": {
+                    NODE_NAME: self.node.name,
+                    "app.kubernetes.io/managed-by": FIELD_MANAGER,
+                },
                 "ownerReferences": [
                     {"apiVersion": "v1", "kind": "Node", "name": self.node.name, "uid": uid}
                 ],
             },
             "spec": {"labels": dict(labels)},
         }
-        query = {"fieldManager": MANAGER, "force": "true"}
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         try:
-            await self.client.call("PATCH", self._path, query=query, body=body, content=_APPLY)
+            await self.client.call("PATCH", self._path, query=query, body=body, content=APPLY_PATCH)
         except ClusterError as error:
-            self._give_up(error)
+            self._suspend(error)
             return False
-        self._since, self._applied = self._since if same else now, now
-        self.carried = dict(labels)
+        self._changed_at, self._written_at = self._changed_at if same else now, now
+        self.labels = dict(labels)
         return True
 
     async def remove(self) -> None:
-        """Delete it, if it is there and we may: NFD takes its labels off the Node.
+        """Delete the object, if possible: NFD removes its labels from the Node.
 
         Raises:
-            ClusterError: if the API server does not answer, or says something else.
+            ClusterError: the API server does not answer, or answers something else.
         """
-        self.carried = None
+        self.labels = None
         try:
             await self.client.call("DELETE", self._path)
         except ClusterError as error:
@@ -162,24 +165,22 @@ class NodeFeature:
             if error.status != _NOT_FOUND:
                 raise
         else:
-            self.carried = (found.get("spec") or {}).get("labels") or {}
-        self._since = self._applied = anyio.current_time()
+            self.labels = (found.get("spec") or {}).get("labels") or {}
+        self._changed_at = self._written_at = anyio.current_time()
         return True
 
-    def _give_up(self, error: ClusterError) -> None:
-        """Go on without it for a while, unless the API server may answer better at once."""
+    def _suspend(self, error: ClusterError) -> None:
+        """Patch labels for a while; raise an error that may be over at the next request."""
         if error.status not in {_FORBIDDEN, _NOT_FOUND, *_INVALID}:
             raise error
-        self._there, self._asked, self.carried = False, anyio.current_time(), None
+        self._available, self._checked_at, self.labels = False, anyio.current_time(), None
         self.problem = "" if error.status == _NOT_FOUND else f"{error}; labels are patched"
         if self.problem:
-            log.warning("labels cannot go by a NodeFeature", error=str(error))
+            log.warning("nodefeature rejected; labels are patched", error=str(error))
 
-
-def _late(missing: frozenset[str]) -> str:
-    """Say that NFD's master does not do its part."""
-    return (
-        f"nfd-master has not put {len(missing)} of our labels on the node within {PATIENCE:g} s "
-        f"({min(missing)} …); they are patched. See that it runs, and its denyLabelNs, "
-        "labelWhiteList and restrictions"
-    )
+    def _overdue_problem(self, missing: frozenset[str]) -> str:
+        return (
+            f"nfd-master has not put {len(missing)} of our labels on the node within "
+            f"{self.client.timing.nfd_timeout:g} s ({min(missing)} …); metagpu patches them. Check "
+            "that nfd-master runs, and its denyLabelNs, labelWhiteList and restrictions"
+        )

@@ -1,60 +1,60 @@
-"""This node's Pods, followed: what the registry wants to know of them, and nothing more."""
+"""The informer of this node's Pods: keeps the few fields that the registry needs."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from metagpu.core.facts import PodsTold
-from metagpu.core.pods import KnownPod
-from metagpu.core.registry import Registry
-from metagpu.core.wishes import wishes_in
-from metagpu.plugins.cluster.following import Following
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.state.facts import PodsListed
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.annotations import memory_annotations
+from metagpu.plugins.cluster.node_object import KubeObject
+from metagpu.plugins.cluster.watch import Informer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from metagpu.plugins.cluster.client import Client, Object
+    from metagpu.plugins.cluster.client import KubeClient
 
 PODS: Final = "/api/v1/pods"
 
 
-class FollowedPods(Following):
-    """Tells the registry of the Pods that run on a node, whatever their namespace."""
+class PodInformer(Informer):
+    """Reports the Pods of a node, of all namespaces, to the registry."""
 
-    def __init__(self, client: "Client", node: str, registry: Registry) -> None:
+    def __init__(self, client: "KubeClient", node: str, registry: Registry) -> None:
         super().__init__(client, PODS, f"spec.nodeName={node}", f"{PODS} on {node}")
         self._registry = registry
         self._pods: dict[str, KnownPod] = {}
 
-    def listed(self, items: "Sequence[Object]") -> None:
-        """Take in all of them as they are now."""
+    def on_list(self, items: Sequence[KubeObject]) -> None:
+        """Take in the complete list of Pods."""
         self._pods = {pod.uid: pod for pod in map(known_pod, items)}
-        self._tell()
+        self._publish()
 
-    def changed(self, it: "Object") -> None:
-        """Take in one that is new or another than before."""
-        pod = known_pod(it)
+    def on_update(self, item: KubeObject) -> None:
+        """Take in a Pod that is new or changed."""
+        pod = known_pod(item)
         if self._pods.get(pod.uid) != pod:
             self._pods[pod.uid] = pod
-            self._tell()
+            self._publish()
 
-    def deleted(self, it: "Object") -> None:
-        """Take in that one is no more."""
-        self._pods.pop(known_pod(it).uid, None)
-        self._tell()
+    def on_delete(self, item: KubeObject) -> None:
+        """Take in the deletion of a Pod."""
+        self._pods.pop(known_pod(item).uid, None)
+        self._publish()
 
-    def _tell(self) -> None:
-        self._registry.apply(PodsTold(tuple(self._pods.values())))
+    def _publish(self) -> None:
+        self._registry.apply(PodsListed(tuple(self._pods.values())))
 
 
-def known_pod(it: "Object") -> KnownPod:
-    """Keep of a Pod what we want to know: most of it is large, and changes often."""
-    metadata = it["metadata"]
+def known_pod(item: KubeObject) -> KnownPod:
+    """Return the needed fields of a Pod: the rest is large, and changes often."""
+    metadata = item["metadata"]
     owners = [owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")]
 
     return KnownPod(
         uid=str(metadata["uid"]),
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
-        phase=str((it.get("status") or {}).get("phase") or ""),
+        phase=str((item.get("status") or {}).get("phase") or ""),
         owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else "",
-        wishes=wishes_in(metadata.get("annotations") or {}),
+        memory_annotations=memory_annotations(metadata.get("annotations") or {}),
     )

@@ -1,4 +1,4 @@
-"""What an operator says of the cluster: which node this is, and what of the API server we use."""
+"""Settings of the API server's side: Node, credentials and features."""
 
 import os
 import re
@@ -11,15 +11,18 @@ import msgspec
 
 from metagpu.core.errors import ConfigError
 
-TOKEN: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-"""What Kubernetes gives to a pod with a service account."""
-OUTSIDE: Final = "kube-system"
-"""The namespace of our own objects where no pod has one."""
+TOKEN_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+"""The token that Kubernetes gives to a pod with a service account."""
+DEFAULT_NAMESPACE: Final = "kube-system"
+"""The namespace of our own objects outside a pod."""
 _OBJECT_NAME: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
 class Feature(StrEnum):
-    """One use of the API server; each needs rights of its own (docs/permissions.md)."""
+    """One feature that uses the API server, with rights of its own.
+
+    docs/permissions.md lists the rights.
+    """
 
     CONFIG = "config"
     LABELS = "labels"
@@ -30,54 +33,93 @@ class Feature(StrEnum):
     ALLOCATABLE = "allocatable"
     PODS = "pods"
     POD_EVENTS = "pod-events"
-    RIVALS = "rivals"
+    COMPETING_PLUGINS = "competing-plugins"
 
 
-ALL: Final = frozenset(Feature)
+ALL_FEATURES: Final = frozenset(Feature)
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """What of the API server is used, and where it is.
+class ClusterTiming(msgspec.Struct, frozen=True):
+    """Times of the API server's side, all in seconds.
 
     Attributes:
-        node: the name of the Node object that stands for this machine.
-        kubeconfig: a file with address and credentials; `None` takes what a pod is given.
-        config_map: namespace and name of the profiles, `None` if they are not in the cluster.
-        features: what is done at all.
-        remove_labels: whether labels and condition go when the daemon ends.
-        patience: seconds that the first offer waits for the node's profile.
-        namespace: where objects of our own stand: that of our pod.
+        restart_delay: after a fault of our own, before everything starts again.
+        shutdown_timeout: for the API server, at the end of the daemon, to remove the labels.
+        backoff_first: the delay after a first failure.
+        backoff_longest: the limit of that delay, which doubles with each failure.
+        reconcile_interval: between two runs of a reconciler; one run covers all changes meanwhile.
+        lower_interval: likewise for allocatable numbers that fall: until the Node has the new
+            number, the scheduler sends pods by the old one.
+        raise_delay: before an allocatable number rises: the kubelet may not know the shares yet.
+        min_watch: the shortest duration of a watch that the next one may follow at once.
+        credentials_timeout: for a program, or another source, that provides credentials; those of
+            clouds take one to five seconds.
+        nfd_timeout: for NFD's master to put labels on the Node; later metagpu patches them.
+        count_interval: between two updates of an Event's count.
+        difference_after: before a number of the Node that differs from ours is reported; the
+            kubelet writes its numbers every 10 s.
+    """
+
+    restart_delay: float = 30.0
+    shutdown_timeout: float = 2.0
+    backoff_first: float = 0.2
+    backoff_longest: float = 60.0
+    reconcile_interval: float = 0.1
+    lower_interval: float = 0.02
+    raise_delay: float = 0.3
+    min_watch: float = 1.0
+    credentials_timeout: float = 10.0
+    nfd_timeout: float = 60.0
+    count_interval: float = 30.0
+    difference_after: float = 60.0
+
+
+class ClusterSettings(msgspec.Struct, frozen=True):
+    """The features of the API server in use, and how to reach it.
+
+    Attributes:
+        node: the name of this machine's Node object.
+        kubeconfig: a file with address and credentials; `None` takes those of the pod.
+        config_map: namespace and name of the profiles, `None` without profiles in the cluster.
+        features: the features in use.
+        remove_labels: whether the end of the daemon removes labels and conditions.
+        choice_timeout: seconds that the first offer waits for the node's profile.
+        namespace: the namespace of our own objects, which is that of our pod.
+        timing: the times of all features.
     """
 
     node: str
     kubeconfig: Path | None = None
     config_map: tuple[str, str] | None = None
-    features: frozenset[Feature] = ALL
+    features: frozenset[Feature] = ALL_FEATURES
     remove_labels: bool = False
-    patience: float = 5.0
-    namespace: str = OUTSIDE
+    choice_timeout: float = 5.0
+    namespace: str = DEFAULT_NAMESPACE
+    timing: ClusterTiming = ClusterTiming()
 
 
-def features_of(text: str) -> frozenset[Feature]:
-    """Read `all`, `none`, or names, each with a `-` before it to leave one out: `all,-taint`.
+def parse_features(text: str) -> frozenset[Feature]:
+    """Parse `all`, `none` or names of features, as in `all,-taint`.
+
+    A `-` before a name removes the feature.
 
     Raises:
-        ConfigError: if one is not known.
+        ConfigError: a name is unknown.
     """
     chosen: set[Feature] = set()
     words = [word.strip() for word in text.split(",") if word.strip()]
     if words and words[0].startswith("-"):
-        chosen |= ALL
+        chosen |= ALL_FEATURES
 
     for word in words:
         name = word.removeprefix("-")
         if word == "all":
-            chosen |= ALL
+            chosen |= ALL_FEATURES
         elif word == "none":
             chosen.clear()
         elif name not in list(Feature):
             known = ", ".join(("all", "none", *Feature))
-            problem = f"{name!r} is no use of the API server; allowed: {known}"
+            problem = f"{name!r} is no feature of the API server; allowed: {known}"
             raise ConfigError(problem, file="--cluster")
         elif word == name:
             chosen.add(Feature(name))
@@ -86,11 +128,11 @@ def features_of(text: str) -> frozenset[Feature]:
     return frozenset(chosen)
 
 
-def config_map_of(text: str) -> tuple[str, str]:
-    """Read `NAMESPACE/NAME`.
+def parse_config_map(text: str) -> tuple[str, str]:
+    """Parse `NAMESPACE/NAME`.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: the text has another form.
     """
     found = re.fullmatch(rf"({_OBJECT_NAME})/({_OBJECT_NAME})", text)
     if found is None:
@@ -99,7 +141,7 @@ def config_map_of(text: str) -> tuple[str, str]:
     return found[1], found[3]
 
 
-def settings_of(
+def resolve_settings(
     *,
     node: str | None,
     kubeconfig: Path | None,
@@ -107,38 +149,40 @@ def settings_of(
     features: str,
     remove_labels: bool,
     environment: Mapping[str, str] = os.environ,
-    token: Path = TOKEN,
-) -> Settings | None:
-    """Make the settings of what was given; `None` if the API server is not to be used.
+    token: Path = TOKEN_FILE,
+) -> ClusterSettings | None:
+    """Return the settings of options and environment, `None` for no API server.
 
-    It is used where the node's name is known and there are credentials, from a file or as a pod has
-    them. Blocks: for the start alone.
+    The API server is used where the node's name is known and credentials are there: a kubeconfig,
+    or the service account of a pod. Blocks: for the start alone.
 
     Raises:
-        ConfigError: if something was asked for that needs what is missing.
+        ConfigError: an option needs another option that is missing.
     """
-    wanted = features_of(features)
+    wanted = parse_features(features)
     in_pod = bool(environment.get("KUBERNETES_SERVICE_HOST")) and token.exists()
     reachable = kubeconfig is not None or in_pod
-    place = config_map_of(config_map) if config_map else None
+    profiles = parse_config_map(config_map) if config_map else None
 
-    if place is not None and not (node and reachable and Feature.CONFIG in wanted):
+    if profiles is not None and not (node and reachable and Feature.CONFIG in wanted):
         problem = "a ConfigMap is read from the API server; also give --node-name" + (
             "" if reachable else " and --kubeconfig" if node is None else ""
         )
         if node and not reachable:
             problem = "a ConfigMap is read from the API server; also give --kubeconfig"
         if node and reachable:
-            problem = "a ConfigMap is read by the use `config`; add it to --cluster"
+            problem = "a ConfigMap is read by the feature `config`; add it to --cluster"
         raise ConfigError(problem, file="--config-map")
 
     if not (node and reachable and wanted):
         return None
-    own = _text(token.parent / "namespace") if in_pod else ""
-    return Settings(node, kubeconfig, place, wanted, remove_labels, namespace=own or OUTSIDE)
+    own = _read_text(token.parent / "namespace") if in_pod else ""
+    return ClusterSettings(
+        node, kubeconfig, profiles, wanted, remove_labels, namespace=own or DEFAULT_NAMESPACE
+    )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

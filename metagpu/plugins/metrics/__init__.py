@@ -1,4 +1,4 @@
-"""What monitoring sees of a node: metrics for Prometheus, probes for the kubelet, over HTTP.
+"""Monitoring over HTTP: metrics for Prometheus, probes for the kubelet.
 
-Nothing of it is loaded where no address is given (`--metrics`); `exporter` is where it begins.
+`exporter` and its libraries are loaded only with an address (`--metrics`).
 """

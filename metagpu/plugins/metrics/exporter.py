@@ -1,4 +1,4 @@
-"""Metrics and probes of this node, served: what the other modules here make, put together."""
+"""The exporter: serves metrics and probes, by the other modules here."""
 
 from functools import partial
 from http import HTTPStatus
@@ -7,96 +7,100 @@ from typing import Final
 import anyio
 from anyio import to_thread
 
-from metagpu.core.census import Findings
-from metagpu.core.endurance import enduring
-from metagpu.plugins.metrics.address import Address
-from metagpu.plugins.metrics.counts import Counts
-from metagpu.plugins.metrics.daemon import of_daemon
-from metagpu.plugins.metrics.exposition import CONTENT_TYPE, page_of
-from metagpu.plugins.metrics.families import FAMILIES, families_of
-from metagpu.plugins.metrics.gpus import of_snapshot
-from metagpu.plugins.metrics.http import PageServer, Response
-from metagpu.plugins.metrics.probes import Pulse, ills, lacks
-from metagpu.plugins.metrics.shared import Shared
-from metagpu.plugins.metrics.sources import Sources
-from metagpu.plugins.metrics.usage import fixed, of_findings
+from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.usage.collector import NodeUsage
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.metrics.daemon import daemon_samples
+from metagpu.plugins.metrics.event_counters import EventCounters
+from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page
+from metagpu.plugins.metrics.families import FAMILIES, backend_families
+from metagpu.plugins.metrics.gpus import snapshot_samples
+from metagpu.plugins.metrics.http_server import HttpResponse, PageServer
+from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
+from metagpu.plugins.metrics.single_flight import SingleFlight
+from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming
+from metagpu.plugins.metrics.usage import freeze_limits, usage_samples
 
-PAGE_AGE: Final = 1.0
-"""Seconds for which a page is as good as another."""
-LOOK_PATIENCE: Final = 3.0
-"""Seconds that a page waits for NVML; with one that hangs, it has what was known before."""
-
-_FAILED: Final = "metagpu failed to make the page; its log has the details\n"
+_FAILED: Final = "metagpu failed to render the page; its log has the details\n"
 _INDEX: Final = "metagpu: see /metrics, /healthz, /readyz\n"
 
 
 class Exporter:
-    """Counts what happens, and serves what monitoring asks.
+    """Counts events, and serves the pages of monitoring.
 
     Attributes:
-        server: where it listens.
+        server: the HTTP server of the pages.
     """
 
-    def __init__(self, address: Address, sources: Sources) -> None:
+    def __init__(
+        self,
+        address: ListenAddress,
+        sources: MetricSources,
+        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+    ) -> None:
         self._sources = sources
-        self._families = (*FAMILIES, *families_of(sources.kinds))
-        self._counts = Counts()
-        self._pulse = Pulse()
-        # Findings are shared already; here it is their making that goes on without who asked.
-        self._findings = Shared[Findings]("who is on the GPUs", sources.findings, age=0)
-        self._page = Shared[bytes]("the page", self._made, PAGE_AGE)
+        self._timing = timing
+        self._families = (*FAMILIES, *backend_families(sources.kinds))
+        self._counters = EventCounters()
+        self._lag_probe = LoopLagProbe()
+        # The collector caches usage already: this lets a collection outlive the client that asked.
+        self._usage = SingleFlight[NodeUsage]("GPU usage", sources.usage, age=0)
+        self._page = SingleFlight[bytes]("metrics page", self._render, timing.page_age)
         pages = {
             "/metrics": self._metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/": self._index,
         }
-        self.server = PageServer(address, pages)
+        self.server = PageServer(address, pages, timing)
 
     async def run(self) -> None:
-        """Count and serve until cancelled; a fault in it ends nothing else."""
-        listen = partial(self._counts.listen, self._sources.registry.news)
+        """Count and serve until cancelled; a failure here ends nothing else."""
+        count = partial(self._counters.run, self._sources.registry.events)
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(enduring, listen, "counting of news"))
-            group.start_soon(partial(enduring, self._serve, "serving of metrics"))
+            group.start_soon(partial(run_with_restart, count, "event counters"))
+            group.start_soon(partial(run_with_restart, self._serve, "metrics server"))
 
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
-            for part in (self._pulse, self._findings, self._page, self.server):
+            for part in (self._lag_probe, self._usage, self._page, self.server):
                 group.start_soon(part.run)
 
-    async def _made(self) -> bytes:
-        """Make a page: what changes is read here, what does not is measured in a thread."""
-        findings = await self._findings.get(LOOK_PATIENCE)
+    async def _render(self) -> bytes:
+        """Render a page: read mutable state here, and immutable state in a thread."""
+        usage = await self._usage.get(self._timing.usage_timeout)
         sources = self._sources
         snapshot, layout = sources.registry.snapshot, sources.layout()
-        own = of_daemon(sources, self._counts, self._pulse.lag)
-        rules = fixed(sources.rules, findings) if findings else sources.rules
+        own = daemon_samples(sources, self._counters, self._lag_probe.lag)
+        rules = freeze_limits(sources.rules, usage) if usage else sources.rules
 
-        def written() -> bytes:
-            samples = [*own, *of_snapshot(snapshot, layout)]
-            if findings is not None:
-                samples += of_findings(snapshot, findings, rules)
-            return page_of(self._families, samples)
+        def render() -> bytes:
+            samples = [*own, *snapshot_samples(snapshot, layout)]
+            if usage is not None:
+                samples += usage_samples(snapshot, usage, rules)
+            return render_page(self._families, samples)
 
-        return await to_thread.run_sync(written)
+        return await to_thread.run_sync(render)
 
-    async def _metrics(self) -> Response:
+    async def _metrics(self) -> HttpResponse:
         page = await self._page.get()
         if page is None:
-            return Response(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED.encode())
-        return Response(HTTPStatus.OK, page, CONTENT_TYPE)
+            return HttpResponse(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED.encode())
+        return HttpResponse(HTTPStatus.OK, page, CONTENT_TYPE)
 
-    async def _healthz(self) -> Response:
-        return _verdict(ills(self._pulse.lag, self._sources.ended()))
+    async def _healthz(self) -> HttpResponse:
+        late = self._timing.late_loop
+        return _probe_response(liveness_problems(self._lag_probe.lag, self._sources.ended(), late))
 
-    async def _readyz(self) -> Response:
-        return _verdict(lacks(self._sources.registry.snapshot, self._sources.kubelet))
+    async def _readyz(self) -> HttpResponse:
+        return _probe_response(
+            readiness_problems(self._sources.registry.snapshot, self._sources.kubelet)
+        )
 
-    async def _index(self) -> Response:
-        return Response(HTTPStatus.OK, _INDEX.encode())
+    async def _index(self) -> HttpResponse:
+        return HttpResponse(HTTPStatus.OK, _INDEX.encode())
 
 
-def _verdict(problems: list[str]) -> Response:
+def _probe_response(problems: list[str]) -> HttpResponse:
     status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
-    return Response(status, "".join(f"{line}\n" for line in problems or ["ok"]).encode())
+    return HttpResponse(status, "".join(f"{line}\n" for line in problems or ["ok"]).encode())

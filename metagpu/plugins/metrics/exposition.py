@@ -1,4 +1,4 @@
-"""Samples as Prometheus reads them: the only user of its library."""
+"""The text format of Prometheus: the only user of its library."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -10,25 +10,25 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from metagpu.plugins.metrics.samples import Family, Kind, Sample, Spread
+from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, MetricType, Sample
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 _TOTAL: Final = "_total"
 _PROCESS: Final = ProcessCollector(registry=None)
 
 
-def page_of(families: Sequence[Family], samples: Iterable[Sample]) -> bytes:
-    """Write all families, those without a series too, and the process's own numbers.
+def render_page(families: Sequence[MetricFamily], samples: Iterable[Sample]) -> bytes:
+    """Render all families, also those without a series, and the process's metrics.
 
-    Reads /proc: for a thread.
+    Reads /proc, so call it in a thread.
     """
     return generate_latest(_Page(families, samples))
 
 
 class _Page(Collector):
-    """One moment's samples, as the library wants them; nothing of it is registered anywhere."""
+    """The samples of one page, as a collector that is registered nowhere."""
 
-    def __init__(self, families: Sequence[Family], samples: Iterable[Sample]) -> None:
+    def __init__(self, families: Sequence[MetricFamily], samples: Iterable[Sample]) -> None:
         self._families = families
         self._samples = samples
 
@@ -36,21 +36,21 @@ class _Page(Collector):
         metrics = {family: _metric(family) for family in self._families}
         for family, labels, value in self._samples:
             named = dict(zip(family.labels, labels, strict=True))
-            if isinstance(value, Spread):
-                _add_spread(metrics[family], named, value)
+            if isinstance(value, HistogramValue):
+                _add_histogram(metrics[family], named, value)
             else:
                 metrics[family].add_sample(family.name, named, float(value))
         yield from metrics.values()
         yield from _PROCESS.collect()
 
 
-def _metric(family: Family) -> Metric:
+def _metric(family: MetricFamily) -> Metric:
     # The library's names of counters have no suffix; its exposition adds it again.
-    name = family.name.removesuffix(_TOTAL) if family.kind is Kind.COUNTER else family.name
-    return Metric(name, family.meaning, str(family.kind))
+    name = family.name.removesuffix(_TOTAL) if family.type is MetricType.COUNTER else family.name
+    return Metric(name, family.help, str(family.type))
 
 
-def _add_spread(metric: Metric, labels: dict[str, str], value: Spread) -> None:
+def _add_histogram(metric: Metric, labels: dict[str, str], value: HistogramValue) -> None:
     counts = list(accumulate(value.counts))
     bounds = [*map(floatToGoString, value.bounds), "+Inf"]
     for bound, count in zip(bounds, counts, strict=True):

@@ -1,126 +1,143 @@
-"""Every metric there is: its name, its kind, what it means, and by what its series are told apart.
+"""All metric families: name, type, help text and labels.
 
-docs/metrics.md has the same table; a test holds the two together, and others hold the names to
+docs/metrics.md has the same table; a test compares the two, and others check the names against
 Prometheus' conventions.
 """
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from metagpu.core.figures import FigureKind
-from metagpu.plugins.metrics.samples import Family, Kind
+from metagpu.core.model.backend_metrics import MetricKind
+from metagpu.plugins.metrics.samples import MetricFamily, MetricType
 
 GPU: Final = ("gpu", "uuid")
 CONTAINER: Final = ("namespace", "pod", "container", *GPU)
 
 
-class _Rows(NamedTuple):
-    """Makes metrics of one kind, whose series are told apart by these labels first."""
+class _FamilyFactory(NamedTuple):
+    """A factory of metric families of one type, whose first labels are given."""
 
-    kind: Kind
+    kind: MetricType
     first: tuple[str, ...] = ()
 
-    def __call__(self, name: str, meaning: str, *labels: str) -> Family:
-        return Family(f"metagpu_{name}", self.kind, meaning, (*self.first, *labels))
+    def __call__(self, name: str, meaning: str, *labels: str) -> MetricFamily:
+        return MetricFamily(f"metagpu_{name}", self.kind, meaning, (*self.first, *labels))
 
 
-_gauge: Final = _Rows(Kind.GAUGE)
-_gpu_gauge: Final = _Rows(Kind.GAUGE, GPU)
-_resource_gauge: Final = _Rows(Kind.GAUGE, ("resource",))
-_container_gauge: Final = _Rows(Kind.GAUGE, CONTAINER)
-_counter: Final = _Rows(Kind.COUNTER)
-_gpu_counter: Final = _Rows(Kind.COUNTER, GPU)
-_resource_counter: Final = _Rows(Kind.COUNTER, ("resource",))
+_gauge: Final = _FamilyFactory(MetricType.GAUGE)
+_gpu_gauge: Final = _FamilyFactory(MetricType.GAUGE, GPU)
+_resource_gauge: Final = _FamilyFactory(MetricType.GAUGE, ("resource",))
+_container_gauge: Final = _FamilyFactory(MetricType.GAUGE, CONTAINER)
+_counter: Final = _FamilyFactory(MetricType.COUNTER)
+_gpu_counter: Final = _FamilyFactory(MetricType.COUNTER, GPU)
+_resource_counter: Final = _FamilyFactory(MetricType.COUNTER, ("resource",))
 
 # --- GPUs ---------------------------------------------------------------------------------------
 
 GPU_INFO: Final = _gpu_gauge(
     "gpu_info",
-    "A GPU that is known: its product, its PCI address, and the pool that it is in; always 1.",
+    "GPU known to metagpu, with its product, PCI address and pool; always 1.",
     *("product", "pci_bus_id", "pool"),
 )
-GPU_MEMORY: Final = _gpu_gauge("gpu_memory_bytes", "Memory that the GPU has.")
-GPU_RESERVED: Final = _gpu_gauge(
-    "gpu_reserved_memory_bytes", "Memory that the driver and firmware keep for themselves."
+GPU_MEMORY: Final = _gpu_gauge("gpu_memory_bytes", "Total memory of the GPU.")
+GPU_MEMORY_RESERVED: Final = _gpu_gauge(
+    "gpu_memory_reserved_bytes", "Memory of the GPU that the driver and firmware reserve."
 )
 GPU_HEALTHY: Final = _gpu_gauge("gpu_healthy", "Whether the GPU is in service, 1 or 0.")
 GPU_FAULT: Final = _gpu_gauge(
-    "gpu_fault", "Whether the GPU is out of service for a fault of this kind, 1 or 0.", "fault"
+    "gpu_fault", "Whether the GPU is out of service because of this kind of fault, 1 or 0.", "fault"
 )
 GPU_FAULTS: Final = _gpu_counter(
-    "gpu_faults_total", "How often the GPU went out of service, by the kind of fault.", "fault"
+    "gpu_faults_total", "Times that the GPU went out of service, by the kind of fault.", "fault"
 )
 GPU_RECOVERIES: Final = _gpu_counter(
-    "gpu_recoveries_total", "How often the GPU came back into service."
+    "gpu_recoveries_total", "Times that the GPU returned to service."
 )
 GPU_XIDS: Final = _gpu_counter(
     "gpu_xid_errors_total",
-    "XID errors that NVML told, by number; without a GPU where NVML did not say which.",
+    "XID errors that NVML reported, by number; without a GPU where NVML named none.",
     "xid",
 )
 GPU_MEMORY_ERRORS: Final = _gpu_counter(
     "gpu_memory_errors_total",
-    "Events of memory errors that NVML told, corrected or uncorrected.",
+    "Memory error events that NVML reported, corrected or uncorrected.",
     "kind",
 )
-GPU_BROKEN: Final = _gpu_gauge(
-    "gpu_broken_instances", "MIG devices of the GPU that are out of service, and it is not."
+GPU_REPORTS_XIDS: Final = _gpu_gauge(
+    "gpu_reports_xids", "Whether NVML delivers the GPU's XIDs to metagpu, 1 or 0."
 )
-INSTANCE_FAULTS: Final = _gpu_counter(
-    "gpu_instance_faults_total", "How often a MIG device of the GPU went out of service."
+GPU_UNHEALTHY_MIG_DEVICES: Final = _gpu_gauge(
+    "gpu_unhealthy_mig_devices",
+    "MIG devices of the GPU that are out of service because of their own faults.",
+)
+MIG_DEVICE_FAULTS: Final = _gpu_counter(
+    "gpu_mig_device_faults_total", "Times that a MIG device of the GPU went out of service."
 )
 GPU_PAUSED: Final = _gpu_gauge(
     "gpu_paused_shares",
-    "Shares that are given to nobody for now, as where MPS of a MIG instance is down.",
+    "Shares unavailable for now, for example while the MPS daemon of a MIG instance is down.",
 )
 GPU_CORDONED: Final = _gpu_gauge(
-    "gpu_cordoned", "Whether an operator lets no new shares of the GPU be given, 1 or 0."
+    "gpu_cordoned",
+    "Whether an operator has cordoned the GPU, so that it accepts no new shares, 1 or 0.",
 )
 GPU_OWNED: Final = _gpu_gauge(
     "gpu_owned",
-    "Whether the backend has the GPU, 1 or 0: its shares are held, or it cleans up after them.",
+    "Whether the backend owns the GPU, 1 or 0: containers hold its shares, or its cleanup runs.",
     "backend",
 )
 GPU_READY: Final = _gpu_gauge(
     "gpu_backend_ready",
-    "Whether the backend can give shares of the GPU, 1 or 0: it is not suspended there.",
+    "Whether the backend can allocate shares of the GPU, 1 or 0: it is not suspended there.",
     "backend",
 )
-GPU_STRAY: Final = _gpu_gauge(
-    "gpu_stray_shares",
-    "Held shares that are not on offer as they were granted; the GPU waits for their end.",
+GPU_ORPHANED: Final = _gpu_gauge(
+    "gpu_orphaned_leases",
+    "Held shares no longer offered as they were granted; the GPU waits for their release.",
+)
+UNREADABLE_GPUS: Final = _gauge(
+    "unreadable_gpus",
+    "GPUs that NVML counts and metagpu could never read; they have no series of their own.",
 )
 GPU_CAPACITY: Final = _gpu_gauge(
-    "gpu_resource_capacity_shares", "Shares of the resource that are cut of the GPU.", "resource"
+    "gpu_resource_capacity_shares", "Shares of the resource on the GPU.", "resource"
 )
 GPU_HELD: Final = _gpu_gauge(
-    "gpu_resource_held_shares", "Shares of the resource that containers hold.", "resource"
+    "gpu_resource_held_shares",
+    "Shares of the resource on the GPU that containers hold.",
+    "resource",
 )
 GPU_FREE: Final = _gpu_gauge(
-    "gpu_resource_free_shares", "Shares of the resource that could be given now.", "resource"
+    "gpu_resource_free_shares",
+    "Shares of the resource on the GPU that could be allocated now.",
+    "resource",
 )
 
 # --- resources ----------------------------------------------------------------------------------
 
 RESOURCE_CAPACITY: Final = _resource_gauge(
-    "resource_capacity_shares", "Shares of the resource that this node has."
+    "resource_capacity_shares", "Shares of the resource on this node."
 )
 RESOURCE_ALLOCATABLE: Final = _resource_gauge(
     "resource_allocatable_shares",
-    "Shares that are listed to the kubelet as healthy, held ones too.",
+    "Shares of the resource that the kubelet sees as healthy, held or free.",
 )
 RESOURCE_HELD: Final = _resource_gauge(
     "resource_held_shares", "Shares of the resource that containers hold."
 )
 RESOURCE_FREE: Final = _resource_gauge(
-    "resource_free_shares", "Shares of the resource that could be given now."
+    "resource_free_shares", "Shares of the resource that could be allocated now."
 )
 RESOURCE_REGISTERED: Final = _resource_gauge(
-    "resource_registered", "Whether the kubelet holds our list of the resource, 1 or 0."
+    "resource_registered", "Whether the kubelet reads metagpu's list of the resource, 1 or 0."
 )
-RESOURCE_RIVALLED: Final = _resource_gauge(
-    "resource_rivalled",
-    "Whether another device plugin serves the resource, so that we do not, 1 or 0.",
+RESOURCE_OF_OTHER_PLUGIN: Final = _resource_gauge(
+    "resource_served_by_other_plugin",
+    "Whether a competing device plugin serves the resource in place of metagpu, 1 or 0.",
+)
+RESOURCE_REGISTRATION_PROBLEM: Final = _resource_gauge(
+    "resource_registration_problem",
+    "Whether the kubelet lacks the resource for 5 s or counts it otherwise than listed, 1 or 0.",
 )
 
 # --- containers ---------------------------------------------------------------------------------
@@ -130,166 +147,172 @@ CONTAINER_SHARES: Final = _container_gauge(
 )
 CONTAINER_INFO: Final = _container_gauge(
     "container_info",
-    "What keeps the container within its share of the GPU, and what its pool wants done; always 1.",
+    "Guard that keeps the container within its share, and the pool's policy; always 1.",
     *("backend", "guard", "policy"),
 )
 CONTAINER_SHARE: Final = _container_gauge(
-    "container_memory_share_bytes", "Memory of the GPU that the container's shares stand for."
+    "container_memory_share_bytes", "Memory of the GPU that the container's shares promise."
 )
 CONTAINER_LIMIT: Final = _container_gauge(
     "container_memory_limit_bytes",
-    "Memory of the GPU above which the container is warned or ended; where memory is enforced.",
+    "Memory limit of the container on the GPU, where metagpu enforces memory.",
 )
 CONTAINER_USED: Final = _container_gauge(
     "container_memory_used_bytes",
-    "Memory of the GPU that all processes of the container have, 0 while it has none.",
+    "Memory of the GPU that all processes of the container use, 0 without processes.",
 )
 CONTAINER_EXCESS: Final = _container_gauge(
     "container_memory_excess_bytes",
-    "Memory that the container has above its limit now, 0 while it keeps to it.",
+    "Memory that the container uses above its limit now, 0 within the limit.",
 )
-CONTAINER_BUSY: Final = _container_gauge(
-    "container_busy_ratio",
-    "How much of the GPU's processors the container kept busy of late, from 0 to 1.",
+CONTAINER_UTILIZATION: Final = _container_gauge(
+    "container_utilization_ratio",
+    "Recent utilization of the GPU by the container, from 0 to 1.",
 )
 CONTAINER_PROCESSES: Final = _container_gauge(
-    "container_processes", "Processes of the container that are on the GPU."
+    "container_processes", "Processes of the container on the GPU."
 )
 
-# --- who is on a GPU ----------------------------------------------------------------------------
+# --- usage of a GPU ----------------------------------------------------------------------------
 
 USAGE_TIME: Final = _gauge(
-    "usage_timestamp_seconds", "When the GPUs were last asked who is on them."
+    "usage_timestamp_seconds",
+    "Time of the last collection of GPU usage, in seconds since the epoch.",
 )
-GPU_KNOWN: Final = _gpu_gauge(
-    "gpu_usage_known", "Whether NVML said who is on the GPU, 1 or 0; if not, its usage is absent."
+GPU_USAGE_KNOWN: Final = _gpu_gauge(
+    "gpu_usage_known",
+    "Whether NVML listed the processes on the GPU, 1 or 0; without them its usage is absent.",
 )
-GPU_USED: Final = _gpu_gauge(
-    "gpu_memory_used_bytes", "Memory that all processes on the GPU have together."
+GPU_MEMORY_USED: Final = _gpu_gauge(
+    "gpu_memory_used_bytes", "Memory that all processes on the GPU use."
 )
-GPU_BUSY: Final = _gpu_gauge(
-    "gpu_busy_ratio", "How much of the GPU's processors was busy of late, from 0 to 1."
+GPU_UTILIZATION: Final = _gpu_gauge(
+    "gpu_utilization_ratio", "Recent utilization of the GPU, from 0 to 1."
 )
-GPU_STRANGERS: Final = _gpu_gauge(
-    "gpu_stranger_processes", "Processes on the GPU that belong to no container with a share."
+GPU_UNAUTHORIZED: Final = _gpu_gauge(
+    "gpu_unauthorized_processes",
+    "Processes on the GPU that belong to no container with a share of the GPU.",
 )
-GPU_STRANGERS_MEMORY: Final = _gpu_gauge(
-    "gpu_stranger_memory_bytes", "Memory that those processes have."
+GPU_UNAUTHORIZED_MEMORY: Final = _gpu_gauge(
+    "gpu_unauthorized_memory_bytes", "Memory that unauthorized processes use on the GPU."
 )
-STRANGERS_FOUND: Final = _gpu_counter(
-    "gpu_strangers_found_total",
-    "Containers that were found to use the GPU without holding a share of it.",
+UNAUTHORIZED_CONTAINERS: Final = _gpu_counter(
+    "gpu_unauthorized_containers_total",
+    "Containers found to use the GPU without a share of it.",
 )
 WARNINGS: Final = _gpu_counter(
     "enforcement_warnings_total",
-    "How often a container was found to have more memory of the GPU than it may.",
+    "Times that a container exceeded its memory limit on the GPU.",
 )
 SIGNALS: Final = _gpu_counter(
     "enforcement_signals_total",
-    "Signals sent to processes whose container had too much memory of the GPU.",
+    "Signals sent to processes of containers above their memory limit on the GPU.",
     "signal",
 )
 
 DRIVER_LIMITS: Final = _gauge(
-    "enforcement_driver_limits", "Limits of containers' memory that the driver itself keeps."
+    "enforcement_driver_limits", "Container memory limits that the driver itself enforces."
 )
-WISHES_REFUSED: Final = _counter(
-    "enforcement_wishes_refused_total",
-    "Annotations by which pods wished something about their memory that they do not get.",
+ANNOTATIONS_REJECTED: Final = _counter(
+    "enforcement_annotations_rejected_total",
+    "Pod annotations about GPU memory that were rejected.",
 )
 
 # --- the kubelet --------------------------------------------------------------------------------
 
 CALLS: Final = _counter(
     "kubelet_calls_total",
-    "Calls of the kubelet, by what became of them.",
+    "Calls of the kubelet, by outcome.",
     *("resource", "call", "outcome"),
 )
 REFUSALS: Final = _counter(
     "kubelet_refusals_total",
-    "Calls that were refused to a pod, by the kind of reason.",
+    "Calls for pods that metagpu refused, by reason.",
     *("resource", "reason"),
 )
 REGISTRATIONS: Final = _resource_counter(
-    "kubelet_registrations_total", "How often the kubelet accepted the resource."
+    "kubelet_registrations_total", "Registrations of the resource that the kubelet accepted."
 )
-LISTS: Final = _resource_counter(
-    "kubelet_lists_total", "Lists of shares that were sent to the kubelet."
-)
+LISTS: Final = _resource_counter("kubelet_lists_total", "Lists of shares sent to the kubelet.")
 RESTARTS: Final = _counter(
-    "kubelet_restarts_total", "How often a new kubelet took another's place."
+    "kubelet_restarts_total", "Restarts of the kubelet that metagpu observed."
 )
-DURATION: Final = _Rows(Kind.HISTOGRAM)(
+DURATION: Final = _FamilyFactory(MetricType.HISTOGRAM)(
     "kubelet_call_duration_seconds",
-    "Time from a call of the kubelet to our answer, without its way over the socket.",
+    "Time from a call of the kubelet to metagpu's answer, without the transport over the socket.",
     *("resource", "call"),
 )
 
 # --- the daemon ---------------------------------------------------------------------------------
 
 BUILD: Final = _gauge(
-    "build_info", "The version of metagpu and of Python; always 1.", "version", "python"
+    "build_info", "Versions of metagpu and of Python; always 1.", "version", "python_version"
 )
 NVML_UP: Final = _gauge("nvml_up", "Whether NVML can be used, 1 or 0.")
 NVML_INFO: Final = _gauge(
     "nvml_info",
-    "The driver's version and the CUDA version it supports; always 1.",
-    "driver",
-    "cuda",
+    "Versions of the driver and of the CUDA that the driver supports; always 1.",
+    "driver_version",
+    "cuda_version",
 )
 NVML_OVERDUE: Final = _gauge(
-    "nvml_calls_overdue", "Questions to NVML that were given up and are not answered yet."
+    "nvml_overdue_calls", "Calls of NVML that timed out and have not returned yet."
 )
 CONFIG_INFO: Final = _gauge(
     "config_info",
-    "The configuration in force: its file, its form, the profiles chosen; always 1.",
-    *("file", "form", "profile"),
+    "Configuration in force: its file, its format and the chosen profiles; always 1.",
+    *("file", "format", "profile"),
 )
-CONFIG_GOOD: Final = _gauge(
+CONFIG_RELOAD_SUCCESSFUL: Final = _gauge(
     "config_last_reload_successful",
-    "Whether the configuration as it was last read is in force, 1 or 0.",
+    "Whether the last reload of the configuration succeeded, 1 or 0.",
 )
-CONFIG_TAKEN_AT: Final = _gauge(
-    "config_last_reload_success_timestamp_seconds", "When a configuration was last taken."
+CONFIG_ACCEPTED_AT: Final = _gauge(
+    "config_last_reload_success_timestamp_seconds",
+    "Time of the last successful reload, in seconds since the epoch.",
 )
-CONFIG_REFUSED_AT: Final = _gauge(
-    "config_last_refusal_timestamp_seconds", "When a configuration was last refused, 0 if never."
+CONFIG_REJECTED_AT: Final = _gauge(
+    "config_last_reload_failure_timestamp_seconds",
+    "Time of the last failed reload, in seconds since the epoch, 0 without one.",
 )
-CONFIG_READ: Final = _counter(
-    "config_reloads_total", "Configurations that were read, by what became of them.", "outcome"
+CONFIG_RELOADS: Final = _counter(
+    "config_reloads_total", "Reloads of the configuration, by outcome.", "outcome"
 )
-CONFIG_NOTES: Final = _gauge(
-    "config_notes", "Settings of foreign files that have no effect here, each a warning in the log."
+CONFIG_IGNORED_SETTINGS: Final = _gauge(
+    "config_ignored_settings",
+    "Settings of other projects' files that have no effect, each a warning in the log.",
 )
 API_CONNECTED: Final = _gauge(
     "api_server_connected", "Whether the API server answers, 1 or 0; absent where none is used."
 )
-API_USE: Final = _gauge(
-    "api_server_use_working",
-    "Whether a use of the API server went well when it was last tried, 1 or 0.",
-    "use",
+API_FEATURE: Final = _gauge(
+    "api_server_feature_healthy",
+    "Whether the last run of a feature of the API server succeeded, 1 or 0.",
+    "feature",
+)
+NODE_AMOUNTS_DIFFERING: Final = _gauge(
+    "api_server_node_amounts_differing",
+    "Resources of which the Node shows another allocatable amount than metagpu, for a minute.",
 )
 EVENTS_DROPPED: Final = _counter(
     "api_server_events_dropped_total",
-    "Events of the node, or of its pods, that were not told because there were too many.",
-    "about",
+    "Kubernetes Events of the node or its pods that were dropped because there were too many.",
+    "regarding",
 )
-NEWS_LOST: Final = _counter(
-    "bus_events_lost_total", "News inside the daemon that a part of it was too slow to hear."
+BUS_EVENTS_LOST: Final = _counter(
+    "event_bus_lost_events_total", "Internal events that a slow subscriber of the event bus lost."
 )
-LAG: Final = _gauge(
-    "event_loop_lag_seconds", "How late the daemon's event loop was when it was last measured."
-)
+LAG: Final = _gauge("event_loop_lag_seconds", "Delay of the event loop at its last measurement.")
 
-FAMILIES: Final = tuple(it for it in list(vars().values()) if isinstance(it, Family))
-"""All of them, in this order; `process_*` and what backends tell come after them."""
+FAMILIES: Final = tuple(it for it in list(vars().values()) if isinstance(it, MetricFamily))
+"""All families, in this order; those of backends and `process_*` follow them."""
 
 
-def family_of(kind: FigureKind) -> Family:
-    """Give the metric of what a backend tells."""
+def backend_family(kind: MetricKind) -> MetricFamily:
+    """Return the metric family of a backend's metric."""
     return _gpu_gauge(kind.name, kind.meaning, *kind.labels)
 
 
-def families_of(kinds: Iterable[FigureKind]) -> tuple[Family, ...]:
-    """Give the metrics of all that backends tell, each once."""
-    return tuple(dict.fromkeys(map(family_of, kinds)))
+def backend_families(kinds: Iterable[MetricKind]) -> tuple[MetricFamily, ...]:
+    """Return the metric families of all backends, each once."""
+    return tuple(dict.fromkeys(map(backend_family, kinds)))

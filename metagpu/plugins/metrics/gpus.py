@@ -1,57 +1,60 @@
-"""Metrics of what a snapshot knows: GPUs, resources, who holds what. Pure, for a thread."""
+"""Metrics of a snapshot: GPUs, resources and holders; pure functions for a thread."""
 
 from collections import Counter
 from collections.abc import Iterator
 
-from metagpu.core.gpu import Gpu
-from metagpu.core.layout import Layout
-from metagpu.core.model import Fault, Share
-from metagpu.core.snapshot import GpuState, Snapshot
+from metagpu.core.layout.layout import Layout
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import Fault, Share
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.plugins.metrics import families as f
-from metagpu.plugins.metrics.families import family_of
+from metagpu.plugins.metrics.families import backend_family
 from metagpu.plugins.metrics.samples import Sample
 
 
-def gpu_labels(gpu: Gpu) -> tuple[str, str]:
-    """Name a GPU: by its index, as people do, and by its uuid, which is its own for good."""
+def gpu_label_values(gpu: Gpu) -> tuple[str, str]:
+    """Return a GPU's labels: its index, and its uuid, which never changes."""
     return str(gpu.index), gpu.id
 
 
-def of_snapshot(snapshot: Snapshot, layout: Layout) -> Iterator[Sample]:
-    """Measure all that is known of the GPUs, and what backends tell of theirs."""
-    pools = {it.gpu.id: it.pool or "" for it in layout.assignments}
+def snapshot_samples(snapshot: Snapshot, layout: Layout) -> Iterator[Sample]:
+    """Yield the samples of all GPUs, and those of their backends."""
+    pools = {it.gpu.id: it.pool or "" for it in layout.pool_assignments}
 
     for state in snapshot.gpus.values():
         yield from _gpu(state, pools.get(state.gpu.id, ""))
         yield from _holders(state)
+    yield Sample(f.UNREADABLE_GPUS, (), len(snapshot.unreadable_gpus))
     yield from _resources(snapshot)
-    for figure in layout.figures(snapshot):
-        gpu = gpu_labels(snapshot.gpus[figure.gpu].gpu)
-        yield Sample(family_of(figure.kind), (*gpu, *figure.labels), figure.value)
+    for metric in layout.metrics(snapshot):
+        gpu = gpu_label_values(snapshot.gpus[metric.gpu].gpu)
+        yield Sample(backend_family(metric.kind), (*gpu, *metric.labels), metric.value)
 
 
 def _gpu(state: GpuState, pool: str) -> Iterator[Sample]:
-    gpu, me = state.gpu, gpu_labels(state.gpu)
+    gpu, me = state.gpu, gpu_label_values(state.gpu)
     backends = dict.fromkeys([*(share.backend for share in state.shares), *state.suspended])
 
     yield Sample(f.GPU_INFO, (*me, gpu.name, gpu.pci_bus_id, pool), 1)
-    yield Sample(f.GPU_MEMORY, me, gpu.memory)
+    if gpu.memory is not None:
+        yield Sample(f.GPU_MEMORY, me, gpu.memory)
     if gpu.reserved is not None:
-        yield Sample(f.GPU_RESERVED, me, gpu.reserved)
+        yield Sample(f.GPU_MEMORY_RESERVED, me, gpu.reserved)
     yield Sample(f.GPU_HEALTHY, me, state.verdict.healthy)
     for fault in Fault:
         yield Sample(f.GPU_FAULT, (*me, fault), state.verdict.fault is fault)
-    yield Sample(f.GPU_BROKEN, me, len(state.faults))
-    yield Sample(f.GPU_PAUSED, me, len(state.paused))
+    yield Sample(f.GPU_REPORTS_XIDS, me, state.unheard is None)
+    yield Sample(f.GPU_UNHEALTHY_MIG_DEVICES, me, len(state.mig_faults))
+    yield Sample(f.GPU_PAUSED, me, len(state.paused_shares))
     yield Sample(f.GPU_CORDONED, me, state.cordon is not None)
-    yield Sample(f.GPU_STRAY, me, len(state.waits_for))
+    yield Sample(f.GPU_ORPHANED, me, len(state.orphaned_leases))
     for backend in backends:
         yield Sample(f.GPU_OWNED, (*me, backend), state.owner == backend)
         yield Sample(f.GPU_READY, (*me, backend), backend not in state.suspended)
 
 
 def _holders(state: GpuState) -> Iterator[Sample]:
-    """Count the shares of each container; a lease whose holder is not told yet is nobody's."""
+    """Count the shares of each container, without leases of a holder unknown yet."""
     held = Counter(
         (lease.holder, lease.share.resource)
         for lease in state.leases.values()
@@ -59,7 +62,7 @@ def _holders(state: GpuState) -> Iterator[Sample]:
     )
     for (holder, resource), count in held.items():
         who = (holder.namespace, holder.pod, holder.container)
-        yield Sample(f.CONTAINER_SHARES, (*who, *gpu_labels(state.gpu), resource), count)
+        yield Sample(f.CONTAINER_SHARES, (*who, *gpu_label_values(state.gpu), resource), count)
 
 
 def _resources(snapshot: Snapshot) -> Iterator[Sample]:
@@ -68,16 +71,16 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
         for gpu, state in snapshot.gpus.items()
         for lease in state.leases.values()
     )
-    shut = {gpu: state.shut for gpu, state in snapshot.gpus.items()}
+    unhealthy = {gpu: state.unhealthy_shares for gpu, state in snapshot.gpus.items()}
 
     for resource, offer in snapshot.offers.items():
         listed = free = 0
         for gpu, shares in offer.by_gpu.items():
             state = snapshot.gpus[gpu]
-            me = (*gpu_labels(state.gpu), resource)
-            open_ = _open(state, shares, shut[gpu])
-            left = sum(share.id not in state.leases for share in open_)
-            listed, free = listed + len(open_), free + left
+            me = (*gpu_label_values(state.gpu), resource)
+            healthy = _healthy(state, shares, unhealthy[gpu])
+            left = sum(share.id not in state.leases for share in healthy)
+            listed, free = listed + len(healthy), free + left
 
             yield Sample(f.GPU_CAPACITY, me, len(shares))
             yield Sample(f.GPU_HELD, me, held[resource, gpu])
@@ -88,9 +91,16 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             f.RESOURCE_HELD, (resource,), sum(held[resource, gpu] for gpu in snapshot.gpus)
         )
         yield Sample(f.RESOURCE_FREE, (resource,), free)
-        yield Sample(f.RESOURCE_RIVALLED, (resource,), resource in snapshot.rivals)
+        yield Sample(
+            f.RESOURCE_OF_OTHER_PLUGIN, (resource,), resource in snapshot.competing_plugins
+        )
+        yield Sample(
+            f.RESOURCE_REGISTRATION_PROBLEM,
+            (resource,),
+            resource in snapshot.registration_problems,
+        )
 
 
-def _open(state: GpuState, shares: tuple[Share, ...], shut: frozenset[str]) -> list[Share]:
-    """Give the shares that are listed as healthy."""
-    return [it for it in shares if it.id not in shut] if state.verdict.healthy else []
+def _healthy(state: GpuState, shares: tuple[Share, ...], unhealthy: frozenset[str]) -> list[Share]:
+    """Return the shares that are listed as healthy."""
+    return [it for it in shares if it.id not in unhealthy] if state.verdict.healthy else []

@@ -1,23 +1,22 @@
-"""Whether the daemon lives, and whether it has done what it is there for: the kubelet's probes."""
+"""The kubelet's probes: liveness and readiness of the daemon."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import anyio
 
-from metagpu.core.snapshot import Snapshot
-from metagpu.plugins.record import KubeletRecord
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.call_stats import KubeletCallStats
 
 PERIOD: Final = 1.0
-LATE: Final = 5.0
-"""Seconds: how often the event loop is measured, and how late it is when nobody is served well."""
+"""Seconds between two measurements of the event loop."""
 
 
-class Pulse:
-    """Measures the event loop.
+class LoopLagProbe:
+    """Measures the delay of the event loop.
 
     Attributes:
-        lag: seconds by which it was late last.
+        lag: the last delay, in seconds.
     """
 
     def __init__(self) -> None:
@@ -31,23 +30,33 @@ class Pulse:
             self.lag = max(0.0, anyio.current_time() - due)
 
 
-def ills(lag: float, ended: Sequence[str]) -> list[str]:
-    """Say what only a restart would mend; a kubelet or NVML that is away is no such thing."""
-    found = [f"a part of metagpu has ended: {part}" for part in ended]
-    if lag > LATE:
+def liveness_problems(lag: float, ended: Mapping[str, str], late: float) -> list[str]:
+    """Return the problems that only a restart fixes.
+
+    A kubelet or an NVML that does not answer is none of them.
+
+    Args:
+        lag: the delay of the event loop, in seconds.
+        ended: why main tasks have ended, by task.
+        late: the delay that is a problem, in seconds.
+    """
+    found = [f"the main task {task} has ended: {why}" for task, why in ended.items()]
+    if lag > late:
         found.append(f"the event loop was {lag:.1f} s late")
     return found
 
 
-def lacks(snapshot: Snapshot, kubelet: KubeletRecord) -> list[str]:
-    """Say which resources the kubelet does not have from us."""
+def readiness_problems(snapshot: Snapshot, kubelet: KubeletCallStats) -> list[str]:
+    """Return the resources that the kubelet does not have from metagpu."""
     if not snapshot.offers:
-        return ["nothing is on offer yet"]
+        return ["no resource is offered yet"]
 
     found = []
     for resource in snapshot.offers:
-        if (rival := snapshot.rivals.get(resource)) is not None:
-            found.append(f"{resource} is served by another device plugin on {rival}")
-        elif not kubelet.of(resource).listed:
+        if (other := snapshot.competing_plugins.get(resource)) is not None:
+            found.append(f"{resource} is served by another device plugin on {other}")
+        elif not kubelet.of_resource(resource).listed:
             found.append(f"{resource} is not registered with the kubelet")
+        elif problem := snapshot.registration_problems.get(resource):
+            found.append(f"{resource}: {problem}")
     return found

@@ -1,4 +1,4 @@
-"""What a page is made of: metrics, and the values of their series."""
+"""Samples: metric families, and the values of their series."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -6,25 +6,31 @@ from typing import NamedTuple
 import msgspec
 
 
-class Kind(StrEnum):
-    """Prometheus' types."""
+class MetricType(StrEnum):
+    """The metric types of Prometheus."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
 
 
-class Family(msgspec.Struct, frozen=True):
-    """A metric; `labels` tell its series apart, in this order."""
+class MetricFamily(msgspec.Struct, frozen=True):
+    """A metric with its labels, in this order."""
 
     name: str
-    kind: Kind
-    meaning: str
+    type: MetricType
+    help: str
     labels: tuple[str, ...] = ()
 
 
-class Spread(NamedTuple):
-    """A histogram's value: how many fell below each bound and not below the one before; the sum."""
+class HistogramValue(NamedTuple):
+    """The value of a histogram.
+
+    Attributes:
+        bounds: upper bounds of the buckets.
+        counts: observations of each bucket, and those above all bounds.
+        total: the sum of all observations.
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -32,8 +38,8 @@ class Spread(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One series' value; `labels` are those of the family, in its order."""
+    """The value of one series; `labels` are the values of the family's labels."""
 
-    family: Family
+    family: MetricFamily
     labels: tuple[str, ...]
-    value: float | Spread
+    value: float | HistogramValue

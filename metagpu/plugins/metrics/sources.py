@@ -1,66 +1,68 @@
-"""Where the numbers come from: the parts of the daemon as monitoring sees them."""
+"""The sources of the metrics, and the times of monitoring."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from metagpu.core.census import Findings
-from metagpu.core.figures import FigureKind
-from metagpu.core.layout import Layout
-from metagpu.core.registry import Registry
-from metagpu.core.usage_report import Rules
-from metagpu.plugins.record import KubeletRecord
+from metagpu.core.config.profiles import ConfigStatus
+from metagpu.core.layout.layout import Layout
+from metagpu.core.model.backend_metrics import MetricKind
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.collector import NodeUsage
+from metagpu.core.usage.report import ReportRules
 
 
-class Configuration(msgspec.Struct, frozen=True):
-    """The configuration in force, and what came of reading it.
-
-    Attributes:
-        forms: of its files.
-        notes: how many settings of foreign files have no effect.
-        good: whether what was read last is in force.
-        taken: how often one was taken, `taken_at` when last, in seconds since the epoch.
-        refused: how often one was refused; `refused_at` is 0 if never.
-    """
-
-    file: str
-    forms: Sequence[str]
-    profiles: Sequence[str]
-    notes: int
-    good: bool
-    taken: int
-    taken_at: float
-    refused: int
-    refused_at: float
-
-
-class Driver(msgspec.Struct, frozen=True):
-    """NVML: why it cannot be used, empty if it can; how many questions it never answered."""
+class NvmlStatus(msgspec.Struct, frozen=True):
+    """The state of NVML: its problem, empty without one, and its overdue calls."""
 
     problem: str
     overdue: int
 
 
-class Sources(msgspec.Struct, frozen=True):
-    """What to ask for each page. Only `findings` waits: the rest is in memory.
+class MetricsTiming(msgspec.Struct, frozen=True):
+    """Times of monitoring, all in seconds.
 
     Attributes:
-        kinds: what installed backends tell.
-        findings: who is on the GPUs; callers of one second share a look.
-        driver_limits: how many limits of memory the driver keeps.
-        cluster: what `Cluster.report` says, `None` where no API server is used.
-        ended: the main parts of the daemon that have ended, though it goes on.
+        page_age: requests within this time share one page.
+        usage_timeout: for NVML to list the processes; a page without them has older usage.
+        late_loop: the delay of the event loop that makes the daemon unhealthy.
+        request_timeout: for a client to send its request.
+        response_timeout: for a client to read the response: Prometheus gives up after 10 s too.
+        silence: that a client which sends nothing waits in the kernel before it is accepted; 0
+            accepts it at once.
+        retry_period: between two attempts to bind the port.
+    """
+
+    page_age: float = 1.0
+    usage_timeout: float = 3.0
+    late_loop: float = 5.0
+    request_timeout: float = 5.0
+    response_timeout: float = 10.0
+    silence: int = 5
+    retry_period: float = 5.0
+
+
+class MetricSources(msgspec.Struct, frozen=True):
+    """The sources of each page. Only `usage` waits: the rest is in memory.
+
+    Attributes:
+        kinds: the metrics of the installed backends.
+        usage: the usage of the GPUs; callers within one second share one collection.
+        driver_limits: the number of memory limits that the driver enforces.
+        cluster: the report of `Cluster`, `None` where no API server is used.
+        ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
 
     registry: Registry
-    kubelet: KubeletRecord
-    kinds: Sequence[FigureKind]
-    rules: Rules
+    kubelet: KubeletCallStats
+    kinds: Sequence[MetricKind]
+    rules: ReportRules
     layout: Callable[[], Layout]
-    findings: Callable[[], Awaitable[Findings]]
-    configuration: Callable[[], Configuration]
-    driver: Callable[[], Driver]
+    usage: Callable[[], Awaitable[NodeUsage]]
+    configuration: Callable[[], ConfigStatus]
+    driver: Callable[[], NvmlStatus]
     driver_limits: Callable[[], int]
     cluster: Callable[[], Mapping[str, Any] | None]
-    ended: Callable[[], Sequence[str]]
+    ended: Callable[[], Mapping[str, str]]

@@ -1,20 +1,20 @@
-"""What stands in a simulated cluster: put there as kubelets, controllers and people do."""
+"""The objects of a simulated cluster, as other components write them."""
 
 from collections.abc import Mapping
 
 from metagpu.sim.apiserver.nfd import KIND
-from metagpu.sim.apiserver.objects import Object, Store
+from metagpu.sim.apiserver.objects import Object, ObjectStore
 
 
 class SimCluster:
-    """Nodes, Pods, ConfigMaps, and what others have told of them.
+    """Nodes, Pods and ConfigMaps, and the writes of other components.
 
     Attributes:
         store: the objects.
     """
 
     def __init__(self) -> None:
-        self.store = Store()
+        self.store = ObjectStore()
 
     def add_node(
         self, name: str, labels: Mapping[str, str] | None = None, **spec: object
@@ -24,23 +24,23 @@ class SimCluster:
         return self.store.put(("nodes", "", name), content)
 
     def node(self, name: str) -> Object:
-        """Give a Node as it is."""
+        """Return a Node."""
         return self.store.objects["nodes", "", name]
 
     def labels(self, name: str) -> Mapping[str, str]:
-        """Give a Node's labels."""
+        """Return a Node's labels."""
         found: Mapping[str, str] = self.node(name)["metadata"].get("labels") or {}
         return found
 
     def label(self, name: str, labels: Mapping[str, str | None], by: str = "kubectl") -> None:
-        """Set labels of a Node, or take them away, as a person does."""
+        """Set or remove labels of a Node, as a person does."""
         patch = {"metadata": {"labels": dict(labels)}}
         self.store.merge(("nodes", "", name), patch, status=False, manager=by)
 
     def report(
         self, name: str, capacity: Mapping[str, int], allocatable: Mapping[str, int]
     ) -> None:
-        """Report a Node's amounts, as its kubelet does."""
+        """Write a Node's capacity and allocatable, as its kubelet does."""
         status = {
             "capacity": {it: str(n) for it, n in capacity.items()},
             "allocatable": {it: str(n) for it, n in allocatable.items()},
@@ -63,7 +63,7 @@ class SimCluster:
         phase: str = "Running",
         owner: tuple[str, str] | None = None,
     ) -> Object:
-        """Add a Pod that is bound to a node, or put another in its place."""
+        """Add a Pod that is bound to a node, or replace one."""
         metadata: Object = {"annotations": dict(annotations or {})}
         if uid:
             metadata["uid"] = uid
@@ -79,9 +79,9 @@ class SimCluster:
         self.store.delete(("pods", namespace, name))
 
     def node_features(self) -> list[Object]:
-        """Give all NodeFeatures."""
+        """Return all NodeFeatures."""
         return [it for key, it in self.store.objects.items() if key[0] == KIND]
 
     def events(self) -> list[Object]:
-        """Give all Events, the oldest first."""
+        """Return all Events, the oldest first."""
         return [it for key, it in self.store.objects.items() if key[0] == "events"]

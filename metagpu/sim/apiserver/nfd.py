@@ -1,9 +1,8 @@
 """Node Feature Discovery's master, as far as labels of NodeFeature objects go.
 
-It does what NFD's source says: all objects of a node are merged in the
-order of their names, the last wins; labels that it finds on the Node as wanted are not written, and
-so not managed by it; those that it kept and that are wanted no more are removed; an annotation
-remembers which it keeps.
+Follows NFD's source. All objects of a node are merged in the order of their names; the last wins.
+Labels that the Node already has are not written, and so not managed by NFD. Labels that NFD wrote
+and no object has any more are removed; an annotation records which labels NFD wrote.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Final
 
 from aiohttp import web
 
-from metagpu.sim.apiserver.objects import Key, Object, Store
+from metagpu.sim.apiserver.objects import Key, Object, ObjectStore
 
 GROUP: Final = "/apis/nfd.k8s-sigs.io/v1alpha1"
 KIND: Final = "nodefeatures"
@@ -23,17 +22,17 @@ _MANAGER: Final = "nfd-master"
 
 @dataclass
 class SimNfd:
-    """The master; it works when told to.
+    """NFD's master; it runs when a test calls `sync`.
 
     Attributes:
         denied: namespaces of labels that its configuration denies.
     """
 
-    store: Store
+    store: ObjectStore
     denied: set[str] = field(default_factory=set)
 
     def work(self) -> None:
-        """Put every node right."""
+        """Sync the labels of every Node."""
         for key, node in list(self.store.objects.items()):
             if key[0] == "nodes":
                 self._put_right(key[2], node)
@@ -57,8 +56,8 @@ class SimNfd:
             self.store.merge(("nodes", "", name), patch, status=False, manager=_MANAGER)
 
 
-def add_routes(app: web.Application, store: Store) -> None:
-    """Have NodeFeatures read, applied and deleted by name."""
+def add_routes(app: web.Application, store: ObjectStore) -> None:
+    """Add routes to read, apply and delete NodeFeatures by name."""
     path = f"{GROUP}/namespaces/{{namespace}}/{KIND}/{{name}}"
 
     async def discover(_: web.Request) -> web.StreamResponse:
@@ -66,13 +65,15 @@ def add_routes(app: web.Application, store: Store) -> None:
         return web.json_response({"kind": "APIResourceList", "resources": kinds})
 
     async def get(request: web.Request) -> web.StreamResponse:
-        return web.json_response(store.named(_key(request)))
+        return web.json_response(store.get_object(_key(request)))
 
     async def apply(request: web.Request) -> web.StreamResponse:
-        return web.json_response(store.apply_whole(_key(request), json.loads(await request.read())))
+        return web.json_response(
+            store.apply_object(_key(request), json.loads(await request.read()))
+        )
 
     async def delete(request: web.Request) -> web.StreamResponse:
-        it = store.named(_key(request))
+        it = store.get_object(_key(request))
         store.delete(_key(request))
         return web.json_response(it)
 

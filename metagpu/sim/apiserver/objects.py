@@ -1,7 +1,8 @@
-"""The objects of a simulated API server: stored, versioned, patched in three ways. No HTTP.
+"""The objects of a simulated API server: stored, versioned, patched. No HTTP.
 
-As Kubernetes 1.34 does for what metagpu sends: a merge patch (RFC 7386), and server-side apply of
-labels and conditions with managers, conflicts, and removal of what a manager no longer applies.
+Follows Kubernetes 1.34 in what metagpu sends: a merge patch (RFC 7386), and server-side apply of
+labels and conditions with managers, conflicts, and removal of fields that a manager no longer
+applies.
 """
 
 import copy
@@ -19,22 +20,22 @@ _LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Some objects of a collection: of a namespace, or of all; with these fields."""
+class ObjectSelection:
+    """A selection of a collection's objects, by namespace and fields."""
 
     collection: str
     namespace: str
     fields: Mapping[str, str]
 
     @classmethod
-    def of(cls, collection: str, namespace: str, selector: str) -> "Selection":
+    def of(cls, collection: str, namespace: str, selector: str) -> "ObjectSelection":
         """Read a field selector such as `spec.nodeName=gpu-1`."""
         return cls(
             collection, namespace, dict(part.split("=") for part in selector.split(",") if part)
         )
 
-    def has(self, key: Key, it: Object) -> bool:
-        """Tell whether it has this object."""
+    def contains(self, key: Key, it: Object) -> bool:
+        """Return whether the selection contains an object."""
         if key[0] != self.collection or self.namespace not in {"", key[1]}:
             return False
         return all(_field(it, path) == value for path, value in self.fields.items())
@@ -46,8 +47,8 @@ def _field(it: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
     return it
 
 
-class Refusal(Exception):
-    """An answer that says no, as a `Status` object of Kubernetes."""
+class ApiError(Exception):
+    """Raised for an error response, with Kubernetes' `Status` object."""
 
     def __init__(
         self, code: int, reason: str, message: str, fields: tuple[str, ...] = (), retry: int = 0
@@ -69,12 +70,12 @@ class Refusal(Exception):
 
 
 @dataclass
-class Store:
-    """All objects, and what happened to them.
+class ObjectStore:
+    """All objects, and the history of their changes.
 
     Attributes:
         version: of the last change; every change has the next number.
-        history: changes in order as (version, type, key, object); `oldest` is what is left of it.
+        history: changes as (version, type, key, object); `oldest` is the version before them.
         changed: called after every change.
     """
 
@@ -85,7 +86,7 @@ class Store:
     changed: Callable[[], None] = lambda: None
 
     def put(self, key: Key, content: Mapping[str, Any]) -> Object:
-        """Create an object, or put another in its place."""
+        """Create or replace an object."""
         known = key in self.objects
         it: Object = copy.deepcopy(dict(content))
         metadata = it.setdefault("metadata", {})
@@ -102,36 +103,36 @@ class Store:
         self._note("DELETED", key, self.objects.pop(key))
 
     def compact(self) -> None:
-        """Forget the history: who watches from an older version has to list again."""
+        """Clear the history: watches from an older version have to list again."""
         self.oldest = self.version
         self.history.clear()
 
-    def named(self, key: Key) -> Object:
-        """Give an object.
+    def get_object(self, key: Key) -> Object:
+        """Return an object.
 
         Raises:
-            Refusal: if there is none.
+            ApiError: the object does not exist.
         """
         if key not in self.objects:
-            raise Refusal(404, "NotFound", f'{key[0]} "{key[2]}" not found')
+            raise ApiError(404, "NotFound", f'{key[0]} "{key[2]}" not found')
         return self.objects[key]
 
-    def listed(self, selection: Selection) -> Iterator[Object]:
-        """Give the objects of a selection."""
+    def select(self, selection: ObjectSelection) -> Iterator[Object]:
+        """Yield the objects of a selection."""
         for key, it in self.objects.items():
-            if selection.has(key, it):
+            if selection.contains(key, it):
                 yield it
 
     def merge(self, key: Key, patch: Mapping[str, Any], *, status: bool, manager: str) -> Object:
-        """Merge a patch into an object; of its status only, or of all but that.
+        """Merge a patch into an object: into its status only, or into all but its status.
 
         Raises:
-            Refusal: if it was made for another version, or what comes out is not legal.
+            ApiError: the patch is for another version, or its result is not valid.
         """
-        before = self.named(key)
+        before = self.get_object(key)
         wanted = patch.get("metadata", {}).get("resourceVersion")
         if wanted not in (None, before["metadata"]["resourceVersion"]):
-            raise Refusal(
+            raise ApiError(
                 409, "Conflict", "the object has been modified; please apply your changes"
             )
 
@@ -144,15 +145,15 @@ class Store:
     def apply(
         self, key: Key, said: Mapping[str, Any], *, status: bool, manager: str, force: bool
     ) -> Object:
-        """Apply labels or conditions in a manager's name.
+        """Apply labels or conditions under a field manager's name.
 
         Raises:
-            Refusal: if another manages one of them with another value, unless forced.
+            ApiError: another manager owns a label with another value, and `force` is not set.
         """
-        before = self.named(key)
+        before = self.get_object(key)
         uid = said.get("metadata", {}).get("uid")
         if uid not in (None, before["metadata"]["uid"]):
-            raise Refusal(409, "Conflict", "Precondition failed: UID in precondition")
+            raise ApiError(409, "Conflict", "Precondition failed: UID in precondition")
 
         after = copy.deepcopy(before)
         if status:
@@ -161,8 +162,8 @@ class Store:
             _apply_labels(after, said, manager, force=force)
         return self._replace(key, before, after)
 
-    def apply_whole(self, key: Key, said: Mapping[str, Any]) -> Object:
-        """Apply an object that one manager has to itself: made if there is none."""
+    def apply_object(self, key: Key, said: Mapping[str, Any]) -> Object:
+        """Apply an object that has one manager only; create it if it does not exist."""
         if key not in self.objects:
             return self.put(key, said)
         before = self.objects[key]
@@ -173,7 +174,7 @@ class Store:
     def _replace(self, key: Key, before: Object, after: Object) -> Object:
         for name, value in (after["metadata"].get("labels") or {}).items():
             if not _LABEL.fullmatch(value):
-                raise Refusal(422, "Invalid", f"metadata.labels: Invalid value: {name}={value!r}")
+                raise ApiError(422, "Invalid", f"metadata.labels: Invalid value: {name}={value!r}")
         if after == before:
             return before
         return self.put(key, after)
@@ -240,7 +241,7 @@ def _apply_labels(it: Object, said: Mapping[str, Any], manager: str, *, force: b
     clashes = [n for n, value in wanted.items() if n in others and labels.get(n) != value]
     if clashes and not force:
         message = f"Apply failed with {len(clashes)} conflict(s)"
-        raise Refusal(409, "Conflict", message, tuple(f".metadata.labels.{n}" for n in clashes))
+        raise ApiError(409, "Conflict", message, tuple(f".metadata.labels.{n}" for n in clashes))
     for name in _labels_of(own) - wanted.keys():
         if name not in others:
             labels.pop(name, None)
@@ -262,7 +263,7 @@ def _apply_conditions(it: Object, said: Mapping[str, Any], manager: str) -> None
 
 
 def _note_manager(it: Object, label: str, manager: str | None) -> None:
-    """Note who has written a label without applying it; nobody manages one that is gone."""
+    """Record the manager of a label that was written without apply; None removes it."""
     entries = it["metadata"].setdefault("managedFields", [])
     for entry in entries:
         entry["fieldsV1"].get("f:metadata", {}).get("f:labels", {}).pop(f"f:{label}", None)

@@ -1,52 +1,52 @@
 """Admission of pods and the start of their containers (kubelet.md §1.5).
 
-The order of questions is the kubelet's: topology policy, device manager container by container,
-then the predicate on node resources. Plugins are asked through the endpoints of the ledger.
+The order of checks is the kubelet's: topology policy, device manager container by container,
+then the predicate on node resources. Plugins are called through the endpoints of the state.
 """
 
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from metagpu.sim.kubelet.choice import Question, Request, choose
-from metagpu.sim.kubelet.ledger import Endpoint, Ledger
+from metagpu.sim.kubelet.device_choice import DeviceRequest, PreferenceQuestion, choose_devices
+from metagpu.sim.kubelet.device_manager import DeviceManagerState, EndpointInfo
 from metagpu.sim.kubelet.pods import (
     AdmissionError,
-    Container,
+    ContainerRunOptions,
     ContainerStartError,
     DeviceError,
-    Pod,
-    RunOptions,
-    merge,
+    SimContainer,
+    SimPod,
+    merge_responses,
 )
-from metagpu.sim.kubelet.topology import TopologyPolicy, hints, merge_hints
+from metagpu.sim.kubelet.topology import TopologyPolicy, merge_hints, topology_hints
 
 if TYPE_CHECKING:
-    from metagpu.sim.kubelet.wire import Plugin
+    from metagpu.sim.kubelet.transport import PluginClient
 
 Reuse = dict[str, set[str]]
 
 
-class Admission:
-    """The admit handlers of one kubelet lifetime.
+class PodAdmission:
+    """The admit handlers of one kubelet process.
 
-    `save` writes the checkpoint, `active` gives the pods that count, `running` the (pod uid,
+    `save` writes the checkpoint, `active` returns the pods that count, `running` has the (pod uid,
     container) pairs that the runtime reported when this kubelet started.
     """
 
     def __init__(
         self,
-        ledger: Ledger,
+        state: DeviceManagerState,
         *,
         save: Callable[[], Awaitable[None]],
-        active: Callable[[], Iterable[Pod]],
+        active: Callable[[], Iterable[SimPod]],
         running: Collection[tuple[str, str]],
         rng: random.Random,
         numa_nodes: Collection[int],
         policy: TopologyPolicy,
         pre_start_timeout: float,
     ) -> None:
-        self._ledger = ledger
+        self._state = state
         self._save = save
         self._active = active
         self._running = running
@@ -57,12 +57,12 @@ class Admission:
         self._affinity: dict[tuple[str, str], frozenset[int] | None] = {}
         self._reuse: tuple[str, Reuse] = ("", {})
 
-    def free(self) -> None:
-        """Drop what ended pods hold: nobody tells the plugin."""
-        self._ledger.free({pod.uid for pod in self._active()})
+    def release_ended_pods(self) -> None:
+        """Release the devices of ended pods; the plugin is not informed."""
+        self._state.release_ended_pods({pod.uid for pod in self._active()})
 
-    async def admit(self, pod: Pod, node_allocatable: Callable[[], dict[str, int]]) -> None:
-        """Give every container of the pod its devices.
+    async def admit(self, pod: SimPod, node_allocatable: Callable[[], dict[str, int]]) -> None:
+        """Return every container of the pod its devices.
 
         Raises:
             AdmissionError: TopologyAffinityError, UnexpectedAdmissionError or OutOf<resource>.
@@ -78,51 +78,53 @@ class Admission:
                 ) from error
         self._check_fit(pod, node_allocatable())
 
-    async def start(self, pod: Pod, container: Container) -> RunOptions:
-        """Give what a container is created with: the stored answers, never a new Allocate.
+    async def start(self, pod: SimPod, container: SimContainer) -> ContainerRunOptions:
+        """Return the options of a container: the stored answers, never a new Allocate.
 
-        Except for a container without devices of a resource that by now is a plugin's: it is
+        Exception: a container without devices of a resource that a plugin registered meanwhile is
         allocated late.
 
         Raises:
             ContainerStartError: PreStartContainer failed, or the plugin is gone for good.
         """
-        ours = [name for name in container.resources if self._ledger.is_ours(name)]
+        ours = [name for name in container.resources if self._state.is_known_resource(name)]
         asked = [name for name in ours if container.resources[name] > 0]
         try:
             for resource in asked:
                 await self._pre_start(pod, container, resource)
-            if any(self._ledger.held(pod.uid, container.name, name) is None for name in asked):
+            if any(self._state.devices_of(pod.uid, container.name, name) is None for name in asked):
                 await self._allocate(pod, container)
         except DeviceError as error:
             raise ContainerStartError(str(error)) from error
         return self.options(pod, container)
 
-    def options(self, pod: Pod, container: Container) -> RunOptions:
-        """Merge what is stored for a container; of the resources, which is first is random."""
-        entries = list(self._ledger.of_container(pod.uid, container.name).values())
-        return merge([entry.response for entry in self._rng.sample(entries, len(entries))])
+    def options(self, pod: SimPod, container: SimContainer) -> ContainerRunOptions:
+        """Merge the stored answers of a container's resources, in random order."""
+        entries = list(self._state.allocations_of(pod.uid, container.name).values())
+        return merge_responses(
+            [entry.response for entry in self._rng.sample(entries, len(entries))]
+        )
 
     # ---- the topology handler --------------------------------------------------------------
 
-    def _align(self, pod: Pod, container: Container) -> None:
+    def _align(self, pod: SimPod, container: SimContainer) -> None:
         if self._policy == "none":
             return
-        self.free()
+        self.release_ended_pods()
         reuse = self._reuse_of(pod)
-        wishes = [
-            hints(
-                self._ledger,
+        hint_lists = [
+            topology_hints(
+                self._state,
                 resource,
                 count,
                 numa_nodes=self._numa_nodes,
-                held=self._ledger.held(pod.uid, container.name, resource),
+                held=self._state.devices_of(pod.uid, container.name, resource),
                 reusable=reuse.get(resource, ()),
             )
             for resource, count in container.resources.items()
-            if self._ledger.is_ours(resource)
+            if self._state.is_known_resource(resource)
         ]
-        nodes, admitted = merge_hints(self._policy, wishes, self._numa_nodes)
+        nodes, admitted = merge_hints(self._policy, hint_lists, self._numa_nodes)
         if not admitted:
             raise AdmissionError(
                 "TopologyAffinityError", "Resources cannot be allocated with Topology locality"
@@ -131,71 +133,71 @@ class Admission:
 
     # ---- the device manager ----------------------------------------------------------------
 
-    async def _allocate(self, pod: Pod, container: Container) -> None:
-        self._ledger.pending = pod.uid
+    async def _allocate(self, pod: SimPod, container: SimContainer) -> None:
+        self._state.pending_pod = pod.uid
         reuse = self._reuse_of(pod)
         await self._allocate_resources(pod, container, reuse)
         hands_on = container in pod.init_containers and not container.restartable
-        for resource, entry in self._ledger.of_container(pod.uid, container.name).items():
+        for resource, entry in self._state.allocations_of(pod.uid, container.name).items():
             if hands_on:
                 reuse.setdefault(resource, set()).update(entry.ids)
             else:
                 reuse.get(resource, set()).difference_update(entry.ids)
 
-    def _reuse_of(self, pod: Pod) -> Reuse:
+    def _reuse_of(self, pod: SimPod) -> Reuse:
         if self._reuse[0] != pod.uid:
             self._reuse = (pod.uid, {})
         return self._reuse[1]
 
-    async def _allocate_resources(self, pod: Pod, container: Container, reuse: Reuse) -> None:
+    async def _allocate_resources(self, pod: SimPod, container: SimContainer, reuse: Reuse) -> None:
         changed = False
         freed = False
         # Go walks a map: the order is random, and so is which resource is allocated when a
         # later one fails.
         limits = list(container.resources.items())
         for resource, count in self._rng.sample(limits, len(limits)):
-            if not self._ledger.is_ours(resource):
+            if not self._state.is_known_resource(resource):
                 continue
             if not freed:
-                self.free()
+                self.release_ended_pods()
                 freed = True
-            request = Request(
+            request = DeviceRequest(
                 uid=pod.uid,
                 container=container.name,
                 resource=resource,
                 count=count,
                 reusable=reuse.get(resource, ()),
                 nodes=self._affinity.get((pod.uid, container.name)),
-                running=not self._ledger.ready and (pod.uid, container.name) in self._running,
+                running=not self._state.ready and (pod.uid, container.name) in self._running,
             )
             changed |= await self._allocate_one(request)
         if changed:
             await self._save()
 
-    async def _allocate_one(self, request: Request) -> bool:
-        ledger = self._ledger
+    async def _allocate_one(self, request: DeviceRequest) -> bool:
+        state = self._state
         ids = await self._choose(request)
         if not ids:
             return False
-        endpoint = ledger.endpoints.get(request.resource)
+        endpoint = state.endpoints.get(request.resource)
         if endpoint is None:
-            ledger.recount()
+            state.rebuild_allocated()
             raise DeviceError(f"unknown Device Plugin {request.resource}")
         ordered = self._rng.sample(sorted(ids), len(ids))
         try:
             responses = await _live(request.resource, endpoint).allocate(ordered)
         except DeviceError:
-            ledger.recount()
+            state.rebuild_allocated()
             raise
         if not responses:
             # No recount here: the ids leak, as in the kubelet (§1.5).
             raise DeviceError("no containers return in allocation response")
         key = (request.uid, request.container, request.resource)
-        ledger.record(key, ordered, responses[0])
+        state.record_allocation(key, ordered, responses[0])
         return True
 
-    async def _choose(self, request: Request) -> frozenset[str]:
-        choice = choose(self._ledger, request, self._rng)
+    async def _choose(self, request: DeviceRequest) -> frozenset[str]:
+        choice = choose_devices(self._state, request, self._rng)
         try:
             question = next(choice)
             while True:
@@ -204,7 +206,7 @@ class Admission:
             chosen: frozenset[str] = done.value
             return chosen
 
-    async def _prefer(self, resource: str, question: Question) -> Collection[str]:
+    async def _prefer(self, resource: str, question: PreferenceQuestion) -> Collection[str]:
         endpoint = self._known(resource)
         options = endpoint.options
         if options is None or not options.get_preferred_allocation_available:
@@ -221,11 +223,11 @@ class Admission:
                 f"device plugin GetPreferredAllocation rpc failed with err: {error}"
             ) from error
 
-    async def _pre_start(self, pod: Pod, container: Container, resource: str) -> None:
+    async def _pre_start(self, pod: SimPod, container: SimContainer, resource: str) -> None:
         endpoint = self._known(resource)
         if endpoint.options is None or not endpoint.options.pre_start_required:
             return
-        held = self._ledger.held(pod.uid, container.name, resource)
+        held = self._state.devices_of(pod.uid, container.name, resource)
         if held is None:
             raise DeviceError(
                 f"no devices found allocated in local cache for pod {pod.uid}, "
@@ -239,8 +241,8 @@ class Admission:
                 f"device plugin PreStartContainer rpc failed with err: {error}"
             ) from error
 
-    def _known(self, resource: str) -> Endpoint:
-        endpoint = self._ledger.endpoints.get(resource)
+    def _known(self, resource: str) -> EndpointInfo:
+        endpoint = self._state.endpoints.get(resource)
         if endpoint is None:
             raise DeviceError(f"endpoint not found in cache for a registered resource: {resource}")
         return endpoint
@@ -250,10 +252,10 @@ class Admission:
 
     # ---- the predicate ---------------------------------------------------------------------
 
-    def _check_fit(self, pod: Pod, allocatable: dict[str, int]) -> None:
-        """Refuse a pod that the node's numbers cannot hold; unknown resources pass."""
-        if self._ledger.holds(pod.uid):
-            for resource, ids in self._ledger.allocated.items():
+    def _check_fit(self, pod: SimPod, allocatable: dict[str, int]) -> None:
+        """Refuse a pod that the node's resources cannot hold; unknown resources pass."""
+        if self._state.has_allocations(pod.uid):
+            for resource, ids in self._state.allocated.items():
                 if allocatable.get(resource, 0) < len(ids):
                     allocatable[resource] = len(ids)
         others = [other for other in self._active() if other.uid != pod.uid]
@@ -270,7 +272,7 @@ class Admission:
                 )
 
 
-def _live(resource: str, endpoint: Endpoint) -> "Plugin":
+def _live(resource: str, endpoint: EndpointInfo) -> "PluginClient":
     if endpoint.plugin is None or endpoint.stopped_at is not None:
         raise DeviceError(f"endpoint {resource} has been stopped")
     return endpoint.plugin

@@ -1,4 +1,4 @@
-"""Pods as the simulated kubelet sees them, and what it hands to the container runtime."""
+"""Pods of the simulated kubelet, and the options for the container runtime."""
 
 import uuid
 from collections.abc import Iterator, Mapping
@@ -6,14 +6,14 @@ from typing import Self
 
 import msgspec
 
-from metagpu.plugins.pb import v1beta1
+from metagpu.plugins.kubelet.pb import v1beta1
 
 
-class Container(msgspec.Struct, frozen=True):
+class SimContainer(msgspec.Struct, frozen=True):
     """One container of a pod: its limits on extended resources.
 
-    `restartable` means something for init containers only: such a one is a sidecar, which keeps
-    its devices instead of handing them on.
+    `restartable` matters for init containers only: a restartable one is a sidecar, which keeps its
+    devices and does not hand them on.
     """
 
     name: str
@@ -21,35 +21,35 @@ class Container(msgspec.Struct, frozen=True):
     restartable: bool = False
 
 
-class Pod(msgspec.Struct, frozen=True):
-    """A pod bound to this node. The UID is its identity; a random one is made up by default."""
+class SimPod(msgspec.Struct, frozen=True):
+    """A pod bound to this node; its UID is its identity, random by default."""
 
     name: str
     namespace: str = "default"
     uid: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
-    containers: tuple[Container, ...] = ()
-    init_containers: tuple[Container, ...] = ()
+    containers: tuple[SimContainer, ...] = ()
+    init_containers: tuple[SimContainer, ...] = ()
 
     @classmethod
     def single(cls, name: str, resources: Mapping[str, int]) -> Self:
-        """Make a pod of one container, `main`."""
-        return cls(name, containers=(Container("main", resources),))
+        """Create a pod with one container, `main`."""
+        return cls(name, containers=(SimContainer("main", resources),))
 
-    def in_order(self) -> Iterator[Container]:
-        """Give all containers in the order of admission: init containers first."""
+    def in_order(self) -> Iterator[SimContainer]:
+        """Yield all containers in the order of admission: init containers first."""
         yield from self.init_containers
         yield from self.containers
 
-    def listed(self) -> Iterator[Container]:
-        """Give the containers that PodResources names: no ordinary init containers (§4)."""
+    def listed(self) -> Iterator[SimContainer]:
+        """Yield the containers that PodResources lists: no ordinary init containers (§4)."""
         yield from (container for container in self.init_containers if container.restartable)
         yield from self.containers
 
-    def container(self, name: str) -> Container:
-        """Find a container by name.
+    def container(self, name: str) -> SimContainer:
+        """Return a container by name.
 
         Raises:
-            KeyError: the pod has none of that name.
+            KeyError: the pod has no such container.
         """
         for container in self.in_order():
             if container.name == name:
@@ -57,7 +57,7 @@ class Pod(msgspec.Struct, frozen=True):
         raise KeyError(name)
 
     def request(self, resource: str) -> int:
-        """Count what the scheduler reserves: the peak over the pod's start and its running."""
+        """Return the scheduler's request: the peak over the pod's start and its running."""
         sidecars, peak = 0, 0
         for container in self.init_containers:
             asked = container.resources.get(resource, 0)
@@ -68,12 +68,12 @@ class Pod(msgspec.Struct, frozen=True):
         return max(peak, running)
 
     def resources(self) -> set[str]:
-        """Name every extended resource that any container asks for."""
+        """Return every extended resource that a container requests."""
         return {resource for container in self.in_order() for resource in container.resources}
 
 
-class RunOptions(msgspec.Struct, frozen=True):
-    """What a container is created with: its resources' AllocateResponses, merged (§1.5)."""
+class ContainerRunOptions(msgspec.Struct, frozen=True):
+    """The options of a container: its resources' AllocateResponses, merged (§1.5)."""
 
     envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[v1beta1.Mount, ...] = ()
@@ -82,8 +82,8 @@ class RunOptions(msgspec.Struct, frozen=True):
     cdi_devices: tuple[str, ...] = ()
 
 
-def merge(responses: list[v1beta1.ContainerAllocateResponse]) -> RunOptions:
-    """Merge responses: of two with the same key or container path, the first wins (§1.5)."""
+def merge_responses(responses: list[v1beta1.ContainerAllocateResponse]) -> ContainerRunOptions:
+    """Merge responses; of two with one key or container path, the first wins (§1.5)."""
     envs: dict[str, str] = {}
     annotations: dict[str, str] = {}
     mounts: dict[str, v1beta1.Mount] = {}
@@ -95,7 +95,7 @@ def merge(responses: list[v1beta1.ContainerAllocateResponse]) -> RunOptions:
         mounts = {**{m.container_path: m for m in response.mounts}, **mounts}
         devices = {**{d.container_path: d for d in response.devices}, **devices}
         names.update((cdi.name, None) for cdi in response.cdi_devices)
-    return RunOptions(
+    return ContainerRunOptions(
         envs=envs,
         mounts=tuple(mounts.values()),
         devices=tuple(devices.values()),
@@ -105,7 +105,7 @@ def merge(responses: list[v1beta1.ContainerAllocateResponse]) -> RunOptions:
 
 
 class AdmissionError(Exception):
-    """The pod is Failed with this reason and message; no controller retries that pod."""
+    """Raised when a pod is Failed with a reason and message; no controller retries it."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
@@ -114,7 +114,7 @@ class AdmissionError(Exception):
 
 
 class ContainerStartError(Exception):
-    """The container waits with reason CreateContainerConfigError; the kubelet tries it again."""
+    """Raised for a container in CreateContainerConfigError; the kubelet retries."""
 
     reason = "CreateContainerConfigError"
 
@@ -124,4 +124,4 @@ class ContainerStartError(Exception):
 
 
 class DeviceError(Exception):
-    """An error inside the device manager; its text is what the kubelet would print."""
+    """Raised inside the device manager, with the kubelet's own text."""

@@ -1,4 +1,4 @@
-"""Registration, and the life of what was registered (kubelet.md §1.2-§1.4)."""
+"""Registration, and the streams of registered plugins (kubelet.md §1.2-§1.4)."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,10 @@ import anyio
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from metagpu.plugins.pb import v1beta1
-from metagpu.sim.kubelet.ledger import Ledger
+from metagpu.plugins.kubelet.pb import v1beta1
+from metagpu.sim.kubelet.device_manager import DeviceManagerState
 from metagpu.sim.kubelet.pods import DeviceError
-from metagpu.sim.kubelet.wire import Plugin
+from metagpu.sim.kubelet.transport import PluginClient
 
 VERSION = "v1beta1"
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -25,7 +25,7 @@ _NAME_LIMIT = 63
 
 
 def is_extended_resource(name: str) -> bool:
-    """Tell whether the kubelet takes a resource name (§1.3)."""
+    """Return whether the kubelet accepts a resource name (§1.3)."""
     if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
         return False
     domain, _, rest = f"requests.{name}".partition("/")
@@ -37,8 +37,8 @@ def is_extended_resource(name: str) -> bool:
     )
 
 
-class Tally:
-    """What happened so far, by resource name, over all lifetimes; and a way to await more."""
+class KubeletStats:
+    """Statistics by resource name, over all processes, and a way to wait for changes."""
 
     def __init__(self) -> None:
         self.registrations: Counter[str] = Counter()
@@ -48,23 +48,23 @@ class Tally:
         self._changed = anyio.Event()
 
     def changed(self) -> None:
-        """Wake everyone who waits."""
+        """Wake all waiting tasks."""
         self._changed.set()
         self._changed = anyio.Event()
 
     async def wait_for(self, predicate: Callable[[], bool], *, within: float) -> None:
-        """Wait until the predicate holds; it is asked after every change.
+        """Wait until the predicate holds; every change evaluates it again.
 
         Raises:
-            TimeoutError: it did not hold in time.
+            TimeoutError: the predicate did not hold in time.
         """
         with anyio.fail_after(within):
             while not predicate():
                 await self._changed.wait()
 
 
-class Registration(v1beta1.RegistrationBase):
-    """The Registration service of one kubelet lifetime, and its streams.
+class RegistrationService(v1beta1.RegistrationBase):
+    """The Registration service of one kubelet process, and its streams.
 
     Clients are kept by resource name as in v1.36, from which three hazards follow (§1.4): the end
     of an old stream disconnects the newest client; a failed registration makes the kubelet forget
@@ -74,43 +74,43 @@ class Registration(v1beta1.RegistrationBase):
 
     def __init__(
         self,
-        ledger: Ledger,
+        state: DeviceManagerState,
         directory: Path,
-        tally: Tally,
+        stats: KubeletStats,
         *,
         save: Callable[[], Awaitable[None]],
         dial_timeout: float,
         fixed_clashes: bool,
     ) -> None:
-        self._ledger = ledger
+        self._state = state
         self._directory = directory
-        self._tally = tally
+        self._stats = stats
         self._save = save
         self._dial_timeout = dial_timeout
         self._fixed_clashes = fixed_clashes
-        self._clients: dict[tuple[str, str], Plugin] = {}
-        self._plugins: set[Plugin] = set()
+        self._clients: dict[tuple[str, str], PluginClient] = {}
+        self._plugins: set[PluginClient] = set()
         self._streams: set[asyncio.Task[None]] = set()
         self._ended = False
 
     async def register(self, message: v1beta1.RegisterRequest) -> v1beta1.Empty:
-        """Take a plugin: check, dial back, ask for its options, open its list, answer.
+        """Register a plugin: check, dial back, read its options, open its list, answer.
 
         Raises:
-            GRPCError: UNKNOWN, always; only the message tells why.
+            GRPCError: always UNKNOWN; the message states the reason.
         """
         try:
             _check(message)
             await self._connect(message)
         except DeviceError as error:
-            self._tally.refusals.append(str(error))
-            self._tally.changed()
+            self._stats.refusals.append(str(error))
+            self._stats.changed()
             raise GRPCError(Status.UNKNOWN, str(error)) from error
         return v1beta1.Empty()
 
     async def _connect(self, message: v1beta1.RegisterRequest) -> None:
         path = _join(self._directory, message.endpoint)
-        plugin = Plugin(message.resource_name, path)
+        plugin = PluginClient(message.resource_name, path)
         self._plugins.add(plugin)
         key = (plugin.resource, path if self._fixed_clashes else "")
         self._clients[key] = plugin
@@ -118,34 +118,34 @@ class Registration(v1beta1.RegistrationBase):
             await plugin.dial(self._dial_timeout)
             options = await _options(plugin)
         except (DeviceError, asyncio.CancelledError):
-            # Whoever is registered under this key by now: the first hazard of a failed try.
+            # Another client may be registered under this key by now: the first hazard of a failure.
             self._clients.pop(key, None)
             self._close(plugin)
             raise
-        self._ledger.connected(plugin.resource, plugin, options)
-        self._tally.registrations[plugin.resource] += 1
+        self._state.set_endpoint(plugin.resource, plugin, options)
+        self._stats.registrations[plugin.resource] += 1
         task = asyncio.create_task(self._follow(key, plugin))
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
-        self._tally.changed()
+        self._stats.changed()
 
-    async def _follow(self, key: tuple[str, str], plugin: Plugin) -> None:
-        """Read a plugin's list until its stream ends; never try again."""
+    async def _follow(self, key: tuple[str, str], plugin: PluginClient) -> None:
+        """Read a plugin's device lists until its stream ends; never retry."""
         resource = plugin.resource
-        self._tally.open_streams[resource] += 1
-        self._tally.changed()
+        self._stats.open_streams[resource] += 1
+        self._stats.changed()
         try:
             async with contextlib.aclosing(plugin.lists()) as lists:
                 async for devices in lists:
-                    self._ledger.received(resource, devices)
+                    self._state.replace_devices(resource, devices)
+                    self._stats.lists[resource] += 1  # with the devices, before anybody else runs
                     await self._save()
-                    self._tally.lists[resource] += 1
-                    self._tally.changed()
+                    self._stats.changed()
         finally:
-            self._tally.open_streams[resource] -= 1
+            self._stats.open_streams[resource] -= 1
         if not self._ended:
             self._disconnect(key)
-        self._tally.changed()
+        self._stats.changed()
 
     def _disconnect(self, key: tuple[str, str]) -> None:
         # Looked up by key: it may be another client than the one whose stream has ended. And
@@ -154,16 +154,16 @@ class Registration(v1beta1.RegistrationBase):
         if client is None:
             return
         self._close(client)
-        endpoint = self._ledger.endpoints.get(client.resource)
+        endpoint = self._state.endpoints.get(client.resource)
         if not self._fixed_clashes or (endpoint is not None and endpoint.plugin is client):
-            self._ledger.disconnected(client.resource)
+            self._state.stop_endpoint(client.resource)
 
-    def _close(self, plugin: Plugin) -> None:
+    def _close(self, plugin: PluginClient) -> None:
         self._plugins.discard(plugin)
         plugin.close()
 
-    async def vanish(self) -> None:
-        """Drop all connections to plugins, as the death of the process does."""
+    async def close_plugins(self) -> None:
+        """Close all connections to plugins, as the death of the process does."""
         self._ended = True
         for plugin in list(self._plugins):
             self._close(plugin)
@@ -181,11 +181,11 @@ def _check(message: v1beta1.RegisterRequest) -> None:
 
 
 def _join(directory: Path, endpoint: str) -> str:
-    """Join as Go's filepath.Join does: an absolute endpoint lands below the directory too."""
+    """Join paths as Go's filepath.Join; an absolute endpoint is below too."""
     return os.path.normpath(f"{directory}/{endpoint}")
 
 
-async def _options(plugin: Plugin) -> v1beta1.DevicePluginOptions:
+async def _options(plugin: PluginClient) -> v1beta1.DevicePluginOptions:
     try:
         return await plugin.options()
     except DeviceError as error:

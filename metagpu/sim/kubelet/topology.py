@@ -10,46 +10,46 @@ from typing import Literal
 
 import msgspec
 
-from metagpu.plugins.pb import v1beta1
-from metagpu.sim.kubelet.ledger import Ledger, nodes_of
+from metagpu.plugins.kubelet.pb import v1beta1
+from metagpu.sim.kubelet.device_manager import DeviceManagerState, nodes_of
 
 TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"]
 
 
-class Hint(msgspec.Struct, frozen=True):
+class TopologyHint(msgspec.Struct, frozen=True):
     """A set of NUMA nodes that could satisfy a request; None stands for "any"."""
 
     nodes: frozenset[int] | None
     preferred: bool
 
 
-def is_aligned(ledger: Ledger, resource: str) -> bool:
-    """Tell whether any device of the resource names a NUMA node."""
-    return any(nodes_of(device) for device in ledger.devices.get(resource, {}).values())
+def has_topology(state: DeviceManagerState, resource: str) -> bool:
+    """Return whether any device of the resource names a NUMA node."""
+    return any(nodes_of(device) for device in state.devices.get(resource, {}).values())
 
 
-def hints(
-    ledger: Ledger,
+def topology_hints(
+    state: DeviceManagerState,
     resource: str,
     request: int,
     *,
     numa_nodes: Collection[int],
     held: frozenset[str] | None,
     reusable: Collection[str],
-) -> list[Hint] | None:
-    """Give the node sets that could satisfy a request, narrowest first.
+) -> list[TopologyHint] | None:
+    """Return the node sets that could satisfy a request, narrowest first.
 
-    None means no preference, an empty list that nothing can satisfy it. Only nodes that the
-    machine has and that carry devices are enumerated; others drop out silently.
+    None means no preference; an empty list means that nothing satisfies the request. Only nodes of
+    the machine that carry devices are listed; others are left out silently.
     """
-    if not is_aligned(ledger, resource):
+    if not has_topology(state, resource):
         return None
-    devices = ledger.devices[resource]
+    devices = state.devices[resource]
     if held:
         if len(held) != request:
             return []
         return _enumerate(devices, request, numa_nodes, held, ())
-    available = ledger.available(resource)
+    available = state.available(resource)
     if len(available | set(reusable)) < request:
         return []
     return _enumerate(devices, request, numa_nodes, available, reusable)
@@ -61,7 +61,7 @@ def _enumerate(
     numa_nodes: Collection[int],
     available: Collection[str],
     reusable: Collection[str],
-) -> list[Hint]:
+) -> list[TopologyHint]:
     homes = {name: nodes_of(device) & set(numa_nodes) for name, device in devices.items()}
     carrying = sorted(frozenset[int]().union(*homes.values()))
     smallest, found = len(carrying), list[frozenset[int]]()
@@ -74,7 +74,7 @@ def _enumerate(
         free = sum(bool(homes.get(name, frozenset()) & nodes) for name in available)
         if len(placed) + free >= request:
             found.append(nodes)
-    return [Hint(nodes, preferred=len(nodes) == smallest) for nodes in found]
+    return [TopologyHint(nodes, preferred=len(nodes) == smallest) for nodes in found]
 
 
 def _subsets(nodes: Sequence[int]) -> Iterator[frozenset[int]]:
@@ -84,49 +84,49 @@ def _subsets(nodes: Sequence[int]) -> Iterator[frozenset[int]]:
 
 def merge_hints(
     policy: TopologyPolicy,
-    wishes: Iterable[Sequence[Hint] | None],
+    hint_lists: Iterable[Sequence[TopologyHint] | None],
     numa_nodes: Collection[int],
 ) -> tuple[frozenset[int] | None, bool]:
-    """Merge the hints of a container's resources into one node set; tell whether it is admitted.
+    """Merge a container's hints into one node set; also return whether to admit it.
 
-    A node set of None lets devices come from anywhere.
+    A node set of None allows devices from anywhere.
     """
     if policy == "none":
         return None, True
     anywhere = frozenset(numa_nodes)
     single = policy == "single-numa-node"
-    lists = [_choices(wish, single=single) for wish in wishes]
+    lists = [_choices(hints, single=single) for hints in hint_lists]
     widest = max(
         (min((len(h.nodes) for h in many if h.nodes), default=0) for many in lists), default=0
     )
-    best: Hint | None = None
+    best: TopologyHint | None = None
     for permutation in itertools.product(*lists):
         candidate = _intersect(permutation, anywhere)
         if candidate.nodes and (best is None or _rank(candidate, widest) < _rank(best, widest)):
             best = candidate
-    best = best or Hint(anywhere, preferred=False)
+    best = best or TopologyHint(anywhere, preferred=False)
     if single and best.nodes == anywhere:
-        best = Hint(None, best.preferred)
+        best = TopologyHint(None, best.preferred)
     return best.nodes, best.preferred or policy == "best-effort"
 
 
-def _choices(wish: Sequence[Hint] | None, *, single: bool) -> list[Hint]:
-    if wish is None:
-        return [Hint(None, preferred=True)]
-    if not wish:
-        return [Hint(None, preferred=False)]
+def _choices(hints: Sequence[TopologyHint] | None, *, single: bool) -> list[TopologyHint]:
+    if hints is None:
+        return [TopologyHint(None, preferred=True)]
+    if not hints:
+        return [TopologyHint(None, preferred=False)]
     if single:
-        return [hint for hint in wish if hint.preferred and len(hint.nodes or ()) == 1]
-    return list(wish)
+        return [hint for hint in hints if hint.preferred and len(hint.nodes or ()) == 1]
+    return list(hints)
 
 
-def _intersect(permutation: Sequence[Hint], anywhere: frozenset[int]) -> Hint:
+def _intersect(permutation: Sequence[TopologyHint], anywhere: frozenset[int]) -> TopologyHint:
     named = [hint.nodes for hint in permutation if hint.nodes is not None]
     preferred = all(hint.preferred for hint in permutation) and len(set(named)) <= 1
-    return Hint(anywhere.intersection(*named), preferred)
+    return TopologyHint(anywhere.intersection(*named), preferred)
 
 
-def _rank(hint: Hint, widest: int) -> tuple[bool, int, int, int]:
+def _rank(hint: TopologyHint, widest: int) -> tuple[bool, int, int, int]:
     """Order hints, best first: preferred, then narrow, then low node numbers.
 
     Among hints that are not preferred the best is as wide as the neediest resource's narrowest
@@ -140,16 +140,20 @@ def _rank(hint: Hint, widest: int) -> tuple[bool, int, int, int]:
     return True, int(wider), len(nodes) if wider else widest - len(nodes), mask
 
 
-def split(
-    ledger: Ledger, resource: str, available: Collection[str], nodes: frozenset[int] | None
+def split_by_affinity(
+    state: DeviceManagerState,
+    resource: str,
+    available: Collection[str],
+    nodes: frozenset[int] | None,
 ) -> tuple[set[str], set[str], set[str]]:
-    """Part devices into those on the wanted nodes, those on others, and those on none.
+    """Split devices into those on the preferred nodes, on others, and on no node.
 
-    Without a wish, or without any NUMA node on the whole resource, all are of the third kind.
+    Without preferred nodes, or without a NUMA node on any device, all devices are of the third
+    kind.
     """
-    if nodes is None or not is_aligned(ledger, resource):
+    if nodes is None or not has_topology(state, resource):
         return set(), set(), set(available)
-    devices = ledger.devices[resource]
+    devices = state.devices[resource]
     homes = {name: nodes_of(devices.get(name)) for name in available}
     aligned = {name for name, home in homes.items() if home & nodes}
     rootless = {name for name, home in homes.items() if not home}

@@ -1,26 +1,32 @@
-"""GPUs with the MIG profiles of the simulated boards, as NVML would tell them."""
+"""GPUs with the MIG profiles of the simulated models, as NVML reports them."""
 
 from msgspec.structs import replace
 
-from metagpu.core.gpu import MIB, Gpu
-from metagpu.core.mig import ComputeInstance, MigEngines, MigInstance, MigProfile, Placement
-from metagpu.sim.boards import BOARDS
-from tests.build import gpu
+from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.mig import (
+    ComputeInstance,
+    MigEngines,
+    MigInstance,
+    MigProfile,
+    Placement,
+)
+from metagpu.sim.machine.gpu_models import GPU_MODELS
+from tests.rigs.build import gpu
 
 
-def mig_gpu(index: int = 0, board: str = "a100-40gb") -> Gpu:
-    """Make a GPU in MIG mode."""
-    its = BOARDS[board]
+def mig_gpu(index: int = 0, model: str = "a100-40gb") -> Gpu:
+    """Create a GPU in MIG mode."""
+    its = GPU_MODELS[model]
     profiles = tuple(
         MigProfile(
-            its.mig_name(profile),
+            its.profile_name(profile),
             profile.number,
-            profile.slices,
+            profile.compute_slices,
             profile.memory * MIB,
-            profile.most,
-            tuple(Placement(start, profile.size) for start in profile.starts),
-            profile.processors,
-            MigEngines(profile.copies, *profile.engines),
+            profile.max_count,
+            tuple(Placement(start, profile.memory_slices) for start in profile.starts),
+            profile.multiprocessors,
+            MigEngines(profile.copy_engines, *profile.engines),
         )
         for profile in its.mig_profiles
     )
@@ -29,7 +35,7 @@ def mig_gpu(index: int = 0, board: str = "a100-40gb") -> Gpu:
 
 
 def instance(of: Gpu, slot: str, number: int = 5, *, computes: int = 1) -> MigInstance:
-    """Make an instance of a GPU at a slot such as `2g.10gb@4`; its uuid follows from both."""
+    """Create an instance at a slot such as `2g.10gb@4`; its uuid follows from GPU and slot."""
     name, _, start = slot.rpartition("@")
     profile = next(it for it in of.mig_profiles if it.name == name)
     place = next(it for it in profile.placements if it.start == int(start))

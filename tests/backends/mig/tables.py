@@ -1,14 +1,14 @@
-"""What boards can be cut into, for tests of MIG's planner.
+"""MIG geometries of GPU models, for tests of the planner.
 
 Placements and counts: NVIDIA's MIG user guide, "Supported MIG Profiles" and the outputs of
-`nvidia-smi mig -lgip` and `-lgipp` there. Names follow from the boards' memory.
+`nvidia-smi mig -lgip` and `-lgipp` there. Names follow from the memory of the models.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from metagpu.backends.mig.profiles import Board, Profile
-from metagpu.core.mig import Placement
+from metagpu.backends.mig.profiles import MigGeometry, ProfileGeometry
+from metagpu.core.model.mig import Placement
 
 _ME: Final = frozenset(("me",))
 
@@ -21,19 +21,19 @@ def profile(
     *,
     engines: frozenset[str] = frozenset(),
     slice_engines: frozenset[str] = frozenset(),
-) -> Profile:
-    """Make a profile; its compute slices stand in its name."""
+) -> ProfileGeometry:
+    """Create a profile; its compute slices stand in its name."""
     placements = tuple(Placement(start, size) for start in starts)
-    return Profile(name, int(name[0]), placements, most, engines, slice_engines)
+    return ProfileGeometry(name, int(name[0]), placements, most, engines, slice_engines)
 
 
-def _eight(*sizes: str) -> Board:
-    """Make a board of eight memory slices and seven compute slices.
+def _eight(*sizes: str) -> MigGeometry:
+    """Create a geometry of eight memory slices and seven compute slices.
 
     `sizes` are the memory of 1g, of the 1g with twice the memory, of 2g, 3g, 4g and 7g.
     """
     one, double, two, three, four, seven = sizes
-    return Board(
+    return MigGeometry(
         (
             profile(f"1g.{one}", range(7), 1, 7),
             profile(f"1g.{one}+me", range(7), 1, 1, engines=_ME),
@@ -47,16 +47,16 @@ def _eight(*sizes: str) -> Board:
     )
 
 
-def _rtx() -> Board:
-    """Make a board of four slices whose profiles say which media engines they take.
+def _rtx() -> MigGeometry:
+    """Create a geometry of four slices whose profiles have media engines.
 
-    Who excludes whom follows from the profiles' names; no such board was at hand.
+    Who excludes whom follows from the profiles' names; no such GPU was at hand.
     """
     every = frozenset(f"media{number}" for number in range(4))
     own = frozenset(("media",))
     one, two = range(4), (0, 2)
 
-    return Board(
+    return MigGeometry(
         (
             profile("1g.24gb", one, 1, 4, slice_engines=own),
             profile("1g.24gb+me", one, 1, 1, engines=_ME, slice_engines=own),
@@ -75,7 +75,7 @@ def _rtx() -> Board:
 
 
 A100_40: Final = _eight("5gb", "10gb", "10gb", "20gb", "20gb", "40gb")
-BOARDS: Final = {
+GEOMETRIES: Final = {
     "A100-40": A100_40,
     "A100-80": _eight("10gb", "20gb", "20gb", "40gb", "40gb", "80gb"),
     "H100-80": _eight("10gb", "20gb", "20gb", "40gb", "40gb", "80gb"),
@@ -84,7 +84,7 @@ BOARDS: Final = {
     "H200": _eight("18gb", "35gb", "35gb", "71gb", "71gb", "141gb"),
     "B200": _eight("23gb", "45gb", "45gb", "90gb", "90gb", "180gb"),
     "GB200": _eight("23gb", "47gb", "47gb", "93gb", "93gb", "186gb"),
-    "A30": Board(
+    "A30": MigGeometry(
         (
             profile("1g.6gb", range(4), 1, 4),
             profile("1g.6gb+me", range(4), 1, 1, engines=_ME),
@@ -96,9 +96,11 @@ BOARDS: Final = {
     ),
     "RTX PRO 6000": _rtx(),
 }
-"""By the name of the board."""
+"""By the name of the GPU model."""
 
 
-def only(board: Board, *names: str) -> Board:
-    """Leave a board those profiles alone, as a configuration may."""
-    return Board(tuple(p for p in board.profiles if p.name in names), board.compute_slices)
+def only(geometry: MigGeometry, *names: str) -> MigGeometry:
+    """Return a geometry with these profiles alone, as a configuration may."""
+    return MigGeometry(
+        tuple(p for p in geometry.profiles if p.name in names), geometry.compute_slices
+    )

@@ -1,47 +1,47 @@
-"""Instances of a layout that several containers may have: what is offered, preferred and given."""
+"""Replicas of a layout's instances: offer, preference and grant."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from metagpu.backends.mig import MigBackend
+from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
-from metagpu.core.config import parse
+from metagpu.core.config.config import parse
 from metagpu.core.errors import ConfigError, TooManyReplicas
-from metagpu.core.facts import GpusFound, SharesGranted, StockTold
-from metagpu.core.gpu import Gpu
-from metagpu.core.injection import Injection
-from metagpu.core.layout import ID_LIMIT
-from metagpu.core.model import Made, Share, Stock
-from metagpu.core.sharing import conflicts
-from metagpu.core.snapshot import Snapshot
-from metagpu.sim.boards import BOARDS
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.layout import ID_LIMIT
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import HardwareDevice, ProvisionedState, Share
+from metagpu.core.model.sharing import conflicts
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import GpusFound, ProvisioningReported, SharesClaimed
+from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.backends.mig.gpus import mig_gpu
-from tests.build import BACKENDS, after, offer
+from tests.rigs.build import BACKENDS, after, offer
 
 A, B = mig_gpu(0), mig_gpu(1)
 
 
 def backend(layout: dict[str, int] | None = None, **options: Any) -> MigBackend:  # noqa: ANN401
-    """Make the backend of a pool with replicas, three of each instance if nothing is said."""
+    """Create the backend of a pool, by default with three replicas of each instance."""
     said = {"replicas": 3, **options}
     return MigBackend(MigOptions("mig", layout=layout or {"3g.20gb": 2}, **said), Injection())
 
 
 def node(*gpus: Gpu, cutter: MigBackend | None = None) -> Snapshot:
-    """Give what is known of GPUs that are cut."""
+    """Return the snapshot of GPUs with their offers."""
     shares = [share for it in gpus for share in (cutter or backend()).shares(it)]
     return after(GpusFound(gpus, at=0), offer(*shares))
 
 
 def slots(shares: list[Share]) -> list[str]:
-    """Say of which instances shares are, without the GPU."""
+    """Return the instances of shares, without the GPU."""
     return [it.id.partition("::")[2] for it in shares]
 
 
 def test_each_instance_is_offered_several_times() -> None:
-    """Ids say instance and replica, memory is divided, and the name says that it is shared."""
+    """Ids have instance and replica, memory is divided, and the name is the shared one."""
     shares = list(backend().shares(A))
 
     assert slots(shares) == [f"3g.20gb@{at}-t{n}" for at in (0, 4) for n in range(3)]
@@ -52,7 +52,7 @@ def test_each_instance_is_offered_several_times() -> None:
 
 
 def test_only_some_profiles_are_shared() -> None:
-    """Replicas by profile; what is not named is one container's, under its own name."""
+    """Replicas may be of some profiles; other instances are one container's, by their own name."""
     cutter = backend({"2g.10gb": 2, "1g.5gb": 3}, replicas={"1g.5gb": 4})
     counted = Counter(share.resource for share in cutter.shares(A))
 
@@ -61,7 +61,7 @@ def test_only_some_profiles_are_shared() -> None:
 
 
 def test_names_can_be_chosen() -> None:
-    """By profile, as NVIDIA's plugin does without a new name, or one for all."""
+    """Names are set by profile, as by NVIDIA's plugin without renaming, or one for all."""
     plain = backend(resource={"3g.20gb": "nvidia.com/mig-3g.20gb"})
 
     assert plain.resources == ("nvidia.com/mig-3g.20gb",)
@@ -69,12 +69,12 @@ def test_names_can_be_chosen() -> None:
 
 
 def test_the_longest_ids_are_legal() -> None:
-    """With as many replicas as are allowed, of every profile of every board."""
-    boards = [mig_gpu(0, name) for name, board in BOARDS.items() if board.mig_profiles]
+    """Ids have legal length with the most replicas of every profile of every GPU model."""
+    gpus = [mig_gpu(0, name) for name, model in GPU_MODELS.items() if model.mig_profiles]
     lengths = [
-        max(len(it.id) for it in backend({profile.name: 1}, replicas=100).shares(board))
-        for board in boards
-        for profile in board.mig_profiles
+        max(len(it.id) for it in backend({profile.name: 1}, replicas=100).shares(gpu))
+        for gpu in gpus
+        for profile in gpu.mig_profiles
     ]
     assert max(lengths) <= ID_LIMIT
 
@@ -84,12 +84,12 @@ def test_the_longest_ids_are_legal() -> None:
     [
         ("replicas: 101", "replicas is 101; allowed: 1 to 100"),
         ("replicas: {1g.5gb: 0}", "replicas is 0; allowed: 1 to 100"),
-        ("replicas: {2g.10gb: 2}", "replicas names 2g.10gb, which layout has not; it has 1g.5gb"),
-        ("resource: {2g.10gb: a.b/c}", "resource names 2g.10gb, which layout has not; it has 1g"),
+        ("replicas: {2g.10gb: 2}", "replicas names 2g.10gb, which is not in layout"),
+        ("resource: {2g.10gb: a.b/c}", "resource names 2g.10gb, which is not in layout"),
     ],
 )
 def test_options_that_make_no_sense(options: str, message: str) -> None:
-    """Wrong options are told with file, line and path."""
+    """Wrong options are refused with file, line and path."""
     text = (
         "version: metagpu/v1\n"
         f"pools: [{{name: a, backends: [{{backend: mig, layout: {{1g.5gb: 7}}, {options}}}]}}]"
@@ -99,13 +99,13 @@ def test_options_that_make_no_sense(options: str, message: str) -> None:
 
 
 def test_replicas_are_of_layouts() -> None:
-    """An instance that is made for a pod is that pod's."""
+    """An instance that is created for a pod has no replicas."""
     with pytest.raises(ValueError, match="failRequestsGreaterThanOne are for a layout"):
         MigOptions("mig", profiles=("1g.5gb",), replicas=2)
 
 
 def test_a_container_gets_the_instance_that_the_fewest_have() -> None:
-    """One after the other, over all instances of all GPUs; of equal ones the first GPU's."""
+    """The instance with fewest holders of all GPUs is taken; the first GPU's of equal ones."""
     snapshot, given = node(A, B), list[str]()
     for _ in range(6):
         free = [
@@ -116,7 +116,7 @@ def test_a_container_gets_the_instance_that_the_fewest_have() -> None:
         ]
         [share] = backend().prefer(free, (), 1, snapshot)
         given.append(f"{snapshot.gpus[share.gpu].gpu.index}:{slots([share])[0]}")
-        snapshot = after(SharesGranted((share,), at=1), since=snapshot)
+        snapshot = after(SharesClaimed((share,), at=1), since=snapshot)
 
     assert given == [
         *("0:3g.20gb@0-t0", "0:3g.20gb@4-t0", "1:3g.20gb@0-t0", "1:3g.20gb@4-t0"),
@@ -124,10 +124,12 @@ def test_a_container_gets_the_instance_that_the_fewest_have() -> None:
     ]
 
 
-def test_what_is_blocked_comes_last() -> None:
-    """Shares that cannot be given now are named only if the others do not suffice."""
+def test_blocked_shares_come_last() -> None:
+    """Shares that cannot be granted now are named only if the others do not suffice."""
     blocked = {f"s{n}-t{k}": "foreign" for n in range(4) for k in range(3)}
-    snapshot = after(StockTold(A.id, "mig", Stock(blocked=blocked), at=1), since=node(A))
+    snapshot = after(
+        ProvisioningReported(A.id, "mig", ProvisionedState(blocked=blocked), at=1), since=node(A)
+    )
     shares = list(snapshot.gpus[A.id].shares)
 
     assert slots(list(backend().prefer(shares, (), 1, snapshot))) == ["3g.20gb@4-t0"]
@@ -137,8 +139,8 @@ def test_what_is_blocked_comes_last() -> None:
     ]
 
 
-def test_several_replicas_are_refused_where_the_pool_says_so() -> None:
-    """In the words of NVIDIA's plugin; several instances of one container are not concerned."""
+def test_several_replicas_are_refused_where_the_pool_refuses_them() -> None:
+    """The refusal has NVIDIA's words; several instances of one container are allowed."""
     snapshot = node(A)
     shares = list(snapshot.gpus[A.id].shares)
 
@@ -154,8 +156,10 @@ async def test_an_instance_is_given_once() -> None:
     """Two replicas of one instance are one device, with the memory of both."""
     snapshot = node(A)
     shares = list(snapshot.gpus[A.id].shares)
-    made = dict.fromkeys((share.id for share in shares[:2]), Made("MIG-a", 1, 0))
-    snapshot = after(StockTold(A.id, "mig", Stock(made), at=1), since=snapshot)
+    made = dict.fromkeys((share.id for share in shares[:2]), HardwareDevice("MIG-a", 1, 0))
+    snapshot = after(
+        ProvisioningReported(A.id, "mig", ProvisionedState(made), at=1), since=snapshot
+    )
     grant = await backend().grant(shares[:2], snapshot)
 
     assert grant.envs == {"NVIDIA_VISIBLE_DEVICES": "MIG-a", "METAGPU_MEMORY_MIB": "MIG-a=13312"}

@@ -1,12 +1,12 @@
-"""What tests of MPS have in common."""
+"""Fixtures of all tests of MPS."""
 
 import pytest
 
-from metagpu.backends.mps import MpsBackend
+from metagpu.backends.mps.backend import MpsBackend
 from tests.backends.mps.rig import TIMING
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nobody wait for what takes seconds on a real node."""
+    """Shorten delays that are seconds on a real node."""
     monkeypatch.setattr(MpsBackend, "timing", TIMING)

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import anyio
 
-from metagpu.backends.mps_daemon.control import Folders
-from metagpu.backends.mps_daemon.supervisor import Timing
-from metagpu.core.companions import Process
-from metagpu.core.driver import ComputeMode
-from metagpu.core.injection import Injection
-from metagpu.core.snapshot import GpuState
-from tests.companions_rig import StandIn
-from tests.served import Care, in_care
-from tests.waiting import until
+from metagpu.backends.common.mps_daemon.control import MpsDirectories
+from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.core.contracts.daemons import DaemonProcess
+from metagpu.core.contracts.driver import ComputeMode
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.snapshot import GpuState
+from metagpu.host.daemons import HostDaemons
+from tests.rigs.daemons import DAEMONS, StandIn
+from tests.rigs.gpu_context import BackendRig, run_backends
+from tests.rigs.waiting import until
 
 EXCLUSIVE, DEFAULT = ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.DEFAULT
 ALONE = """
@@ -30,32 +31,33 @@ pools:
 """
 
 
-TIMING = Timing(
+TIMING = MpsDaemonTiming(
     period=0.05,
     retry=0.02,
     deadline=20.0,
-    patience=5.0,
-    first_pause=0.05,
-    longest_pause=0.2,
-    steady=60.0,
+    start_timeout=5.0,
+    first_delay=0.05,
+    longest_delay=0.2,
+    stable_after=60.0,
 )
 """Everything that takes seconds takes a tenth or less, but for an answer: a machine may be busy."""
 
 
 @dataclass
 class Scene:
-    """MPS at work on simulated GPUs."""
+    """MPS on simulated GPUs."""
 
-    care: Care
+    care: BackendRig
     folder: Path
+    daemons: HostDaemons = DAEMONS
 
     def at(self, index: int = 0) -> StandIn:
-        """Give a GPU's control daemon."""
+        """Return a GPU's control daemon."""
         gpu = self.care.gpus[index].id
-        return StandIn(Folders(self.folder / "mps" / gpu), gpu)
+        return StandIn(MpsDirectories(self.folder / "mps" / gpu), gpu, self.daemons)
 
     async def becomes(self, wanted: Callable[[GpuState], bool], index: int = 0) -> None:
-        """Wait until a GPU's state is so."""
+        """Wait until a GPU's state fulfils a condition."""
         with anyio.fail_after(30):
             async for state in self.care.registry.watch(
                 lambda now: now.gpus[self.care.gpus[index].id]
@@ -64,11 +66,11 @@ class Scene:
                     return
 
     async def ready(self, index: int = 0) -> None:
-        """Wait until MPS gives shares of a GPU."""
+        """Wait until a GPU's shares are granted."""
         await self.becomes(lambda state: "mps" not in state.suspended, index)
 
     async def suspended(self, reason: str, index: int = 0) -> None:
-        """Wait until MPS gives no shares of a GPU, for a reason that says this."""
+        """Wait until a GPU's shares are suspended, for a reason with this text."""
 
         def says(state: GpuState) -> bool:
             pause = state.suspended.get("mps")
@@ -84,16 +86,16 @@ class Scene:
 
         await until(is_so, 30)
 
-    async def another(self, process: Process, index: int = 0) -> None:
-        """Wait until another control daemon than this one runs."""
+    async def another(self, process: DaemonProcess, index: int = 0) -> None:
+        """Wait until a control daemon other than this one runs."""
 
         async def is_so() -> bool:
             return await self.at(index).process() not in (None, process)
 
         await until(is_so, 30)
 
-    async def process(self, index: int = 0) -> Process:
-        """Give the control daemon that runs."""
+    async def process(self, index: int = 0) -> DaemonProcess:
+        """Return the running control daemon."""
         found = await self.at(index).process()
         assert found is not None
         return found
@@ -104,21 +106,26 @@ async def mps(
     folder: Path,
     text: str = ALONE,
     *,
-    boards: str = "a100-40gb:1",
-    care: Care | None = None,
+    gpu_models: str = "a100-40gb:1",
+    care: BackendRig | None = None,
     stays: bool = False,
+    daemons: HostDaemons = DAEMONS,
 ) -> AsyncIterator[Scene]:
-    """Keep GPUs by MPS while the block lasts; with `stays`, what is left running is left."""
+    """Run MPS on GPUs while the block lasts; with `stays`, its daemons are left running."""
     injection = Injection(run_dir=str(folder))
     node = care.node if care else None
+    failed = True
+    scene: Scene | None = None
 
-    async with in_care(text, boards=boards, injection=injection, node=node) as made:
-        scene = Scene(made, folder)
-        try:
+    try:
+        async with run_backends(
+            text, gpu_models=gpu_models, injection=injection, node=node, daemons=daemons
+        ) as rig:
+            scene = Scene(rig, folder, daemons)
             yield scene
-        except BaseException:
-            stays = False
-            raise
-    if not stays:
-        for index in range(len(made.gpus)):
-            await scene.at(index).gone()
+            failed = False
+    finally:
+        if scene is not None and (failed or not stays):
+            with anyio.CancelScope(shield=True):
+                for index in range(len(scene.care.gpus)):
+                    await scene.at(index).gone()

@@ -56,9 +56,9 @@ def _up() -> int:
 def _clean() -> int:
     node = Node(Tools.cached())
     try:
-        node.take_the_machine()
+        node.acquire_machine()
     finally:
-        node.give_back_the_machine()
+        node.release_machine()
     print("nothing of an earlier run is left")
     return 0
 

@@ -1,4 +1,4 @@
-"""The API server for tests that ask it hundreds of times: one connection, no kubectl."""
+"""The API server over one connection, for tests with hundreds of requests."""
 
 import http.client
 import json
@@ -27,7 +27,7 @@ class Api:
         )
 
     def __enter__(self) -> Self:
-        """Connect at the first call."""
+        """Return the client; the first call connects."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,16 +35,16 @@ class Api:
         self._connection.close()
 
     def pods(self, namespace: str) -> dict[str, Document]:
-        """All pods of a namespace, by name."""
+        """Return all pods of a namespace, by name."""
         items = self._call("GET", _pods(namespace))["items"]
         return {item["metadata"]["name"]: item for item in items}
 
     def create(self, namespace: str, pod: Mapping[str, object]) -> None:
-        """Make a pod."""
+        """Create a pod."""
         self._call("POST", _pods(namespace), pod)
 
     def delete(self, namespace: str, name: str, grace_s: int = 1) -> None:
-        """Begin to end a pod; one that has gone already is no error."""
+        """Start the deletion of a pod; a missing pod is no error."""
         self._call("DELETE", f"{_pods(namespace)}/{name}", {"gracePeriodSeconds": grace_s})
 
     def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Document:
@@ -55,7 +55,7 @@ class Api:
             answer = self._connection.getresponse()
             text = answer.read()
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()  # the next call connects anew
+            self._connection.close()  # the next call connects again
             raise RigError(f"{method} {path}: {error!r}") from error
 
         if answer.status >= REFUSED and (method, answer.status) != ("DELETE", NOT_FOUND):

@@ -20,10 +20,10 @@ VERSION_PACKAGE = "k8s.io/component-base/version"
 
 
 def find_go() -> str | None:
-    """A Go new enough for the pinned Kubernetes, from PATH or the usual places."""
-    places = [shutil.which("go"), "/usr/local/go/bin/go"]
-    places += sorted(map(str, Path("/usr/lib").glob("go-*/bin/go")), reverse=True)
-    for place in places:
+    """Return a Go new enough for the pinned Kubernetes, from PATH or the usual folders."""
+    paths = [shutil.which("go"), "/usr/local/go/bin/go"]
+    paths += sorted(map(str, Path("/usr/lib").glob("go-*/bin/go")), reverse=True)
+    for place in paths:
         if place and os.access(place, os.X_OK) and _go_version(place) >= OLDEST_GO:
             return place
     return None
@@ -35,8 +35,8 @@ def _go_version(go: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def go_is_missing() -> str:
-    """The line for a person without Go."""
+def missing_go_hint() -> str:
+    """Return the line for a user without Go."""
     oldest = ".".join(map(str, OLDEST_GO))
     return (
         f"go {oldest} or newer: unpack the Go project's release into /usr/local/go, "
@@ -48,7 +48,7 @@ def build_kubernetes(tools: Tools) -> None:
     """Fill `tools.kubernetes`, or leave it as it was: there is no half-built state.
 
     Raises:
-        MissingError: there is no Go that can build it.
+        MissingError: no Go can build it.
         RigError: the build failed; the text is the compiler's.
     """
     target = tools.kubernetes
@@ -56,7 +56,7 @@ def build_kubernetes(tools: Tools) -> None:
         return
     go = find_go()
     if go is None:
-        raise MissingError([go_is_missing()])
+        raise MissingError([missing_go_hint()])
     target.parent.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(target.with_suffix(".lock")):
         if not _unbuilt(target):
@@ -89,7 +89,7 @@ def _build(go: str, program: str, folder: Path, count: str) -> None:
     flags = " ".join(["-s", "-w", *(f"-X {VERSION_PACKAGE}.{k}={v}" for k, v in stamps.items())])
     command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
     command += ["-o", str(folder / program), f"k8s.io/kubernetes/cmd/{program}"]
-    # The machine's own GOFLAGS and go.work are none of this build's business.
+    # The machine's own GOFLAGS and go.work have no effect on this build.
     settings = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
     started = time.monotonic()
     print(f"building {program} {version} ({count}) ...", flush=True)
@@ -98,7 +98,7 @@ def _build(go: str, program: str, folder: Path, count: str) -> None:
             command, cwd=HERE, env=os.environ | settings, stdout=output, stderr=output
         )
         try:
-            _await(build, program, started)
+            _wait_for_build(build, program, started)
         finally:
             build.kill()
             build.wait()
@@ -108,7 +108,7 @@ def _build(go: str, program: str, folder: Path, count: str) -> None:
     print(f"built {program} in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _await(build: subprocess.Popen[bytes], program: str, started: float) -> None:
+def _wait_for_build(build: subprocess.Popen[bytes], program: str, started: float) -> None:
     while True:
         try:
             build.wait(timeout=HEARTBEAT_S)

@@ -9,29 +9,29 @@ import sys
 from pathlib import Path
 
 from metagpu.core.errors import MetagpuError
-from metagpu.plugins import control
+from metagpu.plugins.control.client import send_request
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.programs import Program
-from tests.e2e.rig.settings import KUBELET_HOME, Places
+from tests.e2e.rig.settings import KUBELET_HOME, NodePaths
 from tests.e2e.rig.tools import REPOSITORY
 
 CONTROL_DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 NULL_DEVICE = os.makedev(1, 3)
-"""What stands in for each device file: anybody may open it and nothing comes of it."""
+"""The device number of every simulated device file: opening it has no effect."""
 
 CALL_S = 30.0
 
 
 class Daemon:
-    """metagpu with COUNT simulated GPUs of one MODEL."""
+    """A metagpu daemon with COUNT simulated GPUs of one MODEL."""
 
-    def __init__(self, places: Places, configuration: str, *, model: str, count: int) -> None:
+    def __init__(self, paths: NodePaths, configuration: str, *, model: str, count: int) -> None:
         self.count = count
         self._configuration_text = configuration
-        self._configuration = places.home / "metagpu.yaml"
-        self._device_root = places.home / "devices"
-        self._run_folder = places.home / "metagpu"
+        self._configuration = paths.home / "metagpu.yaml"
+        self._device_root = paths.home / "devices"
+        self._run_folder = paths.home / "metagpu"
         self._options: tuple[str, ...] = ()
         command = [sys.executable, "-m", "metagpu", "run"]
         command += ["--config", str(self._configuration)]
@@ -40,11 +40,11 @@ class Daemon:
         command += ["--run-dir", str(self._run_folder)]
         command += ["--dev-root", str(self._device_root)]
         self._program = Program(
-            "metagpu", command, logs=places.logs, pids=places.pids, folder=REPOSITORY
+            "metagpu", command, logs=paths.logs, pids=paths.pids, folder=REPOSITORY
         )
 
     def prepare(self) -> None:
-        """Make what the daemon finds on a real node: its configuration, the device files."""
+        """Create the files of a real node: the configuration and the device files."""
         self._configuration.write_text(self._configuration_text)
         folder = self._device_root / "dev"
         folder.mkdir(parents=True)
@@ -52,56 +52,56 @@ class Daemon:
         for name in (*(f"nvidia{index}" for index in range(self.count)), *CONTROL_DEVICES):
             device = folder / name
             os.mknod(device, stat.S_IFCHR, NULL_DEVICE)
-            device.chmod(0o666)  # mknod's own mode is cut by the umask
+            device.chmod(0o666)  # mknod's own mode is reduced by the umask
 
     def configure(self, configuration: str | None = None) -> None:
-        """Have the daemon take another configuration, or its own again: now, or when it starts."""
+        """Write another configuration, or the usual one; a running daemon reloads it."""
         self._configuration.write_text(configuration or self._configuration_text)
         if self.alive:
             self._program.notify(signal.SIGHUP)
 
     @property
     def alive(self) -> bool:
-        """Whether the daemon runs."""
+        """Return whether the daemon runs."""
         return self._program.alive
 
     def require_alive(self) -> None:
-        """Make sure that the daemon runs.
+        """Raise unless the daemon runs.
 
         Raises:
-            EndedError: it does not; the text is the end of its log.
+            EndedError: the daemon does not run; the text is the end of its log.
         """
         self._program.require_alive()
 
     @property
     def pid(self) -> int | None:
-        """Its process: another one after a restart."""
+        """Return the daemon's process id, a new one after a restart."""
         return self._program.pid
 
     def start(self, *options: str) -> None:
-        """Start the daemon; what it offers shows on the node a little later.
+        """Start the daemon; the node shows its resources a little later.
 
-        Of an option that is given twice the later one counts, so OPTIONS may also replace.
+        A later option replaces an earlier one of the same name, so OPTIONS may also replace.
         """
         self._options = options
         self._program.start(*options)
 
     def start_again(self) -> None:
-        """Start the daemon with the options that it was started with last."""
+        """Start the daemon with the options of its last start."""
         self.start(*self._options)
 
     def runs_with(self, *options: str) -> bool:
-        """Whether it runs, and was started with just these further options."""
+        """Return whether the daemon runs with just these further options."""
         return self.alive and self._options == options
 
     @property
     def log(self) -> str:
-        """All that it, and those before it, have logged on this node."""
+        """Return the log of all daemons of this node."""
         return self._program.log.read_text()
 
     @property
     def pod_socket(self) -> Path:
-        """The socket that containers call, on the machine."""
+        """Return the path of the containers' socket on the machine."""
         return self._run_folder / "pod" / "mgctl.sock"
 
     def stop(self) -> int | None:
@@ -113,51 +113,53 @@ class Daemon:
         self._program.kill()
 
     def status(self) -> Document:
-        """What the daemon says of GPUs, offers and leases."""
+        """Return the status of GPUs, offers and leases."""
         document: Document = json.loads(self._ask("status", "--json"))
         return document
 
-    def asked(self, command: str, **arguments: object) -> Document:
-        """What the running daemon answers on its control socket: quicker than a program is.
+    def request(self, command: str, **arguments: object) -> Document:
+        """Send a command to the control socket; return the answer, without starting a program.
 
         Raises:
-            RigError: it does not, or not as one wants; the text is its own.
+            RigError: the daemon does not answer, or answers with an error; the text is its own.
         """
         try:
-            answer: Document = control.ask(self._run_folder, {"command": command, **arguments})
+            answer: Document = send_request(self._run_folder, {"command": command, **arguments})
         except MetagpuError as error:
             raise RigError(str(error)) from error
         return answer
 
     def simulated_gpus(self) -> list[Document]:
-        """The simulated GPUs as they really are, with the MIG instances on them."""
-        gpus: list[Document] = self.asked("sim", steer={"do": "node"})["node"]["gpus"]
+        """Return the simulated GPUs with their MIG instances."""
+        gpus: list[Document] = self.request("sim", change={"do": "show"})["node"]["gpus"]
         return gpus
 
-    def making(self, gpu: int, *how: str) -> None:
-        """Say how making MIG instances on a GPU goes from now on, in the words of `sim making`."""
-        self._simulate("making", str(gpu), *how)
+    def set_provisioning(self, gpu: int, *options: str) -> None:
+        """Set the duration of creating MIG instances, by options of `sim provisioning`."""
+        self._simulate("provisioning", str(gpu), *options)
 
     def fault(self, gpu: int, xid: int) -> None:
-        """Make a simulated GPU report a driver error."""
+        """Report an XID of a simulated GPU."""
         self._simulate("xid", str(gpu), str(xid))
 
-    def recover(self, gpu: int) -> None:
-        """Make a simulated GPU well again."""
-        self._simulate("recover", str(gpu))
+    def reset(self, gpu: int) -> None:
+        """Reset a simulated GPU: the GPU answers again."""
+        self._simulate("reset", str(gpu))
 
     def use(self, gpu: int, pid: int, mib: int) -> None:
-        """Let a process of this machine have so much memory of a simulated GPU."""
-        self._simulate("process", "add", str(gpu), str(pid), f"{mib}Mi")
+        """Set the memory that a process of this machine uses on a simulated GPU."""
+        self._simulate("process", "start", str(gpu), str(pid), f"{mib}Mi")
 
     def free(self, gpu: int, pid: int) -> None:
-        """Let a process have nothing of a simulated GPU any more."""
+        """End the use of a simulated GPU by a process."""
         self._simulate("process", "end", str(gpu), str(pid))
 
     def processes(self) -> Document:
-        """Who uses what, as mgctl tells programs."""
+        """Return the processes as mgctl reports them in JSON."""
         document: Document = json.loads(
-            self._call("metagpu.mgctl", "get", "processes", "-o", "json", *self._where)
+            self._call(
+                "metagpu.cli.mgctl", "get", "processes", "-o", "json", *self._run_dir_options
+            )
         )
         return document
 
@@ -165,15 +167,15 @@ class Daemon:
         self._ask("sim", *arguments)
 
     def _ask(self, command: str, *arguments: str) -> str:
-        """Run a command of metagpu's own on the running daemon; return what it prints.
+        """Run a command of metagpu on the running daemon; return its output.
 
         Raises:
-            RigError: it failed; the text is its own.
+            RigError: the command failed; the text is its own.
         """
-        return self._call("metagpu", command, *self._where, *arguments)
+        return self._call("metagpu", command, *self._run_dir_options, *arguments)
 
     @property
-    def _where(self) -> tuple[str, str]:
+    def _run_dir_options(self) -> tuple[str, str]:
         return "--run-dir", str(self._run_folder)
 
     def _call(self, program: str, *arguments: str) -> str:

@@ -1,12 +1,12 @@
-"""What the rig raises when it cannot go on."""
+"""Errors of the rig."""
 
 
 class RigError(Exception):
-    """The rig or the node could not do what was asked; the text says why."""
+    """A failure of the rig or of the node; the text has the reason."""
 
 
 class MissingError(RigError):
-    """Things the machine lacks, one line each, with the way to get them."""
+    """Missing parts of the machine, one line each, with the way to get them."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("\n".join(lines))
@@ -14,11 +14,11 @@ class MissingError(RigError):
 
 
 class EndedError(Exception):
-    """A program has ended that should run.
+    """An unexpected end of a program.
 
-    Not a `RigError`: to those who wait, that means "not yet", and waiting is no use here.
+    Not a `RigError`: waiting functions retry after that one, and waiting is no use here.
     """
 
 
 class DeadlineError(RigError):
-    """A condition did not come true in time; the text holds the last thing seen."""
+    """A condition that did not become true in time; the text has the last value."""

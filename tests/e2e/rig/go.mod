@@ -1,6 +1,7 @@
 // The Kubernetes that the end-to-end tests run, built from source.
 //
-// Not a part of metagpu: no Go code of ours stands here. The tool lines name
+// Not a part of metagpu: the only Go code of ours drives the kubelet's device
+// manager, for the bench (admissions/). The tool lines name
 // the programs, the replace lines do what Kubernetes' own go.mod does with its
 // staging directory, which a published module does not carry. To move to another
 // patch release, change every v0.34.x and v1.34.x here and run `go mod tidy`.

@@ -1,4 +1,4 @@
-"""How the programs of a node are, for those who wait, and for a person when it went wrong."""
+"""The state of a node's programs, for waiting functions and for reports of failures."""
 
 import urllib.error
 import urllib.request
@@ -11,11 +11,11 @@ from tests.e2e.rig.kubectl import Kubectl
 from tests.e2e.rig.programs import tail
 
 LINES = 40
-QUESTIONS = (("pods", "-o=wide"), ("events", "--sort-by=.lastTimestamp"))
+QUERIES = (("pods", "-o=wide"), ("events", "--sort-by=.lastTimestamp"))
 
 
 def kubelet_is_healthy() -> bool:
-    """Whether the kubelet says so itself."""
+    """Return whether the kubelet's health endpoint answers 200."""
     url = f"http://{settings.LOOPBACK}:{settings.KUBELET_HEALTH_PORT}/healthz"
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
@@ -24,19 +24,19 @@ def kubelet_is_healthy() -> bool:
         return False
 
 
-def told(kubectl: Kubectl) -> str:
-    """What the API server says of pods and events."""
+def describe_cluster(kubectl: Kubectl) -> str:
+    """Return the pods and Events of the API server, as text."""
     parts = []
-    for question in QUESTIONS:
+    for query in QUERIES:
         try:
-            answer = kubectl("get", *question, "--all-namespaces")
+            answer = kubectl("get", *query, "--all-namespaces")
         except RigError as error:
             answer = str(error)
         last = "\n".join(answer.splitlines()[-LINES:])
-        parts.append(f"--- {question[0]}\n{last}")
+        parts.append(f"--- {query[0]}\n{last}")
     return "\n".join(parts)
 
 
-def logged(folder: Path, names: Iterable[str]) -> str:
-    """The ends of these programs' logs."""
+def describe_logs(folder: Path, names: Iterable[str]) -> str:
+    """Return the ends of these programs' logs."""
     return "\n".join(f"--- {name}.log\n{tail(folder / f'{name}.log')}" for name in names)

@@ -12,9 +12,9 @@ BUSYBOX_IMAGE = "metagpu.local/busybox:e2e"
 PAUSE_IMAGE = "metagpu.local/pause:e2e"
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""The machine's word for its processor -> the image format's."""
+"""The kernel's name of the processor -> the image format's name."""
 
-# A process 1 gets no signal that it does not ask for, and sandboxes should stop at once.
+# Process 1 gets no signal without a handler, and sandboxes should stop at once.
 PAUSE_COMMAND = ["/bin/sh", "-c", "trap 'exit 0' TERM INT; sleep 1000000000 & wait"]
 
 

@@ -1,4 +1,4 @@
-"""The API server as the rig and its tests talk to it: kubectl with `-o json`."""
+"""The API server by kubectl with `-o json`."""
 
 import json
 import subprocess
@@ -24,10 +24,10 @@ class Kubectl:
         self._command = [program, f"--kubeconfig={kubeconfig}", f"--cache-dir={cache}"]
 
     def __call__(self, *arguments: str, feed: str | None = None) -> str:
-        """Run `kubectl ARGUMENTS`, with FEED on its standard input; return what it prints.
+        """Run `kubectl ARGUMENTS`, with FEED on its standard input; return its output.
 
         Raises:
-            RigError: it failed; the text is its own.
+            RigError: kubectl failed; the text is its own.
         """
         command = [*self._command, *arguments]
         try:
@@ -41,7 +41,7 @@ class Kubectl:
         return done.stdout
 
     def get(self, kind: str, name: str, namespace: str = "") -> Document:
-        """One object.
+        """Return one object.
 
         Raises:
             RigError: there is none, or the API server did not answer.
@@ -50,14 +50,14 @@ class Kubectl:
         return document
 
     def list(self, kind: str, namespace: str, *arguments: str) -> list[Document]:
-        """All objects of a kind in a namespace, narrowed down by further arguments."""
+        """Return all objects of a kind in a namespace, filtered by further arguments."""
         answer = self("get", kind, *_in(namespace), "-o", "json", *arguments)
         items: list[Document] = json.loads(answer)["items"]
         return items
 
     @contextmanager
     def watching(self, kind: str, name: str) -> Iterator[Callable[[], Sequence[Document]]]:
-        """Give what tells every state of an object that was seen since the block began."""
+        """Watch an object; yield a function that returns every version since the start."""
         command = [*self._command, "get", kind, name, "--watch", "-o", "json"]
         with tempfile.TemporaryFile("a+") as output:
             watch = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
@@ -78,13 +78,13 @@ class Kubectl:
         texts = [m if isinstance(m, str) else json.dumps(m) for m in manifests]
         self("apply", "-f", "-", feed="\n---\n".join(texts))
 
-    def make_namespace(self, name: str) -> None:
-        """Make a namespace, and wait until pods can be made and started in it."""
+    def create_namespace(self, name: str) -> None:
+        """Create a namespace, and wait until pods can start in it."""
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         self.await_namespace(name)
 
     def await_namespace(self, name: str) -> None:
-        """Wait until the controllers have put into a namespace what every pod mounts."""
+        """Wait until the controllers have created the objects that every pod mounts."""
         wait_for(
             f"namespace {name} to have what every pod mounts",
             lambda: (
@@ -96,7 +96,7 @@ class Kubectl:
 
 
 def _documents(text: str) -> Sequence[Document]:
-    """Read one object after the other; the last may not have come in whole yet."""
+    """Parse one object after the other; the last may be incomplete."""
     decoder, found, at = json.JSONDecoder(), list[Document](), 0
     while (at := text.find("{", at)) >= 0:
         try:

@@ -1,7 +1,7 @@
-"""What a node leaves on its machine, and how the machine gets rid of it.
+"""Traces of a node on its machine, and their removal.
 
-Used in the same way after an orderly stop and on what a crashed run left behind:
-nothing here asks a program of the node for help.
+The same code runs after an orderly stop and after a crashed run:
+no function here needs a running program of the node.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.programs import end_processes, running_processes
-from tests.e2e.rig.settings import KUBELET_HOME, LOOPBACK, NETWORK, Places
+from tests.e2e.rig.settings import KUBELET_HOME, LOOPBACK, NETWORK, NodePaths
 from tests.e2e.rig.waiting import wait_for
 
 SYSCTLS = (
@@ -26,12 +26,12 @@ SYSCTLS = (
     "kernel/keys/root_maxbytes",
     "net/ipv4/ip_forward",
 )
-"""What the kubelet and the network plugin change."""
+"""Settings that the kubelet and the network plugin change."""
 
 KUBELETS = ("kubelet", "k3s", "k0s")
 
 MARK = KUBELET_HOME / ".metagpu-e2e"
-"""Says that this kubelet's home is the rig's, to be used again and to be removed."""
+"""The file marks a kubelet's home as the rig's, to be used again and removed."""
 
 CONTAINER_LOGS = Path("/var/log/containers")
 NETWORK_RESULTS = Path("/var/lib/cni/results")
@@ -39,14 +39,14 @@ SHIM_SOCKETS = Path("/run/containerd")
 
 
 Lock = socket.socket
-"""What one run holds as long as it has a node; to be closed."""
+"""The lock of a run with a node; to be closed."""
 
 
 def lock() -> Lock:
-    """Hold a name that the kernel forgets with its holder, whatever becomes of that.
+    """Bind a name that the kernel frees when its process ends.
 
     Raises:
-        RigError: another run has it.
+        RigError: another run holds the name.
     """
     held = socket.socket(socket.AF_UNIX)
     try:
@@ -57,11 +57,11 @@ def lock() -> Lock:
     return held
 
 
-def refuse_taken(port: int) -> None:
-    """Make sure that a port of the loopback interface is free.
+def require_free_port(port: int) -> None:
+    """Raise unless a port of the loopback interface is free.
 
     Raises:
-        RigError: it is not.
+        RigError: the port is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +72,7 @@ def refuse_taken(port: int) -> None:
 
 
 def refuse_foreign_kubelet() -> None:
-    """Leave a machine alone that is a node already.
+    """Raise if the machine is a node already.
 
     Raises:
         RigError: there is a kubelet, or the state of one, that the rig did not start.
@@ -83,35 +83,38 @@ def refuse_foreign_kubelet() -> None:
     if KUBELET_HOME.exists() and not MARK.exists() and any(KUBELET_HOME.iterdir()):
         raise RigError(
             f"{KUBELET_HOME} belongs to a kubelet that is not the rig's; "
-            "if nobody needs it, remove it and try again"
+            "if no cluster needs it, remove it and try again"
         )
 
 
 def _sees_our_files(pid: int) -> bool:
-    """Not so for the kubelet of a cluster in containers, which has a home of its own."""
+    """Return whether a process has our mount namespace.
+
+    The kubelet of a cluster in containers has its own.
+    """
     try:
         return Path(f"/proc/{pid}/ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink()
     except FileNotFoundError:
-        return False  # it has just ended
+        return False  # the process has just ended
 
 
-def claim(places: Places) -> None:
-    """Note what is to be put back, before anything is changed."""
+def record_state(paths: NodePaths) -> None:
+    """Write down the machine's settings before any change."""
     KUBELET_HOME.mkdir(parents=True, exist_ok=True)
     MARK.touch()
     values = {name: _sysctl(name).read_text().strip() for name in SYSCTLS if _sysctl(name).exists()}
     before = {"sysctls": values, "shim_sockets": SHIM_SOCKETS.exists()}
-    (places.home / "before.json").write_text(json.dumps(before))
+    (paths.home / "before.json").write_text(json.dumps(before))
 
 
-def clean(places: Places) -> None:
+def clean(paths: NodePaths) -> None:
     """Remove every trace of a node whose programs have ended.
 
     Raises:
         RigError: something is still mounted or running; nothing is removed under it.
     """
-    end_containers(places)
-    unmount_under(places.home)
+    end_containers(paths)
+    unmount_under(paths.home)
     if MARK.exists():
         unmount_under(KUBELET_HOME)
         shutil.rmtree(KUBELET_HOME)
@@ -119,27 +122,27 @@ def clean(places: Places) -> None:
     if Path(f"/sys/class/net/{NETWORK}").exists():
         subprocess.run(["ip", "link", "delete", NETWORK], check=True)
     for result in NETWORK_RESULTS.glob("*"):
-        if str(places.home) in result.read_text():  # a network namespace of ours
+        if str(paths.home) in result.read_text():  # a network namespace of ours
             result.unlink()
-    _remove_container_logs(places)
+    _remove_container_logs(paths)
     for folder in (NETWORK_RESULTS, NETWORK_RESULTS.parent, CONTAINER_LOGS):
-        with contextlib.suppress(OSError):  # absent, or somebody else's too
+        with contextlib.suppress(OSError):  # absent, or in use by other programs too
             folder.rmdir()
-    _put_back(places)
-    shutil.rmtree(places.home, ignore_errors=True)
+    _restore(paths)
+    shutil.rmtree(paths.home, ignore_errors=True)
 
 
-def end_containers(places: Places) -> None:
+def end_containers(paths: NodePaths) -> None:
     """End every container of the node at once, as a power cut would.
 
-    containerd itself must have ended, or it would start anew what its pods want.
-    A shim knows containerd by the address of our socket, and all that runs in its
-    container descends from it.
+    containerd itself must have ended, or containerd would start the containers again.
+    A shim has the address of our socket in its command line, and all processes of its
+    container descend from the shim.
     """
 
     def none_remain() -> bool:
         everyone = running_processes()
-        address = str(places.containerd_socket)
+        address = str(paths.containerd_socket)
         shims = {
             pid: command
             for pid, command in everyone.items()
@@ -165,7 +168,7 @@ def _parent(pid: int) -> int:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    return int(stat.rpartition(")")[2].split()[1])  # the name before it may hold anything
+    return int(stat.rpartition(")")[2].split()[1])  # the name before may contain any character
 
 
 def unmount_under(folder: Path) -> None:
@@ -181,14 +184,14 @@ def unmount_under(folder: Path) -> None:
 
 
 def _mounts_under(folder: Path) -> list[Path]:
-    """In the order in which they were mounted."""
+    """Return the mounts under FOLDER, in the order in which they were mounted."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
     return [Path(point) for point in points if Path(point).is_relative_to(folder)]
 
 
 def _remove_cgroups() -> None:
-    """Remove the pods' cgroups from every hierarchy; the emptied ones only."""
+    """Remove the pods' empty cgroups from every hierarchy."""
     roots = [
         line.split()[1]
         for line in Path("/proc/mounts").read_text().splitlines()
@@ -200,17 +203,17 @@ def _remove_cgroups() -> None:
                 Path(folder).rmdir()
 
 
-def _remove_container_logs(places: Places) -> None:
+def _remove_container_logs(paths: NodePaths) -> None:
     for link in CONTAINER_LOGS.glob("*.log"):
-        if link.is_symlink() and link.readlink().is_relative_to(places.home):
+        if link.is_symlink() and link.readlink().is_relative_to(paths.home):
             link.unlink()
 
 
-def _put_back(places: Places) -> None:
+def _restore(paths: NodePaths) -> None:
     try:
-        before = json.loads((places.home / "before.json").read_text())
+        before = json.loads((paths.home / "before.json").read_text())
     except (FileNotFoundError, ValueError):
-        return  # that run ended before it changed anything
+        return  # the earlier run ended before it changed anything
     for name, value in before["sysctls"].items():
         if _sysctl(name).read_text().strip() != value:
             _sysctl(name).write_text(value)

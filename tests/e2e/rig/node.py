@@ -1,7 +1,7 @@
 """One Kubernetes node with its control plane, from first start to last trace.
 
-`with Node(tools) as node:` is the whole of it. Inside, the node can be treated
-as nodes are in real life: its kubelet restarted, its power cut.
+`with Node(tools) as node:` does all of it. Inside, a test may treat the node as nodes are
+treated in real life: restart its kubelet, cut its power.
 """
 
 import os
@@ -24,7 +24,7 @@ from tests.e2e.rig.images import write_images
 from tests.e2e.rig.kubectl import Document, Kubectl
 from tests.e2e.rig.pki import Pki
 from tests.e2e.rig.programs import Program, end_leftovers
-from tests.e2e.rig.settings import API_URL, NODE_NAME, Places
+from tests.e2e.rig.settings import API_URL, NODE_NAME, NodePaths
 from tests.e2e.rig.tools import Tools
 from tests.e2e.rig.waiting import wait_for
 
@@ -38,29 +38,29 @@ class Node:
     """A one-node cluster on loopback. There is at most one on a machine."""
 
     def __init__(self, tools: Tools) -> None:
-        self.places = Places(Path(tempfile.gettempdir()) / "metagpu-e2e")
+        self.paths = NodePaths(Path(tempfile.gettempdir()) / "metagpu-e2e")
         self.name = NODE_NAME
         self._tools = tools
-        self._pki = Pki(self.places.home / "pki", API_URL)
+        self._pki = Pki(self.paths.home / "pki", API_URL)
         self.kubeconfig = self._pki.kubeconfig("admin")
-        cache = self.places.home / "kubectl-cache"
+        cache = self.paths.home / "kubectl-cache"
         self.kubectl = Kubectl(tools.path("kubectl"), self.kubeconfig, str(cache))
         self._lock: machine.Lock | None = None
-        places, pki = self.places, self._pki
-        self.etcd = self._program("etcd", settings.etcd_command(places, tools))
+        paths, pki = self.paths, self._pki
+        self.etcd = self._program("etcd", settings.etcd_command(paths, tools))
         self.apiserver = self._program(
-            "kube-apiserver", settings.apiserver_command(places, tools, pki)
+            "kube-apiserver", settings.apiserver_command(paths, tools, pki)
         )
         self.controllers = self._program(
-            "kube-controller-manager", settings.controller_manager_command(places, tools, pki)
+            "kube-controller-manager", settings.controller_manager_command(paths, tools, pki)
         )
         self.scheduler = self._program("kube-scheduler", settings.scheduler_command(tools, pki))
         self.containerd = self._program(
             "containerd",
-            settings.containerd_command(places, tools),
+            settings.containerd_command(paths, tools),
             {"PATH": tools.search_path()},
         )
-        self.kubelet = self._program("kubelet", settings.kubelet_command(places, tools, pki))
+        self.kubelet = self._program("kubelet", settings.kubelet_command(paths, tools, pki))
 
     def _program(
         self,
@@ -69,7 +69,7 @@ class Node:
         environment: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
     ) -> Program:
-        logs, pids = self.places.logs, self.places.pids
+        logs, pids = self.paths.logs, self.paths.pids
         return Program(
             name,
             list(command),
@@ -86,9 +86,9 @@ class Node:
             RigError: this machine is in use, or something did not start.
         """
         try:
-            self.take_the_machine()
+            self.acquire_machine()
         except BaseException:
-            self.give_back_the_machine()
+            self.release_machine()
             raise
         try:
             self._start()
@@ -107,11 +107,11 @@ class Node:
         """Stop everything and leave the machine as it was found."""
         self.stop()
 
-    def take_the_machine(self) -> None:
-        """Make sure that the machine is free for a node, of leftovers of earlier runs too.
+    def acquire_machine(self) -> None:
+        """Require a machine that is free for a node; remove leftovers of earlier runs.
 
         Raises:
-            RigError: it is not, or not prepared.
+            RigError: the machine is in use, or not prepared.
         """
         if os.geteuid() != 0:
             raise RigError("a kubelet mounts and makes cgroups: run this as root")
@@ -121,18 +121,18 @@ class Node:
                 "run `python -m tests.e2e.rig prepare` first"
             )
         self._lock = machine.lock()
-        end_leftovers(self.places.pids)
+        end_leftovers(self.paths.pids)
         machine.refuse_foreign_kubelet()
-        machine.clean(self.places)
+        machine.clean(self.paths)
         for port in settings.PORTS:
-            machine.refuse_taken(port)
+            machine.require_free_port(port)
 
     def _start(self) -> None:
-        places = self.places
-        places.make()
-        machine.claim(places)
-        self._pki.make(self.name)
-        settings.write_configuration(places, self._tools, self._pki)
+        paths = self.paths
+        paths.create()
+        machine.record_state(paths)
+        self._pki.create(self.name)
+        settings.write_configuration(paths, self._tools, self._pki)
         self.etcd.start()
         self.containerd.start()
         self.apiserver.start()
@@ -147,26 +147,26 @@ class Node:
         """End all programs and containers, and remove what they left on the machine."""
         try:
             self.kubelet.stop()
-            # In the order in which they need each other, the store last.
+            # In the order of their dependencies, the store last.
             for program in (self.scheduler, self.controllers, self.apiserver, self.etcd):
                 program.kill()
             self.containerd.kill()
             destination = os.environ.get(KEEP_LOGS)
-            if destination and self.places.logs.exists():
-                shutil.copytree(self.places.logs, destination, dirs_exist_ok=True)
-            end_leftovers(self.places.pids)
-            machine.clean(self.places)
+            if destination and self.paths.logs.exists():
+                shutil.copytree(self.paths.logs, destination, dirs_exist_ok=True)
+            end_leftovers(self.paths.pids)
+            machine.clean(self.paths)
         finally:
-            self.give_back_the_machine()
+            self.release_machine()
 
-    def give_back_the_machine(self) -> None:
-        """Let another run have the machine."""
+    def release_machine(self) -> None:
+        """Release the machine for another run."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def start_kubelet(self) -> None:
-        """Start the kubelet, and wait until it has told the API server that it is Ready."""
+        """Start the kubelet, and wait until the API server has its Ready status."""
         started = time.time()
         self.kubelet.start()
         self._await_healthy(self.kubelet, health.kubelet_is_healthy)
@@ -179,17 +179,17 @@ class Node:
         self.kubelet.stop()
 
     def restart_kubelet(self) -> None:
-        """What `systemctl restart kubelet` does."""
+        """Restart the kubelet as `systemctl restart kubelet` does."""
         self.stop_kubelet()
         self.start_kubelet()
 
     @contextmanager
     def aligning_kubelet(self, changes: Mapping[str, object]) -> Iterator[None]:
-        """Have a kubelet with CHANGES of its configuration, on a machine of two NUMA nodes.
+        """Run a kubelet with CHANGES of its configuration, on a machine of two NUMA nodes.
 
         For the length of the block, and without pods before and after it.
         """
-        usual, nodes = self.kubelet, self.places.home / "numa"
+        usual, nodes = self.kubelet, self.paths.home / "numa"
         numa.write_nodes(nodes, numa.halves())
         self.stop_kubelet()
         numa.share_home()
@@ -207,34 +207,39 @@ class Node:
             self.start_kubelet()
 
     def _configure_kubelet(self, changes: Mapping[str, object]) -> None:
-        settings.write_kubelet_configuration(self.places, self._pki, changes)
-        # A kubelet does not start on what another policy has noted.
+        settings.write_kubelet_configuration(self.paths, self._pki, changes)
+        # A kubelet does not start with the state file of another CPU policy.
         (settings.KUBELET_HOME / "cpu_manager_state").unlink(missing_ok=True)
 
-    def credentials(self, namespace: str, account: str) -> str:
-        """Write a kubeconfig with a ServiceAccount's token; give its path."""
-        token = self.kubectl("create", "token", account, f"--namespace={namespace}")
-        return self._pki.token_kubeconfig(account, token.strip())
+    def credentials(self, namespace: str, account: str, node: str = NODE_NAME) -> str:
+        """Write a kubeconfig with a ServiceAccount's token on a node; return its path.
+
+        The token names its node to the API server, as the token of a pod there does. Without
+        NODE it names none.
+        """
+        bound = ("--bound-object-kind=Node", f"--bound-object-name={node}") if node else ()
+        token = self.kubectl("create", "token", account, f"--namespace={namespace}", *bound)
+        return self._pki.token_kubeconfig(f"{account}-{node or 'nowhere'}", token.strip())
 
     def start_api(self) -> None:
-        """Start the API server that was ended, and wait until it is ready."""
+        """Start the API server again, and wait until it is ready."""
         self.apiserver.start()
         self._await_healthy(self.apiserver, self._api_is_ready)
 
     def power_off(self) -> None:
         """Cut the power: kubelet, containerd and every container are gone at once.
 
-        Gone too is what lies in memory on a real node: the runtime's state and all
+        Everything in a real node's memory is gone too: the runtime's state and all
         mounts. Disks stay: images, containerd's data, the kubelet's home with its
-        checkpoint, and the socket files nobody listens on any more. The control plane,
-        which would be elsewhere, runs on. A daemon beside the kubelet is the caller's.
+        checkpoint, and socket files without a listener. The control plane, on
+        other machines in real life, runs on. The caller kills a daemon beside the kubelet.
         """
         self.kubelet.kill()
         self.containerd.kill()
-        machine.end_containers(self.places)
+        machine.end_containers(self.paths)
         machine.unmount_under(settings.KUBELET_HOME)
-        machine.unmount_under(self.places.home)
-        shutil.rmtree(self.places.containerd_state)
+        machine.unmount_under(self.paths.home)
+        shutil.rmtree(self.paths.containerd_state)
 
     def power_on(self) -> None:
         """Boot after `power_off`: containerd, then the kubelet, until the node is Ready."""
@@ -243,33 +248,33 @@ class Node:
         self.start_kubelet()
 
     def api(self) -> Api:
-        """The API server, for who asks it often."""
+        """Return a client of the API server for many requests."""
         pki = self._pki
         return Api(API_URL, pki.certificate("ca"), pki.certificate("admin"), pki.key("admin"))
 
     def resource(self, name: str) -> tuple[int | None, int | None]:
-        """Capacity and allocatable of a resource, as the API server has them."""
+        """Return capacity and allocatable of a resource, by the API server."""
         status = self.kubectl.get("node", self.name)["status"]
         amounts = (status[part].get(name) for part in ("capacity", "allocatable"))
         capacity, allocatable = (None if a is None else int(a) for a in amounts)
         return capacity, allocatable
 
     def diagnose(self) -> str:
-        """What a person wants to see first when something went wrong."""
+        """Return pods, Events and logs, for the report of a failure."""
         if not self.apiserver.alive:
-            return health.logged(self.places.logs, ("etcd", "containerd", "kube-apiserver"))
-        logs = health.logged(self.places.logs, ("kubelet", "metagpu"))
-        return f"{health.told(self.kubectl)}\n{logs}"
+            return health.describe_logs(self.paths.logs, ("etcd", "containerd", "kube-apiserver"))
+        logs = health.describe_logs(self.paths.logs, ("kubelet", "metagpu"))
+        return f"{health.describe_cluster(self.kubectl)}\n{logs}"
 
     def _load_images(self) -> None:
-        archive = self.places.home / "images.tar"
+        archive = self.paths.home / "images.tar"
         write_images(Path(self._tools.path("busybox")), archive)
         self._await_healthy(self.containerd, self._containerd_answers)
         self._ctr("images", "import", str(archive))
         archive.unlink()
 
     def _ctr(self, *arguments: str) -> str:
-        address = f"--address={self.places.containerd_socket}"
+        address = f"--address={self.paths.containerd_socket}"
         command = [self._tools.path("ctr"), address, "--namespace=k8s.io", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -283,7 +288,7 @@ class Node:
         return self.kubectl("get", "--raw", "/readyz") == "ok"
 
     def _ready_since(self, moment: float) -> Document | None:
-        """The node's Ready condition, when it is true and reported after MOMENT."""
+        """Return the node's Ready condition, when it is true and reported after MOMENT."""
         for condition in self.kubectl.get("node", self.name)["status"].get("conditions", ()):
             if condition["type"] == "Ready" and condition["status"] == "True":
                 beat = datetime.fromisoformat(condition["lastHeartbeatTime"])

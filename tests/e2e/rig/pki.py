@@ -15,7 +15,7 @@ BLANK_CONFIGURATION = "[req]\ndistinguished_name = dn\n[dn]\n"
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a certificate is for: file name, Kubernetes user and group, addresses."""
+    """The subject of a certificate: file name, Kubernetes user and group, addresses."""
 
     name: str
     user: str
@@ -24,7 +24,7 @@ class Identity:
 
 
 def identities(node_name: str) -> list[Identity]:
-    """Everyone who has a certificate on a node called NODE_NAME."""
+    """Return all holders of certificates on a node called NODE_NAME."""
     server = "IP:127.0.0.1,IP:10.96.0.1,DNS:localhost,DNS:kubernetes.default.svc"
     return [
         Identity("apiserver", "kube-apiserver", addresses=server),
@@ -42,7 +42,7 @@ class Pki:
         self._folder = folder
         self._api_url = api_url
 
-    def make(self, node_name: str) -> None:
+    def create(self, node_name: str) -> None:
         """Fill the folder: an authority, every identity, and the service-account key."""
         self._folder.mkdir(mode=0o700)
         (self._folder / "openssl.cnf").write_text(BLANK_CONFIGURATION)
@@ -60,23 +60,23 @@ class Pki:
                 issuer="ca",
             )
             self._kubeconfig(identity.name)
-        # RSA, for the API server reads a public key only out of this kind of private key file.
+        # RSA: the API server reads a public key only out of a private key file of this kind.
         self._openssl("genrsa", "-out", self.key("service-accounts"), "2048")
 
     def key(self, name: str) -> str:
-        """The private key of NAME."""
+        """Return the path of NAME's private key."""
         return str(self._folder / f"{name}.key")
 
     def certificate(self, name: str) -> str:
-        """The certificate of NAME; `ca` is the authority's."""
+        """Return the path of NAME's certificate; `ca` is the authority's."""
         return str(self._folder / f"{name}.crt")
 
     def kubeconfig(self, name: str) -> str:
-        """The kubeconfig with which NAME talks to the API server."""
+        """Return the path of NAME's kubeconfig."""
         return str(self._folder / f"{name}.kubeconfig")
 
     def token_kubeconfig(self, name: str, token: str) -> str:
-        """Write a kubeconfig for who shows a token, as a ServiceAccount does; give its path."""
+        """Write a kubeconfig with a token, as of a ServiceAccount; return its path."""
         self._write_kubeconfig(name, {"token": token})
         return self.kubeconfig(name)
 

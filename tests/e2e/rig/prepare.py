@@ -1,4 +1,4 @@
-"""Gather everything a node is made of, or say in one line each what is missing.
+"""Gather the programs of a node, or print a line for each that is missing.
 
 The runtime's programs come out of the distribution's packages, which are
 downloaded and unpacked into the cache but never installed: no service of theirs
@@ -12,22 +12,22 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.rig.build import build_kubernetes, find_go, go_is_missing
+from tests.e2e.rig.build import build_kubernetes, find_go, missing_go_hint
 from tests.e2e.rig.errors import MissingError, RigError
 from tests.e2e.rig.tools import DISTRIBUTION_PROGRAMS, Tools, distribution_path
 
 PACKAGES = ("containerd", "runc", "etcd-server", "containernetworking-plugins", "busybox-static")
-"""Debian's and Ubuntu's names of what is unpacked."""
+"""Debian's and Ubuntu's names of the unpacked packages."""
 
 HOST_PROGRAMS = {"ip": "iproute2", "openssl": "openssl", "mount": "mount", "umount": "mount"}
-"""Small programs that the machine itself must have -> the package they are in."""
+"""Small programs that the machine itself must have -> their package."""
 
 
 def prepare() -> Tools:
-    """Provide every program of the node, and return where they are.
+    """Provide every program of the node; return their folders.
 
     Raises:
-        MissingError: what this machine lacks and the rig cannot provide.
+        MissingError: this machine lacks parts that the rig cannot provide.
         RigError: a download or a build failed.
     """
     tools = Tools.cached()
@@ -41,7 +41,7 @@ def prepare() -> Tools:
 
 
 def _lacking(tools: Tools) -> list[str]:
-    """What only a person can change, told all at once."""
+    """Return a line for each part that only the user can provide."""
     lines = []
     if sys.platform != "linux":
         lines.append("linux: a node runs on nothing else; use a virtual machine")
@@ -55,7 +55,7 @@ def _lacking(tools: Tools) -> list[str]:
         )
         lines.append(f"apt-get: run on Debian 12 or newer, or Ubuntu; it provides {wanted}")
     if set(missing) - set(DISTRIBUTION_PROGRAMS) and find_go() is None:
-        lines.append(go_is_missing())
+        lines.append(missing_go_hint())
     return lines
 
 
@@ -77,17 +77,17 @@ def unpack_distribution(tools: Tools) -> None:
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as folder:
         downloads, fresh = Path(folder) / "packages", Path(folder) / "root"
         downloads.mkdir()
-        # As root already: apt's own download user may not enter a home folder.
+        # The download runs as root: apt's own download user may not enter a home folder.
         _apt("-o", "APT::Sandbox::User=root", "download", "-q", *PACKAGES, cwd=downloads)
         for package in sorted(downloads.glob("*.deb")):
             _run(["dpkg-deb", "-x", str(package), str(fresh)])
-        _check_that_they_run(fresh)
+        _require_runnable(fresh)
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
 
 
-def _check_that_they_run(root: Path) -> None:
-    """A library that an unpacked program needs is found out here, not in a dead node."""
+def _require_runnable(root: Path) -> None:
+    """Raise unless the unpacked programs start: a missing library shows here."""
     for name in ("containerd", "runc", "etcd"):
         command = [str(distribution_path(root, name)), "--version"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)

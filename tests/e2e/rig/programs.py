@@ -1,8 +1,7 @@
 """Long-running programs of the node: started, watched and ended by their pid.
 
-A pid alone may belong to somebody else by now. Every pid that the rig writes down
-comes with the command line it was started with, and is only ever signalled
-while /proc still shows that command line.
+A pid alone may belong to another process by now. The rig records every pid with the command
+line of its start, and signals the pid only while /proc still shows that command line.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ GRACE_S = 20.0
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process; empty when there is none, or only its zombie."""
+    """Return the arguments of a process; empty for a missing process or a zombie."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -29,19 +28,19 @@ def command_line(pid: int) -> list[str]:
 
 
 def running_processes() -> dict[int, list[str]]:
-    """Every process that has a command line -> that command line."""
+    """Return the command line of every process that has one, by pid."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     return {pid: arguments for pid in pids if (arguments := command_line(pid))}
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Signal PID; one that has ended by itself is no error."""
+    """Send a signal to PID; an ended process is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def tail(log: Path, lines: int = 30, width: int = 300) -> str:
-    """The end of a log file, or a word on why there is none."""
+    """Return the end of a log file, or a note that there is no log."""
     try:
         end = log.read_text(errors="replace").splitlines()[-lines:]
         return "\n".join(line[:width] for line in end)
@@ -63,7 +62,10 @@ class Program:
         folder: Path | None = None,
         launcher: Sequence[str] = (),
     ) -> None:
-        """Say how it is started: LAUNCHER, if any, becomes COMMAND in the same process."""
+        """Store the command of the program.
+
+        LAUNCHER, if any, becomes COMMAND in the same process.
+        """
         self.name = name
         self.command = list(command)
         self.log = logs / f"{name}.log"
@@ -74,7 +76,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *options: str) -> None:
-        """Start the program, with further options; its log goes on where an earlier run's ended."""
+        """Start the program, with further options; its output is appended to its log."""
         if self.alive:
             raise RigError(f"{self.name} is running already")
         command = [*self.command, *options]
@@ -87,26 +89,26 @@ class Program:
                 stderr=log,
                 env=environment,
                 cwd=self._folder,
-                start_new_session=True,  # a person's Ctrl-C is for the rig alone
+                start_new_session=True,  # Ctrl-C in the terminal is for the rig alone
             )
         record = {"pid": self._process.pid, "command": command}
         self._pid_file.write_text(json.dumps(record))
 
     @property
     def alive(self) -> bool:
-        """Whether the program runs, started by this object."""
+        """Return whether the program runs, started by this object."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Its process, None when it was not started."""
+        """Return the process id, None when the program was not started."""
         return None if self._process is None else self._process.pid
 
     def require_alive(self) -> None:
-        """Make sure that the program runs, started by this object.
+        """Raise unless the program runs, started by this object.
 
         Raises:
-            EndedError: it does not; the text is the end of its log.
+            EndedError: the program does not run; the text is the end of its log.
         """
         if not self.alive:
             raise EndedError(f"{self.name} is not running:\n{tail(self.log)}")
@@ -115,7 +117,7 @@ class Program:
         """Send the program a signal that does not end it.
 
         Raises:
-            EndedError: it does not run; the text is the end of its log.
+            EndedError: the program does not run; the text is the end of its log.
         """
         self.require_alive()
         if self._process is not None:
@@ -137,7 +139,7 @@ class Program:
         process, self._process = self._process, None
         if process is None:
             return None
-        process.send_signal(number)  # a no-op on one that has ended and was polled
+        process.send_signal(number)  # no effect on a polled process that has ended
         try:
             process.wait(timeout=GRACE_S)
         except subprocess.TimeoutExpired:
@@ -148,11 +150,11 @@ class Program:
 
 
 def end_leftovers(pids: Path) -> None:
-    """End what an earlier run started and wrote down under PIDS, and only that."""
+    """End the processes that an earlier run recorded under PIDS, and only these."""
     for record in sorted(pids.glob("*.json")):
         try:
             noted = json.loads(record.read_text())
-        except ValueError:  # that run died while writing it
+        except ValueError:  # the earlier run died while writing the file
             continue
         if command_line(noted["pid"]) == noted["command"]:
             end_processes({noted["pid"]: noted["command"]})
@@ -160,7 +162,7 @@ def end_leftovers(pids: Path) -> None:
 
 
 def end_processes(processes: Mapping[int, Sequence[str]]) -> None:
-    """Kill processes that still have the given command lines, and see them gone."""
+    """Kill processes that still have the given command lines, and wait for their end."""
 
     def remaining() -> list[int]:
         return [pid for pid, command in processes.items() if command_line(pid) == list(command)]

@@ -1,9 +1,9 @@
 """The command lines and configuration files of the node's programs.
 
 Everything listens on 127.0.0.1, on ports that neither a usual cluster nor the
-kernel's range for outgoing connections takes. What looks unusual is there so that
+kernel's range for outgoing connections takes. Unusual settings are there so that
 a node runs on small virtual machines and in containers: without CAP_SYS_RESOURCE
-nobody can lower an OOM score, so nobody is asked to.
+no process can lower an OOM score, so no program is configured to.
 """
 
 import json
@@ -33,52 +33,52 @@ PORTS = (API_PORT, ETCD_PORT, ETCD_PEER_PORT, KUBELET_PORT, KUBELET_HEALTH_PORT)
 
 API_URL = f"https://{LOOPBACK}:{API_PORT}"
 STATUS_PERIOD = "1s"
-"""How often the kubelet tells the API server about its devices (10 s by default)."""
+"""Interval at which the kubelet reports its devices to the API server (10 s by default)."""
 
 
 @dataclass(frozen=True)
-class Places:
+class NodePaths:
     """The folders of one node, all under its home."""
 
     home: Path
 
     @property
     def logs(self) -> Path:
-        """One file per program."""
+        """Return the folder of logs, one file per program."""
         return self.home / "logs"
 
     @property
     def pids(self) -> Path:
-        """What was started, for a later run to end."""
+        """Return the folder of started pids, for a later run to end."""
         return self.home / "pids"
 
     @property
     def containerd_socket(self) -> Path:
-        """Also how a container's shim is known to be ours."""
+        """Return containerd's socket, by which a container's shim is recognized too."""
         return self.home / "containerd.sock"
 
     @property
     def containerd_state(self) -> Path:
-        """What a reboot clears of containerd: it lies in a tmpfs on a real node."""
+        """Return containerd's state folder, on a real node a tmpfs that a reboot clears."""
         return self.home / "containerd-state"
 
     @property
     def configuration(self) -> Path:
-        """Configuration files, but for the network's."""
+        """Return the folder of configuration files, except the network's."""
         return self.home / "configuration"
 
     @property
     def static_pods(self) -> Path:
-        """Manifests of pods that the kubelet runs without being told by the API server."""
+        """Return the folder of static pods, which need no API server."""
         return self.home / "static-pods"
 
     @property
     def network(self) -> Path:
-        """The network's configuration, the only file in it."""
+        """Return the folder of the network's configuration, its only file."""
         return self.home / "network"
 
-    def make(self) -> None:
-        """Make the folders that programs expect to find; only root may look inside."""
+    def create(self) -> None:
+        """Create the folders that programs expect; only root may read them."""
         self.home.mkdir(mode=0o700)
         for folder in (
             *(self.logs, self.pids, self.configuration),
@@ -87,33 +87,33 @@ class Places:
             folder.mkdir()
 
 
-def write_configuration(places: Places, tools: Tools, pki: Pki) -> None:
-    """Write what the programs read from files."""
-    folder = places.configuration
+def write_configuration(paths: NodePaths, tools: Tools, pki: Pki) -> None:
+    """Write the programs' configuration files."""
+    folder = paths.configuration
     (folder / "resolv.conf").touch()
-    (folder / "containerd.toml").write_text(_containerd(places, tools))
-    write_kubelet_configuration(places, pki)
-    (places.network / "bridge.conflist").write_text(json.dumps(_network(places), indent=1))
+    (folder / "containerd.toml").write_text(_containerd(paths, tools))
+    write_kubelet_configuration(paths, pki)
+    (paths.network / "bridge.conflist").write_text(json.dumps(_network(paths), indent=1))
 
 
 def write_kubelet_configuration(
-    places: Places, pki: Pki, changes: Mapping[str, object] | None = None
+    paths: NodePaths, pki: Pki, changes: Mapping[str, object] | None = None
 ) -> None:
     """Write the kubelet's configuration, with CHANGES to the usual one."""
-    configuration = _kubelet(places, pki) | dict(changes or {})
-    path = places.configuration / "kubelet.json"
+    configuration = _kubelet(paths, pki) | dict(changes or {})
+    path = paths.configuration / "kubelet.json"
     path.write_text(json.dumps(configuration, indent=1))
 
 
-def _containerd(places: Places, tools: Tools) -> str:
+def _containerd(paths: NodePaths, tools: Tools) -> str:
     return f"""
 version = 2
-root = "{places.home}/containerd"
-state = "{places.containerd_state}"
+root = "{paths.home}/containerd"
+state = "{paths.containerd_state}"
 [grpc]
-  address = "{places.containerd_socket}"
+  address = "{paths.containerd_socket}"
 [plugins."io.containerd.internal.v1.opt"]
-  path = "{places.home}/opt"
+  path = "{paths.home}/opt"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "{PAUSE_IMAGE}"
   restrict_oom_score_adj = true
@@ -121,7 +121,7 @@ state = "{places.containerd_state}"
   netns_mounts_under_state_dir = true
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "{tools.cni_folder}"
-    conf_dir = "{places.network}"
+    conf_dir = "{paths.network}"
   [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
     [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
@@ -129,7 +129,7 @@ state = "{places.containerd_state}"
 """
 
 
-def _kubelet(places: Places, pki: Pki) -> dict[str, object]:
+def _kubelet(paths: NodePaths, pki: Pki) -> dict[str, object]:
     nothing_scarce = ("nodefs.available", "nodefs.inodesFree", "imagefs.available")
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -146,40 +146,40 @@ def _kubelet(places: Places, pki: Pki) -> dict[str, object]:
         "authorization": {"mode": "Webhook"},
         "tlsCertFile": pki.certificate("kubelet"),
         "tlsPrivateKeyFile": pki.key("kubelet"),
-        "containerRuntimeEndpoint": f"unix://{places.containerd_socket}",
+        "containerRuntimeEndpoint": f"unix://{paths.containerd_socket}",
         "cgroupDriver": "cgroupfs",
         "failCgroupV1": False,
         "failSwapOn": False,
         "oomScoreAdj": 0,
         "makeIPTablesUtilChains": False,
         "nodeStatusUpdateFrequency": STATUS_PERIOD,
-        "resolvConf": str(places.configuration / "resolv.conf"),
-        "staticPodPath": str(places.static_pods),
-        "podLogsDir": str(places.home / "pod-logs"),
-        "volumePluginDir": str(places.home / "volume-plugins"),
-        # The machine's disk may well be fuller than a kubelet likes; its images stay.
+        "resolvConf": str(paths.configuration / "resolv.conf"),
+        "staticPodPath": str(paths.static_pods),
+        "podLogsDir": str(paths.home / "pod-logs"),
+        "volumePluginDir": str(paths.home / "volume-plugins"),
+        # The machine's disk may be fuller than a kubelet's default allows; images stay.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "10Mi"} | dict.fromkeys(nothing_scarce, "0%"),
     }
 
 
-def _network(places: Places) -> dict[str, object]:
+def _network(paths: NodePaths) -> dict[str, object]:
     addresses = {
         "type": "host-local",
         "ranges": [[{"subnet": POD_SUBNET}]],
-        "dataDir": str(places.home / "addresses"),
+        "dataDir": str(paths.home / "addresses"),
     }
     bridge = {"type": "bridge", "bridge": NETWORK, "isGateway": True, "ipam": addresses}
     return {"cniVersion": "0.4.0", "name": NETWORK, "plugins": [bridge]}
 
 
-def etcd_command(places: Places, tools: Tools) -> list[str]:
-    """The store behind the API server."""
+def etcd_command(paths: NodePaths, tools: Tools) -> list[str]:
+    """Return the command of the API server's store."""
     client, peer = f"http://{LOOPBACK}:{ETCD_PORT}", f"http://{LOOPBACK}:{ETCD_PEER_PORT}"
     return [
         tools.path("etcd"),
         "--name=e2e",
-        f"--data-dir={places.home}/etcd",
+        f"--data-dir={paths.home}/etcd",
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
         f"--listen-peer-urls={peer}",
@@ -188,8 +188,8 @@ def etcd_command(places: Places, tools: Tools) -> list[str]:
     ]
 
 
-def apiserver_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
-    """The API server. Its endpoints object cannot hold a loopback address: it gets none."""
+def apiserver_command(paths: NodePaths, tools: Tools, pki: Pki) -> list[str]:
+    """Return the command of the API server, without a loopback endpoints object."""
     return [
         tools.path("kube-apiserver"),
         f"--etcd-servers=http://{LOOPBACK}:{ETCD_PORT}",
@@ -200,7 +200,7 @@ def apiserver_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
         "--allow-privileged=true",
-        f"--cert-dir={places.home}/apiserver",
+        f"--cert-dir={paths.home}/apiserver",
         f"--client-ca-file={pki.certificate('ca')}",
         f"--tls-cert-file={pki.certificate('apiserver')}",
         f"--tls-private-key-file={pki.key('apiserver')}",
@@ -215,7 +215,7 @@ def apiserver_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
 
 
 def scheduler_command(tools: Tools, pki: Pki) -> list[str]:
-    """The stock scheduler; it serves nothing."""
+    """Return the command of the standard scheduler; it serves nothing."""
     return [
         tools.path("kube-scheduler"),
         f"--kubeconfig={pki.kubeconfig('scheduler')}",
@@ -224,8 +224,8 @@ def scheduler_command(tools: Tools, pki: Pki) -> list[str]:
     ]
 
 
-def controller_manager_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
-    """The stock controllers; they serve nothing."""
+def controller_manager_command(paths: NodePaths, tools: Tools, pki: Pki) -> list[str]:
+    """Return the command of the standard controllers; they serve nothing."""
     return [
         tools.path("kube-controller-manager"),
         f"--kubeconfig={pki.kubeconfig('controller-manager')}",
@@ -234,23 +234,23 @@ def controller_manager_command(places: Places, tools: Tools, pki: Pki) -> list[s
         "--use-service-account-credentials=true",
         f"--root-ca-file={pki.certificate('ca')}",
         f"--service-account-private-key-file={pki.key('service-accounts')}",
-        f"--flex-volume-plugin-dir={places.home}/volume-plugins",
+        f"--flex-volume-plugin-dir={paths.home}/volume-plugins",
     ]
 
 
-def containerd_command(places: Places, tools: Tools) -> list[str]:
-    """The container runtime."""
-    return [tools.path("containerd"), f"--config={places.configuration}/containerd.toml"]
+def containerd_command(paths: NodePaths, tools: Tools) -> list[str]:
+    """Return the command of the container runtime."""
+    return [tools.path("containerd"), f"--config={paths.configuration}/containerd.toml"]
 
 
-def kubelet_command(places: Places, tools: Tools, pki: Pki) -> list[str]:
-    """The kubelet."""
+def kubelet_command(paths: NodePaths, tools: Tools, pki: Pki) -> list[str]:
+    """Return the command of the kubelet."""
     return [
         tools.path("kubelet"),
-        f"--config={places.configuration}/kubelet.json",
+        f"--config={paths.configuration}/kubelet.json",
         f"--kubeconfig={pki.kubeconfig('kubelet')}",
-        f"--cert-dir={places.home}/kubelet-certificates",
+        f"--cert-dir={paths.home}/kubelet-certificates",
         f"--hostname-override={NODE_NAME}",
-        # Its client of device plugins says each message of a list: `Node.messages` counts them.
+        # The kubelet logs each list of a plugin at this level; `Joined.messages` counts them.
         "--vmodule=client=2",
     ]

@@ -12,15 +12,15 @@ PAUSE_S = 0.2
 
 
 def wait_for(
-    what: str, probe: Callable[[], Found | None], *, within_s: float, pause_s: float = PAUSE_S
+    condition: str, probe: Callable[[], Found | None], *, within_s: float, pause_s: float = PAUSE_S
 ) -> Found:
     """Call PROBE until it returns something true, and return that.
 
-    A `RigError` of the probe means "not yet". WHAT completes the sentence
+    A `RigError` of the probe means "not yet". CONDITION completes the sentence
     "waited 30 s for ...".
 
     Raises:
-        DeadlineError: the time is up; the text tells the last answer or error.
+        DeadlineError: the time is up; the text has the last answer or error.
     """
     end = time.monotonic() + within_s
     while True:
@@ -32,5 +32,5 @@ def wait_for(
         if found:
             return found
         if time.monotonic() >= end:
-            raise DeadlineError(f"waited {within_s:g} s for {what}; last seen: {seen!r}")
+            raise DeadlineError(f"waited {within_s:g} s for {condition}; last seen: {seen!r}")
         time.sleep(pause_s)

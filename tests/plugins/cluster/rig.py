@@ -1,4 +1,4 @@
-"""The API server's side of a node at work against a simulated API server, without an agent."""
+"""A node's cluster plugin at a simulated API server, without an agent."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,15 +8,16 @@ from typing import Final
 
 import anyio
 
-from metagpu.core.facts import GpusFound
-from metagpu.core.model import ResourceName
-from metagpu.core.profiles import Instruction
-from metagpu.core.registry import Registry
-from metagpu.plugins.cluster import Cluster, Outcome
-from metagpu.plugins.cluster.client import Client, connected
-from metagpu.plugins.cluster.settings import Feature, Settings
-from metagpu.sim.apiserver import SimApiServer
-from tests.build import gpu, laid_out
+from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.registry import Registry
+from metagpu.host.programs import run_command
+from metagpu.plugins.cluster.client import KubeClient, open_client
+from metagpu.plugins.cluster.cluster import Cluster
+from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.rigs.build import STRATEGIES, gpu, layout_of
 
 NODE: Final = "gpu-1"
 CONFIG_MAP: Final = ("kube-system", "metagpu")
@@ -29,31 +30,35 @@ pools:
       - {backend: timeslice, resource: nvidia.com/gpu.shared, replicas: 4}
 """
 SLICED: Final = ResourceName("nvidia.com/gpu.shared")
+QUICK: Final = ClusterTiming(
+    backoff_first=0.01, backoff_longest=0.05, reconcile_interval=0.0, min_watch=0.01
+)
+"""Times of tests that need no agent: next to no delays."""
 
 
 @dataclass
 class Scene:
-    """A cluster side at work, what it was told to do, and the API server it speaks to.
+    """A running cluster plugin, its choices, and its API server.
 
     Attributes:
-        told: the instructions that came, in order.
-        refusal: what is answered to them.
+        choices: the received choices, in order.
+        refusal: the answer to them.
     """
 
     server: SimApiServer
     registry: Registry
     cluster: Cluster
-    told: list[Instruction] = field(default_factory=list)
+    choices: list[ClusterChoice] = field(default_factory=list)
     refusal: str | None = None
 
     def offer(self, text: str = "", count: int = 2) -> None:
-        """Let the node have GPUs, and offer what a configuration makes of them."""
+        """Add GPUs to the node, and offer the shares of a configuration on them."""
         gpus = tuple(gpu(index) for index in range(count))
         self.registry.apply(GpusFound(gpus, at=0))
-        self.registry.apply(laid_out(*gpus, text=text).offered)
+        self.registry.apply(layout_of(*gpus, text=text).offer_fact)
 
     async def has_labels(self, **wanted: str | None) -> None:
-        """Wait until the node has labels, given as `nvidia_com__gpu_count`, or has them no more."""
+        """Wait until the node has labels, given as `nvidia_com__gpu_count`, or lacks them."""
         names = {key.replace("__", "/").replace("_", "."): v for key, v in wanted.items()}
         await self.server.until(
             lambda: all(self.server.labels(NODE).get(n) == v for n, v in names.items())
@@ -67,27 +72,30 @@ async def cluster_at_work(
     server: SimApiServer | None = None,
     config_map: tuple[str, str] | None = None,
     remove_labels: bool = False,
+    timing: ClusterTiming = ClusterTiming(),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[Scene]:
-    """Run the cluster's side with some uses while the block lasts, on a Node of one label."""
+    """Run the cluster plugin with some features until the block ends, on a Node of one label."""
     server = server or SimApiServer()
     if ("nodes", "", NODE) not in server.store.objects:
         server.add_node(NODE, {"kubernetes.io/hostname": NODE})
     registry = Registry()
 
-    async def follow(told: Instruction) -> Outcome:
-        scene.told.append(told)
-        return Outcome(scene.refusal, lays_mig=told.mig_config is not None)
+    async def follow(choice: ClusterChoice) -> ConfigOutcome:
+        scene.choices.append(choice)
+        return ConfigOutcome(scene.refusal, has_mig_layouts=choice.mig_config is not None)
 
     async with server.running():
-        settings = Settings(
+        settings = ClusterSettings(
             NODE,
             server.kubeconfig(tmp_path),
             config_map,
             frozenset(features),
             remove_labels=remove_labels,
-            patience=0.1,
+            choice_timeout=0.1,
+            timing=timing,
         )
-        scene = Scene(server, registry, Cluster(settings, registry, follow))
+        cluster = Cluster(settings, registry, follow, STRATEGIES, run_command)
+        scene = Scene(server, registry, cluster)
         async with anyio.create_task_group() as group:
             group.start_soon(scene.cluster.run)
             yield scene
@@ -95,7 +103,19 @@ async def cluster_at_work(
 
 
 @asynccontextmanager
-async def client_of(server: SimApiServer, tmp_path: Path) -> AsyncIterator[Client]:
-    """Give a client of a running server."""
-    async with server.running(), connected(server.kubeconfig(tmp_path)) as client:
+async def client_of(
+    server: SimApiServer, tmp_path: Path, timing: ClusterTiming = QUICK
+) -> AsyncIterator[KubeClient]:
+    """Open a client of a running server."""
+    async with server.running(), open_client_at(server.kubeconfig(tmp_path), timing) as client:
+        yield client
+
+
+@asynccontextmanager
+async def open_client_at(
+    kubeconfig: Path | None,
+    timing: ClusterTiming = QUICK,
+) -> AsyncIterator[KubeClient]:
+    """Open a client with a kubeconfig, which starts programs as the agent does."""
+    async with open_client(kubeconfig, run_command, timing) as client:
         yield client

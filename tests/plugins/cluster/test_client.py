@@ -1,4 +1,4 @@
-"""Requests to the API server: credentials, refusals, and what is said of them."""
+"""Requests to the API server: credentials, refusals, and their errors."""
 
 from contextlib import aclosing
 from pathlib import Path
@@ -7,15 +7,15 @@ import anyio
 import pytest
 
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.client import LONGEST_PAUSE, connected
-from metagpu.sim.apiserver import SimApiServer
-from tests.plugins.cluster.rig import client_of
+from metagpu.plugins.cluster.client import RETRY_AFTER_LIMIT
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import client_of, open_client_at
 
 NODES = "/api/v1/nodes"
 
 
 async def test_token_that_was_renewed_is_read_again(tmp_path: Path) -> None:
-    """Credentials that are accepted no more are read anew, and the request is made again."""
+    """Credentials that are refused are read again, and the request is repeated."""
     server = SimApiServer()
     async with client_of(server, tmp_path) as client:
         await client.call("GET", NODES)
@@ -28,7 +28,7 @@ async def test_token_that_was_renewed_is_read_again(tmp_path: Path) -> None:
 
 
 async def test_a_watch_outlives_the_session_that_another_request_gives_up(tmp_path: Path) -> None:
-    """Credentials that are read anew for one request end no other that is under way."""
+    """Renewed credentials of one request end no other request."""
     server = SimApiServer()
     node = server.add_node("gpu-1")
     query = {
@@ -49,8 +49,8 @@ async def test_a_watch_outlives_the_session_that_another_request_gives_up(tmp_pa
         assert (await anext(watch))["object"]["metadata"]["labels"] == {"seen": "second"}
 
 
-async def test_credentials_that_stay_wrong_are_told(tmp_path: Path) -> None:
-    """A request that is refused with fresh credentials too is given up."""
+async def test_credentials_that_stay_wrong_are_an_error(tmp_path: Path) -> None:
+    """A request that is refused with fresh credentials too fails."""
     server = SimApiServer()
     async with client_of(server, tmp_path) as client:
         server.token = "other"  # noqa: S105 - it guards nothing
@@ -75,21 +75,21 @@ async def test_credentials_that_stay_wrong_are_told(tmp_path: Path) -> None:
 async def test_kubeconfig_that_is_wrong_is_named(
     tmp_path: Path, text: str | None, problem: str
 ) -> None:
-    """A kubeconfig that is missing or no YAML is named in the error."""
+    """The error names a kubeconfig that is missing or no YAML."""
     path = tmp_path / "kubeconfig"
     if text is not None:
         await anyio.Path(path).write_text(text)
 
-    async with connected(path) as client:
+    async with open_client_at(path) as client:
         with pytest.raises(ClusterError) as refusal:
             await client.call("GET", NODES)
     assert str(refusal.value).startswith(f"no credentials in {path}: {problem}")
 
 
-async def test_pod_without_a_service_account_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a pod has no token, that is said."""
+async def test_pod_without_a_service_account_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the missing token of a pod."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    async with connected(None) as client:
+    async with open_client_at(None) as client:
         with pytest.raises(ClusterError) as refusal:
             await client.call("GET", NODES)
     assert str(refusal.value) == (
@@ -97,13 +97,13 @@ async def test_pod_without_a_service_account_is_told(monkeypatch: pytest.MonkeyP
     )
 
 
-async def test_server_that_is_away_is_told_with_its_address(tmp_path: Path) -> None:
-    """Without an answer the error names the address, and the next request finds a server again."""
+async def test_server_that_is_away_is_named_with_its_address(tmp_path: Path) -> None:
+    """The error names the address, and the next request finds a server again."""
     server = SimApiServer()
     async with server.running():
         path = server.kubeconfig(tmp_path)
 
-    async with connected(path) as client:
+    async with open_client_at(path) as client:
         with pytest.raises(ClusterError) as refusal:
             await client.call("GET", NODES)
         assert refusal.value.status == 0
@@ -114,13 +114,13 @@ async def test_server_that_is_away_is_told_with_its_address(tmp_path: Path) -> N
 
 
 async def test_requests_that_fail_together_fail_alike(tmp_path: Path) -> None:
-    """One that closes the connection takes no other down but as a server that cannot be reached."""
+    """A request that closes the connection fails others as an unreachable server does."""
     server = SimApiServer()
     async with server.running():
         path = server.kubeconfig(tmp_path)
     refusals: list[str] = []
 
-    async with connected(path) as client, anyio.create_task_group() as group:
+    async with open_client_at(path) as client, anyio.create_task_group() as group:
 
         async def ask() -> None:
             for _ in range(20):
@@ -136,8 +136,8 @@ async def test_requests_that_fail_together_fail_alike(tmp_path: Path) -> None:
     assert all(it.startswith("the API server cannot be reached at ") for it in refusals)
 
 
-async def test_throttling_says_how_long_to_wait(tmp_path: Path) -> None:
-    """What the server asks for is in the error, and so is what was asked of it."""
+async def test_throttling_has_the_delay_of_the_server(tmp_path: Path) -> None:
+    """The error has the server's delay and the request."""
     server = SimApiServer()
     async with client_of(server, tmp_path) as client:
         server.fail(429, retry=7)
@@ -146,16 +146,16 @@ async def test_throttling_says_how_long_to_wait(tmp_path: Path) -> None:
 
     assert refusal.value.retry_after == 7
     assert str(refusal.value) == (
-        "the API server answers 429 to GET /api/v1/nodes: the simulated API server was told to"
+        "the API server answers 429 to GET /api/v1/nodes: a test made the simulated API server fail"
     )
 
 
-async def test_no_server_has_us_wait_for_hours(tmp_path: Path) -> None:
-    """What is asked for is kept within a limit: it may come from a proxy that knows no better."""
+async def test_a_delay_of_hours_is_limited(tmp_path: Path) -> None:
+    """The delay is limited: a proxy may have asked for it."""
     server = SimApiServer()
     async with client_of(server, tmp_path) as client:
         server.fail(503, retry=86400)
         with pytest.raises(ClusterError) as refusal:
             await client.call("GET", NODES)
 
-    assert refusal.value.retry_after == LONGEST_PAUSE
+    assert refusal.value.retry_after == RETRY_AFTER_LIMIT

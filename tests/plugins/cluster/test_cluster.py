@@ -1,31 +1,30 @@
-"""What a node tells its cluster, and how it hears of its configuration: over HTTP, both ways."""
+"""The node's reports to its cluster, and the configuration from there, over HTTP."""
 
 from pathlib import Path
 
 import pytest
 
-from metagpu.core.facts import (
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import (
     BackendSuspended,
     GpuFaulted,
     GpuRecovered,
     InstanceFaulted,
     InstanceRecovered,
 )
-from metagpu.core.snapshot import Snapshot
-from metagpu.plugins import cluster
-from metagpu.plugins.cluster import chore, telling
-from metagpu.plugins.cluster.settings import Feature
-from metagpu.sim.apiserver import SimApiServer
-from tests.build import gpu
-from tests.heard import heard
+from metagpu.plugins.cluster import cluster, node_status, reconciler
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
+from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, cluster_at_work
-from tests.waiting import becomes
+from tests.rigs.build import gpu
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
 
 
-async def test_api_server_that_is_away_is_told_once_and_found_again(tmp_path: Path) -> None:
-    """While nobody answers, one line says so; what was known stays, and what is new comes later."""
+async def test_api_server_that_is_away_is_logged_once_and_found_again(tmp_path: Path) -> None:
+    """An outage is one log line; old state stays, new state comes later."""
     server = SimApiServer()
-    with heard(chore) as lines:
+    with capture_module_logs(reconciler) as lines:
         async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
             it.offer()
             await it.has_labels(nvidia_com__gpu_count="2")
@@ -33,69 +32,70 @@ async def test_api_server_that_is_away_is_told_once_and_found_again(tmp_path: Pa
             it.offer(count=3)
             await it.has_labels(nvidia_com__gpu_count="3")
 
-    told = [line["event"] for line in lines]
-    assert told.count("not done at the API server; trying again") == 1
+    events = [line["event"] for line in lines]
+    assert events.count("reconciliation failed") == 1
 
 
 async def test_right_that_is_missing_is_named(tmp_path: Path) -> None:
-    """A feature without its right says so in the status, and hinders no other."""
+    """The status names a feature without its right; other features work."""
     server = SimApiServer()
     server.denied.append(("PATCH", "/status"))
 
     async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as it:
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
-        await becomes(lambda: it.cluster.report()["uses"]["condition"])
+        await becomes(lambda: it.cluster.report()["features"]["condition"])
 
-        assert it.cluster.report()["uses"]["condition"] == (
+        assert it.cluster.report()["features"]["condition"] == (
             'the API server does not allow it: User "sim" cannot patch '
-            f"/api/v1/nodes/{NODE}/status; docs/permissions.md has the rule to add, or take the "
-            "use out of --cluster"
+            f"/api/v1/nodes/{NODE}/status; docs/permissions.md has the rule to add, or remove the "
+            "feature from --cluster"
         )
-        assert it.cluster.report()["uses"]["labels"] == ""
+        assert it.cluster.report()["features"]["labels"] == ""
 
 
 async def test_fault_of_ours_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nobody foresaw is logged, and all of it starts anew."""
-    monkeypatch.setattr(cluster, "ANEW", 0.01)
+    """An unexpected exception is logged, and all features restart."""
     failing = True
 
     def broken(snapshot: Snapshot) -> object:
         if failing:
             raise KeyError("unforeseen")
-        return telling.look(snapshot)
+        return node_status.watched_state(snapshot)
 
-    monkeypatch.setattr(cluster, "look", broken)
-    with heard(cluster) as lines:
-        async with cluster_at_work(tmp_path, Feature.LABELS) as it:
+    monkeypatch.setattr(cluster, "watched_state", broken)
+    with capture_module_logs(cluster) as lines:
+        async with cluster_at_work(
+            tmp_path, Feature.LABELS, timing=ClusterTiming(restart_delay=0.01)
+        ) as it:
             await becomes(lambda: lines)
             failing = False
             it.offer()
             await it.has_labels(nvidia_com__gpu_count="2")
 
-    assert lines[0]["event"] == "the API server's side failed; it starts anew"
+    assert lines[0]["event"] == "cluster features failed; restarting"
 
 
-async def test_health_is_told_as_events(tmp_path: Path) -> None:
-    """A GPU that goes out of service, and its return, are Events of the node."""
+async def test_health_changes_are_events(tmp_path: Path) -> None:
+    """A GPU that leaves service, and its return, are Events of the node."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         it.offer()
-        await it.server.until(lambda: any("?watch" in each.what for each in it.server.requests))
+        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
         it.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
         it.registry.apply(GpuRecovered(gpu(0).id, "acknowledged", at=2))
         await it.server.until(lambda: len(it.server.events()) == 2)
 
-        told = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
-        assert told == [
-            ("GPUOutOfService", "Warning", f"GPU {gpu(0)}: XID 79"),
-            ("GPUBackInService", "Normal", f"GPU {gpu(0)}: acknowledged"),
+        events = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
+        assert events == [
+            ("GPUUnhealthy", "Warning", f"GPU {gpu(0)}: XID 79"),
+            ("GPURecovered", "Normal", f"GPU {gpu(0)}: acknowledged"),
         ]
 
 
-async def test_connection_and_dropped_events_are_told(tmp_path: Path) -> None:
-    """Not connected before it is; and what was dropped before a new beginning stays counted."""
+async def test_connection_and_dropped_events_are_reported(tmp_path: Path) -> None:
+    """The connection starts as down; the count of dropped Events outlives a restart."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         assert not it.cluster.report()["connected"]
         await becomes(lambda: it.cluster.report()["connected"])
@@ -103,26 +103,26 @@ async def test_connection_and_dropped_events_are_told(tmp_path: Path) -> None:
         recorder = it.cluster._recorder
         assert recorder is not None
         recorder.dropped = 3
-        it.cluster._arranged(recorder.client)
+        it.cluster._build_reconcilers(recorder.client)
         assert it.cluster.report()["eventsDropped"] == 3
         assert it.cluster.report()["podEventsDropped"] == 0
 
 
-async def test_a_reset_that_is_needed_is_told_with_its_command(tmp_path: Path) -> None:
-    """Also if it was before the API server was there; other suspensions are no Events."""
+async def test_a_needed_reset_is_reported_with_its_command(tmp_path: Path) -> None:
+    """An Event has the reset command, also for an earlier fault; others are no Events."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         it.offer()
-        await it.server.until(lambda: any("?watch" in each.what for each in it.server.requests))
+        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
         first, second = gpu(0).id, gpu(1).id
         it.registry.apply(BackendSuspended(first, "mig", "MIG mode is off", at=1))
-        it.registry.apply(BackendSuspended(first, "mig", "reset it", at=2, reset=True))
+        it.registry.apply(BackendSuspended(first, "mig", "reset it", at=2, until_reset=True))
         it.registry.apply(InstanceFaulted(second, "MIG-x", "XID 94", at=3))
         it.registry.apply(InstanceRecovered(second, "MIG-x", "it was removed", at=4))
         await it.server.until(lambda: len(it.server.events()) == 3)
 
-        told = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
-        assert told == [
+        events = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
+        assert events == [
             ("GPUResetNeeded", "Warning", f"GPU {gpu(0)}: reset it"),
-            ("MIGDeviceOutOfService", "Warning", f"GPU {gpu(1)}: MIG device MIG-x alone: XID 94"),
-            ("MIGDeviceFaultOver", "Normal", f"GPU {gpu(1)}: MIG device MIG-x: it was removed"),
+            ("MIGDeviceUnhealthy", "Warning", f"GPU {gpu(1)}: MIG device MIG-x alone: XID 94"),
+            ("MIGDeviceRecovered", "Normal", f"GPU {gpu(1)}: MIG device MIG-x: it was removed"),
         ]

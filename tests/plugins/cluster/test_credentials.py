@@ -1,4 +1,4 @@
-"""Credentials that a program gives, as a kubeconfig names it: real programs, a simulated server."""
+"""Credentials of an exec plugin in a kubeconfig: real programs, a simulated server."""
 
 import gc
 import os
@@ -15,14 +15,16 @@ import yaml
 from kubernetes_asyncio.config import ConfigException
 
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster import credentials as room
-from metagpu.plugins.cluster.client import connected
-from metagpu.plugins.cluster.credentials import credentials
-from metagpu.sim.apiserver import SimApiServer
-from tests.mig_rig import until
+from metagpu.host.programs import run_command
+from metagpu.plugins.cluster.credentials import load_credentials
+from metagpu.plugins.cluster.settings import ClusterTiming
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import open_client_at
+from tests.rigs.mig import until
 
 NODES = "/api/v1/nodes"
 VERSION = "client.authentication.k8s.io/v1"
+DEADLINE = 10.0
 
 
 def kubeconfig(
@@ -31,7 +33,7 @@ def kubeconfig(
     server: SimApiServer | None = None,
     beside: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Write a kubeconfig whose user is whoever a shell script says, with other keys beside it."""
+    """Write a kubeconfig whose user comes from a shell script, with other keys beside it."""
     program = folder / "plugin"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -51,15 +53,15 @@ def printing(status: str) -> str:
     return f"echo '{{{head}, \"status\": {status}}}'"
 
 
-async def test_a_programs_token_is_used_and_asked_for_anew(tmp_path: Path) -> None:
-    """The program says the token; when it is accepted no more, the program is asked again."""
+async def test_a_programs_token_is_used_and_renewed(tmp_path: Path) -> None:
+    """A program's token is used; when it is refused, the program runs again."""
     server = SimApiServer()
     async with server.running():
         (tmp_path / "token").write_text(server.token)
         script = f'printf %s "$KUBERNETES_EXEC_INFO" > {tmp_path}/info\n' + printing(
             f'{{"token": "\'$(cat {tmp_path}/token)\'"}}'
         )
-        async with connected(kubeconfig(tmp_path, script, server)) as client:
+        async with open_client_at(kubeconfig(tmp_path, script, server)) as client:
             await client.call("GET", NODES)
             server.token = "second"  # noqa: S105 - it guards nothing
             (tmp_path / "token").write_text(server.token)
@@ -70,11 +72,11 @@ async def test_a_programs_token_is_used_and_asked_for_anew(tmp_path: Path) -> No
 
 
 async def test_a_programs_certificate_is_used(tmp_path: Path) -> None:
-    """A certificate and its key are used in the place of what else the user has."""
+    """A program's certificate and key replace the user's other credentials."""
     status = '{"clientCertificateData": "certificate", "clientKeyData": "key"}'
     old = b64encode(b"old").decode()
     path = kubeconfig(tmp_path, printing(status), beside={"client-certificate-data": old})
-    found = await credentials(path)
+    found = await load_credentials(path, run_command, DEADLINE)
 
     assert found.host == "https://127.0.0.1:1"
     assert await anyio.Path(found.cert_file or "").read_text() == "certificate"
@@ -85,46 +87,43 @@ async def test_a_programs_certificate_is_used(tmp_path: Path) -> None:
     ("script", "why"),
     [
         ("echo a reason >&2; exit 3", "failed with status 3: a reason"),
-        ("exit 4", "failed with status 4: it said nothing"),
+        ("exit 4", "failed with status 4: no output"),
         ("echo {", "printed no ExecCredential with a token, or a certificate and its key"),
         (printing("{}"), "printed no ExecCredential with a token, or a certificate and its key"),
         (
             printing('{"token": "x"}').replace("io/v1", "io/v1beta1"),
-            f"answers {VERSION}beta1, and {VERSION} was asked for",
+            f"answers {VERSION}beta1, and {VERSION} was requested",
         ),
     ],
 )
-async def test_a_program_that_gives_none_is_told(tmp_path: Path, script: str, why: str) -> None:
-    """Its name and what went wrong are said, in one line that names the file too."""
+async def test_a_program_that_gives_none_is_reported(tmp_path: Path, script: str, why: str) -> None:
+    """One line names the program, its mistake and the file."""
     path = kubeconfig(tmp_path, script)
-    async with connected(path) as client:
+    async with open_client_at(path) as client:
         with pytest.raises(ClusterError) as refusal:
             await client.call("GET", NODES)
-    told = f"no credentials in {path}: its program `{tmp_path}/plugin` (exec) {why}"
-    assert str(refusal.value).startswith(told)
+    message = f"no credentials in {path}: its program `{tmp_path}/plugin` (exec) {why}"
+    assert str(refusal.value).startswith(message)
 
 
-async def test_a_program_that_is_missing_is_told(tmp_path: Path) -> None:
-    """A program that cannot be started is named, with the reason."""
+async def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
+    """The error names a program that cannot be started, with the reason."""
     path = kubeconfig(tmp_path, "")
     (tmp_path / "plugin").unlink()
     with pytest.raises(ConfigException, match="could not be started: No such file or directory"):
-        await credentials(path)
+        await load_credentials(path, run_command, DEADLINE)
 
 
-async def test_a_program_that_hangs_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After its deadline it is ended with what it started; all who waited are told, none retries.
+async def test_a_program_that_hangs_is_ended(tmp_path: Path) -> None:
+    """At its timeout the program and its children end; all waiting requests fail once.
 
     The next request asks it again.
     """
-    monkeypatch.setattr(room, "DEADLINE", 1.0)
     script = f"echo $$ >> {tmp_path}/pids\nsleep 3600 &\necho $! >> {tmp_path}/pids\nwait"
     path = kubeconfig(tmp_path, script)
     problems: list[str] = []
 
-    async with connected(path) as client:
+    async with open_client_at(path, ClusterTiming(credentials_timeout=1.0)) as client:
 
         async def ask() -> None:
             with pytest.raises(ClusterError) as refusal:
@@ -136,11 +135,11 @@ async def test_a_program_that_hangs_holds_nobody_up(
                 group.start_soon(ask)
         await ask()
 
-    told = (
+    message = (
         f"no credentials in {path}: its program `{tmp_path}/plugin` (exec) did not end within "
-        "1 s; run it by hand to see what it waits for; it is tried again"
+        "1 s; run it by hand to see why; metagpu tries again"
     )
-    assert problems == [told] * 6
+    assert problems == [message] * 6
     noted = tmp_path / "pids"
     noted.touch()  # on a machine that is too busy the script did not come to it
     pids = [int(line) for line in noted.read_text().split()]
@@ -148,23 +147,23 @@ async def test_a_program_that_hangs_holds_nobody_up(
     await until(lambda: not any(map(_runs, pids)))
 
 
-async def test_who_is_cancelled_leaves_no_program(tmp_path: Path) -> None:
-    """A daemon that ends waits for no program that hangs, and leaves none behind."""
+async def test_a_cancelled_request_leaves_no_program(tmp_path: Path) -> None:
+    """A cancelled request ends its hanging program."""
     script = f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 3600"
     path = kubeconfig(tmp_path, script)
 
     async with anyio.create_task_group() as group:
-        group.start_soon(credentials, path)
+        group.start_soon(load_credentials, path, run_command, DEADLINE)
         await until((tmp_path / "pid").exists)
         group.cancel_scope.cancel()
     pid = int((tmp_path / "pid").read_text())
     await until(lambda: not _runs(pid))
 
 
-async def test_who_is_cancelled_in_a_start_leaves_nothing(
+async def test_a_request_cancelled_in_a_start_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that is just being started is ended whole, and its pipes are closed."""
+    """A starting program is ended whole, and its pipes are closed."""
     started: list[int] = []
     start = anyio.open_process
 
@@ -177,7 +176,7 @@ async def test_who_is_cancelled_in_a_start_leaves_nothing(
     monkeypatch.setattr(anyio, "open_process", cancelled)
     path = kubeconfig(tmp_path, "sleep 3600")
     async with anyio.create_task_group() as group:
-        group.start_soon(credentials, path)
+        group.start_soon(load_credentials, path, run_command, DEADLINE)
 
     [pid] = started
     await until(lambda: not _runs(pid))
@@ -185,7 +184,7 @@ async def test_who_is_cancelled_in_a_start_leaves_nothing(
 
 
 def _runs(pid: int) -> bool:
-    """Tell whether a process is there and has not ended, if only nobody has asked how."""
+    """Return whether a process exists and has not ended."""
     try:
         os.kill(pid, 0)
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 
 import pytest
 
-from metagpu.core.facts import GpusFound
-from metagpu.plugins.cluster.labels import labels
+from metagpu.core.state.facts import GpusFound
+from metagpu.plugins.cluster.gpu_labels import node_labels
 from tests.backends.mig.gpus import mig_gpu
-from tests.build import after, gpu, laid_out
+from tests.rigs.build import STRATEGIES, after, gpu, layout_of
 
 A100 = "NVIDIA-A100-SXM4-40GB"
 POOL = "version: metagpu/v1\npools:\n  - name: all\n    backends: [{{backend: mig, {}}}]\n"
 
 
-def told(options: str, count: int = 2, text: str = "") -> Mapping[str, str]:
-    """Give the labels about GPUs and instances of a node of A100s that is cut so."""
+def labels_of(options: str, count: int = 2, text: str = "") -> Mapping[str, str]:
+    """Return the labels about GPUs and instances of a node of A100s with this configuration."""
     gpus = [mig_gpu(index) for index in range(count)]
-    layout = laid_out(*gpus, text=text or POOL.format(options))
-    found = labels(after(GpusFound(tuple(gpus), at=0), layout.offered))
+    layout = layout_of(*gpus, text=text or POOL.format(options))
+    found = node_labels(after(GpusFound(tuple(gpus), at=0), layout.offer_fact), STRATEGIES)
     return {
         name: value
         for name, value in found.items()
@@ -26,14 +26,14 @@ def told(options: str, count: int = 2, text: str = "") -> Mapping[str, str]:
 
 
 def of_profile(name: str, found: Mapping[str, str]) -> Mapping[str, str]:
-    """Pick the labels of one profile, without its name."""
+    """Return the labels of one profile, without its name."""
     prefix = f"nvidia.com/mig-{name}."
     return {key.removeprefix(prefix): it for key, it in found.items() if key.startswith(prefix)}
 
 
-def test_a_layout_is_told_by_profile() -> None:
-    """Under mixed each profile has its labels, and GPUs as such are not to be had."""
-    found = told("layout: {2g.10gb: 2, 1g.5gb: 3}")
+def test_a_layout_is_labelled_by_profile() -> None:
+    """Under mixed each profile has its labels, and whole GPUs are not offered."""
+    found = labels_of("layout: {2g.10gb: 2, 1g.5gb: 3}")
 
     assert of_profile("2g.10gb", found) == {
         "product": f"{A100}-MIG-2g.10gb",
@@ -59,8 +59,8 @@ def test_a_layout_is_told_by_profile() -> None:
 
 
 def test_single_takes_the_place_of_the_gpus() -> None:
-    """Under single, instances are what nvidia.com/gpu is: labels of GPUs are theirs."""
-    found = told("layout: {1g.5gb: 7}, resource: nvidia.com/gpu")
+    """Under single, instances are nvidia.com/gpu, and labels of GPUs describe them."""
+    found = labels_of("layout: {1g.5gb: 7}, resource: nvidia.com/gpu")
 
     assert found["nvidia.com/mig.strategy"] == "single"
     assert found["nvidia.com/gpu.product"] == f"{A100}-MIG-1g.5gb"
@@ -75,16 +75,16 @@ def test_single_takes_the_place_of_the_gpus() -> None:
 
 
 def test_single_beside_whole_gpus_is_mixed() -> None:
-    """Where other GPUs of the node are no instances, their labels are not taken."""
+    """Beside whole GPUs, instances do not take the GPUs' labels."""
     text = (
         "version: metagpu/v1\npools:\n"
         "  - {name: a, gpus: {index: 0}, backends: [{backend: mig, layout: {1g.5gb: 7}, "
         "resource: nvidia.com/gpu}]}\n"
         "  - {name: b, backends: [{backend: fraction}]}\n"
     )
-    cut, plain = mig_gpu(0), gpu(1)
-    layout = laid_out(cut, plain, text=text)
-    found = labels(after(GpusFound((cut, plain), at=0), layout.offered))
+    partitioned, whole = mig_gpu(0), gpu(1)
+    layout = layout_of(partitioned, whole, text=text)
+    found = node_labels(after(GpusFound((partitioned, whole), at=0), layout.offer_fact), STRATEGIES)
 
     assert found["nvidia.com/mig.strategy"] == "mixed"
     assert found["nvidia.com/gpu.product"] == A100
@@ -93,8 +93,8 @@ def test_single_beside_whole_gpus_is_mixed() -> None:
 
 
 def test_instances_on_demand_are_counted_as_there_could_be() -> None:
-    """Of each profile as many as the GPUs have room for, however many places it may have."""
-    found = told("profiles: [1g.5gb, 1g.5gb+me, 2g.10gb, 3g.20gb, 7g.40gb]")
+    """Each profile counts as many instances as fit on the GPUs at once."""
+    found = labels_of("profiles: [1g.5gb, 1g.5gb+me, 2g.10gb, 3g.20gb, 7g.40gb]")
     counts = {
         name: of_profile(name, found)["count"]
         for name in ("1g.5gb", "1g.5gb.me", "2g.10gb", "3g.20gb", "7g.40gb")
@@ -114,26 +114,26 @@ def test_instances_on_demand_are_counted_as_there_could_be() -> None:
     ("named", "product"),
     [("", "MIG-1g.5gb"), (", resource: nvidia.com/mig-1g.5gb", "MIG-1g.5gb-SHARED")],
 )
-def test_replicas_of_instances_are_told(named: str, product: str) -> None:
-    """Instances are counted once; who asks under their own name is warned by the product's."""
-    found = of_profile("1g.5gb", told(f"layout: {{1g.5gb: 7}}, replicas: 4{named}"))
+def test_replicas_of_instances_have_labels(named: str, product: str) -> None:
+    """Instances are counted once; the product's name warns of sharing."""
+    found = of_profile("1g.5gb", labels_of(f"layout: {{1g.5gb: 7}}, replicas: 4{named}"))
 
     assert found["product"] == f"{A100}-{product}"
     assert (found["count"], found["replicas"]) == ("14", "4")
     assert found["sharing-strategy"] == "time-slicing"
 
 
-def test_instances_under_mps_are_told() -> None:
-    """Where containers share an instance through MPS, that is the strategy."""
-    found = of_profile("1g.5gb", told("layout: {1g.5gb: 7}, mps: {replicas: 4}"))
+def test_instances_under_mps_have_labels() -> None:
+    """The sharing strategy of instances under MPS is mps."""
+    found = of_profile("1g.5gb", labels_of("layout: {1g.5gb: 7}, mps: {replicas: 4}"))
 
     assert (found["count"], found["replicas"]) == ("14", "4")
     assert found["sharing-strategy"] == "mps"
 
 
 def test_without_instances_there_is_no_strategy() -> None:
-    """A node that cuts no GPU by MIG says nothing of it but whether it could."""
-    layout = laid_out(gpu(0))
-    found = labels(after(GpusFound((gpu(0),), at=0), layout.offered))
+    """A node without MIG instances has only the label of MIG capability."""
+    layout = layout_of(gpu(0))
+    found = node_labels(after(GpusFound((gpu(0),), at=0), layout.offer_fact), STRATEGIES)
 
     assert [name for name in found if "mig" in name] == ["nvidia.com/mig.capable"]

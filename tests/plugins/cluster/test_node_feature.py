@@ -1,4 +1,4 @@
-"""Labels by way of a NodeFeature: carried, handed over, taken back, and patched where need be."""
+"""Labels in a NodeFeature: published, handed over, taken back, or patched."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,10 +7,9 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu.core.facts import SharesOffered
-from metagpu.plugins.cluster import node_feature
-from metagpu.plugins.cluster.settings import Feature
-from metagpu.sim.apiserver import SimApiServer
+from metagpu.core.state.facts import SharesOffered
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
+from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
 
 BOTH = (Feature.LABELS, Feature.NODE_FEATURE)
@@ -19,7 +18,7 @@ OBJECT = ("nodefeatures", "kube-system", f"metagpu-{NODE}")
 
 
 def with_nfd(**said: Any) -> SimApiServer:  # noqa: ANN401 - as of `install_nfd`
-    """Make an API server with a Node and NFD."""
+    """Return an API server with a Node and NFD."""
     server = SimApiServer()
     server.add_node(NODE, {"kubernetes.io/hostname": NODE})
     server.install_nfd(**said)
@@ -27,7 +26,7 @@ def with_nfd(**said: Any) -> SimApiServer:  # noqa: ANN401 - as of `install_nfd`
 
 
 def owned(server: SimApiServer) -> set[str]:
-    """Name the labels that are applied in our name."""
+    """Return the names of the labels that are applied in our name."""
     return {
         name.removeprefix("f:")
         for entry in server.node(NODE)["metadata"].get("managedFields", ())
@@ -37,19 +36,19 @@ def owned(server: SimApiServer) -> set[str]:
 
 
 def carried(server: SimApiServer) -> dict[str, str]:
-    """Give the labels that our object has."""
+    """Return the labels of our object."""
     [it] = [each for each in server.node_features() if each["metadata"]["name"] == OBJECT[2]]
     labels: dict[str, str] = it["spec"]["labels"]
     return labels
 
 
 def written(server: SimApiServer) -> list[str]:
-    """Say what was written, in order."""
-    return [f"{it.method} {it.what}" for it in server.requests if it.method != "GET"]
+    """Return the writes, in order."""
+    return [f"{it.method} {it.target}" for it in server.requests if it.method != "GET"]
 
 
 async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
-    """Wait until the cluster's side reports so; give what it reports."""
+    """Wait until the cluster plugin reports so; return the report."""
     with anyio.fail_after(30):
         while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
             await anyio.sleep(0.005)
@@ -57,18 +56,18 @@ async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Map
 
 
 def carries(report: Mapping[str, Any]) -> bool:
-    """Tell whether the object is known to have the labels."""
+    """Return whether the object is known to have the labels."""
     return bool(report.get("nodeFeature") == f"kube-system/{OBJECT[2]}")
 
 
 def trouble(report: Mapping[str, Any]) -> str:
-    """Say what is wrong with the use."""
-    found: str = report["uses"]["nodefeature"]
+    """Return the problem of the feature."""
+    found: str = report["features"]["nodefeature"]
     return found
 
 
 async def test_labels_go_by_the_object_where_nfd_is(tmp_path: Path) -> None:
-    """The object has them, its owner is the Node, and we write nothing of the Node itself."""
+    """The object has the labels, its owner is the Node, and we do not write the Node."""
     async with cluster_at_work(tmp_path, *BOTH, server=with_nfd()) as it:
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
@@ -92,19 +91,19 @@ async def test_labels_go_by_the_object_where_nfd_is(tmp_path: Path) -> None:
 
 
 async def test_without_nfd_labels_are_patched(tmp_path: Path) -> None:
-    """Where there is no such kind of object, nothing is said about it."""
+    """Without NFD's kinds the Node is patched, and no problem is reported."""
     async with cluster_at_work(tmp_path, *BOTH) as it:
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
 
         assert COUNT in owned(it.server)
-        assert it.cluster.report()["uses"] == {"labels": "", "nodefeature": ""}
+        assert it.cluster.report()["features"] == {"labels": "", "nodefeature": ""}
         assert it.cluster.report()["nodeFeature"] is None
 
 
 @pytest.mark.parametrize("method", ["GET", "PATCH"])
 async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str) -> None:
-    """Who may not write the object patches as before, and says which right is missing."""
+    """Without the right to write the object the Node is patched; a report names the right."""
     server = with_nfd()
     server.denied.append((method, "/nodefeatures"))
 
@@ -112,19 +111,19 @@ async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str)
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
 
-        assert it.cluster.report()["uses"]["labels"] == ""
-        assert it.cluster.report()["uses"]["nodefeature"] == (
+        assert it.cluster.report()["features"]["labels"] == ""
+        assert it.cluster.report()["features"]["nodefeature"] == (
             f'the API server does not allow it: User "sim" cannot {method.lower()} '
             f"/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures/metagpu-{NODE}; "
-            "docs/permissions.md has the rule to add, or take the use out of --cluster; labels are "
-            "patched"
+            "docs/permissions.md has the rule to add, or remove the feature from --cluster; labels "
+            "are patched"
         )
 
 
 async def test_an_nfd_that_refuses_the_object_costs_no_label(tmp_path: Path) -> None:
-    """Where its kind is another than we know, labels are patched, and that is told."""
+    """With an unknown kind the Node is patched, and a report says so."""
     server = with_nfd()
-    server.invalid.append("/nodefeatures")
+    server.rejected.append("/nodefeatures")
 
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
@@ -135,7 +134,7 @@ async def test_an_nfd_that_refuses_the_object_costs_no_label(tmp_path: Path) -> 
 
 
 async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> None:
-    """When NFD comes, it keeps what was patched: at no moment is a label missing."""
+    """A new NFD keeps the patched labels: no label is ever missing."""
     server = SimApiServer()
     async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
         it.offer()
@@ -160,7 +159,7 @@ async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> N
 
 
 async def test_a_restart_writes_nothing(tmp_path: Path) -> None:
-    """A daemon that finds the object as it wants it leaves it alone."""
+    """A daemon that finds the right object does not write it."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
@@ -183,34 +182,33 @@ async def test_a_restart_writes_nothing(tmp_path: Path) -> None:
     ("arranged", "late"),
     [
         (lambda server: server.nfd.denied.add("nvidia.com"), "nvidia.com/gpu.count"),
-        (lambda server: setattr(server, "nfd_works", False), "metagpu.io/gpu.nvlink"),
+        (lambda server: setattr(server, "nfd_active", False), "metagpu.io/gpu.nvlink"),
     ],
     ids=["denied", "not running"],
 )
 async def test_what_nfd_does_not_put_on_the_node_is_patched(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     arranged: Callable[[SimApiServer], None],
     late: str,
 ) -> None:
-    """After a while labels that NFD denies, or has not heard of, are patched, and it is told."""
-    monkeypatch.setattr(node_feature, "PATIENCE", 0.05)
+    """Labels that NFD does not apply in time are patched, and a report says so."""
+    timing = ClusterTiming(nfd_timeout=0.05)
     server = with_nfd()
     arranged(server)
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
         it.offer()
         await server.until(lambda: late in owned(server))
-        report = await reports(it, lambda now: trouble(now) and late in now["labelsMissing"])
+        report = await reports(it, lambda now: trouble(now) and late in now["missingLabels"])
 
         assert server.labels(NODE)[COUNT] == "2"
         assert trouble(report).startswith("nfd-master has not put ")
         assert trouble(report).endswith(
-            " …); they are patched. See that it runs, and its denyLabelNs, labelWhiteList and "
-            "restrictions"
+            " …); metagpu patches them. Check that nfd-master runs, and its denyLabelNs, "
+            "labelWhiteList and restrictions"
         )
 
-        server.nfd_works = True
+        server.nfd_active = True
         assert server.nfd is not None
         server.nfd.denied.clear()
         it.offer(count=3)
@@ -218,14 +216,12 @@ async def test_what_nfd_does_not_put_on_the_node_is_patched(
         await reports(it, lambda report: not trouble(report))
 
 
-async def test_an_object_that_somebody_deletes_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Labels that vanish with it come back."""
-    monkeypatch.setattr(node_feature, "PATIENCE", 0.05)
+async def test_a_deleted_object_is_written_again(tmp_path: Path) -> None:
+    """The labels of a deleted object come back."""
+    timing = ClusterTiming(nfd_timeout=0.05)
     server = with_nfd()
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
         server.store.delete(OBJECT)
@@ -236,7 +232,7 @@ async def test_an_object_that_somebody_deletes_is_written_again(
 
 
 async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
-    """Where its kinds are removed, labels are patched again."""
+    """Labels are patched again after the removal of NFD's kinds."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
@@ -247,11 +243,11 @@ async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
         await server.until(lambda: COUNT in owned(server))
 
         assert server.labels(NODE)[COUNT] == "3"
-        assert it.cluster.report()["uses"]["nodefeature"] == ""
+        assert it.cluster.report()["features"]["nodefeature"] == ""
 
 
 async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path) -> None:
-    """It stays behind the daemon, unless labels are to be removed: then NFD removes them."""
+    """The object stays behind the daemon, unless an option removes the labels."""
     for remove in (False, True):
         server = with_nfd()
         async with cluster_at_work(tmp_path, *BOTH, server=server, remove_labels=remove) as it:
@@ -263,8 +259,8 @@ async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path)
         assert server.labels(NODE)["kubernetes.io/hostname"] == NODE
 
 
-async def test_without_the_use_an_earlier_object_is_deleted(tmp_path: Path) -> None:
-    """Labels that a former daemon gave to NFD are patched, and the object does not contradict."""
+async def test_without_the_feature_an_earlier_object_is_deleted(tmp_path: Path) -> None:
+    """Without the feature labels are patched, and the old object is deleted."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
@@ -278,23 +274,23 @@ async def test_without_the_use_an_earlier_object_is_deleted(tmp_path: Path) -> N
 
 
 async def test_an_earlier_object_is_deleted_though_the_first_try_fails(tmp_path: Path) -> None:
-    """A server in trouble is asked again: the object would say what was, for as long as it is."""
+    """A failed deletion is repeated: the object has outdated labels."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
 
-    server.broken.append(("DELETE", "/nodefeatures/"))
+    server.failing.append(("DELETE", "/nodefeatures/"))
     async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
         it.offer()
         await server.until(lambda: any(line.startswith("DELETE") for line in written(server)))
         assert server.node_features()
-        server.broken.clear()
+        server.failing.clear()
         await server.until(lambda: not server.node_features())
 
 
 async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:
-    """Where GPU Feature Discovery speaks, our object has its names no more, as long as it does."""
+    """Our object has no name of GPU Feature Discovery while it labels the node."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
         it.offer()
@@ -307,8 +303,8 @@ async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:
         await server.until(lambda: COUNT in carried(server))
 
 
-async def test_a_label_that_somebody_else_has_set_stays_theirs(tmp_path: Path) -> None:
-    """NFD would write over it: it is not given to NFD."""
+async def test_a_label_that_another_manager_has_set_stays_theirs(tmp_path: Path) -> None:
+    """A label of another manager is not in the object: NFD would overwrite it."""
     server = with_nfd()
     server.label(NODE, {"nvidia.com/gpu.family": "mine"}, by="person")
 
@@ -321,7 +317,7 @@ async def test_a_label_that_somebody_else_has_set_stays_theirs(tmp_path: Path) -
 
 
 async def test_mig_managers_answer_is_patched(tmp_path: Path) -> None:
-    """It is an answer, which mig-manager may give too: NFD does not keep it."""
+    """The answer to mig-manager is patched, not given to NFD: mig-manager may write it too."""
     server = with_nfd()
     server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
 
@@ -335,10 +331,10 @@ async def test_mig_managers_answer_is_patched(tmp_path: Path) -> None:
 
 
 async def test_an_api_server_in_trouble_changes_nothing(tmp_path: Path) -> None:
-    """Answers that say nothing about NFD are asked for again, and no other way is taken."""
+    """Errors that say nothing about NFD are retried, and labels stay where they are."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        await server.until(lambda: any("?watch" in each.what for each in server.requests))
+        await server.until(lambda: any("?watch" in each.target for each in server.requests))
         server.fail(503, times=2)
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")

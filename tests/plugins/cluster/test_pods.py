@@ -1,39 +1,33 @@
-"""This node's Pods as the registry hears of them."""
+"""This node's Pods in the registry."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import pytest
 
-from metagpu.core.news import PodEnded
-from metagpu.core.pods import KnownPod, KnownPods
-from metagpu.core.registry import Registry
-from metagpu.plugins.cluster import chore, following
-from metagpu.plugins.cluster.pods import FollowedPods, known_pod
+from metagpu.core.model.pods import KnownPod, PodIndex
+from metagpu.core.state.events import PodEnded
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.pods import PodInformer, known_pod
 from metagpu.plugins.cluster.settings import Feature
-from metagpu.sim.apiserver import SimApiServer
+from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, client_of, cluster_at_work
 
 KEY = "gpu-mem-limit.cnvrg.io/metagpu"
 
 
 @asynccontextmanager
-async def followed(
-    server: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Registry]:
-    """Tell a registry of a server's pods while the block lasts."""
-    monkeypatch.setattr(chore, "PAUSE", (0.01, 0.05))
-    monkeypatch.setattr(following, "SHORT", 0.01)
+async def followed(server: SimApiServer, tmp_path: Path) -> AsyncIterator[Registry]:
+    """Apply a server's pods to a registry until the block ends."""
     registry = Registry()
     async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
-        group.start_soon(FollowedPods(client, NODE, registry).run)
+        group.start_soon(PodInformer(client, NODE, registry).run)
         yield registry
         group.cancel_scope.cancel()
 
 
-async def knows(registry: Registry, seen: Callable[[KnownPods], bool]) -> None:
+async def knows(registry: Registry, seen: Callable[[PodIndex], bool]) -> None:
     """Wait until the registry knows pods that are so."""
     with anyio.fail_after(30):
         async for pods in registry.watch(lambda now: now.pods):
@@ -41,22 +35,20 @@ async def knows(registry: Registry, seen: Callable[[KnownPods], bool]) -> None:
                 return
 
 
-def phases(pods: KnownPods) -> dict[str, str]:
-    """Give the phase of each pod."""
+def phases(pods: PodIndex) -> dict[str, str]:
+    """Return the phase of each pod."""
     return {str(pod): pod.phase for pod in pods.by_uid.values()}
 
 
-async def test_pods_of_this_node_are_known_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that are there, those that come, change and go; of all namespaces, of one node."""
+async def test_pods_of_this_node_are_known_and_no_others(tmp_path: Path) -> None:
+    """The pods of one node in all namespaces are known, with every change."""
     server = SimApiServer()
     server.add_pod("team", "alice", NODE, uid="a")
     server.add_pod("team", "elsewhere", "gpu-2")
 
-    async with followed(server, tmp_path, monkeypatch) as registry:
+    async with followed(server, tmp_path) as registry:
         await knows(registry, lambda pods: phases(pods) == {"team/alice": "Running"})
-        with registry.news.subscribe(PodEnded) as news:
+        with registry.events.subscribe(PodEnded) as events:
             server.add_pod("other", "bob", NODE, uid="b", phase="Pending")
             server.add_pod("other", "carol", "gpu-2")
             await knows(registry, lambda pods: phases(pods).get("other/bob") == "Pending")
@@ -66,19 +58,17 @@ async def test_pods_of_this_node_are_known_and_no_others(
             server.delete_pod("team", "alice")
             await knows(registry, lambda pods: not pods.by_uid)
             with anyio.fail_after(30):
-                ended = [await anext(aiter(news)) for _ in range(2)]
+                ended = [await anext(aiter(events)) for _ in range(2)]
 
     assert [str(it.pod) for it in ended if isinstance(it, PodEnded)] == ["other/bob", "team/alice"]
 
 
-async def test_a_pod_that_went_while_nobody_looked_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a history that was forgotten, the list tells who is no more."""
+async def test_a_pod_deleted_during_an_outage_has_ended(tmp_path: Path) -> None:
+    """After an expired version the list shows which pods have ended."""
     server = SimApiServer()
     server.add_pod("team", "alice", NODE)
 
-    async with followed(server, tmp_path, monkeypatch) as registry:
+    async with followed(server, tmp_path) as registry:
         await knows(registry, lambda pods: len(pods.by_uid) == 1)
         server.delete_pod("team", "alice")
         server.store.compact()
@@ -86,14 +76,12 @@ async def test_a_pod_that_went_while_nobody_looked_has_ended(
         await knows(registry, lambda pods: not pods.by_uid)
 
 
-async def test_a_change_of_something_else_wakes_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pods change all the time; what we do not keep of them is no news."""
+async def test_a_change_of_another_field_is_no_event(tmp_path: Path) -> None:
+    """A change of a field that we do not keep is no event."""
     server = SimApiServer()
     server.add_pod("team", "alice", NODE, uid="a")
 
-    async with followed(server, tmp_path, monkeypatch) as registry:
+    async with followed(server, tmp_path) as registry:
         await knows(registry, lambda pods: "a" in pods.by_uid)
         before = registry.snapshot
         server.add_pod("team", "alice", NODE, {"unrelated": "x"}, uid="a")
@@ -104,7 +92,7 @@ async def test_a_change_of_something_else_wakes_nobody(
 
 
 def test_of_a_pod_we_keep_what_we_use() -> None:
-    """Names, phase, who made it, and its annotations about GPU memory."""
+    """A pod's record has names, phase, owner, and its annotations about GPU memory."""
     owners = [{"kind": "Node", "name": "n"}, {"kind": "Job", "name": "j", "controller": True}]
     metadata = {
         "uid": "u",
@@ -126,15 +114,15 @@ def test_of_a_pod_we_keep_what_we_use() -> None:
 
 
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
-    """Without the right to list Pods the use says so, and the next good answer ends that."""
+    """Without the right to list Pods the report names it, until the next good answer."""
     server = SimApiServer()
     server.denied.append(("GET", "/pods"))
 
     async with cluster_at_work(tmp_path, Feature.PODS, server=server) as it:
         with anyio.fail_after(30):
-            while not (why := it.cluster.report()["uses"]["pods"]):  # noqa: ASYNC110 - no event
+            while not (why := it.cluster.report()["features"]["pods"]):  # noqa: ASYNC110 - no event
                 await anyio.sleep(0.005)
         assert why == (
             'the API server does not allow it: User "sim" cannot get /api/v1/pods; '
-            "docs/permissions.md has the rule to add, or take the use out of --cluster"
+            "docs/permissions.md has the rule to add, or remove the feature from --cluster"
         )

@@ -1,4 +1,4 @@
-"""What an operator may say of the API server, and the sentences about what they may not."""
+"""The options about the API server, and the errors about wrong ones."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 
 from metagpu.core.errors import ConfigError
 from metagpu.plugins.cluster.settings import (
-    ALL,
+    ALL_FEATURES,
+    ClusterSettings,
     Feature,
-    Settings,
-    config_map_of,
-    features_of,
-    settings_of,
+    parse_config_map,
+    parse_features,
+    resolve_settings,
 )
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -20,34 +20,34 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 @pytest.mark.parametrize(
     ("text", "features"),
     [
-        ("all", ALL),
+        ("all", ALL_FEATURES),
         ("none", frozenset()),
         ("labels, events", {Feature.LABELS, Feature.EVENTS}),
-        ("all,-taint", ALL - {Feature.TAINT}),
-        ("-taint,-events", ALL - {Feature.TAINT, Feature.EVENTS}),
+        ("all,-taint", ALL_FEATURES - {Feature.TAINT}),
+        ("-taint,-events", ALL_FEATURES - {Feature.TAINT, Feature.EVENTS}),
         ("", frozenset()),
     ],
 )
-def test_uses_are_named_or_left_out(text: str, features: frozenset[Feature]) -> None:
+def test_features_are_named_or_left_out(text: str, features: frozenset[Feature]) -> None:
     """Each use of the API server has its own switch."""
-    assert features_of(text) == features
+    assert parse_features(text) == features
 
 
-def test_unknown_use_is_named() -> None:
-    """A word that is no use is refused with those that are."""
+def test_unknown_feature_is_named() -> None:
+    """An unknown feature is refused with the list of known ones."""
     with pytest.raises(ConfigError) as refusal:
-        features_of("all,-taints")
+        parse_features("all,-taints")
     assert str(refusal.value) == (
-        "--cluster: 'taints' is no use of the API server; allowed: all, none, config, labels, "
-        "nodefeature, taint, condition, events, allocatable, pods, pod-events, rivals"
+        "--cluster: 'taints' is no feature of the API server; allowed: all, none, config, labels, "
+        "nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins"
     )
 
 
 @pytest.mark.parametrize("text", ["metagpu", "a/b/c", "/b", "A/b", "a/"])
 def test_config_map_has_a_namespace_and_a_name(text: str) -> None:
-    """What names no ConfigMap is refused with an example."""
+    """A name without a namespace is refused with an example."""
     with pytest.raises(ConfigError) as refusal:
-        config_map_of(text)
+        parse_config_map(text)
     assert str(refusal.value) == (
         f"--config-map: {text!r} names no ConfigMap; write NAMESPACE/NAME, as in "
         "kube-system/metagpu"
@@ -62,9 +62,9 @@ def made(
     features: str = "all",
     environment: dict[str, str] | None = None,
     token: Path = Path(__file__),
-) -> Settings | None:
-    """Make settings; what is not named is ordinary."""
-    return settings_of(
+) -> ClusterSettings | None:
+    """Return settings with the usual values of all others."""
+    return resolve_settings(
         node=node,
         kubeconfig=kubeconfig,
         config_map=config_map,
@@ -75,10 +75,10 @@ def made(
     )
 
 
-def test_nothing_of_it_runs_without_name_credentials_or_uses() -> None:
-    """The API server is used only where it is known who we are, how to reach it, and what for."""
-    assert made(environment=POD) == Settings("n")
-    assert made(kubeconfig=Path("k")) == Settings("n", Path("k"))
+def test_nothing_runs_without_name_credentials_or_features() -> None:
+    """The plugin needs the node's name, credentials and a feature."""
+    assert made(environment=POD) == ClusterSettings("n")
+    assert made(kubeconfig=Path("k")) == ClusterSettings("n", Path("k"))
     assert made() is None
     assert made(environment=POD, token=Path("/none")) is None
     assert made(node=None, environment=POD) is None
@@ -86,7 +86,7 @@ def test_nothing_of_it_runs_without_name_credentials_or_uses() -> None:
 
 
 def test_our_objects_stand_in_the_namespace_of_our_pod(tmp_path: Path) -> None:
-    """A pod is told its namespace beside its token; outside one it is kube-system."""
+    """A pod has its namespace beside its token; outside one it is kube-system."""
     token = tmp_path / "token"
     token.write_text("x")
     beside = made(environment=POD, token=token)
@@ -100,7 +100,7 @@ def test_our_objects_stand_in_the_namespace_of_our_pod(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "features", "environment", "mend"),
+    ("node", "features", "environment", "reason"),
     [
         (None, "all", POD, "a ConfigMap is read from the API server; also give --node-name"),
         (
@@ -110,13 +110,13 @@ def test_our_objects_stand_in_the_namespace_of_our_pod(tmp_path: Path) -> None:
             "a ConfigMap is read from the API server; also give --node-name and --kubeconfig",
         ),
         ("n", "all", {}, "a ConfigMap is read from the API server; also give --kubeconfig"),
-        ("n", "labels", POD, "a ConfigMap is read by the use `config`; add it to --cluster"),
+        ("n", "labels", POD, "a ConfigMap is read by the feature `config`; add it to --cluster"),
     ],
 )
 def test_config_map_that_cannot_be_read_is_refused(
-    node: str | None, features: str, environment: dict[str, str], mend: str
+    node: str | None, features: str, environment: dict[str, str], reason: str
 ) -> None:
-    """Who asks for a ConfigMap is told what else it takes."""
+    """The error names the options that a ConfigMap needs too."""
     with pytest.raises(ConfigError) as refusal:
         made(node, config_map="a/b", features=features, environment=environment)
-    assert str(refusal.value) == f"--config-map: {mend}"
+    assert str(refusal.value) == f"--config-map: {reason}"

@@ -1,4 +1,4 @@
-"""Pages read as Prometheus reads them, and a client that speaks HTTP by hand."""
+"""Pages parsed as Prometheus does it, and a raw HTTP client."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from metagpu.core.gpu import Gpu
-from metagpu.plugins.metrics.samples import Sample, Spread
+from metagpu.core.model.gpu import Gpu
+from metagpu.plugins.metrics.samples import HistogramValue, Sample
 
 
 @dataclass
@@ -32,35 +32,35 @@ class Page:
                 self.samples[key] = sample.value
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """Give the values of all series of a name that have these labels."""
+        """Return the values of all series of a name that have these labels."""
         wanted = set(labels.items())
         return [
             value for (key, given), value in self.samples.items() if key == name and wanted <= given
         ]
 
     def value(self, name: str, **labels: str) -> float:
-        """Give the value of the only series of a name that has these labels."""
+        """Return the value of the only series of a name that has these labels."""
         [value] = self.values(name, **labels)
         return value
 
     def labels(self, name: str, **labels: str) -> Mapping[str, str]:
-        """Give all labels of that series."""
+        """Return all labels of that series."""
         wanted = set(labels.items())
         [found] = [dict(given) for key, given in self.samples if key == name and wanted <= given]
         return found
 
 
 def labels_of(gpu: Gpu) -> dict[str, str]:
-    """Give the labels of a GPU."""
+    """Return the labels of a GPU."""
     return {"gpu": str(gpu.index), "uuid": gpu.id}
 
 
 def valued(samples: Iterable[Sample]) -> dict[tuple[str, ...], float]:
-    """Give samples by name and labels, without those of histograms; none may be there twice."""
+    """Return samples by name and labels, without histograms; no sample may appear twice."""
     found: dict[tuple[str, ...], float] = {}
     for family, labels, value in samples:
         assert len(labels) == len(family.labels)
-        if not isinstance(value, Spread):
+        if not isinstance(value, HistogramValue):
             assert (family.name, *labels) not in found
             found[family.name, *labels] = value
     return found
@@ -69,7 +69,7 @@ def valued(samples: Iterable[Sample]) -> dict[tuple[str, ...], float]:
 async def asked(
     port: int, path: str = "/metrics", method: str = "GET", host: str = "127.0.0.1"
 ) -> tuple[int, dict[str, str], str]:
-    """Ask for a page; give status, headers and body."""
+    """Request a page; return status, headers and body."""
     return await sent(port, f"{method} {path} HTTP/1.1\r\nHost: it\r\n\r\n".encode(), host)
 
 
@@ -90,7 +90,7 @@ async def sent(port: int, data: bytes, host: str = "127.0.0.1") -> tuple[int, di
 
 
 async def page_at(port: int) -> Page:
-    """Scrape."""
+    """Scrape a page."""
     status, _, body = await asked(port)
     assert status == 200
     return Page(body)

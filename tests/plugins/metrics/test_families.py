@@ -1,18 +1,22 @@
-"""The names of all metrics, held to Prometheus' conventions, and to the documentation."""
+"""The names of all metrics, compared with Prometheus' conventions and with the documentation."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from metagpu.core.backend import installed_backends
-from metagpu.plugins.metrics.exposition import page_of
-from metagpu.plugins.metrics.families import FAMILIES, families_of
-from metagpu.plugins.metrics.samples import Family, Kind
+from metagpu.core.contracts.backend import installed_backends
+from metagpu.core.contracts.capabilities import metric_kinds_of
+from metagpu.plugins.metrics.exposition import render_page
+from metagpu.plugins.metrics.families import FAMILIES, backend_families
+from metagpu.plugins.metrics.samples import MetricFamily, MetricType
 from tests.plugins.metrics.rig import Page
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
-ALL = (*FAMILIES, *families_of(it for each in installed_backends().values() for it in each.tells))
+ALL = (
+    *FAMILIES,
+    *backend_families(metric_kinds_of(installed_backends().values())),
+)
 SUFFIXES = ("_bytes", "_seconds", "_ratio", "_info", "_shares", "_slices", "_total", "_instances")
 """Units, of which shares, slices and instances are ours; and what is no unit but belongs last."""
 NO_UNITS = (
@@ -25,21 +29,21 @@ every = pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
 
 
 @every
-def test_a_name_is_one_of_prometheus(family: Family) -> None:
-    """Lower case, ours by its first word, and none of the suffixes that histograms add."""
+def test_a_name_is_one_of_prometheus(family: MetricFamily) -> None:
+    """Names are in lower case, begin with our prefix, and have no suffix of histograms."""
     assert re.fullmatch(r"metagpu(_[a-z0-9]+)+", family.name)
     assert not family.name.endswith(("_bucket", "_sum", "_count", "_created"))
 
 
 @every
-def test_a_counter_ends_in_total_and_nothing_else_does(family: Family) -> None:
-    """`_total` tells people that `rate` may be asked of it."""
-    assert family.name.endswith("_total") == (family.kind is Kind.COUNTER)
+def test_a_counter_ends_in_total_and_nothing_else_does(family: MetricFamily) -> None:
+    """`_total` marks the metrics that `rate` applies to."""
+    assert family.name.endswith("_total") == (family.type is MetricType.COUNTER)
 
 
 @every
-def test_units_are_base_units_at_the_end(family: Family) -> None:
-    """Bytes, seconds and ratios; what has no unit has none in its name."""
+def test_units_are_base_units_at_the_end(family: MetricFamily) -> None:
+    """Units are bytes, seconds and ratios, at the end of the name."""
     words = family.name.split("_")
 
     assert not set(words) & set(NO_UNITS)
@@ -51,8 +55,8 @@ def test_units_are_base_units_at_the_end(family: Family) -> None:
 
 
 @every
-def test_labels_are_few_and_ours(family: Family) -> None:
-    """In lower case, each once, none that Prometheus sets, and none in the metric's name."""
+def test_labels_are_few_and_ours(family: MetricFamily) -> None:
+    """Labels are in lower case, unique, not Prometheus' own, and not in the metric's name."""
     assert len(set(family.labels)) == len(family.labels) <= 8
     assert not set(family.labels) & OF_PROMETHEUS
     assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in family.labels)
@@ -60,21 +64,21 @@ def test_labels_are_few_and_ours(family: Family) -> None:
 
 
 @every
-def test_the_help_is_a_sentence(family: Family) -> None:
-    """It begins with a capital, ends with a full stop, and is one line that can be read."""
-    assert re.fullmatch(r"[A-Z][^\n]{10,180}[^.\s]\.", family.meaning)
+def test_the_help_is_a_sentence(family: MetricFamily) -> None:
+    """Each HELP begins with a capital, ends with a full stop, and is one readable line."""
+    assert re.fullmatch(r"[A-Z][^\n]{10,180}[^.\s]\.", family.help)
 
 
 def test_each_name_stands_once() -> None:
-    """And no name is the beginning of a histogram's."""
+    """Names are unique, and no name is the beginning of a histogram's."""
     names = [family.name for family in ALL]
 
     assert len(set(names)) == len(names)
-    assert {family.kind for family in ALL} == set(Kind)
+    assert {family.type for family in ALL} == set(MetricType)
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Give the rows of the documentation's tables of metrics."""
+    """Return the rows of the documentation's tables of metrics."""
     found = re.findall(
         r"^\| `([a-z0-9_]+)` \| (\w+) \| (.*?) \| (.*?) \|$", DOCS.read_text(), re.MULTILINE
     )
@@ -86,14 +90,14 @@ def test_every_metric_is_documented_and_no_other() -> None:
     ours = [row for row in rows() if row[0].startswith("metagpu_")]
 
     assert ours == [
-        (it.name, it.kind, ", ".join(f"`{label}`" for label in it.labels) or "-", it.meaning)
+        (it.name, it.type, ", ".join(f"`{label}`" for label in it.labels) or "-", it.help)
         for it in ALL
     ]
 
 
-def test_what_is_said_of_the_process_is_documented() -> None:
-    """The library adds what it knows of any process; the table has that too."""
-    page = Page(page_of((), ()).decode())
+def test_process_metrics_are_documented() -> None:
+    """The table has the process metrics of the library too."""
+    page = Page(render_page((), ()).decode())
     theirs = {row[0]: row[1] for row in rows() if not row[0].startswith("metagpu_")}
 
     assert theirs
@@ -102,11 +106,11 @@ def test_what_is_said_of_the_process_is_documented() -> None:
     }
 
 
-def test_the_examples_ask_for_what_there_is() -> None:
-    """Every metric and label in the documentation's questions and alerts is one of ours."""
+def test_the_examples_use_existing_metrics() -> None:
+    """Every metric and label in documented queries and alerts exists."""
     text = DOCS.read_text()
     named = set(re.findall(r"\bmetagpu_[a-z0-9_]+", text))
-    histograms = {it.name for it in ALL if it.kind is Kind.HISTOGRAM}
+    histograms = {it.name for it in ALL if it.type is MetricType.HISTOGRAM}
     known = {it.name for it in ALL} | {f"{name}_bucket" for name in histograms}
 
     assert named <= known

@@ -1,54 +1,70 @@
-"""The probes: what the kubelet is told of a daemon."""
+"""The probes: the daemon's answers to the kubelet."""
 
 import anyio
 import pytest
 
-from metagpu.core.facts import RivalMet
-from metagpu.core.model import ResourceName
-from metagpu.core.snapshot import Snapshot
-from metagpu.plugins.metrics.probes import Pulse, ills, lacks
-from metagpu.plugins.record import KubeletRecord
-from tests.build import METAGPU, after, gpu, offered
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.facts import (
+    CompetingPluginFound,
+    RegistrationProblemFound,
+    RegistrationProblemGone,
+)
+from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
+from tests.rigs.build import METAGPU, after, gpu, offered
 
 
-def test_nothing_ails_a_daemon_whose_parts_run() -> None:
-    """A loop that is a little late is none of the kubelet's business."""
-    assert ills(0.5, []) == []
+def test_a_daemon_with_running_tasks_is_live() -> None:
+    """A small delay of the event loop does not fail the liveness probe."""
+    assert liveness_problems(0.5, {}, late=5) == []
 
 
-def test_what_a_restart_would_mend() -> None:
-    """A part that has ended, and a loop in which nothing is answered in time."""
-    assert ills(7.26, ["leases"]) == [
-        "a part of metagpu has ended: leases",
+def test_faults_that_a_restart_fixes() -> None:
+    """An ended main task or a stalled event loop fails the liveness probe."""
+    assert liveness_problems(7.26, {"leases": "it returned"}, late=5) == [
+        "the main task leases has ended: it returned",
         "the event loop was 7.3 s late",
     ]
 
 
 def test_ready_is_every_resource_at_the_kubelet() -> None:
-    """What is missing is named; before there is an offer there is nothing to be ready with."""
-    record = KubeletRecord()
+    """Readiness names missing registrations; without an offer the daemon is not ready."""
+    record = KubeletCallStats()
     _, snapshot = offered(gpu(0))
 
-    assert lacks(Snapshot(), record) == ["nothing is on offer yet"]
-    assert lacks(snapshot, record) == [f"{METAGPU} is not registered with the kubelet"]
+    assert readiness_problems(Snapshot(), record) == ["no resource is offered yet"]
+    assert readiness_problems(snapshot, record) == [f"{METAGPU} is not registered with the kubelet"]
 
-    record.of(METAGPU).listed = True
-    assert lacks(snapshot, record) == []
+    record.of_resource(METAGPU).listed = True
+    assert readiness_problems(snapshot, record) == []
 
 
-def test_a_rival_is_named() -> None:
-    """A resource that another plugin serves is not ours to be ready with."""
+def test_a_registration_problem_is_named() -> None:
+    """Readiness names a resource that the kubelet counts otherwise than metagpu lists it."""
+    record = KubeletCallStats()
+    record.of_resource(METAGPU).listed = True
     _, snapshot = offered(gpu(0))
-    snapshot = after(RivalMet(ResourceName(METAGPU), "/dp/other.sock"), since=snapshot)
+    problem = after(RegistrationProblemFound(METAGPU, "it counts 0"), since=snapshot)
 
-    assert lacks(snapshot, KubeletRecord()) == [
+    assert readiness_problems(problem, record) == [f"{METAGPU}: it counts 0"]
+    solved = after(RegistrationProblemGone(METAGPU), since=problem)
+    assert readiness_problems(solved, record) == []
+
+
+def test_a_competing_plugin_is_named() -> None:
+    """Readiness names a resource that another plugin serves."""
+    _, snapshot = offered(gpu(0))
+    snapshot = after(CompetingPluginFound(ResourceName(METAGPU), "/dp/other.sock"), since=snapshot)
+
+    assert readiness_problems(snapshot, KubeletCallStats()) == [
         f"{METAGPU} is served by another device plugin on /dp/other.sock"
     ]
 
 
 async def test_the_pulse_measures_how_late_the_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment at which it should have woken."""
-    clock, pulse = iter([10.0, 11.25]), Pulse()
+    """The delay counts from the moment of the expected wake-up."""
+    clock, pulse = iter([10.0, 11.25]), LoopLagProbe()
 
     async def at_once(_: float) -> None:
         """Wake when the clock says."""

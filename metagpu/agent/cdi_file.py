@@ -1,0 +1,310 @@
+"""The node's CDI specification, a file that container runtimes read.
+
+The file names the node's GPUs and MIG devices. It is written before the kubelet receives a name
+from it, and stays when the daemon ends: containers restart while no daemon runs. A reboot removes
+the file with /var/run; the daemon writes it again before it offers anything.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import msgspec
+import structlog
+from anyio import to_thread
+from msgspec.structs import replace
+
+from metagpu.agent.paths import CDI_DIR
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.programs import Programs
+from metagpu.core.errors import CdiError, CdiNameMissing, DriverError, ProgramError
+from metagpu.core.grants import cdi
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.shares import HardwareDevice
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.registry import Registry
+
+NO_DEVICE_NODES: Final = (
+    "no GPU has all of its device nodes on this machine, so there is no CDI specification, and "
+    "containers that get their GPUs by CDI do not start; load the driver, run "
+    "`nvidia-modprobe -c 0 -u`, or name the folder that has the host's /dev with --dev-root"
+)
+"""The problem while there are GPUs and no GPU can be named."""
+_TOOLKIT_COMMAND: Final = ("nvidia-ctk", "cdi", "generate", "--format=json")
+
+NamedDevices = Mapping[GpuId, tuple[Gpu, Mapping[str, HardwareDevice]]]
+"""The GPUs, and the MIG devices on each GPU by their CDI names."""
+Nodes = tuple[frozenset[str], Mapping[str, int]]
+"""The device nodes that exist, and the numbers of MIG's (see `Injection`)."""
+
+log = structlog.get_logger()
+
+
+class CdiTiming(msgspec.Struct, frozen=True):
+    """Seconds.
+
+    Attributes:
+        check: between two checks whether another program has changed the file.
+        node_deadline: the wait for the device nodes of a new MIG device. The driver's programs, or
+            udev, create them a moment after the device.
+        node_poll: between two scans for these nodes.
+    """
+
+    check: float = 30.0
+    node_deadline: float = 1.0
+    node_poll: float = 0.05
+
+
+@dataclass
+class CdiFile:
+    """The writer of the file, from the first configuration that gives GPUs by CDI on.
+
+    Attributes:
+        folder: the file's folder, at the same path for the container runtime; `None` writes none.
+        read_nodes: reads the host's device nodes; blocks.
+    """
+
+    registry: Registry
+    driver: Driver
+    programs: Programs
+    folder: Path | None
+    read_nodes: Callable[[], Nodes]
+    timing: CdiTiming = field(default_factory=CdiTiming)
+    _injection: Injection | None = None
+    _edits: cdi.ContainerEdits = field(default_factory=cdi.ContainerEdits)
+    _edits_of: str | None = None
+    _no_libraries: str = ""
+    _listed: dict[GpuId, Mapping[str, HardwareDevice]] = field(default_factory=dict)
+    _seen: NamedDevices | None = None
+    _names: frozenset[str] = frozenset()
+    _text: str = ""
+    _problem: str = ""
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def update(self, injection: Injection) -> None:
+        """Write the file for this injection, and keep it up to date from now on.
+
+        A file that exists stays up to date also when the injection gives no names from it: a
+        container that has such a name may restart.
+
+        Raises:
+            CdiError: if the file cannot be written, and the injection gives names from it; the text
+                names the fix.
+        """
+        if self.folder is None or not (injection.uses_own_cdi or self._names):
+            return
+
+        before, self._injection = self._injection, injection
+        await self._ask_toolkit()
+        await self._list_devices()
+        try:
+            await self._write()
+        except CdiError:
+            if injection.uses_own_cdi:
+                self._injection = before
+                raise
+
+    async def ensure_names(self, names: frozenset[str]) -> None:
+        """Wait until the file names these devices.
+
+        Raises:
+            CdiNameMissing: if it cannot name them; the text reaches the pod.
+        """
+        if self._injection is None:
+            return
+        wanted = ", ".join(sorted(names))
+        try:
+            await self._write(rescan=False)
+            with anyio.move_on_after(self.timing.node_deadline):
+                while not names <= self._names and names <= self._known():
+                    await self._write()
+                    if not names <= self._names:
+                        await anyio.sleep(self.timing.node_poll)
+        except CdiError as error:
+            raise CdiNameMissing(wanted, str(error)) from error
+        if not names <= self._known():
+            raise CdiNameMissing(wanted, "it is gone")
+        if not names <= self._names:
+            raise CdiNameMissing(wanted, "not all of its device nodes are on this machine")
+
+    async def run(self) -> None:
+        """Follow the GPUs and MIG devices until cancelled; log failures, and retry."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._check_file)
+            async for _ in self.registry.watch(self._named_devices):
+                await self._try(rescan=False)
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the file's path, size and problems; `None` where no file is written."""
+        if self._injection is None or self.folder is None:
+            return None
+        return {
+            "file": str(self._file),
+            "kind": cdi.KIND,
+            "devices": len(self._names),
+            "problem": self._problem or None,
+            "noLibraries": self._no_libraries or None,
+        }
+
+    @property
+    def _file(self) -> Path:
+        return (self.folder or CDI_DIR) / cdi.FILE_NAME
+
+    async def _check_file(self) -> None:
+        """Write the file again when another program has changed or removed it."""
+        while True:
+            await anyio.sleep(self.timing.check)
+            if self._names and await to_thread.run_sync(_read, self._file) != self._text:
+                self._text = ""
+            if self._problem or not self._text:
+                await self._try()
+
+    async def _try(self, *, rescan: bool = True) -> None:
+        """Write the file, if there is an injection; log each new problem once."""
+        if self._injection is None:
+            return
+        before = self._problem
+        try:
+            await self._write(rescan=rescan)
+        except CdiError as error:
+            if str(error) != before:
+                log.error("cdi specification failed", error=str(error))
+
+    def _named_devices(self, now: Snapshot) -> NamedDevices:
+        """Return the devices to name; a backend's report replaces the first listing."""
+        if self._injection is None:
+            return {}
+        return {
+            gpu: (
+                state.gpu,
+                {
+                    name: it
+                    for provisioned in state.provisioned.values()
+                    for name, it in provisioned.named_devices.items()
+                }
+                or self._listed.get(gpu, {}),
+            )
+            for gpu, state in now.gpus.items()
+        }
+
+    def _known(self) -> frozenset[str]:
+        """Return the names of all devices, with or without device nodes."""
+        found = self._named_devices(self.registry.snapshot)
+        return frozenset(found).union(*(devices for _, devices in found.values()))
+
+    async def _list_devices(self) -> None:
+        """List the MIG devices of GPUs that no backend has reported on yet.
+
+        Older containers have these names, and may restart at this moment.
+        """
+        for gpu, state in self.registry.snapshot.gpus.items():
+            if gpu in self._listed or state.provisioned or not state.gpu.mig_enabled:
+                continue
+            try:
+                instances = await self.driver.mig.instances(gpu)
+            except DriverError as error:
+                log.warning("listing of mig devices failed", gpu=str(state.gpu), error=str(error))
+                continue
+            self._listed[gpu] = {
+                part.uuid: HardwareDevice(part.uuid, instance.number, part.number)
+                for instance in instances
+                for part in instance.compute_instances
+                if part.uuid
+            }
+
+    async def _ask_toolkit(self) -> None:
+        """Read the driver's libraries and hooks from NVIDIA's toolkit, once a driver."""
+        driver = self.registry.snapshot.versions.driver
+        if self._edits_of == driver:
+            return
+        root = self._injection.dev_root if self._injection else ""
+        command = [*_TOOLKIT_COMMAND, *([f"--driver-root={root}"] if root else [])]
+        try:
+            self._edits = cdi.parse_edits(await self.programs.run(*command))
+        except (ProgramError, ValueError) as error:
+            problem = str(error)
+            if not isinstance(error, ProgramError):
+                problem = f"`{_TOOLKIT_COMMAND[0]}`: {error}"
+            if problem != self._no_libraries:
+                log.warning("cdi edits of the driver unavailable", error=problem)
+            self._no_libraries = problem
+        else:
+            self._edits_of, self._no_libraries = driver, ""
+
+    async def _write(self, *, rescan: bool = True) -> None:
+        """Write the file, if its text changes.
+
+        With `rescan`, the host's device nodes are read in any case; without, only for new devices.
+
+        Raises:
+            CdiError: if the file cannot be written.
+        """
+        if not rescan and self._seen == self._named_devices(self.registry.snapshot):
+            return
+        async with self._lock:
+            now = self.registry.snapshot
+            self._listed |= {gpu: {} for gpu, state in now.gpus.items() if state.provisioned}
+            found = self._named_devices(now)
+            if not rescan and self._seen == found:
+                return  # the writer that held the lock has done it
+            try:
+                self._names = await to_thread.run_sync(self._replace_file, found)
+            except OSError as error:
+                self._problem = (
+                    f"{error.filename or self.folder} cannot be written: "
+                    f"{error.strerror or error}; run as root, mount the host's folder there, name "
+                    "another one with --cdi-dir, or leave CDI out of deviceListStrategy"
+                )
+                raise CdiError(self._problem) from error
+            self._seen, before = found, self._problem
+            self._problem = NO_DEVICE_NODES if found and not self._names else ""
+            if self._problem not in ("", before):
+                log.error("cdi specification failed", error=self._problem)
+
+    def _replace_file(self, found: NamedDevices) -> frozenset[str]:
+        """Replace the file by one of these devices; return the names in it. Blocks.
+
+        Without any device the file is removed: CDI allows no specification without devices, and an
+        old file would name absent devices. A container would get a dead node, or the device that
+        has the node's number by now. Without the file, runtimes refuse the unknown name.
+        """
+        present, capabilities = self.read_nodes()
+        injection = self._injection or Injection()
+        injection = replace(injection, device_nodes_present=present, capabilities=capabilities)
+
+        named = {
+            name: nodes
+            for gpu, devices in found.values()
+            for name, device in ((gpu.id, None), *devices.items())
+            if (nodes := injection.device_nodes(gpu, device))
+        }
+        if not named:
+            self._text = ""
+            if self._file.exists():
+                self._file.unlink()
+            return frozenset()
+        text = cdi.build_spec(named, injection.common_nodes(), self._edits)
+        if text != self._text:
+            _replace(self._file, text)
+            self._text = text
+        return frozenset(named)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _replace(file: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old or the new text, never a part."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: CDI's library notices a rename within the folder, not a move into it.
+    fresh = file.with_name(f".{file.name}.new")
+    fresh.write_text(text)
+    fresh.chmod(0o644)
+    fresh.replace(file)

@@ -1,0 +1,199 @@
+"""The configuration, read from its source and applied when the source changes."""
+
+from time import time
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+from anyio import to_thread
+
+from metagpu.agent.config_source import (
+    NO_SHARING,
+    Backends,
+    ConfigSource,
+    ConfigText,
+    Loaded,
+)
+from metagpu.agent.config_watch import ConfigWatchTiming, changes
+from metagpu.agent.layout_manager import LayoutManager
+from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, ConfigStatus
+from metagpu.core.errors import ConfigError
+from metagpu.core.runtime.event_bus import EventBus
+from metagpu.core.state.events import ConfigRejected, Event
+
+log = structlog.get_logger()
+
+
+class InitialConfig(msgspec.Struct, frozen=True):
+    """A source as it is read before the agent runs.
+
+    Attributes:
+        loaded: the configuration to begin with.
+        texts: the source's texts; `None` if the source has no usable configuration yet.
+        error: why there is none yet.
+    """
+
+    loaded: Loaded
+    texts: tuple[ConfigText, ...] | None
+    error: str | None = None
+
+
+def read_initial(
+    source: ConfigSource, backends: Backends, *, waits_for_cluster: bool = False
+) -> InitialConfig:
+    """Read a source for the first time. Blocks.
+
+    With `waits_for_cluster`, a profile that only a label of the node can choose is no error:
+    nothing is offered until the label is known.
+
+    Raises:
+        ConfigError: if the configuration is wrong.
+    """
+    try:
+        texts = source.read()
+        return InitialConfig(source.parse(texts, backends), texts)
+    except ConfigError as error:
+        if not waits_for_cluster:
+            raise
+        nothing = source.parse((ConfigText("<nothing>", NO_SHARING),), backends)
+        return InitialConfig(nothing, None, str(error))
+
+
+class ConfigLoader:
+    """The reader of a source, which applies each change; an error changes nothing.
+
+    Attributes:
+        loaded: the configuration in force, and where it comes from.
+        error: why the source's present text is not in force, `None` if it is.
+    """
+
+    loaded: Loaded
+
+    def __init__(
+        self,
+        source: ConfigSource,
+        backends: Backends,
+        initial: InitialConfig,
+        layout_manager: LayoutManager,
+        events: EventBus[Event],
+        *,
+        timing: ConfigWatchTiming = ConfigWatchTiming(),  # noqa: B008 - frozen
+    ) -> None:
+        self.error: str | None = None
+        self._accepted = self._rejected = 0
+        self._accepted_at = self._rejected_at = 0.0
+        self._source = source
+        self._backends = backends
+        self._layout_manager = layout_manager
+        self._events = events
+        self._timing = timing
+        self._texts = initial.texts
+        self._logged: frozenset[str] = frozenset()
+        self._reading = anyio.Lock()
+
+        self._take(initial.loaded)
+        if initial.error is None:
+            self._count_accepted()
+        else:
+            log.warning("configuration waits for the cluster", error=initial.error)
+            self._count_rejected(initial.error)
+
+    async def reload(self, *, again: bool = True) -> None:
+        """Read the source and apply it, with `again` also if its texts are as they were.
+
+        An error is logged and published, and the configuration in force stays.
+        """
+        if (refused := await self._reload(again=again)) is not None:
+            self._events.publish(ConfigRejected(refused, time()))
+
+    async def _reload(self, *, again: bool) -> str | None:
+        """Read and apply the source; return why it is refused, unless that was known."""
+        async with self._reading:
+            try:
+                texts = await to_thread.run_sync(self._source.read)
+                if texts == self._texts and not again:
+                    return None
+                self._texts = texts
+                loaded = await to_thread.run_sync(self._source.parse, texts, self._backends)
+                await self._layout_manager.apply(loaded.config)
+            except ConfigError as error:
+                known, self._texts = self.error, None
+                self._count_rejected(str(error))
+                if self.error == known and not again:
+                    return None
+                log.error("configuration rejected; the last good one stays", error=self.error)
+                return self.error
+            except Exception as error:
+                self._texts = None
+                log.exception(
+                    "configuration failed by a fault of metagpu's own; the last good one stays"
+                )
+                self._count_rejected(
+                    f"metagpu failed ({type(error).__name__}: {error}); see its log"
+                )
+                return self.error
+            self._take(loaded)
+            self._count_accepted()
+            log.info("configuration applied", config=loaded.config.file)
+            return None
+
+    async def follow_cluster(self, choice: ClusterChoice) -> ConfigOutcome:
+        """Apply what the cluster chooses for this node, once the GPUs are known."""
+        await self._layout_manager.health.surveyed.wait()
+        source = self._source.with_cluster(choice)
+        if source.effective_context != self._source.effective_context:
+            self._texts = None  # the same files mean something else now
+        self._source = source
+        await self._reload(again=False)
+        lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
+        pools = self.loaded.config.root.pools
+        kept = "; ".join(dict.fromkeys(filter(None, (pool.reason for pool in pools))))
+        return ConfigOutcome(self.error, lays_mig, kept if lays_mig else "")
+
+    async def follow_files(self) -> None:
+        """Apply the files as soon as their texts change, until cancelled."""
+        async for _ in changes(self._source.paths, self._timing):
+            await self.reload(again=False)
+
+    def report(self) -> dict[str, Any]:
+        """Return where the configuration comes from, and what of it is not in force."""
+        return {
+            "file": self.loaded.config.file,
+            "formats": list(self.loaded.formats),
+            "profiles": list(self.loaded.profiles),
+            "notes": [str(note) for note in self.loaded.notes],
+            "deviceListStrategy": [str(it) for it in self.loaded.config.root.strategies],
+            "error": self.error,
+        }
+
+    def to_metrics(self) -> ConfigStatus:
+        """Return the same as numbers, and how often the source was applied and refused."""
+        return ConfigStatus(
+            file=self.loaded.config.file,
+            formats=self.loaded.formats,
+            profiles=self.loaded.profiles,
+            ignored_settings=len(self.loaded.notes),
+            is_current=self.error is None,
+            accepted=self._accepted,
+            accepted_at=self._accepted_at,
+            rejected=self._rejected,
+            rejected_at=self._rejected_at,
+        )
+
+    def _count_accepted(self) -> None:
+        self._accepted += 1
+        self._accepted_at = time()
+
+    def _count_rejected(self, error: str) -> None:
+        self.error = error
+        self._rejected += 1
+        self._rejected_at = time()
+
+    def _take(self, loaded: Loaded) -> None:
+        """Record the configuration in force; log each setting that is not honoured once."""
+        self.loaded, self.error = loaded, None
+        for note in loaded.notes:
+            if str(note) not in self._logged:
+                log.warning("configuration setting not honoured", note=str(note))
+        self._logged = frozenset(map(str, loaded.notes))

@@ -1,0 +1,387 @@
+"""The source of a configuration: files, folders of profiles, ConfigMaps."""
+
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+from msgspec.structs import replace
+
+from metagpu.compat import defaults, formats, manifest
+from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConfig
+from metagpu.core.config import profiles
+from metagpu.core.config.config import DEFAULT, Config
+from metagpu.core.config.document import MAX_TEXT, Document
+from metagpu.core.config.paths import parent_path
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.errors import ConfigError
+from metagpu.core.layout.layout import check_layout
+
+_MAX_BYTES: Final = 4 * MAX_TEXT
+"""Of a file: the most that so many characters can take."""
+
+_MAX_ERRORS: Final = 20
+"""The errors of one check: after that many, the next ones are seldom independent."""
+
+NO_SHARING: Final = """\
+version: metagpu/v1
+pools:
+  - name: nothing
+    backends: []
+"""
+"""The configuration that runs while the cluster has not chosen one."""
+
+Backends = Mapping[str, type[Backend]]
+
+
+class ConfigText(msgspec.Struct, frozen=True):
+    """The text of one configuration file, or of one profile in a ConfigMap's manifest.
+
+    Attributes:
+        file: the file's name in messages.
+        first_line: the line of `file` at which the text begins.
+        profile: the name of the chosen profile, `None` where there was no choice.
+        rest: notes about the other objects of the manifest.
+    """
+
+    file: str
+    text: str
+    first_line: int = 1
+    profile: str | None = None
+    rest: tuple[CompatNote, ...] = ()
+
+    @property
+    def document(self) -> Document:
+        """The text, parsed; the texts that were read last are not parsed again."""
+        return _parse(self.text, self.file, self.first_line)
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A usable configuration, and its origin.
+
+    Attributes:
+        config: the configuration.
+        text: the same as `metagpu/v1` text; a foreign format is converted.
+        formats: the format of each file.
+        profiles: the chosen profiles.
+        notes: the settings of foreign files that are not honoured.
+    """
+
+    config: Config
+    text: str
+    formats: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    notes: tuple[CompatNote, ...] = ()
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """The outcome of a check.
+
+    Attributes:
+        loaded: the configuration; with errors, what remains of it. `None` where nothing does.
+        errors: the errors, in the order in which they were found.
+    """
+
+    loaded: Loaded | None
+    errors: tuple[ConfigError, ...]
+
+
+class ConfigSource(msgspec.Struct, frozen=True):
+    """The operator's settings of where the configuration is. Reading it blocks.
+
+    Attributes:
+        paths: files, and folders of profiles; none means the default configuration.
+        choice: the wanted profile.
+        context: facts that foreign formats need beside their files.
+        cluster: the cluster's profiles; the paths are read if none of them is chosen.
+    """
+
+    paths: tuple[Path, ...] = ()
+    choice: profiles.ProfileChoice = msgspec.field(default_factory=profiles.ProfileChoice)
+    context: ConversionContext = msgspec.field(default_factory=ConversionContext)
+    cluster: profiles.ClusterChoice = msgspec.field(default_factory=profiles.ClusterChoice)
+
+    def with_cluster(self, cluster: profiles.ClusterChoice) -> "ConfigSource":
+        """Return this source with the cluster's choice; settings of this node come first.
+
+        A flag and the environment come before the node's label, and the label before the default
+        profile and the file.
+        """
+        return replace(self, cluster=cluster)
+
+    @property
+    def profile_choice(self) -> profiles.ProfileChoice:
+        """The wanted profile, chosen here or by the cluster."""
+        label = self.cluster.profile
+        if self.choice.chosen is not None or label is None:
+            return self.choice
+        return replace(self.choice, chosen=label, option=f"label {self.cluster.label}")
+
+    @property
+    def effective_context(self) -> ConversionContext:
+        """Facts that foreign formats need, set here or by the cluster."""
+        mig = self.context.mig_config or self.cluster.mig_config
+        return replace(self.context, mig_config=mig)
+
+    def read(self) -> tuple[ConfigText, ...]:
+        """Read the files, and of profiles the chosen ones.
+
+        Raises:
+            ConfigError: if one cannot be read, or no profile can be chosen.
+        """
+        choice = self.profile_choice
+        if (known := self.cluster.profiles) is not None and profiles.has_choice(known, choice):
+            name = profiles.choose_profile(known, choice, self.cluster.source)
+            return (ConfigText(f"{self.cluster.source}: {name}", known[name], 1, name),)
+
+        files = [_open_path(path) for path in self.paths]
+        several = [each for each in files if each.several]
+        if choice.chosen is not None and choice.required and not several:
+            problem = (
+                f"it has no profiles, and {choice.option} wants {choice.chosen!r}; a profile is "
+                "chosen in a folder or a ConfigMap"
+            )
+            raise ConfigError(problem, file=files[0].path if files else "<default>")
+
+        chosen_elsewhere = {
+            name
+            for name in (choice.chosen, choice.default)
+            if name is not None and any(profiles.has_profile(each.texts, name) for each in several)
+        }
+        return tuple(each.choose(choice, chosen_elsewhere) for each in files)
+
+    def variants(self) -> Iterator[tuple[str, "ConfigSource"]]:
+        """Yield this source once for each open choice, with the choice's name.
+
+        Profiles, the layouts of mig-parted and the nodes of HAMi are open if nothing chooses.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        choice = self.choice
+        names = [
+            name
+            for path in self.paths
+            if (file := _open_path(path)).several and len(file.texts) > 1
+            for name in file.texts
+        ]
+        if names and choice.chosen is None and choice.default is None:
+            for name in dict.fromkeys(names):
+                chosen = replace(self, choice=replace(choice, chosen=name))
+                for inner, source in chosen.variants():
+                    yield f"profile {name}{f', {inner}' if inner else ''}", source
+            return
+
+        documents = [each.document for each in self.read()]
+        cases = formats.list_cases(documents, self.context)
+        for name, context in cases:
+            yield name, replace(self, context=context)
+
+    def load(self, backends: Backends) -> Loaded:
+        """Read and parse the files.
+
+        Raises:
+            ConfigError: as `read` and `parse`.
+        """
+        return self.parse(self.read(), backends)
+
+    def parse(self, texts: tuple[ConfigText, ...], backends: Backends) -> Loaded:
+        """Parse texts into a configuration; foreign formats are converted.
+
+        Raises:
+            ConfigError: with file, line and path, the error, and the allowed values.
+        """
+        return self._load(texts, [each.document for each in texts], backends)
+
+    def check(self, backends: Backends) -> "Checked":
+        """Read the files, and find their errors, not the first alone.
+
+        After an error, the value that it names counts as absent; what is wrong only because of that
+        is no error.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        texts = self.read()
+        errors: list[ConfigError] = []
+        try:
+            documents = [each.document for each in texts]
+            for _ in range(_MAX_ERRORS):
+                try:
+                    return Checked(self._load(texts, documents, backends), tuple(errors))
+                except ConfigError as error:
+                    if not any(_is_above(error, other) for other in errors):
+                        errors.append(error)
+                    if (smaller := _without(documents, error)) is None:
+                        break
+                    documents = smaller
+        except ConfigError as error:  # a text cannot be parsed
+            errors.append(error)
+        return Checked(None, tuple(errors))
+
+    def _load(
+        self, texts: tuple[ConfigText, ...], documents: Sequence[Document], backends: Backends
+    ) -> Loaded:
+        environment = self.context.environment
+        if not texts:
+            converted = defaults.with_variables(environment)
+            document = Document(DEFAULT, "<default>")
+            text = DEFAULT if converted.data == document.data else to_yaml(converted.data)
+            config = _foreign_config(converted, Document(text, "<default>"), backends)
+            return Loaded(config, text, notes=converted.notes)
+
+        recognised = formats.recognize_files(documents)
+        rest = tuple(note for each in texts for note in each.rest)
+        names = tuple(each.profile for each in texts if each.profile is not None)
+        forms = tuple(map(str, recognised.formats))
+
+        if not recognised.is_foreign:
+            config = _own_config(recognised.documents[0], backends)
+            notes = tuple(defaults.own_file_notes(environment))
+            return Loaded(config, texts[0].text, forms, names, (*notes, *rest))
+
+        converted = formats.convert(recognised, self.effective_context)
+        text = to_yaml(converted.data)
+        file = ", ".join(each.file for each in texts)
+        config = _foreign_config(converted, Document(text, file), backends)
+        return Loaded(config, text, forms, names, (*converted.notes, *rest))
+
+    def convert(self, texts: tuple[ConfigText, ...]) -> tuple[str, tuple[CompatNote, ...]]:
+        """Return texts as `metagpu/v1`, and the settings that are not honoured.
+
+        No backend has to be installed.
+
+        Raises:
+            ConfigError: as `parse`, but not for a backend's own errors.
+        """
+        recognised = formats.recognize_files([each.document for each in texts])
+        if not recognised.is_foreign:
+            return texts[0].text, ()
+        converted = formats.convert(recognised, self.effective_context)
+        return to_yaml(converted.data), converted.notes
+
+
+def _without(documents: Sequence[Document], error: ConfigError) -> list[Document] | None:
+    """Return documents without the value of an error, or the nearest one around it.
+
+    Returns `None` for an error about a whole document.
+    """
+    path = error.path
+    while path:
+        for number, document in enumerate(documents):
+            if document.file == error.file and (smaller := document.without(path)) is not None:
+                return [*documents[:number], smaller, *documents[number + 1 :]]
+        path = parent_path(path)
+    return None
+
+
+def _is_above(error: ConfigError, other: ConfigError) -> bool:
+    """Return whether an error is about a value that another error is inside of."""
+    inside = (error.path, f"{error.path}.", f"{error.path}[")
+    return error.file == other.file and (not error.path or other.path.startswith(inside))
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Return a configuration as YAML text."""
+    text: str = yaml.safe_dump(dict(data), sort_keys=False, width=100)
+    return text
+
+
+def _own_config(document: Document, backends: Backends) -> Config:
+    config = Config(document, backends)
+    check_layout(config)
+    return config
+
+
+def _foreign_config(converted: ConvertedConfig, document: Document, backends: Backends) -> Config:
+    if (missing := converted.missing_backend(backends)) is not None:
+        raise missing
+    try:
+        return _own_config(document, backends)
+    except ConfigError as error:
+        raise converted.at_origin(error) from None
+
+
+@lru_cache(maxsize=4)
+def _parse(text: str, file: str, first_line: int) -> Document:
+    """Parse a text once; at most four belong together, of 25 MB of memory each."""
+    return Document(text, file, first_line)
+
+
+class _PathTexts(msgspec.Struct, frozen=True):
+    """The texts at one path, by profile name; each is read when chosen."""
+
+    path: str
+    texts: Mapping[str, Callable[[], ConfigText]]
+    several: bool
+
+    def choose(self, choice: profiles.ProfileChoice, elsewhere: Collection[str]) -> ConfigText:
+        if not self.several:
+            return next(iter(self.texts.values()))()
+        return self.texts[profiles.choose_profile(self.texts, choice, self.path, elsewhere)]()
+
+
+def _open_path(path: Path) -> _PathTexts:
+    """List the texts at a path; hidden files of a folder do not count."""
+    if path.is_dir():
+        files = {each.name: each for each in _list_files(path) if not each.name.startswith(".")}
+        return _PathTexts(
+            str(path),
+            {name: partial(_read_profile, file, name) for name, file in files.items()},
+            several=True,
+        )
+
+    text = ConfigText(str(path), _read(path))
+    documents = [
+        _parse(part, text.file, line) for part, line in manifest.split_documents(text.text)
+    ]
+    found = manifest.read(documents)
+    if found is None:
+        _ = text.document  # several documents that are no manifests are a mistake
+        return _PathTexts(str(path), {"": lambda: text}, several=False)
+    return _PathTexts(
+        str(path),
+        {
+            name: partial(ConfigText, str(path), part, line, name, found.rest)
+            for name, (part, line) in found.texts.items()
+        },
+        several=True,
+    )
+
+
+def _read_profile(file: Path, name: str) -> ConfigText:
+    return ConfigText(str(file), _read(file), 1, name)
+
+
+def _list_files(directory: Path) -> list[Path]:
+    try:
+        return sorted(each for each in directory.iterdir() if each.is_file())
+    except OSError as error:
+        raise _unreadable(directory, error) from error
+
+
+def _read(file: Path) -> str:
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigError(
+                "cannot be read: it is not a regular file, and it has to be read more than once; "
+                "write its text to a file",
+                file=os.fspath(file),
+            )
+        # Opened once: another file may replace this one between a check of its size and the read.
+        with file.open("rb") as opened:
+            raw = opened.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise ConfigError(f"cannot be read: more than {_MAX_BYTES} bytes", file=os.fspath(file))
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> ConfigError:
+    problem = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    return ConfigError(f"cannot be read: {problem}", file=os.fspath(path))

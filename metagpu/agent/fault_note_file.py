@@ -1,0 +1,92 @@
+"""The file of the note of faults and cordons, in the run folder.
+
+The note is a help, never a need: what is wrong with it is logged, and the daemon goes on.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+from anyio import to_thread
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.health.fault_note import SIZE_LIMIT, FaultNote, decode, encode
+from metagpu.core.health.watch import HealthWatch
+from metagpu.core.state.registry import Registry
+
+FILE_NAME: Final = "faults.json"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+log = structlog.get_logger()
+
+
+@dataclass
+class FaultNoteFile:
+    """Reads the note at a start, and writes it at each change.
+
+    Attributes:
+        folder: the run folder, which a reboot empties.
+        read_boot_id: reads the id of this boot of the machine.
+    """
+
+    folder: Path
+    registry: Registry
+    health: HealthWatch
+    read_boot_id: Callable[[], str] = _BOOT_ID.read_text
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / FILE_NAME
+
+    async def load(self) -> None:
+        """Pass the last daemon's note to the health watch, if it can be used."""
+        try:
+            self.health.noted = await to_thread.run_sync(self._read)
+        except FileNotFoundError:
+            return
+        except (OSError, MetagpuError) as error:
+            log.warning(
+                "note of faults ignored",
+                file=str(self.path),
+                error=str(error),
+                fix="look at `metagpu status`: faults of before the start may be forgotten",
+            )
+
+    async def follow(self) -> None:
+        """Write the note at each change until cancelled."""
+        await self.health.surveyed.wait()
+        written: FaultNote | None = None
+        async for _ in self.registry.watch(lambda _: self.health.note):
+            note = self.health.note
+            if note != written:
+                await to_thread.run_sync(self._write, note)
+                written = note
+
+    def _read(self) -> FaultNote:
+        # Neither a link nor a pipe, and nothing that another user has written.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise MetagpuError("it is no file of this user")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise MetagpuError("other users may write it")
+            text = file.read(SIZE_LIMIT + 1)
+        if len(text) > SIZE_LIMIT:
+            raise MetagpuError(f"it is larger than {SIZE_LIMIT} bytes")
+        return decode(text, self.read_boot_id().strip())
+
+    def _write(self, note: FaultNote) -> None:
+        fresh = self.path.with_suffix(".new")
+        with suppress(FileNotFoundError):
+            fresh.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(fresh, flags, 0o600), "wb") as file:
+            file.write(encode(note, self.read_boot_id().strip()))
+        fresh.replace(self.path)

@@ -1,0 +1,185 @@
+"""The configuration in force, applied to the GPUs and device nodes of this host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+from anyio import to_thread
+
+from metagpu.agent.cdi_file import CdiFile
+from metagpu.agent.paths import AgentPaths
+from metagpu.core.config.config import Config
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.capabilities import OffersExisting
+from metagpu.core.errors import CdiError, ConfigError, DriverError
+from metagpu.core.grants.injection import Injection
+from metagpu.core.health.watch import HealthWatch
+from metagpu.core.layout.backend_runner import BackendRunner
+from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
+from metagpu.core.layout.layout import Layout, build_layout
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.registry import Registry
+from metagpu.host.device_nodes import DeviceNodes, device_nodes
+from metagpu.plugins.kubelet.messages import check_list_size
+from metagpu.plugins.pod_api.folder import PodFolder
+
+log = structlog.get_logger()
+
+Existing = Mapping[GpuId, Sequence[MigInstance]]
+"""The MIG instances of GPUs, where a configuration offers what is there."""
+
+
+class LayoutTiming(msgspec.Struct, frozen=True):
+    """Seconds.
+
+    Attributes:
+        device_nodes: between two scans of the host's device nodes. Some come late: nvidia-uvm's
+            node comes with the first CUDA program.
+    """
+
+    device_nodes: float = 10.0
+
+
+@dataclass(eq=False)
+class LayoutManager:
+    """The one entry for a configuration: `apply` puts it in force on this node.
+
+    Attributes:
+        config: the configuration in force. A configuration that does not fit the GPUs never is.
+        layout: the shares, backends and offers that the configuration gives on these GPUs.
+    """
+
+    config: Config
+    registry: Registry
+    health: HealthWatch
+    backend_runner: BackendRunner
+    cdi_file: CdiFile
+    pod_folder: PodFolder
+    paths: AgentPaths
+    timing: LayoutTiming = field(default_factory=LayoutTiming)
+    layout: Layout = field(default_factory=lambda: Layout((), {}, ()))
+    _nodes: DeviceNodes = field(default_factory=DeviceNodes)
+    _pod_dir: str = ""
+    _existing: Existing = field(default_factory=dict)
+    _backends: dict[ResourceName, Backend] = field(default_factory=dict)
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+    def backend(self, resource: ResourceName) -> Backend:
+        """Return a resource's backend, also while the resource's endpoint stops."""
+        return self._backends[resource]
+
+    async def apply(self, config: Config | None = None) -> None:
+        """Apply a configuration, by default the present one, and run its backends.
+
+        Raises:
+            ConfigError: if it does not fit the GPUs; everything stays as it was.
+        """
+        async with self._lock:  # a caller that waited here applies to what the first one left
+            self.backend_runner.apply(await self.prepare(config or self.config))
+            self.health.settings = self.config.root.health
+
+    async def prepare(self, config: Config) -> Layout:
+        """Put a configuration in force without running any backend; return the layout.
+
+        Raises:
+            ConfigError: if it does not fit the GPUs; everything stays as it was.
+        """
+        nodes = await self._scan_nodes()
+        pod_dir = await self.pod_folder.prepare()
+        self._pod_dir = str(pod_dir.absolute()) if pod_dir else ""
+        existing = await self.read_existing(config)
+        # In a thread: thousands of shares must not keep the kubelet waiting.
+        layout = await to_thread.run_sync(self._lay_out, config, nodes, existing)
+        try:
+            await self.cdi_file.update(config.root.injection(self._injection(nodes)))
+        except CdiError as error:
+            problem, path = str(error), "deviceListStrategy"
+            raise ConfigError(problem, file=config.file, path=path) from error
+
+        self._nodes, self.config, self.layout = nodes, config, layout
+        self._existing = existing
+        self._backends.update(layout.backends)
+        return layout
+
+    async def reapply(self) -> None:
+        """Apply the present configuration to new GPUs and device nodes; log what fails."""
+        try:
+            await self.apply()
+        except ConfigError as error:
+            log.error("layout of new gpus failed", error=str(error))
+        except Exception:
+            log.exception("layout of new gpus failed, by a fault of metagpu's own")
+
+    async def follow_nodes(self) -> None:
+        """Apply the configuration again when device nodes come or go, until cancelled."""
+        while True:
+            await anyio.sleep(self.timing.device_nodes)
+            if await self._scan_nodes() != self._nodes:
+                await self.reapply()
+
+    def plan(
+        self,
+        config: Config,
+        before: ConfiguredLayout | None = None,
+        existing: Existing = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Return the changes that a configuration would make, to this one or `before`.
+
+        `existing` are the MIG instances of now, where the configuration offers them.
+
+        Raises:
+            ConfigError: if it does not fit the GPUs.
+        """
+        before = before or ConfiguredLayout(self.layout, self.config)
+        after = ConfiguredLayout(self._lay_out(config, self._nodes, existing), config)
+        return to_dict(diff_layouts(self.registry.snapshot, before, after))
+
+    async def _scan_nodes(self) -> DeviceNodes:
+        return await to_thread.run_sync(device_nodes, self.paths.dev_root)
+
+    async def read_existing(self, config: Config) -> Existing:
+        """Read the MIG instances that exist, if a backend offers them."""
+        pools = config.build_backends(config.root.injection(Injection()))
+        if not any(
+            isinstance(backend, OffersExisting) and backend.offers_existing
+            for _, backends in pools
+            for backend in backends
+        ):
+            return {}
+        found: dict[GpuId, Sequence[MigInstance]] = {}
+        for state in self.registry.snapshot.gpus.values():
+            if not state.gpu.mig_enabled:
+                continue
+            try:
+                found[state.gpu.id] = await self.health.driver.mig.instances(state.gpu.id)
+            except DriverError as error:
+                log.warning("mig instances not read", gpu=str(state.gpu), error=str(error))
+                found[state.gpu.id] = self._existing.get(state.gpu.id, ())
+        return found
+
+    def _lay_out(self, config: Config, nodes: DeviceNodes, existing: Existing) -> Layout:
+        """Compute the layout of a configuration on the GPUs known now; change nothing.
+
+        Raises:
+            ConfigError: if it does not fit the GPUs.
+        """
+        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        layout = build_layout(config, gpus, self._injection(nodes), existing)
+        check_list_size(layout, config.file)
+        return layout
+
+    def _injection(self, nodes: DeviceNodes) -> Injection:
+        """Describe this host's part of an injection, without the configuration's part."""
+        return Injection(
+            dev_root=str(self.paths.dev_root or ""),
+            device_nodes_present=nodes.present,
+            capabilities=nodes.capabilities,
+            run_dir=str(self.paths.run_dir.absolute()),
+            pod_dir=self._pod_dir,
+        )

@@ -1,0 +1,43 @@
+"""Folders and sockets of the agent and its neighbours, with their defaults.
+
+Command lines read them too, so this module loads no plugin.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+RUN_DIR: Final = Path("/run/metagpu")
+"""The agent's control socket and its lock."""
+KUBELET_DIR: Final = Path("/var/lib/kubelet/device-plugins")
+POD_RESOURCES: Final = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+POD_DIR: Final = Path("/var/lib/metagpu/pod")
+"""Not in /run: distributions mount that `noexec`, in containers too."""
+CDI_DIR: Final = Path("/var/run/cdi")
+"""One of the two folders that container runtimes read CDI specifications from."""
+
+
+class AgentPaths(msgspec.Struct, frozen=True):
+    """Paths that one agent uses.
+
+    Attributes:
+        kubelet_dir: the kubelet's device-plugins folder.
+        pod_resources: the kubelet's PodResources socket.
+        run_dir: the folder of the control socket.
+        dev_root: the folder that has the host's /dev; `None` is this process's own root.
+        pod_dir: the folder mounted into containers, with mgctl; `None` mounts none.
+        cdi_dir: the folder of the CDI specification; `None` writes none.
+    """
+
+    kubelet_dir: Path = KUBELET_DIR
+    pod_resources: Path = POD_RESOURCES
+    run_dir: Path = RUN_DIR
+    dev_root: Path | None = None
+    pod_dir: Path | None = None
+    cdi_dir: Path | None = None
+
+
+def default_pod_dir(run_dir: Path) -> Path:
+    """Return the pod folder of a daemon, which is in a run folder of its own."""
+    return POD_DIR if run_dir == RUN_DIR else run_dir / "pod"

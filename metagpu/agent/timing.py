@@ -1,0 +1,36 @@
+"""Timing of the agent and of the parts it builds."""
+
+import msgspec
+
+from metagpu.agent.cdi_file import CdiTiming
+from metagpu.agent.config_watch import ConfigWatchTiming
+from metagpu.agent.layout_manager import LayoutTiming
+from metagpu.core.health.watch import HealthTiming
+from metagpu.core.runtime.main_tasks import MainTaskTiming
+from metagpu.core.usage.timing import UsageTiming
+from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.pod_api.socket import PodApiTiming
+
+
+class AgentTiming(msgspec.Struct, frozen=True):
+    """Seconds of the agent and of the parts it owns.
+
+    Attributes:
+        first_leases: the longest wait for the kubelet's list of leases before the first offer,
+            where several backends share a GPU. A kubelet that is up answers at once.
+        main_tasks: restarts of main tasks that end.
+        layout, config_watch, cdi, kubelet, usage, health, metrics, pod_api: timing of the agent's
+            parts.
+    """
+
+    first_leases: float = 1.0
+    main_tasks: MainTaskTiming = MainTaskTiming()
+    layout: LayoutTiming = LayoutTiming()
+    config_watch: ConfigWatchTiming = ConfigWatchTiming()
+    cdi: CdiTiming = CdiTiming()
+    kubelet: KubeletTiming = KubeletTiming()
+    usage: UsageTiming = UsageTiming()
+    health: HealthTiming = HealthTiming()
+    metrics: MetricsTiming = MetricsTiming()
+    pod_api: PodApiTiming = PodApiTiming()

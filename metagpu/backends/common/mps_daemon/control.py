@@ -1,0 +1,236 @@
+"""The commands and directories of an MPS control daemon.
+
+Each command is one run of NVIDIA's program, with one deadline; the commands are those of
+`nvidia-cuda-mps-control(1)`.
+"""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from metagpu.core.contracts.daemons import Daemons, DaemonSpec
+from metagpu.core.errors import ProgramError
+from metagpu.core.model.gpu import MIB
+
+PROGRAM: Final = "nvidia-cuda-mps-control"
+PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
+_LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
+SHM: Final = Path("/dev/shm")  # noqa: S108 - the path that MPS uses
+_LOCK: Final = "control_lock"
+"""The file in the pipe directory that NVIDIA's daemon locks while it runs, in every version."""
+_PIPES_SIZE: Final = 16 * MIB
+"""For sockets, a lock and a FIFO: none of them has content."""
+_LONGEST_ANSWER: Final = 4096
+"""Characters of an answer. The longest is a list of 60 clients; a container's root can answer in
+the daemon's place."""
+
+
+class MpsDirectories(msgspec.Struct, frozen=True):
+    """The directories of one control daemon, below the run directory."""
+
+    home: Path
+
+    @classmethod
+    def for_device(cls, run_dir: str, device: str) -> Self:
+        """Return the directories of a device; the device's name is theirs."""
+        return cls(Path(run_dir) / "mps" / device)
+
+    @property
+    def pipes(self) -> Path:
+        """The directory where clients find the daemon. A container's root may write to it."""
+        return self.home / "pipe"
+
+    @property
+    def logs(self) -> Path:
+        """The directory of the logs of the daemon and its servers."""
+        return self.home / "log"
+
+    @property
+    def shm(self) -> Path:
+        """The directory that daemon and clients see as /dev/shm. All users may write."""
+        return self.home / "shm"
+
+    @property
+    def pid_file(self) -> Path:
+        """The file with the daemon's number, beside the directories that containers see."""
+        return self.home / "pid"
+
+    def create(self) -> None:
+        """Create the missing directories, with modes that let every user's client in.
+
+        Other users must be able to pass through the outer directories, since a server runs as the
+        user of its clients; they need not list them.
+
+        Raises:
+            OSError: if the directories cannot be created.
+        """
+        for directory, mode in (
+            (self.home.parent, 0o711),
+            (self.home, 0o711),
+            (self.pipes, 0o755),
+            (self.logs, 0o755),
+            (self.shm, 0o1777),
+        ):
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(mode)
+
+    def write_gpu(self, gpu: str) -> None:
+        """Write down the GPU of a MIG device, whose name does not contain it."""
+        self._gpu.write_text(gpu, encoding="ascii")
+
+    def remove(self) -> None:
+        """Remove the directories with their content: the device is gone."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def save_compute_mode(self, mode: str) -> None:
+        """Save the compute mode to restore later, unless one is saved already."""
+        with suppress(FileExistsError), self._compute_mode.open("x", encoding="ascii") as file:
+            file.write(mode)
+
+    def read_compute_mode(self) -> str | None:
+        """Read the compute mode to restore; `None` if none is saved."""
+        try:
+            return self._compute_mode.read_text(encoding="ascii")
+        except OSError:
+            return None
+
+    def discard_compute_mode(self) -> None:
+        """Discard the saved compute mode: it is restored."""
+        self._compute_mode.unlink(missing_ok=True)
+
+    @property
+    def _gpu(self) -> Path:
+        return self.home / "gpu"
+
+    @property
+    def _compute_mode(self) -> Path:
+        return self.home / "compute-mode"
+
+
+def leftover_devices(run_dir: str, gpu: str) -> list[str]:
+    """List the MIG devices of a GPU that have directories; some may be gone."""
+    found = []
+    for file in Path(run_dir).glob("mps/*/gpu"):
+        with suppress(OSError):  # another task removes it
+            if file.read_text(encoding="ascii") == gpu:
+                found.append(file.parent.name)
+    return found
+
+
+def control_daemon_spec(device: str, directories: MpsDirectories, shared_memory: int) -> DaemonSpec:
+    """Describe the control daemon of one GPU or MIG device, in the foreground.
+
+    One daemon for each MIG device, named like this, is NVIDIA's own way
+    (NVIDIA/k8s-device-plugin#572).
+
+    Args:
+        device: CUDA's name of the device.
+        directories: of the daemon.
+        shared_memory: the bytes of /dev/shm of the daemon and all its clients.
+    """
+    return DaemonSpec(
+        PROGRAM,
+        ("-f",),
+        env={
+            "CUDA_VISIBLE_DEVICES": device,
+            PIPES: str(directories.pipes),
+            _LOGS: str(directories.logs),
+        },
+        output=directories.logs / "output.log",
+        pid_file=directories.pid_file,
+        lock=directories.pipes / _LOCK,
+        mounts={SHM: directories.shm},
+        volumes={directories.pipes: _PIPES_SIZE, directories.shm: shared_memory},
+    )
+
+
+class MpsControl(msgspec.Struct, frozen=True):
+    """The commands to one control daemon.
+
+    Attributes:
+        deadline: seconds for each command.
+    """
+
+    daemons: Daemons
+    daemon: DaemonSpec
+    deadline: float
+
+    async def probe(self) -> None:
+        """Check that the daemon answers a command with a number.
+
+        Raises:
+            ProgramError: if it does not.
+        """
+        command = "get_default_active_thread_percentage"
+        answer = await self._send(command)
+        try:
+            float(answer)
+        except ValueError:
+            raise _unexpected(command, answer) from None
+
+    async def servers(self) -> Sequence[int]:
+        """List the servers: none before the first client, and then one for each user.
+
+        Raises:
+            ProgramError: if the daemon does not answer, or not with numbers.
+        """
+        command = "get_server_list"
+        return _numbers(command, await self._send(command))
+
+    async def status(self, server: int) -> str:
+        """Return the status of a server, such as `ACTIVE` or `FAULT`.
+
+        Raises:
+            ProgramError: if the daemon does not answer.
+        """
+        return await self._send(f"get_server_status {server}")
+
+    async def clients(self, server: int) -> Sequence[int]:
+        """List the client processes of a server; none of one that has ended.
+
+        Raises:
+            ProgramError: if the daemon does not answer, or not with numbers.
+        """
+        command = f"get_client_list {server}"
+        answer = await self._send(command)
+        return [] if answer == f"Server {server} not found" else _numbers(command, answer)
+
+    async def shut_down(self, server: int) -> None:
+        """Shut a server down once it has no clients; a new client starts another server.
+
+        Raises:
+            ProgramError: if the daemon does not answer.
+        """
+        await self._send(f"shutdown_server {server}")
+
+    async def quit(self) -> None:
+        """Quit the daemon once its servers have no clients; refuse new clients.
+
+        The answer is the status with which the daemon ends: not 0 if one of its servers failed.
+
+        Raises:
+            ProgramError: if the daemon does not answer, does not end in time, or ends with a status
+                that is not 0.
+        """
+        await self._send("quit")
+
+    async def _send(self, command: str) -> str:
+        answer = await self.daemons.send_command(self.daemon, f"{command}\n", self.deadline)
+        if len(answer) > _LONGEST_ANSWER:
+            raise _unexpected(command, answer)
+        return answer
+
+
+def _numbers(command: str, answer: str) -> Sequence[int]:
+    try:
+        return [int(line) for line in answer.split()]
+    except ValueError:
+        raise _unexpected(command, answer) from None
+
+
+def _unexpected(command: str, answer: str) -> ProgramError:
+    return ProgramError(f"unexpected answer to {command}: {answer[:80]!r}")

@@ -1,0 +1,317 @@
+"""The supervisor of one MPS control daemon: carries out the decisions about it."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, Protocol
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
+from metagpu.backends.common.mps_daemon.control import (
+    PROGRAM,
+    MpsControl,
+    MpsDirectories,
+    control_daemon_spec,
+)
+from metagpu.backends.common.mps_daemon.decisions import (
+    DaemonAction,
+    DaemonDecision,
+    DaemonObservation,
+    DaemonState,
+    MpsDaemonTiming,
+    decide,
+    decide_after_failed_start,
+)
+from metagpu.core.contracts.daemons import DaemonProcess, Daemons
+from metagpu.core.contracts.driver import GpuProcess
+from metagpu.core.errors import DriverError, ProgramError, ProgramMissing
+
+LEAVE_DEADLINE: Final = 10.0
+"""Seconds that a backend gives its supervisor at the end, to quit the control daemon."""
+_FAULT: Final = "FAULT"
+_QUIT: Final = "Exit with status"
+
+log = structlog.get_logger()
+
+
+class DaemonHost(Protocol):
+    """The GPU or MIG instance of a control daemon, as its backend manages it."""
+
+    @property
+    def daemons(self) -> Daemons:
+        """The long-running programs of the host."""
+        ...
+
+    @property
+    def leased(self) -> bool:
+        """True while a container holds a share of the device."""
+        ...
+
+    def suspend(self, reason: str) -> None:
+        """Suspend the device's shares."""
+        ...
+
+    def resume(self) -> None:
+        """Offer the device's shares, for the first time or again."""
+        ...
+
+    async def processes(self) -> Sequence[GpuProcess]:
+        """List the processes on the device.
+
+        Raises:
+            DriverError: if NVML cannot list them.
+        """
+        ...
+
+
+class DaemonSupervisor:
+    """One control daemon: started, probed, suspended, restarted, and ended.
+
+    Args:
+        device: CUDA's name of the device: the uuid of a GPU or of a MIG device.
+        name: the device's name in logs.
+        shared_memory: the bytes of /dev/shm of the daemon and its clients.
+
+    Attributes:
+        checked: set after the first check.
+        adopted: whether the daemon ran before this supervisor began.
+    """
+
+    def __init__(
+        self,
+        host: DaemonHost,
+        device: str,
+        directories: MpsDirectories,
+        timing: MpsDaemonTiming,
+        *,
+        name: str,
+        shared_memory: int = SHARED_MEMORY,
+    ) -> None:
+        self._host = host
+        self._daemons = host.daemons
+        self._directories = directories
+        self._timing = timing
+        self._daemon = control_daemon_spec(device, directories, shared_memory)
+        self._control = MpsControl(self._daemons, self._daemon, timing.deadline)
+        self._process: DaemonProcess | None = None
+        self._servers: frozenset[int] = frozenset()
+        self._answered = self._stopping = False
+        self._log = log.bind(gpu=name)
+        self.checked = anyio.Event()
+        self.adopted = False
+
+    async def run(self) -> None:
+        """Keep a control daemon running and answering, until cancelled."""
+        state = DaemonState()
+        if (found := await self.find()) is not None:
+            self.adopted = True
+            self._log.info("mps control daemon adopted", pid=found.pid)
+
+        while True:
+            decision = decide(state, await self._check(), self._timing)
+            if decision.action is DaemonAction.START:
+                decision = await self._start(decision)
+            state = decision.state
+            await self._carry_out(decision)
+            self.checked.set()
+            await self._wait(decision.wait)
+
+    async def find(self) -> DaemonProcess | None:
+        """Find the control daemon of an earlier agent."""
+        with suppress(ProgramMissing):  # without the program, no command would reach the daemon
+            self._process = await self._daemons.find(self._daemon)
+        return self._process
+
+    async def is_unused(self) -> bool:
+        """Return whether no container holds a share and the daemon has no client.
+
+        Raises:
+            ProgramError: if the daemon does not list its clients.
+        """
+        return not self._host.leased and not await self._clients()
+
+    async def release(self) -> None:
+        """Quit the daemon if it is unused; otherwise leave it to the next supervisor."""
+        try:
+            if not await self.is_unused():
+                self._log.info("mps control daemon left to its clients")
+                return
+            if self._process is not None:
+                await self._quit(self._process)
+            await self._daemons.unmount(self._daemon)
+        except (ProgramError, TimeoutError) as error:
+            self._log.warning("mps control daemon left running", error=str(error))
+
+    async def stop(self) -> None:
+        """Stop an unused daemon, or one whose device is gone, if need be by force.
+
+        Raises:
+            ProgramError: if the process stays.
+        """
+        process = self._process or await self.find()
+        if process is None:
+            return
+
+        self._stopping = True
+        with suppress(TimeoutError):
+            await self._quit(process)
+        await self._daemons.kill(process)
+
+    async def remove(self) -> None:
+        """Stop the daemon of a device that is gone, and remove its directories.
+
+        Raises:
+            ProgramError: if the process stays, or something stays mounted.
+        """
+        await self.stop()
+        await self._daemons.unmount(self._daemon)
+        await to_thread.run_sync(self._directories.remove)
+
+    async def empty_shared_memory(self) -> None:
+        """Remove what clients left in /dev/shm, unless a container holds a share.
+
+        Raises:
+            ProgramError: if something cannot be removed.
+        """
+        if not self._host.leased:
+            await self._daemons.empty(self._directories.shm)
+
+    async def end_idle_servers(self) -> str:
+        """Shut down servers without clients; return the MPS processes that remain, if any.
+
+        Raises:
+            ProgramError: if the daemon does not answer.
+        """
+        if self._process is None:
+            return ""
+        if clients := await self._clients():
+            return f"MPS clients {format_pids(clients)}"
+
+        for server in await self._control.servers():
+            await self._control.shut_down(server)
+        servers = await self._control.servers()
+        return f"MPS servers {format_pids(servers)}" if servers else ""
+
+    async def _quit(self, process: DaemonProcess) -> None:
+        """Send `quit` and wait for the end, whatever the answer is.
+
+        Raises:
+            TimeoutError: it did not end in time.
+        """
+        with anyio.fail_after(self._timing.deadline):
+            with suppress(ProgramError):
+                await self._control.quit()
+            await self._daemons.wait_ended(process)
+
+    async def _clients(self) -> Sequence[int]:
+        if self._process is None:
+            return []
+        servers = await self._control.servers()
+        return [pid for server in servers for pid in await self._control.clients(server)]
+
+    async def _check(self) -> DaemonObservation:
+        now = anyio.current_time
+        await self._daemons.limit_output(self._daemon)
+        if self._process is None:
+            return DaemonObservation(now(), running=False, problem=await self._end_reason())
+
+        try:
+            await self._control.probe()
+            self._answered = True
+            fault = await self._fault()
+        except ProgramError as error:
+            used = await self._may_be_used()
+            return DaemonObservation(now(), running=True, problem=str(error), used=used)
+        return DaemonObservation(now(), running=True, fault=fault)
+
+    async def _end_reason(self) -> str:
+        """Return how the daemon ended.
+
+        NVIDIA's daemon writes its status as its last line if it received the command `quit`. Root
+        of a container can send it: the commands are for root, and a container has the pipes.
+        """
+        output = await self._daemons.last_output_line(self._daemon)
+        if self._stopping or not self._answered or _QUIT not in output:
+            return output
+        return "it received `quit`, but not from metagpu: a container's root can send it"
+
+    async def _start(self, decision: DaemonDecision) -> DaemonDecision:
+        try:
+            self._process = await self._daemons.start(self._daemon)
+        except ProgramError as error:
+            return decide_after_failed_start(
+                decision.state, anyio.current_time(), _start_problem(error), self._timing
+            )
+        self._answered = self._stopping = False
+        self._log.info("mps control daemon started", pid=self._process.pid)
+        return decision
+
+    async def _carry_out(self, decision: DaemonDecision) -> None:
+        match decision.action:
+            case DaemonAction.SERVE:
+                self._host.resume()
+            case DaemonAction.SUSPEND:
+                self._host.suspend(decision.reason)
+            case DaemonAction.STOP:
+                self._host.suspend(f"{decision.reason}; it is unused, and metagpu restarts it")
+                await self._stop_hanging()
+            case DaemonAction.START | DaemonAction.WAIT:
+                pass
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait until the time is over or the daemon has ended."""
+        with anyio.move_on_after(seconds):
+            if self._process is None:
+                await anyio.sleep_forever()
+            else:
+                await self._daemons.wait_ended(self._process)
+                self._process = None
+
+    async def _stop_hanging(self) -> None:
+        """Stop a daemon that hangs, unless a container was given a share during the check."""
+        if self._host.leased:
+            return
+        try:
+            await self.stop()
+        except ProgramError as error:
+            self._host.suspend(f"the MPS control daemon hangs and cannot be stopped: {error}")
+
+    async def _fault(self) -> str:
+        """Return why the servers take no clients after a client's fault; empty if they do."""
+        if not self._host.leased:
+            return ""
+
+        self._servers = frozenset(await self._control.servers())
+        for server in self._servers:
+            if (await self._control.status(server)).upper() == _FAULT:
+                return (
+                    f"a fault of one client stopped MPS server {server}; it takes new clients when "
+                    "those it has have ended"
+                )
+        return ""
+
+    async def _may_be_used(self) -> bool:
+        """Return whether a daemon that does not answer may have clients."""
+        if self._host.leased:
+            return True
+        try:
+            pids = {process.pid for process in await self._host.processes()}
+        except DriverError:
+            return True
+        return not pids <= self._servers
+
+
+def format_pids(pids: Sequence[int]) -> str:
+    """Format process ids for a message."""
+    return ", ".join(map(str, pids))
+
+
+def _start_problem(error: ProgramError) -> str:
+    if isinstance(error, ProgramMissing) and PROGRAM in str(error):
+        return (
+            f"MPS needs {PROGRAM} of the driver's utilities: install them, or give the agent's "
+            f"container the `utility` capability of NVIDIA's runtime, or use --dev-root ({error})"
+        )
+    return f"the MPS control daemon could not be started: {error}"

@@ -1,0 +1,398 @@
+"""The backend `mig`: instances created on demand, or a fixed layout."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import ClassVar, Final
+
+import structlog
+from msgspec.structs import replace
+
+from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.backends.mig.capacity import free_capacity
+from metagpu.backends.mig.geometry import geometry_of, share_id, slot_of_instance
+from metagpu.backends.mig.inventory import InstanceSettings, MigTiming
+from metagpu.backends.mig.layout import choose_least_shared, layout_name, place_layout
+from metagpu.backends.mig.metrics import KINDS, capacity_metrics, instance_metrics
+from metagpu.backends.mig.mode import (
+    LEAVING,
+    MigModeDisabler,
+    MigModeEnabler,
+    MigModePolicy,
+    expected_problem,
+)
+from metagpu.backends.mig.mps_clients import check_units, choose_units, grant_units
+from metagpu.backends.mig.options import CreateAt, MigOptions
+from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
+from metagpu.backends.mig.planner import UnplaceableLayout
+from metagpu.backends.mig.profiles import PlacedProfile
+from metagpu.backends.mig.reconciler import MigReconciler
+from metagpu.backends.mig.sharing import MigMpsOptions, with_suffix
+from metagpu.core.contracts.backend import Options
+from metagpu.core.contracts.capabilities import (
+    DeclaresSharing,
+    DiagnosesGpu,
+    Guard,
+    HasMetrics,
+    NeedsPrivileges,
+    OffersExisting,
+    Provisions,
+    ReportsCapacity,
+)
+from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.errors import SharesOverlap, TooManyReplicas
+from metagpu.core.grants.grant import Grant
+from metagpu.core.grants.injection import CDI_STRATEGIES, Injection
+from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
+from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.mig import MigInstance, is_mps_share, profile_of
+from metagpu.core.model.privileges import Privilege
+from metagpu.core.model.shares import ProvisionedState, ResourceName, Share, by_gpu
+from metagpu.core.model.sharing import conflicts
+from metagpu.core.model.snapshot import GpuState, Snapshot
+
+log = structlog.get_logger()
+
+_ANSWER_MARGIN: Final = 3.0
+"""Seconds that Allocate waits beyond the deadline of an instance, for the reason of a failure."""
+
+
+class MigBackend(
+    Provisions,
+    OffersExisting,
+    NeedsPrivileges,
+    DeclaresSharing,
+    DiagnosesGpu,
+    HasMetrics,
+    ReportsCapacity,
+):
+    """The backend of GPUs in MIG mode.
+
+    Share ids are `GPU-<uuid>::2g.10gb@4`: profile and first slice. The id of a share of an instance
+    that serves several containers ends in the number of its replica, `...@4-t1`, or of its unit
+    under MPS, `...@4-p1`.
+
+    Attributes:
+        timing: how often GPUs are scanned, and when failures are tried again.
+        mps_timing: the same for MPS control daemons. Their ends are reported at once, and a GPU
+            may have seven: 30 s between probes are enough.
+    """
+
+    name: ClassVar[str] = "mig"
+    options_type: ClassVar[type[Options]] = MigOptions
+    needs_setup: ClassVar[bool] = True
+    needs_cleanup: ClassVar[bool] = True
+    guard: ClassVar[Guard] = Guard.MIG
+    metric_kinds: ClassVar[tuple[MetricKind, ...]] = KINDS
+    timing: ClassVar[MigTiming] = MigTiming()
+    mps_timing: ClassVar[MpsDaemonTiming] = MpsDaemonTiming(period=30.0)
+
+    def __init__(self, options: MigOptions, injection: Injection) -> None:
+        self._options = options
+        self._injection = injection
+
+    @classmethod
+    def configured(cls, options: Options, injection: Injection) -> "MigBackend":
+        """Create the backend from a pool's options.
+
+        Raises:
+            TypeError: if the options are those of another backend.
+            ValueError: if containers would get names that no instance of metagpu can have.
+        """
+        if not isinstance(options, MigOptions):
+            raise TypeError(f"mig cannot read {type(options).__name__}")
+        if injection.strategies & CDI_STRATEGIES and not injection.uses_own_cdi:
+            raise ValueError(
+                "cdiKind names a CDI specification without the MIG instances that metagpu "
+                "creates; leave cdiKind out, or use deviceListStrategy envvar or volume-mounts"
+            )
+        if options.create is CreateAt.START and not injection.uses_only_own_cdi:
+            raise ValueError(
+                "create: start gives a container the name of an instance before it exists, which "
+                "only CDI can; set deviceListStrategy to cdi-cri or cdi-annotations alone, or "
+                "leave create out"
+            )
+        return cls(options, injection)
+
+    @property
+    def resources(self) -> tuple[ResourceName, ...]:
+        """One resource for each profile, or the one that the pool names."""
+        return tuple(dict.fromkeys(map(self._options.resource_of, self._options.profile_names)))
+
+    @property
+    def offers_existing(self) -> bool:
+        """True if the pool has `existing: true`."""
+        return self._options.existing is True
+
+    def with_existing(
+        self, gpu: Gpu, instances: Sequence[MigInstance]
+    ) -> tuple[Options, "MigBackend"]:
+        """Return the backend for the finished instances of one GPU.
+
+        One resource name is for instances of one size: with several, none is offered.
+        """
+        finished = [it for it in instances if len(it.compute_instances) == 1]
+        slots = sorted(slot_of_instance(gpu.mig_profiles, it) for it in finished)
+        if (
+            isinstance(self._options.resource, str)
+            and len({it.partition("@")[0] for it in slots}) > 1
+        ):
+            slots = []
+        options = replace(self._options, existing=tuple(slots))
+        return options, MigBackend(options, self._injection)
+
+    @property
+    def provision_timeout(self) -> float:
+        """The seconds that the instances of a container may take."""
+        return self._options.deadline + _ANSWER_MARGIN
+
+    @property
+    def provisions_at_start(self) -> bool:
+        """True if the start of a container, and not Allocate, waits for its instances."""
+        options = self._options
+        if options.fixed_layout is not None or options.create is CreateAt.ALLOCATE:
+            return False
+        return self._injection.uses_only_own_cdi
+
+    def privileges(self) -> Mapping[Privilege, str]:
+        """Return what the driver wants of a caller who changes a GPU."""
+        uses = "MIG instances, and MPS on them" if self._options.mps else "MIG instances"
+        return {Privilege.SYS_ADMIN: uses}
+
+    def no_shares_reason(self, gpu: Gpu) -> str:
+        """Return why a GPU has no instances."""
+        if self._options.disable_mig:
+            return LEAVING if gpu.mig_enabled else "its pool has MIG mode off"
+        if not gpu.mig_profiles:
+            return "it does not support MIG, or NVML does not list its profiles"
+        if isinstance(placed := self._placed_profiles(gpu), UnplaceableLayout):
+            return self._layout_problem(placed)
+        if not self._options.profile_names:
+            return "it has no MIG instances, or under one name instances of several sizes"
+        has = ", ".join(profile.name for profile in gpu.mig_profiles)
+        wanted = ", ".join(self._options.profile_names)
+        return f"it has none of the MIG profiles {wanted}; it has {has}"
+
+    def expected_problem(self, gpu: Gpu) -> str:
+        """Return why a GPU will give no instances, such as MIG mode that stays off."""
+        options = self._options
+        if options.existing is not False:
+            return ""
+        return expected_problem(gpu, enable=options.enable_mig, disable=options.disable_mig)
+
+    def free_capacity(self, states: Sequence[GpuState]) -> Sequence[FreeCapacity]:
+        """Return the free capacity of GPUs with instances on demand, and helpful moves."""
+        if self._options.fixed_layout is not None:
+            return ()
+        mig_states = [state for state in states if state.gpu.mig_profiles]
+        return free_capacity(mig_states, frozenset(self._options.profile_names), self.name)
+
+    def metrics(self, states: Sequence[GpuState]) -> Iterable[BackendMetric]:
+        """Return metrics of the instances and, on demand, of the free capacity."""
+        names = self._options.profile_names
+        for state in states:
+            if state.gpu.mig_profiles:
+                yield from instance_metrics(state, names, self.name)
+                if self._options.fixed_layout is None:
+                    yield from capacity_metrics(state, frozenset(names), self.name)
+
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Return one share per placement of the allowed profiles, or those of the layout.
+
+        The shares are the same whether MIG mode is on or off. A layout that does not fit has none.
+        """
+        if isinstance(placed_profiles := self._placed_profiles(gpu), UnplaceableLayout):
+            return ()
+
+        options = self._options
+        sharing_by_profile = options.sharing_by_profile(gpu)
+        counted = Counter[ResourceName]()
+        shares = []
+        for placed in placed_profiles:
+            profile = placed.profile.name
+            resource, sharing = options.resource_of(profile), sharing_by_profile[profile]
+            for suffix in sharing.suffixes:
+                shares.append(
+                    Share(
+                        id=share_id(gpu.id, f"{placed}{suffix}"),
+                        gpu=gpu.id,
+                        resource=resource,
+                        backend=self.name,
+                        number=counted[resource],
+                        footprint=with_suffix(placed.footprint, suffix),
+                        memory=sharing.memory,
+                    )
+                )
+                counted[resource] += 1
+        return shares
+
+    def prefer(
+        self,
+        available: Sequence[Share],
+        required: Sequence[Share],
+        size: int,
+        snapshot: Snapshot,
+    ) -> Sequence[Share]:
+        """Choose the placements that leave most future capacity; closed GPUs come last.
+
+        Of a layout, choose the instances with the fewest containers, or units of one instance
+        under MPS. The snapshot, not the kubelet, decides which shares are free: the kubelet may
+        not have the newest list yet.
+        """
+        if self._options.fixed_layout is not None:
+            if any(is_mps_share(share.id) for share in (*required, *available)):
+                return choose_units(size, available, required, snapshot, self._mps)
+            return choose_least_shared(size, available, required, snapshot)
+
+        required_by_gpu = by_gpu(required)
+        candidates = [
+            _candidate(snapshot.gpus[gpu], shares, required_by_gpu.get(gpu, ()))
+            for gpu, shares in by_gpu([*required, *available]).items()
+        ]
+        open_candidates = [
+            candidate
+            for candidate in candidates
+            if candidate.required or snapshot.gpus[candidate.gpu.id].open_to(self.name)
+        ]
+        chosen = (
+            choose_placements(size, open_candidates) or choose_placements(size, candidates) or []
+        )
+
+        return list(dict.fromkeys([*chosen, *required, *available]))[:size]
+
+    def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+        """Refuse instances that exclude each other, such as two with the one media engine.
+
+        Refuse several replicas for one container where the pool forbids them; under MPS, refuse
+        units of several instances, and one container more than an instance serves.
+
+        Raises:
+            SharesOverlap: with the two instances.
+            TooManyReplicas: in the words of NVIDIA's device plugin.
+            MultipleDevices: with the free units of each instance.
+            TooManyClients: with the number of clients that the instance serves.
+        """
+        if any(is_mps_share(share.id) for share in shares):
+            check_units(shares, snapshot, self._mps)
+        if self._options.fail_requests_greater_than_one and len(shares) > 1:
+            for share in shares:
+                if self._options.replicas_of(profile_of(share.id)) > 1:
+                    raise TooManyReplicas(share.resource, len(shares))
+        for one, other in combinations(shares, 2):
+            if one is not other and conflicts(one, other):
+                names = f"{one.id.partition('::')[2]}, {other.id.partition('::')[2]}"
+                raise SharesOverlap(one.resource, str(snapshot.gpus[one.gpu].gpu), names)
+
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Grant the MIG devices of the shares, by CDI name if created at the start.
+
+        Under MPS, grant a part of one device.
+        """
+        if self.provisions_at_start:
+            return self._injection.grant_cdi_names(shares, snapshot)
+        grant = self._injection.grant_devices(shares, snapshot)
+        if not any(is_mps_share(share.id) for share in shares):
+            return grant
+        return grant_units(grant, shares, snapshot, self._injection.run_dir)
+
+    async def serve(self, context: GpuContext) -> None:
+        """Create instances for leases and remove idle ones, or keep the layout on the GPU."""
+        options, placed = self._options, self._placed_profiles(context.gpu)
+        if options.existing is not False and not placed:
+            await _stay_idle(context)
+            return
+        if isinstance(placed, UnplaceableLayout):
+            await _stay_suspended(context, self._layout_problem(placed))
+            return
+
+        self._log_limited_replicas(context.gpu)
+        sharing = options.sharing_by_profile(context.gpu)
+        settings = InstanceSettings(
+            allowed=frozenset(options.profile_names),
+            keep_warm=options.warm_seconds,
+            deadline=options.deadline,
+            layout=None if options.fixed_layout is None else frozenset(map(str, placed)),
+            suffixes={name: it.suffixes for name, it in sharing.items()},
+            mps_profiles=frozenset(filter(options.uses_mps, options.profile_names)),
+            keeps_existing=options.existing is not False,
+            shared_memory=self._mps.shared_memory,
+            timing=self.timing,
+        )
+        mode: MigModePolicy = MigModeEnabler(context, enable=options.enable_mig)
+        if options.disable_mig:
+            mode = MigModeDisabler(context)
+        run_dir = self._injection.run_dir
+        await MigReconciler(context, settings, mode, run_dir, self.mps_timing).run()
+
+    def _log_limited_replicas(self, gpu: Gpu) -> None:
+        """Log the profiles whose instances serve fewer clients than the pool's replicas."""
+        for profile in gpu.mig_profiles:
+            uses_mps = self._options.uses_mps(profile.name)
+            if uses_mps and self._mps.exceeds_clients(profile, gpu):
+                log.warning(
+                    "mps replicas limited to the clients of an instance",
+                    gpu=str(gpu),
+                    profile=profile.name,
+                    offered=self._mps.clients_of(profile, gpu),
+                )
+
+    @property
+    def _mps(self) -> MigMpsOptions:
+        """The options of units; another pool may have cut them, under the same name."""
+        return self._options.mps or MigMpsOptions()
+
+    def _placed_profiles(self, gpu: Gpu) -> tuple[PlacedProfile, ...] | UnplaceableLayout:
+        """Return the possible instances, or those of the layout."""
+        options = self._options
+        if options.fixed_layout is None:
+            return geometry_of(gpu.mig_profiles, frozenset(options.profile_names)).placed_profiles
+        if options.existing is not False:
+            every = geometry_of(gpu.mig_profiles).placed_profiles
+            return tuple(placed for placed in every if str(placed) in options.slots)
+        return place_layout(gpu, options.fixed_layout)
+
+    def _layout_problem(self, unplaceable: UnplaceableLayout) -> str:
+        name = layout_name(self._options.fixed_layout or {})
+        return f"the layout {name} does not fit: {unplaceable.reason}"
+
+
+async def _stay_suspended(context: GpuContext, reason: str) -> None:
+    """Leave a GPU as it is, and free for other backends, until cancelled."""
+    context.suspend(reason)
+    await _finish_cleanups(context)
+
+
+async def _stay_idle(context: GpuContext) -> None:
+    """Leave a GPU without instances to other backends, until cancelled."""
+    context.resume()
+    await _finish_cleanups(context)
+
+
+async def _finish_cleanups(context: GpuContext) -> None:
+    while True:
+        await context.wait_until(lambda _: context.cleanup_due_since is not None)
+        if (since := context.cleanup_due_since) is not None:
+            context.cleanup_done(since)
+
+
+def _candidate(
+    state: GpuState, shares: Sequence[Share], required: Sequence[Share]
+) -> PlacementCandidate:
+    """Describe one GPU for the choice of placements."""
+    mine = [share for share in state.shares if share.backend == MigBackend.name]
+    provisioned = state.provisioned.get(MigBackend.name, ProvisionedState())
+    unleased = {i for i in provisioned.devices if i not in state.leases}
+    warm = {i for i in unleased if provisioned.devices[i].idle}
+
+    occupied = {slot for lease in state.leases.values() for slot in lease.share.footprint}
+    occupied.update(provisioned.blocked)
+    occupied.update(slot for it in mine if it.id in unleased - warm for slot in it.footprint)
+    return PlacementCandidate(
+        state.gpu,
+        geometry_of(state.gpu.mig_profiles, frozenset(profile_of(share.id) for share in mine)),
+        frozenset(occupied),
+        [it for it in shares if it not in required and it.footprint.isdisjoint(occupied)],
+        frozenset(required),
+        frozenset(it for it in mine if it.id in warm),
+    )

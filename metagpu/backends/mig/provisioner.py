@@ -1,0 +1,236 @@
+"""The provisioner of one GPU: creates and removes MIG instances.
+
+The driver may be busy for long; the provisioner then asks again.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from metagpu.backends.mig.inventory import InstanceInventory, identity
+from metagpu.backends.mig.mps_daemons import MpsDaemons
+from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.errors import DriverError, DriverTimeout, InsufficientResources, InUse
+from metagpu.core.model.mig import MigInstance, Placement
+from metagpu.core.model.shares import Lease
+from metagpu.core.runtime.backoff import Backoff
+
+log = structlog.get_logger()
+
+
+class ProvisionerObserver(Protocol):
+    """The reconciler of a GPU, as its provisioner sees it."""
+
+    def change_began(self, slot: str) -> None:
+        """Report the inventory: a share of this slot must not be given now."""
+        ...
+
+    def change_ended(self, slot: str) -> None:
+        """Report the inventory, and check whether there is more to do."""
+        ...
+
+    async def rescan(self) -> None:
+        """Read the instances again: another program must have changed them."""
+        ...
+
+
+class InstanceProvisioner:
+    """The creations and removals of one GPU's instances, one at a time in each slot.
+
+    Attributes:
+        lock: held from a request to NVML until its result is in the inventory.
+    """
+
+    def __init__(
+        self,
+        context: GpuContext,
+        inventory: InstanceInventory,
+        daemons: MpsDaemons,
+        observer: ProvisionerObserver,
+    ) -> None:
+        self.lock = anyio.Lock()
+        self._context = context
+        self._inventory = inventory
+        self._daemons = daemons
+        self._observer = observer
+        self._timing = inventory.settings.timing
+        self._changes: dict[str, anyio.Event] = {}
+        """Set when the creation or removal in a slot has ended."""
+
+    @property
+    def changing(self) -> bool:
+        """True while an instance is being created or removed."""
+        return bool(self._changes)
+
+    def start_creation(self, group: TaskGroup, slot: str, lease: Lease | None = None) -> None:
+        """Start to create an instance for a lease or a layout, unless the slot changes."""
+        if slot in self._changes:
+            return
+        self._inventory.creating.add(slot)
+        self._begin(slot)  # a later owner of the GPU learns from the report whose instance it is
+        group.start_soon(self._create, slot, lease)
+
+    async def remove(self, slot: str) -> DriverError | None:
+        """Remove an owned instance that has no lease by now; return the error if it stays."""
+        inventory = self._inventory
+        if slot in self._changes or not inventory.is_unleased(self._context.state, slot):
+            return None
+
+        instance = inventory.present[slot]
+        self._begin(slot)  # before the request to the driver, so that no share is given meanwhile
+        try:
+            await self._daemons.stop(slot)
+            async with self.lock:
+                if inventory.present.get(slot) != instance:
+                    return None  # it went meanwhile, and its number may be another's by now
+                await self._context.mig.destroy(self._context.gpu.id, instance.number)
+                del inventory.present[slot]
+        except DriverError as error:
+            return await self._removal_failed(slot, instance, error)
+        else:
+            for record in (inventory.idle, inventory.processes, inventory.removal_failures):
+                record.pop(slot, None)
+            device = identity(instance)
+            self._context.instance_removed(device)
+            log.info("mig instance removed", gpu=self._gpu, instance=slot, device=device)
+            return None
+        finally:
+            self._end(slot)
+
+    @property
+    def _gpu(self) -> str:
+        return str(self._context.state.gpu)
+
+    async def _create(self, slot: str, lease: Lease | None) -> None:
+        """Create an instance, or record why that failed."""
+        began = anyio.current_time()
+
+        try:
+            instance = await self._create_by(slot, began + self._inventory.settings.deadline)
+        except DriverError as error:
+            if lease is not None:
+                self._inventory.record_lease_failure(lease, str(error))
+            self._inventory.record_creation_failure(slot, str(error), anyio.current_time())
+            log.warning(
+                "mig instance creation failed", gpu=self._gpu, instance=slot, error=str(error)
+            )
+        else:
+            took = f"{anyio.current_time() - began:.3f}s"
+            device = identity(instance)
+            log.info("mig instance created", gpu=self._gpu, instance=slot, device=device, took=took)
+        finally:
+            self._end(slot)
+
+    async def _create_by(self, slot: str, deadline: float) -> MigInstance:
+        """Create an instance, and try again while the driver is busy.
+
+        Raises:
+            DriverError: if that fails, or does not succeed by the deadline; names what occupies
+                the slices.
+        """
+        profile, placement = self._request(slot)
+        backoff = Backoff(self._timing.busy, self._timing.longest_busy)
+
+        while True:
+            try:
+                await self._free_slices(slot)
+                return await self._request_instance(slot, profile, placement, deadline)
+            except InUse:
+                delay = backoff.next()
+                if anyio.current_time() + delay > deadline:
+                    raise
+            except InsufficientResources as error:
+                await self._observer.rescan()  # another program has changed the instances
+                found = self._inventory.overlapping(self._context.state, slot)
+                occupants = ", ".join(found) or "no instance"
+                raise InsufficientResources(f"{error}; on its slices: {occupants}") from None
+            await anyio.sleep(delay)
+
+    def _request(self, slot: str) -> tuple[int, Placement]:
+        """Return NVML's number of a slot's profile, and the placement."""
+        name, _, start = slot.rpartition("@")
+        return next(
+            (profile.number, placement)
+            for profile in self._context.state.gpu.mig_profiles
+            if profile.name == name
+            for placement in profile.placements
+            if placement.start == int(start)
+        )
+
+    async def _request_instance(
+        self, slot: str, profile: int, placement: Placement, deadline: float
+    ) -> MigInstance:
+        async with self.lock:
+            left = max(deadline - anyio.current_time(), self._timing.busy)
+            gpu = self._context.gpu.id
+            try:
+                instance = await self._context.mig.create(gpu, profile, placement, left)
+            except DriverTimeout:
+                self._inventory.timed_out.add(slot)  # if it appears after all, it is ours
+                raise
+            self._inventory.present[slot] = instance
+            self._inventory.owned.add(identity(instance))
+            return instance
+
+    async def _free_slices(self, wanted: str) -> None:
+        """Remove the idle instances on the slices of a slot.
+
+        Raises:
+            DriverError: if an instance stays.
+        """
+        inventory = self._inventory
+        for slot in inventory.overlapping(self._context.state, wanted):
+            if slot in self._changes and slot != wanted:
+                await self._changes[slot].wait()
+            if slot not in inventory.present:
+                continue
+            if not inventory.is_unleased(self._context.state, slot):
+                raise InsufficientResources(
+                    f"instance {slot} is in use, or was not created by metagpu"
+                )
+            if (error := await self.remove(slot)) is not None:
+                raise error
+
+    async def _removal_failed(
+        self, slot: str, instance: MigInstance, error: DriverError
+    ) -> DriverError:
+        """Record a failed removal, with the processes on the instance if they cause it."""
+        with suppress(DriverError):
+            pids = (await pids_by_instance(self._context)).get(instance.number, ())
+            if pids and isinstance(error, InUse):
+                error = InUse(f"{error}: process {', '.join(map(str, pids))} runs on {slot}")
+
+        now = anyio.current_time()
+        if self._inventory.record_removal_failure(slot, str(error), now):
+            log.warning(
+                "mig instance removal failed", gpu=self._gpu, instance=slot, error=str(error)
+            )
+        return error
+
+    def _begin(self, slot: str) -> None:
+        self._changes[slot] = anyio.Event()
+        self._inventory.changing.add(slot)
+        self._observer.change_began(slot)
+
+    def _end(self, slot: str) -> None:
+        self._inventory.changing.discard(slot)
+        self._inventory.creating.discard(slot)
+        self._changes.pop(slot).set()
+        self._observer.change_ended(slot)
+
+
+async def pids_by_instance(context: GpuContext) -> Mapping[int | None, Sequence[int]]:
+    """Return the processes on a GPU, by NVML's number of their GPU instance.
+
+    Raises:
+        DriverError: if NVML does not list them.
+    """
+    found: defaultdict[int | None, list[int]] = defaultdict(list)
+    for process in await context.processes():
+        found[process.gpu_instance].append(process.pid)
+    return found

@@ -1,0 +1,217 @@
+"""The backend `mps`: containers compute on one GPU at once, each in its part.
+
+NVIDIA's Multi-Process Service has one control daemon for each GPU. A container becomes a client of
+the daemon through shared directories, and the container's environment sets its limits.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Final
+
+import structlog
+
+from metagpu.backends.common.mps_daemon.client_limits import (
+    DEFAULT_UNITS,
+    MAX_CLIENTS,
+    MAX_UNITS,
+    SERVER_MEMORY,
+    SHARED_MEMORY,
+    check_number,
+    check_shared_memory,
+    count_containers,
+    grant_to_client,
+    max_clients_of,
+    usable_memory,
+)
+from metagpu.backends.common.mps_daemon.control import MpsDirectories
+from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.backends.common.packing import (
+    PlacementPolicy,
+    candidates_of,
+    choose_shares_or_fallback,
+)
+from metagpu.backends.mps.gpu_owner import run_gpu_owner
+from metagpu.core.config.units import Bytes
+from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
+from metagpu.core.contracts.capabilities import (
+    DeclaresSharing,
+    Guard,
+    HasMetrics,
+    ManagesGpu,
+    NeedsPrivileges,
+    SharingStrategy,
+)
+from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.errors import MultipleDevices, TooManyClients
+from metagpu.core.grants.grant import Grant
+from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
+from metagpu.core.model.gpu import MIB, Gpu, GpuId
+from metagpu.core.model.privileges import Privilege
+from metagpu.core.model.shares import Share, ShareId, by_gpu
+from metagpu.core.model.snapshot import GpuState, Snapshot
+
+DAEMON_UP: Final = MetricKind(
+    "mps_control_daemon_up",
+    "Whether the MPS control daemon of the GPU answers and takes clients, 1 or 0.",
+)
+log = structlog.get_logger()
+
+
+class MpsOptions(
+    OneResourceOptions, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
+):
+    """The options of the backend `mps` in a pool.
+
+    Attributes:
+        units_per_gpu: the units of each GPU, 100 unless `replicas` is given; a container may take
+            several units of one GPU.
+        replicas: instead, the equal parts of each GPU, at most as many as it serves clients.
+        placement: the policy for choosing among several GPUs.
+        max_clients: how many containers a GPU serves at once; by default as many as its
+            architecture allows.
+        server_memory: the memory that the MPS server needs, so that all parts fit.
+        shared_memory: the size of /dev/shm, which all containers of a GPU share.
+    """
+
+    resource: str = "nvidia.com/gpu.mps"
+    units_per_gpu: int | None = None
+    replicas: int | None = None
+    placement: PlacementPolicy = PlacementPolicy.BINPACK
+    max_clients: int | None = None
+    server_memory: Bytes = SERVER_MEMORY
+    shared_memory: Bytes = SHARED_MEMORY
+
+    def __post_init__(self) -> None:
+        if self.units_per_gpu is not None and self.replicas is not None:
+            raise ValueError("unitsPerGpu and replicas contradict each other; give one of them")
+        check_number("unitsPerGpu", self.units_per_gpu, MAX_UNITS)
+        check_number("replicas", self.replicas, MAX_CLIENTS)
+        check_number("maxClients", self.max_clients, MAX_CLIENTS)
+        check_shared_memory(self.shared_memory)
+
+
+class MpsBackend(
+    OneResourceBackend[MpsOptions], ManagesGpu, NeedsPrivileges, DeclaresSharing, HasMetrics
+):
+    """The backend of units of threads and memory. Share ids are `GPU-<uuid>::p12`."""
+
+    name: ClassVar[str] = "mps"
+    options_type: ClassVar[type[Options]] = MpsOptions
+    needs_setup: ClassVar[bool] = True
+    needs_cleanup: ClassVar[bool] = True
+    guard: ClassVar[Guard] = Guard.MPS
+    sharing_strategy: ClassVar[SharingStrategy] = SharingStrategy.MPS
+    metric_kinds: ClassVar[tuple[MetricKind, ...]] = (DAEMON_UP,)
+    timing: ClassVar[MpsDaemonTiming] = MpsDaemonTiming()
+
+    def metrics(self, states: Sequence[GpuState]) -> Iterable[BackendMetric]:
+        """Return whether control daemons serve: otherwise the backend is suspended."""
+        return [
+            BackendMetric(DAEMON_UP, state.gpu.id, self.name not in state.suspended)
+            for state in states
+        ]
+
+    def privileges(self) -> Mapping[Privilege, str]:
+        """Return what mounts, and the driver's compute mode, want of a caller."""
+        return {Privilege.SYS_ADMIN: "MPS: a /dev/shm for the clients of a GPU, its compute mode"}
+
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Return equal parts of a GPU without the MPS server's memory; none in MIG mode.
+
+        A GPU has no more replicas than it serves clients.
+        """
+        units, replicas = self.options.units_per_gpu or DEFAULT_UNITS, self.options.replicas
+        count = units if replicas is None else min(replicas, self.clients_of(gpu))
+        memory = self._usable_memory(gpu) // count
+        if gpu.mig_enabled or memory < MIB:
+            return ()
+
+        return self.equal_shares(gpu, (f"p{number:02d}" for number in range(count)), memory)
+
+    def clients_of(self, gpu: Gpu) -> int:
+        """Return how many containers a GPU serves at once, with one process each."""
+        return max_clients_of(gpu, self.options.max_clients)
+
+    def prefer(
+        self,
+        available: Sequence[Share],
+        required: Sequence[Share],
+        size: int,
+        snapshot: Snapshot,
+    ) -> Sequence[Share]:
+        """Choose units of one GPU that takes another client; others come last."""
+        candidates = candidates_of(self.resource, available, required, snapshot)
+        open_candidates = [
+            it for it in candidates if it.required or self._takes_more(snapshot.gpus[it.gpu.id])
+        ]
+        return choose_shares_or_fallback(
+            size, open_candidates, candidates, self.options.placement, largest=size
+        )
+
+    def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+        """Refuse units of several GPUs, and one container more than a GPU serves.
+
+        Raises:
+            MultipleDevices: with the free units of each GPU.
+            TooManyClients: with the number of clients that the GPU serves.
+        """
+        taken = by_gpu(shares)
+        if len(taken) > 1:
+            offered = snapshot.offers[self.resource].by_gpu
+            chosen = {snapshot.gpus[gpu].gpu.index: len(units) for gpu, units in taken.items()}
+            free = {
+                state.gpu.index: state.count_free(self.resource)
+                for state in snapshot.gpus.values()
+                if state.gpu.id in offered
+            }
+            raise MultipleDevices(
+                self.resource, len(shares), _format_counts(chosen), _format_counts(free)
+            )
+
+        for gpu, units in taken.items():
+            state = snapshot.gpus[gpu]
+            # The units of an init container go to the next container: no client is added.
+            others = state.leases.keys() - {share.id for share in units}
+            if self._count_clients(state, others) >= self.clients_of(state.gpu):
+                raise TooManyClients(self.resource, f"GPU {state.gpu}", self.clients_of(state.gpu))
+
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Grant the GPU, its control daemon's directories, and the limits of the units."""
+        base = self.injection.grant_shares(shares, snapshot)
+        [(gpu, held)] = by_gpu(shares).items()
+        # Another pool may have divided the GPU, under the same resource name.
+        units = len(snapshot.offers[self.resource].by_gpu[gpu])
+        return grant_to_client(base, self._directories(gpu), held, units)
+
+    async def serve(self, context: GpuContext) -> None:
+        """Keep a control daemon for the GPU while it has clients or a pool wants it."""
+        most = self.clients_of(context.gpu)
+        if most < (self.options.replicas or 0):
+            log.warning(
+                "mps replicas limited to the clients of a gpu",
+                gpu=str(context.gpu),
+                offered=most,
+                replicas=self.options.replicas,
+            )
+        directories, shared = self._directories(context.gpu.id), self.options.shared_memory
+        await run_gpu_owner(context, directories, self.timing, shared)
+
+    def _usable_memory(self, gpu: Gpu) -> int:
+        # Units are parts of a known amount of memory: without one there are none.
+        total = (gpu.memory or 0) - (gpu.reserved or 0)
+        return usable_memory(total, self.options.server_memory)
+
+    def _directories(self, gpu: GpuId) -> MpsDirectories:
+        return MpsDirectories.for_device(self.injection.run_dir, gpu)
+
+    def _takes_more(self, state: GpuState) -> bool:
+        clients = self._count_clients(state, state.leases.keys())
+        return state.open_to(self.name) and clients < self.clients_of(state.gpu)
+
+    def _count_clients(self, state: GpuState, ids: Iterable[ShareId]) -> int:
+        """Count the containers that hold these shares, as far as the shares are of MPS."""
+        leases = [state.leases[share_id] for share_id in ids]
+        return count_containers(it for it in leases if it.share.backend == self.name)
+
+
+def _format_counts(by_index: Mapping[int, int]) -> str:
+    return ", ".join(f"GPU {index}: {count}" for index, count in sorted(by_index.items()))

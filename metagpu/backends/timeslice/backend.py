@@ -1,0 +1,221 @@
+"""The backend `timeslice`: replicas of a GPU, shared by the driver's time-slices.
+
+NVIDIA's device plugin calls the same thing replicas. Only the driver's time-slices separate the
+containers of a GPU: neither memory nor faults are isolated.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import ClassVar, Final
+
+import anyio
+import msgspec
+import structlog
+
+from metagpu.backends.common.packing import candidates_of
+from metagpu.backends.timeslice.placement import AllocationPolicy, choose_replicas
+from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
+from metagpu.core.contracts.capabilities import (
+    DeclaresSharing,
+    ManagesGpu,
+    NeedsPrivileges,
+    SharingStrategy,
+)
+from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.errors import ProgramError, ProgramMissing, TooManyReplicas
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.privileges import Privilege
+from metagpu.core.model.shares import Share, Verdict
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.log_once import LogOnce
+
+_MAX_REPLICAS: Final = 100_000
+"""Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
+
+log = structlog.get_logger()
+
+
+class TimeSlice(StrEnum):
+    """The length of a time-slice; NVIDIA names the steps and not their milliseconds."""
+
+    DEFAULT = "default"
+    SHORT = "short"
+    MEDIUM = "medium"
+    LONG = "long"
+
+
+_STEPS: Final = {
+    TimeSlice.DEFAULT: "0",
+    TimeSlice.SHORT: "1",
+    TimeSlice.MEDIUM: "2",
+    TimeSlice.LONG: "3",
+}
+"""The numbers of `nvidia-smi compute-policy --set-timeslice`."""
+
+
+class TimesliceTiming(msgspec.Struct, frozen=True):
+    """The delays of the backend.
+
+    Attributes:
+        retry: seconds between two attempts to set the length of a time-slice. The driver's
+            programs may be installed later than this agent.
+    """
+
+    retry: float = 60.0
+
+
+class TimesliceOptions(
+    OneResourceOptions, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
+):
+    """The options of time-slices.
+
+    Attributes:
+        replicas: the number of containers that may hold a GPU at once. Required: memory is not
+            divided, so only the operator knows how many of the workloads fit.
+        fail_requests_greater_than_one: whether a container that asks for more than one replica is
+            refused; two replicas are not twice the time.
+        allocation_policy: the GPU that comes first.
+        time_slice: the length of a time-slice; the driver's setting stays if not given.
+    """
+
+    replicas: int
+    resource: str = "nvidia.com/gpu.shared"
+    fail_requests_greater_than_one: bool = False
+    allocation_policy: AllocationPolicy = AllocationPolicy.DISTRIBUTED
+    time_slice: TimeSlice | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= _MAX_REPLICAS:
+            raise ValueError(f"replicas is {self.replicas}; allowed: 1 to {_MAX_REPLICAS}")
+
+
+class TimesliceBackend(
+    OneResourceBackend[TimesliceOptions], ManagesGpu, NeedsPrivileges, DeclaresSharing
+):
+    """A backend of replicas of a GPU, with ids `GPU-<uuid>::t3`."""
+
+    name: ClassVar[str] = "timeslice"
+    options_type: ClassVar[type[Options]] = TimesliceOptions
+    sharing_strategy: ClassVar[SharingStrategy] = SharingStrategy.TIME_SLICING
+    timing: ClassVar[TimesliceTiming] = TimesliceTiming()
+
+    def __init__(self, options: TimesliceOptions, injection: Injection) -> None:
+        super().__init__(options, injection)
+        self._missing_program = LogOnce()
+
+    def privileges(self) -> Mapping[Privilege, str]:
+        """Return what the driver wants of a caller who sets the length of time-slices."""
+        if self.options.time_slice is None:
+            return {}
+        return {Privilege.SYS_ADMIN: "the length of time-slices"}
+
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Return the replicas of a GPU, each with its part of the memory.
+
+        A GPU in MIG mode has none: CUDA sees its instances only.
+        """
+        if gpu.mig_enabled:
+            return ()
+
+        replicas = self.options.replicas
+        return self.equal_shares(
+            gpu, (f"t{number}" for number in range(replicas)), (gpu.memory or 0) // replicas
+        )
+
+    def prefer(
+        self,
+        available: Sequence[Share],
+        required: Sequence[Share],
+        size: int,
+        snapshot: Snapshot,
+    ) -> Sequence[Share]:
+        """Choose by the pool's policy; faulty GPUs and those of other owners come last.
+
+        The kubelet may not have received yet that another backend owns a GPU.
+        """
+        candidates = candidates_of(self.resource, available, required, snapshot)
+        last = {it.gpu.id for it in candidates if not snapshot.gpus[it.gpu.id].open_to(self.name)}
+        return choose_replicas(size, candidates, self.options.allocation_policy, last)
+
+    def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
+        """Refuse several replicas for one container, where the options forbid it.
+
+        Raises:
+            TooManyReplicas: in the words of NVIDIA's device plugin.
+        """
+        del snapshot
+        if self.options.fail_requests_greater_than_one and len(shares) > 1:
+            raise TooManyReplicas(self.resource, len(shares))
+
+    async def serve(self, context: GpuContext) -> None:
+        """Set the length of time-slices while the GPU is offered; reset it afterwards.
+
+        The backend sets the length again when the GPU is back from a fault, which a reset may have
+        ended. A failure is tried again for as long as it lasts.
+        """
+        length = self.options.time_slice
+        if length is None:
+            return
+
+        to_undo, failures = False, LogOnce()
+        try:
+            while True:
+                verdict = context.state.verdict
+                # A call that is cancelled while the program runs cannot know its effect.
+                before, to_undo = to_undo, True
+                failure = await self._set(length, context)
+                if failure is not None:
+                    to_undo = before
+                    if failures.is_new(length, str(failure)):
+                        self._log_failure(length, context.gpu, failure)
+                    await anyio.sleep(self.timing.retry)
+                    continue
+
+                failures.clear(length)
+                await context.wait_until(partial(_is_back, verdict))
+        finally:
+            if to_undo and length is not TimeSlice.DEFAULT:
+                with anyio.CancelScope(shield=True):  # the program's own deadline ends it
+                    failure = await self._set(TimeSlice.DEFAULT, context)
+                if failure is not None:
+                    self._log_failure(TimeSlice.DEFAULT, context.gpu, failure)
+
+    async def _set(self, length: TimeSlice, context: GpuContext) -> ProgramError | None:
+        """Set the length of time-slices of a GPU; return the failure.
+
+        NVML has no call for it. The command is that of NVIDIA's own DRA driver (`setTimeSlice` in
+        the kubelet plugin's nvlib.go, github.com/kubernetes-sigs/dra-driver-nvidia-gpu).
+        """
+        command = ("compute-policy", "-i", context.gpu.id, "--set-timeslice", _STEPS[length])
+
+        try:
+            await context.programs.run("nvidia-smi", *command)
+        except ProgramError as error:
+            return error
+        log.info(
+            "time-slice set", resource=self.resource, gpu=str(context.gpu), time_slice=str(length)
+        )
+        return None
+
+    def _log_failure(self, length: TimeSlice, gpu: Gpu, failure: ProgramError) -> None:
+        bound = log.bind(
+            resource=self.resource, gpu=str(gpu), time_slice=str(length), error=str(failure)
+        )
+        if not isinstance(failure, ProgramMissing):
+            bound.warning("time-slice setting failed")
+        elif self._missing_program.is_new(self.resource, "missing"):  # once for the pool's GPUs
+            bound.warning(
+                "time-slice setting unavailable",
+                fix=(
+                    "timeSlice needs nvidia-smi. Give the agent's container the `utility` "
+                    "capability of NVIDIA's runtime, name the driver's root with --dev-root, or "
+                    "leave the option out"
+                ),
+            )
+
+
+def _is_back(before: Verdict, state: GpuState) -> bool:
+    """Return whether a GPU is healthy, and was not since an earlier verdict."""
+    return state.verdict.healthy and state.verdict != before

@@ -1,0 +1,277 @@
+"""The arguments of `metagpu`'s commands, their help and their examples."""
+
+import argparse
+from pathlib import Path
+from textwrap import fill
+from typing import Any, Final
+
+from metagpu import __version__
+from metagpu.agent import paths
+from metagpu.cli.options import (
+    Variable,
+    add_choice,
+    add_cluster,
+    add_metrics,
+    add_run_dir,
+    add_source,
+)
+from metagpu.cli.parser import Parser
+
+SIMULATE_HELP: Final = (
+    "simulate a node instead of reading NVML: models and counts, such as a100-40gb:4,t4:2, or a "
+    "YAML file that describes the node"
+)
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_LOG_FORMATS: Final = ("auto", "json", "console")
+_GPU_HELP: Final = "index, uuid or PCI bus id of the GPU"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser; `command` of its result is the command's name."""
+    program = Parser(
+        prog="metagpu",
+        description="Lets the pods of a Kubernetes node share its NVIDIA GPUs.",
+        epilog="Try `metagpu demo`: it needs neither a GPU nor a cluster.",
+    )
+    program.add_argument("--version", action="version", version=f"metagpu {__version__}")
+    commands = program.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command"
+    )
+
+    for add in (
+        *(_run, _demo, _explain, _validate, _plan, _status),
+        *(_acknowledge, _cordon, _uncordon, _sim),
+    ):
+        add(commands)
+    return program
+
+
+def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of its sub-parsers privately
+    it = _command(
+        commands,
+        "run",
+        "serve this node: offer its GPUs to the kubelet until stopped",
+        "metagpu run --config metagpu.yaml\n"
+        "  metagpu run --simulate a100-40gb:8 --kubelet-dir /tmp/kubelet --run-dir /tmp/run",
+    )
+    _add_node(it)
+    it.add_argument(
+        "--kubelet-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_KUBELET_DIR",), paths.KUBELET_DIR, convert=Path),
+        help="the kubelet's device-plugins folder (default: %(default)s)",
+    )
+    it.add_argument(
+        "--pod-resources",
+        metavar="PATH",
+        type=Path,
+        default=Variable(("METAGPU_POD_RESOURCES",), paths.POD_RESOURCES, convert=Path),
+        help="the kubelet's PodResources socket (default: %(default)s)",
+    )
+    it.add_argument(
+        "--dev-root",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
+        help="the folder that has the host's /dev; the same path here and for the container "
+        "runtime (default: /)",
+    )
+    it.add_argument(
+        "--pod-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_POD_DIR",), convert=Path),
+        help="the folder mounted into containers with shares, with mgctl and its socket; the same "
+        f"path here and for the container runtime (default: {paths.POD_DIR}; with --run-dir, the "
+        "folder pod in it)",
+    )
+    it.add_argument(
+        "--cdi-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_CDI_DIR",), paths.CDI_DIR, convert=Path),
+        help="the folder of the CDI specification, written where a configuration gives GPUs by "
+        "CDI; the container runtime has to read it (default: %(default)s)",
+    )
+    it.add_argument(
+        "--log-level",
+        default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
+        choices=_LOG_LEVELS,
+        help="the lowest level that is logged (default: %(default)s)",
+    )
+    it.add_argument(
+        "--log-format",
+        default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
+        choices=_LOG_FORMATS,
+        help="json, or console for people; auto is console on a terminal (default: %(default)s)",
+    )
+    add_run_dir(it)
+    add_metrics(it)
+    add_cluster(it)
+
+
+def _demo(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "demo",
+        "show metagpu at work on simulated nodes with a simulated kubelet",
+        "metagpu demo --json",
+    )
+    it.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "explain",
+        "print what a configuration offers to the kubelet, and why, without serving it",
+        "metagpu explain --config metagpu.yaml --simulate a100-40gb:4,t4:2",
+    )
+    _add_node(it)
+    it.add_argument("--json", action="store_true", help="print JSON")
+    it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
+
+
+def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "validate",
+        "check configuration files; print line, path and fix of every error",
+        "metagpu validate metagpu.yaml\n"
+        "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4",
+    )
+    it.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="a file, a folder of profiles, or the manifest of a ConfigMap, in any known format",
+    )
+    it.add_argument(
+        "--convert",
+        action="store_true",
+        help="print the configuration of all files together as metagpu/v1",
+    )
+    it.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json: errors and warnings of every file and case, for programs (default: text)",
+    )
+    add_choice(it)
+
+
+def _plan(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "plan",
+        "print what a configuration would change, without changing anything",
+        "metagpu plan --config new.yaml\n"
+        "  metagpu plan --from old.yaml --config new.yaml --simulate a100-40gb:4",
+    )
+    _add_node(it)
+    it.add_argument(
+        "--from",
+        dest="before",
+        type=Path,
+        action="append",
+        metavar="PATH",
+        help="compare with this configuration instead of the running daemon's",
+    )
+    it.add_argument("--json", action="store_true", help="print JSON")
+    add_run_dir(it)
+
+
+def _status(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "status",
+        "print the running daemon's offers, GPUs with owner and health, and leases",
+        "metagpu status --json",
+    )
+    it.add_argument("--json", action="store_true", help="print JSON")
+    add_run_dir(it)
+
+
+def _acknowledge(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "acknowledge",
+        "put a GPU with its MIG devices, or one MIG device, back into service, if the GPU passes "
+        "the device check",
+        "metagpu acknowledge 3",
+    )
+    it.add_argument("gpu", help=f"{_GPU_HELP}, or uuid of a MIG device", metavar="GPU")
+    add_run_dir(it)
+
+
+def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "cordon",
+        "stop giving new shares of a GPU; running pods stay. A cordon lasts until uncordon or a "
+        "reboot: to exclude a GPU for good, leave it out of the configuration's pools",
+        'metagpu cordon 3 --reason "replace the fan"',
+    )
+    it.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
+    it.add_argument(
+        "--reason", default="", metavar="TEXT", help="a text for the refused pods' events"
+    )
+    add_run_dir(it)
+
+
+def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "uncordon",
+        "give shares of a cordoned GPU again",
+        "metagpu uncordon 3",
+    )
+    it.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
+    add_run_dir(it)
+
+
+def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "sim",
+        "change the simulated node of a running `metagpu run --simulate`",
+        "metagpu sim xid 0 79\n  metagpu sim reset 0\n  metagpu sim show",
+    )
+    add_run_dir(it)
+    it.add_late = _add_sim_commands
+
+
+def _add_sim_commands(it: Parser) -> None:
+    from metagpu.sim.commands.arguments import add_arguments  # it loads the simulator
+
+    commands: Any = it.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_arguments(commands)
+
+
+def _command(
+    commands: Any,  # noqa: ANN401 - as above
+    name: str,
+    summary: str,
+    example: str,
+) -> Parser:
+    command: Parser = commands.add_parser(
+        name,
+        help=summary.partition(". ")[0],
+        description=fill(summary[:1].upper() + summary[1:] + ".", 78),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def _add_node(it: argparse.ArgumentParser) -> None:
+    add_source(it)
+    it.add_argument(
+        "--simulate",
+        metavar="MODELS|FILE",
+        default=Variable(("METAGPU_SIMULATE",)),
+        help=SIMULATE_HELP,
+    )

@@ -1,0 +1,149 @@
+"""The commands about configurations: `validate` checks them, `plan` compares them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from metagpu.agent.config_source import Checked, ConfigSource, Loaded
+from metagpu.cli.options import source_of
+from metagpu.compat.contract import CompatNote
+from metagpu.core.contracts.backend import installed_backends
+from metagpu.core.errors import ConfigError
+from metagpu.plugins.control.client import send_request
+
+if TYPE_CHECKING:
+    from metagpu.agent.agent import Agent
+
+AgentOf = Callable[[ConfigSource, str | None], "Agent"]
+"""Builds an agent for a source and, if given, a simulated node."""
+
+
+def validate(args: argparse.Namespace) -> int:
+    """Check each file by itself; with `--convert` print all files as one."""
+    if args.convert:
+        return _convert(source_of(args, args.files))
+
+    checks = [
+        (file, label, found)
+        for file in args.files
+        for label, found in _check(source_of(args, [file]))
+    ]
+    if args.output == "json":
+        report = [_to_dict(file, label, found) for file, label, found in checks]
+        print(json.dumps(report, indent=2))  # noqa: T201 - a command line speaks so
+    else:
+        _print_checks(checks)
+    return 1 if any(found.errors for *_, found in checks) else 0
+
+
+def plan(args: argparse.Namespace, agent_of: AgentOf) -> dict[str, Any]:
+    """Return the changes of a configuration, to the daemon's or to `--from`.
+
+    Raises:
+        MetagpuError: if no daemon answers, or a configuration is wrong.
+    """
+    source = source_of(args)
+    loaded = source.load(installed_backends())
+    _print_notes(loaded, set())
+
+    if args.simulate is None and args.before is None:
+        request = {"command": "plan", "text": loaded.text, "file": loaded.config.file}
+        answer: dict[str, Any] = send_request(args.run_dir, request)
+        return answer
+
+    import anyio
+
+    from metagpu.core.layout.diff import ConfiguredLayout
+    from metagpu.core.layout.layout import Layout
+
+    old = source_of(args, args.before or ())
+    old = replace(old, choice=replace(old.choice, required=False))
+    args.agent = agent = agent_of(old, args.simulate)
+    anyio.run(agent.survey_once)
+    before = (
+        ConfiguredLayout(agent.layout, agent.config)
+        if args.before
+        else ConfiguredLayout(Layout((), {}, ()))
+    )
+    return agent.layout_manager.plan(loaded.config, before)
+
+
+def print_notes(agent: "Agent") -> None:
+    """Print the settings of an agent's configuration that are not honoured."""
+    _print_notes(agent.config_loader.loaded, set())
+
+
+def _check(source: ConfigSource) -> Iterable[tuple[str, Checked]]:
+    """Check a source once for each open choice; yield a name and the outcome."""
+    backends = installed_backends()
+
+    try:
+        for label, variant in source.variants():
+            try:
+                yield label, variant.check(backends)
+            except ConfigError as error:
+                yield label, Checked(None, (error,))
+    except ConfigError as error:
+        yield "", Checked(None, (error,))
+
+
+def _print_checks(checks: Iterable[tuple[Path, str, Checked]]) -> None:
+    """Print errors and warnings, each once, and the files that are good."""
+    printed: set[str] = set()
+    for file, label, found in checks:
+        for text in map(str, found.errors):
+            if text not in printed:
+                printed.add(text)
+                _print_error(text)
+        if found.loaded is None:
+            continue
+        _print_notes(found.loaded, printed)
+        if not found.errors:
+            name = f"{file} [{label}]" if label else str(file)
+            foreign = [form for form in found.loaded.formats if form != "metagpu/v1"]
+            print(": ".join([name, "good", *foreign]))  # noqa: T201 - a command line speaks so
+
+
+def _to_dict(file: Path, label: str, found: Checked) -> dict[str, Any]:
+    def place(it: ConfigError | CompatNote) -> dict[str, Any]:
+        return {"file": it.file, "line": it.line or None, "path": it.path}
+
+    return {
+        "file": str(file),
+        "case": label or None,
+        "good": not found.errors,
+        "formats": list(found.loaded.formats) if found.loaded else [],
+        "errors": [{**place(it), "problem": it.problem} for it in found.errors],
+        "warnings": [
+            {**place(it), "text": it.text} for it in (found.loaded.notes if found.loaded else ())
+        ],
+    }
+
+
+def _convert(source: ConfigSource) -> int:
+    """Print a configuration as metagpu/v1, also if its backends are not installed."""
+    backends = installed_backends()
+    texts = source.read()
+    text, notes = source.convert(texts)
+
+    for note in notes:
+        _print_error(f"warning: {note}")
+    print(text, end="")  # noqa: T201 - as above
+    source.parse(texts, backends)
+    return 0
+
+
+def _print_notes(loaded: Loaded, printed: set[str]) -> None:
+    for note in map(str, loaded.notes):
+        if note not in printed:
+            printed.add(note)
+            _print_error(f"warning: {note}")
+
+
+def _print_error(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201 - as above

@@ -1,0 +1,322 @@
+"""The commands of `metagpu`; their arguments stand in `metagpu.cli.arguments`."""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from metagpu.agent.paths import AgentPaths, default_pod_dir
+from metagpu.cli.arguments import parser
+from metagpu.cli.options import cluster_of, metrics_of, resolve_environment, source_of
+from metagpu.cli.parser import run_command
+from metagpu.core.errors import MetagpuError
+from metagpu.plugins.control.client import send_request
+
+if TYPE_CHECKING:
+    from metagpu.agent.agent import Agent
+    from metagpu.agent.config_source import ConfigSource
+    from metagpu.plugins.cluster.settings import ClusterSettings
+    from metagpu.plugins.metrics.address import ListenAddress
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
+    args = parser().parse_args(arguments)
+    status = 1
+
+    try:
+        status = run_command("metagpu", lambda: _do(args))
+    finally:
+        _exit_beside_threads(args, status)
+    return status
+
+
+def _do(args: argparse.Namespace) -> int:
+    """Run a command; print a `MetagpuError` in one line."""
+    try:
+        resolve_environment(args)
+        return COMMANDS[args.command](args)
+    except (MetagpuError, BaseExceptionGroup) as error:
+        known = _metagpu_error(error)
+        if known is None:
+            raise
+        print(f"metagpu: {known}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _exit_beside_threads(args: argparse.Namespace, status: int) -> None:
+    """End the process beside threads in NVML: Python would wait for them.
+
+    One waits for events at each end, and nothing can interrupt it; others hang, and are logged.
+    """
+    agent: Agent | None = getattr(args, "agent", None)
+    if agent is None or not agent.driver.has_threads:
+        return
+
+    if sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    if calls := agent.driver.unanswered_calls:
+        _load_structlog()
+        import structlog
+
+        structlog.get_logger().warning("exit while NVML hangs", calls=calls)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def _metagpu_error(error: BaseException) -> MetagpuError | None:
+    """Return a task group's `MetagpuError`, `None` if the group has another error."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_metagpu_error(inner) for inner in error.exceptions]
+        return None if None in found else found[0]
+    return error if isinstance(error, MetagpuError) else None
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace) -> int:
+    # A service manager may start with any mask; nobody else writes into folders made here.
+    os.umask(0o022)
+    with _loading():
+        import anyio
+
+        from metagpu.plugins.kubelet.paths import check_kubelet_dir
+
+        cluster_settings, metrics = cluster_of(args), metrics_of(args)
+        check_kubelet_dir(args.kubelet_dir)
+        _configure_log(args.log_level, args.log_format)
+        paths = AgentPaths(
+            kubelet_dir=args.kubelet_dir,
+            pod_resources=args.pod_resources,
+            run_dir=args.run_dir,
+            dev_root=args.dev_root,
+            pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
+            cdi_dir=args.cdi_dir,
+        )
+        args.agent = _agent(source_of(args), args.simulate, paths, cluster_settings, metrics)
+    anyio.run(args.agent.run)
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from metagpu.sim.demo import demo
+
+    _configure_log("critical", "console")
+    return demo.run(as_json=args.json)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    import anyio
+
+    from metagpu.cli.config_commands import print_notes
+    from metagpu.core.reports.status import explain_report
+    from metagpu.display.status import show_explanation
+
+    _configure_log("error", "console")
+    args.agent = agent = _agent(source_of(args), args.simulate)
+    print_notes(agent)
+    anyio.run(agent.survey_once)
+    explained = explain_report(agent.registry.snapshot, agent.layout)
+
+    if args.json:
+        _print_json(explained)
+    else:
+        show_explanation(explained, topology=args.topology)
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from metagpu.cli.config_commands import validate
+
+    return validate(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from metagpu.cli.config_commands import plan
+    from metagpu.display.status import show_plan
+
+    _configure_log("error", "console")
+    planned = plan(args, _agent)
+
+    if args.json:
+        _print_json(planned)
+    else:
+        show_plan(planned)
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from metagpu.display.status import show_status
+
+    answer = send_request(args.run_dir, {"command": "status"})
+
+    if args.json:
+        _print_json(answer)
+    else:
+        show_status(answer)
+    return 0
+
+
+def _acknowledge(args: argparse.Namespace) -> int:
+    return _order(args, {"command": "acknowledge", "gpu": args.gpu})
+
+
+def _cordon(args: argparse.Namespace) -> int:
+    return _order(args, {"command": "cordon", "gpu": args.gpu, "reason": args.reason})
+
+
+def _uncordon(args: argparse.Namespace) -> int:
+    return _order(args, {"command": "uncordon", "gpu": args.gpu})
+
+
+def _order(args: argparse.Namespace, request: Mapping[str, str]) -> int:
+    """Send an operator's command to the daemon, and print its answer."""
+    print(send_request(args.run_dir, request))  # noqa: T201
+    return 0
+
+
+def _sim(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from metagpu.sim.commands.node_commands import ShowCommand
+    from metagpu.sim.commands.remote import send_command
+    from metagpu.sim.demo.drawing import show_node
+
+    reply = send_command(args.run_dir, args)
+    if getattr(args, "json", False):
+        _print_json(msgspec.to_builtins(reply.node))
+    elif args.command_type is ShowCommand:
+        show_node(reply.node)
+    else:
+        print(reply.message)  # noqa: T201
+    return 0
+
+
+COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "run": _run,
+    "demo": _demo,
+    "explain": _explain,
+    "validate": _validate,
+    "plan": _plan,
+    "status": _status,
+    "acknowledge": _acknowledge,
+    "cordon": _cordon,
+    "uncordon": _uncordon,
+    "sim": _sim,
+}
+
+
+# --- shared ---------------------------------------------------------------------------------------
+
+
+def _agent(
+    source: "ConfigSource",
+    simulate: str | None,
+    paths: AgentPaths | None = None,
+    cluster_settings: "ClusterSettings | None" = None,
+    metrics: "ListenAddress | None" = None,
+) -> "Agent":
+    with _loading():
+        from metagpu.agent.agent import Agent
+        from metagpu.nvml.driver import NvmlDriver
+
+    paths = paths or AgentPaths()
+    if simulate is None:
+        return Agent(
+            source, NvmlDriver(), paths, cluster_settings=cluster_settings, metrics=metrics
+        )
+
+    from metagpu.host.linux import LinuxHost
+    from metagpu.sim.commands.remote import COMMAND, command_handler
+    from metagpu.sim.machine.programs import SimPrograms, sim_daemons
+    from metagpu.sim.machine.spec import build_node
+    from metagpu.sim.nvml.library import SimLibrary
+
+    node = build_node(simulate)
+    return Agent(
+        source,
+        NvmlDriver(SimLibrary(node)),
+        paths,
+        {COMMAND: command_handler(node)},
+        programs=SimPrograms(),
+        daemons=sim_daemons(),
+        host=LinuxHost(own_pids=True),
+        cluster_settings=cluster_settings,
+        metrics=metrics,
+    )
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Load modules without garbage collection, a tenth of the daemon's start."""
+    if not gc.isenabled():  # inside another such block
+        yield
+        return
+    gc.disable()
+    try:
+        _load_structlog()
+        yield
+    finally:
+        gc.freeze()  # no loaded module becomes garbage
+        gc.enable()
+
+
+def _load_structlog() -> None:
+    """Load structlog without rich.
+
+    structlog loads rich, where another package has installed it, for tracebacks that no log of ours
+    draws: 50 ms of the daemon's start and 5 MB of its memory. A backend may load rich afterwards.
+    """
+    if "rich" in sys.modules:
+        return
+    sys.modules["rich"] = None  # type: ignore[assignment]  # Python's mark of a missing module
+    try:
+        import structlog as _  # noqa: F401
+    finally:
+        del sys.modules["rich"]
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))  # noqa: T201
+
+
+def _configure_log(level: str, log_format: str) -> None:
+    """Log to stderr: JSON lines, or aligned text for a person at a terminal."""
+    _load_structlog()
+    import structlog
+
+    as_text = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+        if as_text
+        else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if as_text else [structlog.processors.format_exc_info]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    # grpclib logs each call that the end of a kubelet cancels; only its errors matter.
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)

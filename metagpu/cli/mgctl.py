@@ -1,0 +1,299 @@
+"""`mgctl`: the use of this node's GPUs, by container and process.
+
+This module asks the daemon, and draws or prints the answer.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING, Any, Final
+
+from metagpu import __version__
+from metagpu.agent import paths
+from metagpu.cli.options import Variable, add_run_dir, resolve_environment
+from metagpu.cli.parser import Parser, run_command
+from metagpu.core.errors import MetagpuError
+from metagpu.display.table import PLAIN, Cell, Terminal, redraw, render, stdout_terminal
+from metagpu.display.usage import FORMATS, KINDS, Top, format_usage
+from metagpu.display.usage_tables import Answer
+from metagpu.plugins.control.client import send_request
+
+if TYPE_CHECKING:
+    from metagpu.core.reports.diagnosis import Diagnosis
+
+PERIOD: Final = 1.0
+"""Seconds between two answers of `-w` and `top`."""
+ENTER: Final = "\x1b[?1049h\x1b[?25l"
+LEAVE: Final = "\x1b[?25h\x1b[?1049l"
+"""The terminal's codes for a separate screen without a cursor, and for its end."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
+    args = _parser().parse_args(arguments)
+    resolve_environment(args)
+
+    try:
+        return run_command("mgctl", lambda: int(args.do(args)))
+    except MetagpuError as error:
+        print(f"mgctl: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mgctl",
+        description="Shows the use of this node's GPUs by containers and processes.",
+        epilog="examples:\n  mgctl get processes -w\n  mgctl get pods -o json\n  mgctl top",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    get = _command(
+        commands, "get", "show devices, processes or pods", "mgctl get processes", aliases=["g"]
+    )
+    kinds = get.add_subparsers(title="objects", required=True, metavar="OBJECT")
+    for name, summary in (
+        ("devices", "show the GPUs, and the size of a share of each"),
+        ("processes", "show the processes on GPUs, with pod and container"),
+        ("pods", "show the containers that hold shares, and their use"),
+    ):
+        kind = _command(kinds, name, summary, f"mgctl get {name} -o wide", aliases=KINDS[name])
+        kind.set_defaults(do=_get, kind=name)
+        _add_output(kind)
+        kind.add_argument("-w", "--watch", action="store_true", help="repeat every second")
+        add_run_dir(kind)
+
+    top = _command(
+        commands, "top", "show the load and memory of the GPUs and processes, live", "mgctl top"
+    )
+    top.set_defaults(do=_top)
+    add_run_dir(top)
+
+    doctor = _command(
+        commands,
+        "doctor",
+        "check what on this node keeps metagpu from working; print the fixes",
+        "mgctl doctor -o json",
+    )
+    doctor.set_defaults(do=_doctor)
+    doctor.add_argument(
+        "-o",
+        "--output",
+        choices=("table", "json"),
+        default="table",
+        help="table (the default) or json",
+    )
+    add_run_dir(doctor)
+    doctor.add_argument(
+        "--pod-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_POD_DIR",), convert=Path),
+        help="the folder mounted into containers, as for `metagpu run`",
+    )
+    doctor.add_argument(
+        "--kubelet-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_KUBELET_DIR",), paths.KUBELET_DIR, convert=Path),
+        help="as for `metagpu run` (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--pod-resources",
+        metavar="PATH",
+        type=Path,
+        default=Variable(("METAGPU_POD_RESOURCES",), paths.POD_RESOURCES, convert=Path),
+        help="as for `metagpu run` (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--root",
+        type=Path,
+        default=Path("/"),
+        help="the folder that has the host's root (default: %(default)s)",
+    )
+
+    version = _command(
+        commands, "version", "print the versions of mgctl and of the daemon", "mgctl version"
+    )
+    version.set_defaults(do=_version)
+    add_run_dir(version)
+    return parser
+
+
+def _command(
+    commands: Any,  # noqa: ANN401 - argparse's type for it is private
+    name: str,
+    summary: str,
+    example: str,
+    *,
+    aliases: Sequence[str] = (),
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        aliases=aliases,
+        help=summary,
+        description=summary[:1].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=FORMATS,
+        default="table",
+        metavar="FORMAT",
+        help=f"one of {', '.join(FORMATS)} (default: %(default)s)",
+    )
+
+
+# --- the commands -------------------------------------------------------------------------
+
+
+def _get(args: argparse.Namespace) -> int:
+    form = args.output
+    if not args.watch:
+        answer = _usage(args)
+        for warning in answer["warnings"]:
+            print(f"mgctl: {warning}", file=sys.stderr)  # noqa: T201
+        _print(format_usage(answer, args.kind, form, stdout_terminal()))
+        return 0
+
+    if form in {"json", "yaml"}:
+        return _repeat(
+            lambda: _print(format_usage(_usage(args), args.kind, form, PLAIN, compact=True))
+        )
+    return _live(lambda screen: format_usage(_usage(args), args.kind, form, screen))
+
+
+def _top(args: argparse.Namespace) -> int:
+    top = Top()
+    return _live(lambda screen: top.screen(_usage(args), screen))
+
+
+def _version(args: argparse.Namespace) -> int:
+    print(f"mgctl {__version__}")  # noqa: T201
+    try:
+        print(f"metagpu {_usage(args)['version']}")  # noqa: T201
+    except MetagpuError as error:
+        print(f"mgctl: {error}", file=sys.stderr)  # noqa: T201
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Check this node; return 1 if any check is bad."""
+    from msgspec.structs import asdict
+
+    from metagpu.core.reports.diagnosis import CheckResult
+    from metagpu.core.reports.doctor import diagnose
+    from metagpu.host.node_facts import SurveyPaths, survey_node
+
+    status, no_status = None, ""
+    try:
+        status = send_request(args.run_dir, {"command": "status"})
+    except MetagpuError as error:
+        no_status = str(error)
+
+    pod_dir = args.pod_dir or paths.default_pod_dir(args.run_dir)
+    where = SurveyPaths(args.root, args.kubelet_dir, args.pod_resources, args.run_dir, pod_dir)
+    found = diagnose(survey_node(where, status, no_status))
+    if args.output == "json":
+        _print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")
+    else:
+        _print(render(_diagnoses(found), stdout_terminal()))
+    return int(any(diagnosis.result is CheckResult.ERROR for diagnosis in found))
+
+
+def _diagnoses(found: Sequence["Diagnosis"]) -> Sequence[Cell]:
+    styles = {"ok": "green", "warning": "yellow", "error": "bold red"}
+    lines = []
+    for it in found:
+        lines.append(Cell(f"{it.code}  {it.result:7}  {it.finding}", styles[it.result]))
+        if it.fix:
+            lines.append(Cell(f"{' ' * 16}{it.fix}"))
+    return lines
+
+
+def _usage(args: argparse.Namespace) -> Answer:
+    answer: Answer = send_request(args.run_dir, {"command": "usage"})
+    return answer
+
+
+# --- the output ------------------------------------------------------------------------------
+
+
+def _live(draw: Callable[[Terminal], str]) -> int:
+    """Draw in place every second until `q` or an interrupt; into a pipe, draw once."""
+    screen = stdout_terminal()
+    if screen is PLAIN:
+        _print(draw(screen))
+        return 0
+
+    with _keys() as next_key:
+        _print(ENTER)
+        try:
+            return _repeat(
+                lambda: _print(redraw(draw(screen := stdout_terminal()), screen)), next_key
+            )
+        finally:
+            _print(LEAVE)
+
+
+def _repeat(show: Callable[[], None], next_key: Callable[[], str] | None = None) -> int:
+    """Repeat every second until an interrupt or the key `q`; return 0, a normal end."""
+    try:
+        while True:
+            show()
+            if next_key is None:
+                sleep(PERIOD)
+            elif next_key() in {"q", "Q"}:
+                return 0
+    except KeyboardInterrupt:
+        return 0
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], str] | None]:
+    """Read keys from the terminal as they are pressed, while the block lasts.
+
+    Yields a function that waits a second for a key, and returns an empty text without one; `None`
+    where stdin is no terminal.
+    """
+    if not sys.stdin.isatty():
+        yield None
+        return
+
+    import termios
+    import tty
+    from select import select
+
+    def next_key() -> str:
+        ready, _, _ = select([sys.stdin], [], [], PERIOD)
+        # A terminal that has gone is as good as the key that ends.
+        return (os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q") if ready else ""
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield next_key
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)  # noqa: T201 - a command line speaks so
+
+
+if __name__ == "__main__":
+    sys.exit(main())

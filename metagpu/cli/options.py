@@ -1,0 +1,234 @@
+"""Options that the environment may set as well, and the settings that they make."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from metagpu.agent import paths
+from metagpu.core.errors import ConfigError
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature, resolve_settings
+from metagpu.plugins.metrics.address import ListenAddress, parse_address
+
+if TYPE_CHECKING:
+    from metagpu.agent.config_source import ConfigSource
+
+_MIG_PARTED_FILE: Final = "MIG_PARTED_CONFIG_FILE"
+CONFIG_HELP: Final = (
+    "a configuration file, or a folder of profiles; also a file of MetaGPU, NVIDIA's device "
+    "plugin, mig-parted or HAMi; repeat the option for files that belong together (default: 100 "
+    "shares of every GPU)"
+)
+
+
+class Variable(msgspec.Struct, frozen=True):
+    """An option's default: the value of an environment variable, or else `otherwise`.
+
+    Attributes:
+        names: the variables; the first that is set and not empty counts.
+        otherwise: the value when no variable is set.
+        convert: converts the variable's text to the value.
+        allowed: the allowed texts, any text if empty.
+    """
+
+    names: tuple[str, ...]
+    otherwise: Any = None
+    convert: Callable[[str], Any] = str
+    allowed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.otherwise)
+
+    def value(self, environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - of any option
+        """Return the value.
+
+        Raises:
+            ConfigError: if the variable's text is not allowed.
+        """
+        for name in self.names:
+            if not (text := environment.get(name)):
+                continue
+            if self.allowed and text not in self.allowed:
+                problem = f"{text!r} is not known here; allowed: {', '.join(self.allowed)}"
+                raise ConfigError(problem, file="environment", path=name)
+            return self.convert(text)
+        return self.otherwise
+
+
+class _ConfigVariable(Variable, frozen=True):
+    """The paths of the configuration; two variables of NVIDIA's go together."""
+
+    def value(self, environment: Mapping[str, str]) -> list[Path] | None:
+        """Return our own variable's paths, else the plugin's file and mig-parted's."""
+        found: list[Path] = super().value(environment) or []
+        if environment.get(self.names[0]) or not (layouts := environment.get(_MIG_PARTED_FILE)):
+            return found or None
+        return [*found, *(path for path in _path_list(layouts) if path not in found)]
+
+
+def resolve_environment(
+    args: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> None:
+    """Replace each option that was not given by its variable's value.
+
+    Raises:
+        ConfigError: if a variable's text is not allowed.
+    """
+    for name, value in list(vars(args).items()):
+        if isinstance(value, Variable):
+            setattr(args, name, value.value(os.environ if environment is None else environment))
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the configuration."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action=_Repeated,
+        metavar="PATH",
+        default=_ConfigVariable(
+            ("METAGPU_CONFIG", "CONFIG_FILE", "CONFIG_FILE_SRCDIR"), convert=_path_list
+        ),
+        help=CONFIG_HELP,
+    )
+    add_choice(parser)
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose among profiles, MIG layouts and nodes."""
+    for option, variables, help_text in (
+        ("--profile", ("METAGPU_PROFILE",), "this node's profile, in a folder or a ConfigMap"),
+        (
+            "--default-profile",
+            ("METAGPU_DEFAULT_PROFILE", "DEFAULT_CONFIG"),
+            "the profile of nodes without one (default: the one named default, or the only one)",
+        ),
+        (
+            "--mig-config",
+            ("METAGPU_MIG_CONFIG", "MIG_PARTED_SELECTED_CONFIG"),
+            "this node's layout among those of a mig-parted file",
+        ),
+        (
+            "--node-name",
+            ("METAGPU_NODE_NAME", "NODE_NAME", "METAGPU_DEVICE_PLUGIN_NODENAME"),
+            "this node's name in Kubernetes",
+        ),
+    ):
+        parser.add_argument(option, metavar="NAME", default=Variable(variables), help=help_text)
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the folder of the control socket."""
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_RUN_DIR",), paths.RUN_DIR, convert=Path),
+        help="the folder of the daemon's control socket (default: %(default)s)",
+    )
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the API server."""
+    parser.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        default=Variable(("METAGPU_KUBECONFIG", "KUBECONFIG"), convert=Path),
+        help="address and credentials of the API server (default: the pod's service account)",
+    )
+    parser.add_argument(
+        "--config-map",
+        metavar="NAMESPACE/NAME",
+        default=Variable(("METAGPU_CONFIG_MAP",)),
+        help="the ConfigMap with the cluster's profiles; a label of the node chooses one",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FEATURES",
+        default=Variable(("METAGPU_CLUSTER",), "all"),
+        help="the used features of the API server: all, none, or of "
+        f"{', '.join(Feature)}; all,-taint leaves one out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--remove-labels-on-exit",
+        action="store_true",
+        default=Variable(
+            ("METAGPU_REMOVE_LABELS_ON_EXIT",),
+            otherwise=False,
+            convert=lambda text: text == "true",
+            allowed=("true", "false"),
+        ),
+        help="remove the node's labels and condition when the daemon ends",
+    )
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the address of metrics and probes."""
+    parser.add_argument(
+        "--metrics",
+        metavar="ADDRESS",
+        default=Variable(("METAGPU_METRICS",)),
+        help="serve Prometheus metrics and the probes /healthz and /readyz on this address, such "
+        "as 127.0.0.1:9400; :9400 is every address of the node (default: not served)",
+    )
+
+
+def metrics_of(args: argparse.Namespace) -> ListenAddress | None:
+    """Return the address in resolved arguments, `None` if there is none.
+
+    Raises:
+        ConfigError: if the text is no address.
+    """
+    return parse_address(args.metrics) if args.metrics else None
+
+
+def cluster_of(args: argparse.Namespace) -> ClusterSettings | None:
+    """Return the settings of the API server in resolved arguments, `None` for none.
+
+    Raises:
+        ConfigError: if a feature needs a setting that is missing.
+    """
+    return resolve_settings(
+        node=args.node_name,
+        kubeconfig=args.kubeconfig,
+        config_map=args.config_map,
+        features=args.cluster,
+        remove_labels=args.remove_labels_on_exit,
+    )
+
+
+def source_of(args: argparse.Namespace, paths: Sequence[Path] | None = None) -> "ConfigSource":
+    """Return the source in resolved arguments; `paths` replace `--config` if given."""
+    from metagpu.agent.config_source import ConfigSource
+    from metagpu.compat.contract import ConversionContext
+    from metagpu.core.config.profiles import ProfileChoice
+
+    return ConfigSource(
+        tuple(paths if paths is not None else args.config or ()),
+        ProfileChoice(args.profile, args.default_profile),
+        ConversionContext(args.node_name, args.mig_config, dict(os.environ)),
+    )
+
+
+class _Repeated(argparse.Action):
+    """An option that may be repeated; argparse's own would append to the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - the shape of an Action
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,  # noqa: ARG002 - as above
+    ) -> None:
+        """Add one value."""
+        given = getattr(namespace, self.dest)
+        before = given if isinstance(given, list) else []
+        setattr(namespace, self.dest, [*before, values])
+
+
+def _path_list(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(os.pathsep)]

@@ -1,0 +1,75 @@
+"""The argument parser of both programs: a mistake is one line on stderr."""
+
+import argparse
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
+
+from metagpu.core.config.suggestions import allowed_values, suggest
+
+_INVALID_CHOICE: Final = re.compile(
+    r"(?:argument )?(.*?): invalid choice: (.*) \(choose from (.*)\)"
+)
+"""argparse's message for a value that is not among an argument's choices."""
+_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with errors of one line; argparse prints a page of usage first.
+
+    Attributes:
+        add_late: adds arguments when this parser is first used, so that other commands need not
+            load the modules behind them.
+    """
+
+    add_late: Callable[["Parser"], None] | None = None
+
+    def error(self, message: str) -> NoReturn:
+        """Print in one line the error and the allowed values, and exit with status 2."""
+        if choice := _INVALID_CHOICE.fullmatch(message):
+            given, known = choice[2].strip("'"), choice[3].replace("'", "").split(", ")
+            message = f"{choice[1]}: {given!r} is not known here; {allowed_values(given, known)}"
+        see = " See" if message.endswith("?") else "; see"
+        self.exit(2, f"{self.prog}: {message}{see} `{self.prog} --help`\n")
+
+    def parse_known_args(  # type: ignore[override]  # its overloads are about the namespace's type
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Any = None,  # noqa: ANN401 - argparse takes any object
+    ) -> tuple[Any, list[str]]:
+        """Parse arguments; refuse unknown ones here, where the options are known."""
+        if self.add_late is not None:
+            add, self.add_late = self.add_late, None
+            add(self)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            near = suggest(unknown[0].partition("=")[0], options)
+            self.error(f"unknown arguments: {' '.join(unknown)}{near}")
+        return found, unknown
+
+
+def run_command(program: str, do: Callable[[], int]) -> int:
+    """Run a command and flush its output; return its status, 1 for lost output."""
+    try:
+        status = do()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        _discard_output()
+        print(f"{program}: cannot write: {error.strerror}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+        return 1
+    return status
+
+
+def _discard_output() -> None:
+    """Redirect stdout to /dev/null: Python flushes it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

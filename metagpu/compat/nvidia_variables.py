@@ -1,0 +1,197 @@
+"""Environment variables of NVIDIA's daemon sets.
+
+They are those of the device plugin, config-manager and MIG manager; names and defaults are those of
+k8s-device-plugin 0.20 and mig-parted 0.12, read in their sources. As in the plugin, a variable wins
+over the file. `cli/options.py` reads those that name files, profiles and the node.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from metagpu.compat.backend_options import Strategy
+from metagpu.compat.contract import CompatNote, ConfigDraft, Origin
+from metagpu.compat.environment import TRUTH, note_variable, parse_bool
+from metagpu.compat.keys import IgnoredKey
+from metagpu.compat.nvidia_file import CDI_FILES, IGNORED_KEYS, NvidiaFlags, NvidiaPluginFlags
+from metagpu.core.errors import ConfigError
+
+_SIGNAL: Final = "signalled the plugin after a choice; metagpu reloads by itself"
+_CLIENTS: Final = (
+    "stopped programs of the host for a change of MIG mode; metagpu waits until the GPU is unused"
+)
+
+VARIABLES_OF_FLAGS: Final = {
+    "FAIL_ON_INIT_ERROR": "flags.failOnInitError",
+    "NVIDIA_DRIVER_ROOT": "flags.nvidiaDriverRoot",
+    "NVIDIA_DEV_ROOT": "flags.nvidiaDevRoot",
+    "GDRCOPY_ENABLED": "flags.gdrcopyEnabled",
+    "GDS_ENABLED": "flags.gdsEnabled",
+    "MOFED_ENABLED": "flags.mofedEnabled",
+    "DEVICE_DISCOVERY_STRATEGY": "flags.deviceDiscoveryStrategy",
+    "DEVICE_ID_STRATEGY": "flags.plugin.deviceIDStrategy",
+    "CDI_ANNOTATION_PREFIX": "flags.plugin.cdiAnnotationPrefix",
+    "NVIDIA_CTK_PATH": "flags.plugin.nvidiaCTKPath",
+    "NVIDIA_CDI_HOOK_PATH": "flags.plugin.nvidiaCDIHookPath",
+    "CONTAINER_DRIVER_ROOT": "flags.plugin.containerDriverRoot",
+    "DRIVER_ROOT_CTR_PATH": "flags.plugin.containerDriverRoot",
+    "MPS_ROOT": "flags.mpsRoot",
+    "IMEX_CHANNEL_IDS": "imex.channelIDs",
+    "IMEX_REQUIRED": "imex.required",
+}
+"""Flags that are not honoured, by variable; `merge_settings` reads the honoured ones."""
+
+IGNORED_VARIABLES: Final = {
+    "KUBELET_SOCKET": IgnoredKey(
+        "set where the kubelet listens; use --kubelet-dir",
+        ("/var/lib/kubelet/device-plugins/kubelet.sock",),
+    ),
+    "CDI_FEATURE_FLAGS": IgnoredKey(CDI_FILES),
+    "CDI_DISABLE_HOOKS": IgnoredKey(CDI_FILES),
+    "CONFIG_FILE_DST": IgnoredKey(
+        "set where config-manager links the chosen file; metagpu reads the folder itself"
+    ),
+    "FALLBACK_STRATEGIES": IgnoredKey(
+        "set the profile of nodes without a label; here it is the one named default, else the only "
+        "one, see --default-profile",
+        ("named", "named,single"),
+    ),
+    "NODE_LABEL": IgnoredKey(
+        "named the label that chooses this node's profile; here it is metagpu.io/config, or "
+        "nvidia.com/device-plugin.config",
+        ("nvidia.com/device-plugin.config",),
+    ),
+    "ONESHOT": IgnoredKey("chosen a profile once; metagpu follows the label", (False,)),
+    **dict.fromkeys(("SEND_SIGNAL", "SIGNAL"), IgnoredKey(_SIGNAL, (True,))),
+    "PROCESS_TO_SIGNAL": IgnoredKey(_SIGNAL, ("nvidia-device-plugin",)),
+    "MIG_PARTED_HOOKS_FILE": IgnoredKey("named programs that run around a change of MIG"),
+    "MIG_PARTED_MODE_CHANGE_ONLY": IgnoredKey("left the instances as they are", (False,)),
+    "GPU_CLIENTS_FILE": IgnoredKey(_CLIENTS),
+    "WITH_SHUTDOWN_HOST_GPU_CLIENTS": IgnoredKey(_CLIENTS, (False,)),
+    "WITH_REBOOT": IgnoredKey(
+        "rebooted the node for a change of MIG mode; metagpu names the GPUs that wait for a reset",
+        (False,),
+    ),
+}
+"""Variables that are not honoured and have no key in a file."""
+
+HONOURED_VARIABLES: Final = (
+    "MIG_STRATEGY",
+    "PASS_DEVICE_SPECS",
+    "DEVICE_LIST_STRATEGY",
+    "SHARED_DEVICES_ALLOCATION_POLICY",
+    "DP_DISABLE_HEALTHCHECKS",
+    "DP_ENABLE_HEALTHCHECKS",
+)
+"""The variables that `merge_settings` reads."""
+_DISABLE, _ENABLE = HONOURED_VARIABLES[-2:]
+_STRATEGIES: Final = ("none", "single", "mixed")
+_POLICIES: Final = ("distributed", "packed")
+_EVERY_XID: Final = frozenset(("all", "xids"))
+_MAX_DIGITS: Final = 9
+"""Of an XID: a longer number is none."""
+
+
+class NvidiaSettings(msgspec.Struct, frozen=True):
+    """The flags that are honoured, from the file and the environment."""
+
+    mig_strategy: Strategy | None = None
+    pass_device_specs: bool | None = None
+    device_list_strategies: tuple[str, ...] = ()
+    allocation_policy: str | None = None
+    xids: Mapping[int, str] = {}
+
+
+def merge_settings(flags: NvidiaFlags | None, environment: Mapping[str, str]) -> NvidiaSettings:
+    """Return the flags that are honoured; the environment wins.
+
+    Raises:
+        ConfigError: a variable has a value that is not allowed.
+    """
+    flags = flags or NvidiaFlags()
+    plugin = flags.plugin or NvidiaPluginFlags()
+    lists = environment.get("DEVICE_LIST_STRATEGY") or plugin.device_list_strategy or ()
+    listed = lists.split(",") if isinstance(lists, str) else lists
+    passing = parse_bool("PASS_DEVICE_SPECS", environment)
+    disabled = {} if _names_all(_ENABLE, environment) else _xids(_DISABLE, environment)
+
+    return msgspec.convert(
+        {
+            "mig_strategy": _one_of("MIG_STRATEGY", _STRATEGIES, environment) or flags.mig_strategy,
+            "pass_device_specs": plugin.pass_device_specs if passing is None else passing,
+            "device_list_strategies": tuple(filter(None, (each.strip() for each in listed))),
+            "allocation_policy": _one_of("SHARED_DEVICES_ALLOCATION_POLICY", _POLICIES, environment)
+            or plugin.shared_devices_allocation_policy,
+            "xids": {
+                **dict.fromkeys(disabled, "application"),
+                **dict.fromkeys(_xids(_ENABLE, environment), "fatal"),
+            },
+        },
+        NvidiaSettings,
+    )
+
+
+def set_flags(
+    draft: ConfigDraft, settings: NvidiaSettings, origin_of: Callable[[str, str], Origin]
+) -> None:
+    """Set what the flags say of injection and health.
+
+    Args:
+        draft: the configuration under construction.
+        settings: the flags.
+        origin_of: returns the origin of a flag, by its path and its variable.
+    """
+    if settings.pass_device_specs is not None:
+        origin = origin_of("flags.plugin.passDeviceSpecs", "PASS_DEVICE_SPECS")
+        draft.set("passDeviceSpecs", settings.pass_device_specs, origin)
+    if strategies := list(settings.device_list_strategies):
+        origin = origin_of("flags.plugin.deviceListStrategy", "DEVICE_LIST_STRATEGY")
+        if {"cdi-annotations", "cdi-cri"} <= {*strategies}:
+            strategies = [each for each in strategies if each != "cdi-annotations"]
+            draft.add_note(
+                origin,
+                "cdi-cri is used of the two ways of CDI: a runtime that knows both would give a "
+                "container its GPU twice",
+            )
+        draft.set("deviceListStrategy", strategies, origin)
+    if settings.xids:
+        draft.set("health", {"xids": dict(settings.xids)}, origin_of("", _ENABLE))
+
+
+def variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote]:
+    """Yield a note for each variable that asks for something and is not honoured."""
+    flags = {variable: IGNORED_KEYS[path] for variable, path in VARIABLES_OF_FLAGS.items()}
+    for variable, ignored in {**flags, **IGNORED_VARIABLES}.items():
+        value: object = environment.get(variable)
+        value = TRUTH.get(str(value).lower(), value)
+        if ignored.is_requested(value):
+            yield note_variable(variable, ignored.text)
+
+    for variable in (_DISABLE, _ENABLE):
+        if _names_all(variable, environment):
+            text = "has no effect on all XIDs at once; name those that differ"
+            yield note_variable(variable, text)
+    if _names_all(_ENABLE, environment) and _xids(_DISABLE, environment):
+        text = f"has no effect, as in NVIDIA's plugin: {_ENABLE} wins"
+        yield note_variable(_DISABLE, text)
+
+
+def _one_of(variable: str, allowed: tuple[str, ...], environment: Mapping[str, str]) -> str | None:
+    value = environment.get(variable)
+    if value and value not in allowed:
+        problem = f"{value!r} is not known here; allowed: {', '.join(sorted(allowed))}"
+        raise ConfigError(problem, file="environment", path=variable)
+    return value or None
+
+
+def _names_all(variable: str, environment: Mapping[str, str]) -> bool:
+    listed = environment.get(variable, "").lower().split(",")
+    return not _EVERY_XID.isdisjoint(map(str.strip, listed))
+
+
+def _xids(variable: str, environment: Mapping[str, str]) -> list[int]:
+    """Read a list of XIDs; a part that is no XID is skipped, as in NVIDIA's plugin."""
+    listed = map(str.strip, environment.get(variable, "").split(","))
+    numbers = (int(it) for it in listed if it.isdecimal() and len(it) <= _MAX_DIGITS)
+    return [number for number in numbers if number > 0]

@@ -1,0 +1,242 @@
+"""The configuration `version: metagpu/v1`: its keys, and their validation.
+
+The options of a backend are described by that backend.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from metagpu.core.config.document import Document
+from metagpu.core.config.memory import MemoryEnforcement
+from metagpu.core.config.mgctl import MgctlConfig
+from metagpu.core.config.resource_names import name_problem
+from metagpu.core.config.selector import GpuSelector
+from metagpu.core.config.units import Duration
+from metagpu.core.contracts.backend import Backend, Options
+from metagpu.core.errors import ConfigError
+from metagpu.core.grants import cdi
+from metagpu.core.grants.injection import DeviceListStrategy, Injection
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.xid import Severity
+
+VERSION: Final = "metagpu/v1"
+
+DEFAULT: Final = """\
+version: metagpu/v1
+pools:
+  - name: all
+    gpus: all
+    backends:
+      - backend: fraction
+        resource: cnvrg.io/metagpu
+        sharesPerGpu: 100
+"""
+"""The configuration without a file: MetaGPU's behaviour, 100 shares of every GPU."""
+
+_MAX_POOLS: Final = 64
+_MAX_BACKENDS: Final = 16
+"""Of one pool. Every GPU is compared with every pool, and shared by all backends of its own."""
+_CDI_KIND: Final = re.compile(
+    r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?"
+)
+"""A vendor and a class, as CDI's specification allows them."""
+
+
+class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The settings of the health watch.
+
+    Attributes:
+        quiet_period: the time that a GPU must pass its checks without a new fault before it
+            returns to service; 60 s is longer than the gap between the XIDs of one incident.
+        rescan_period: the time between two checks of all GPUs without an event of NVML.
+        xids: severities that differ from the table in `core/model/xid.py`.
+    """
+
+    quiet_period: Duration = Duration(60)
+    rescan_period: Duration = Duration(30)
+    xids: dict[int, Severity] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rescan_period <= 0:
+            raise ValueError("rescanPeriod must be longer than 0")
+        for code in self.xids:
+            if code < 1:
+                raise ValueError(f"{code} is no XID; they are numbered from 1")
+
+
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """A set of GPUs and the backends that may share them.
+
+    A GPU is in the first pool that selects it. A pool without backends offers none of its GPUs, and
+    no other pool does; `reason` explains that to people.
+    """
+
+    name: str
+    backends: tuple[dict[str, Any], ...]
+    gpus: Literal["all"] | GpuSelector = "all"
+    memory_enforcement: MemoryEnforcement = MemoryEnforcement()
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise ValueError("a pool needs a name; messages about its GPUs show it")
+
+    def exclusion_reason(self, gpu: Gpu) -> str | None:
+        """Return why a GPU is not in this pool, `None` for a GPU that is."""
+        return None if self.gpus == "all" else self.gpus.exclusion_reason(gpu)
+
+
+class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The top-level keys of the file; the options of backends are not decoded yet."""
+
+    version: Literal["metagpu/v1"]
+    pools: tuple[Pool, ...]
+    health: HealthConfig = HealthConfig()
+    device_list_strategy: DeviceListStrategy | tuple[DeviceListStrategy, ...] = (
+        DeviceListStrategy.ENVVAR
+    )
+    pass_device_specs: bool = True
+    cdi_kind: str = cdi.KIND
+    mgctl: MgctlConfig = MgctlConfig()
+
+    @property
+    def strategies(self) -> tuple[DeviceListStrategy, ...]:
+        """The strategies as a tuple, also where the file has only one."""
+        value = self.device_list_strategy
+        return value if isinstance(value, tuple) else (value,)
+
+    def injection(self, base: Injection) -> Injection:
+        """Return the node's injection: `base` with the settings of the file."""
+        mounted = bool(base.pod_dir) and self.mgctl.in_pods
+
+        return replace(
+            base,
+            strategies=frozenset(self.strategies),
+            pass_device_specs=self.pass_device_specs,
+            cdi_kind=self.cdi_kind,
+            pod_dir=base.pod_dir if mounted else "",
+            mgctl_path=(self.mgctl.path or "") if mounted else "",
+        )
+
+
+class Config:
+    """A valid configuration: every option was decoded by its backend.
+
+    Attributes:
+        file: the name of the file, for messages.
+        envelope: the file's own keys.
+        options: for each pool, the options of its backends, in order.
+    """
+
+    def __init__(self, document: Document, backends: Mapping[str, type[Backend]]) -> None:
+        self._document = document
+        self._backends = backends
+        self.file = document.file
+        self.root = document.decode(RootConfig)
+        self.options: dict[str, tuple[Options, ...]] = {}
+
+        if not self.root.pools:
+            raise document.error("pools", "there is no pool; write at least one")
+        if (count := len(self.root.pools)) > _MAX_POOLS:
+            raise document.error("pools", f"there are {count} pools; allowed: {_MAX_POOLS} at most")
+        self._check_injection()
+        for number, pool in enumerate(self.root.pools):
+            path = f"pools[{number}]"
+            if (count := len(pool.backends)) > _MAX_BACKENDS:
+                problem = f"there are {count} backends; allowed: {_MAX_BACKENDS} at most"
+                raise document.error(f"{path}.backends", problem)
+            if pool.name in self.options:
+                raise document.error(f"{path}.name", f"{pool.name!r} is taken; name each pool once")
+            self.options[pool.name] = tuple(
+                self._options(f"{path}.backends[{place}]", given.get("backend"))
+                for place, given in enumerate(pool.backends)
+            )
+        # Backends reject unusable options here, when the file is read.
+        self.build_backends(self.root.injection(Injection()))
+
+    def error(self, path: str, problem: str) -> ConfigError:
+        """Return the error for a problem at `path`; an empty path means the whole file."""
+        if not path:
+            return ConfigError(problem, file=self.file)
+        return self._document.error(path, problem)
+
+    def _check_injection(self) -> None:
+        """Reject settings with which containers would get no GPU, or get one twice."""
+        strategies, kind = self.root.strategies, self.root.cdi_kind
+        if not strategies:
+            raise self._document.error(
+                "deviceListStrategy", "there is no strategy; write at least one"
+            )
+        if {DeviceListStrategy.CDI_CRI, DeviceListStrategy.CDI_ANNOTATIONS}.issubset(strategies):
+            raise self._document.error(
+                "deviceListStrategy", "cdi-cri and cdi-annotations inject twice; choose one of them"
+            )
+        if not _CDI_KIND.fullmatch(kind):
+            problem = f"{kind!r} is no vendor/class; write one like nvidia.com/gpu"
+            raise self._document.error("cdiKind", problem)
+
+    def _options(self, path: str, name: object) -> Options:
+        if not isinstance(name, str) or name not in self._backends:
+            known = ", ".join(sorted(self._backends))
+            problem = f"{name!r} is no backend" if name else "missing key `backend`"
+            raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}")
+
+        return self._document.decode(self._backends[name].options_type, path)
+
+    def build_backends(self, injection: Injection) -> list[tuple[Pool, list[Backend]]]:
+        """Build the configured backends of every pool.
+
+        Several pools may offer one resource (T4s in 15 shares, A100s in 40) with the same backend.
+
+        Raises:
+            ConfigError: a backend rejects its options, two backends use one resource name, or a
+                resource name is not valid.
+        """
+        built = []
+        names: dict[ResourceName, str] = {}
+
+        for number, pool in enumerate(self.root.pools):
+            backends = []
+            for place, options in enumerate(self.options[pool.name]):
+                try:
+                    backend = self._backends[options.backend].configured(options, injection)
+                    for resource in backend.resources:
+                        _reserve_name(resource, backend.name, names)
+                except ValueError as error:
+                    path = f"pools[{number}].backends[{place}]"
+                    key = ".resource" if isinstance(error, _NameError) else ""
+                    raise self._document.error(path + key, str(error)) from None
+                backends.append(backend)
+            built.append((pool, backends))
+
+        return built
+
+
+def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config:
+    """Parse and validate a configuration.
+
+    Raises:
+        ConfigError: names file, line and path, the problem and the allowed values.
+    """
+    return Config(Document(text, file), backends)
+
+
+class _NameError(ValueError):
+    """Raised when a resource cannot be offered under its name."""
+
+
+def _reserve_name(resource: ResourceName, backend: str, names: dict[ResourceName, str]) -> None:
+    if problem := name_problem(resource):
+        raise _NameError(f"{resource!r} is no resource name: {problem}")
+
+    first = names.setdefault(resource, backend)
+    if first != backend:
+        raise _NameError(
+            f"{resource} is offered by backend {first} already and cannot be offered by {backend} "
+            "too; give it another `resource`"
+        )

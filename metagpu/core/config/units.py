@@ -1,0 +1,85 @@
+"""Values with units: durations (`30s`), memory (`1Gi`), PCI ids."""
+
+import re
+from fractions import Fraction
+from typing import Any, Final, Self
+
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES: Final = {
+    "": 1,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+}
+
+
+class Duration(float):
+    """A duration in seconds."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Parse `250ms`, `30s`, `5m`, `1h`, or a plain number of seconds.
+
+        Raises:
+            ValueError: the text has another form; the message lists the forms.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip())
+        if found is None:
+            raise ValueError(f"{text!r} is no duration; write one like 250ms, 30s, 5m or 1h")
+
+        return cls(float(found[1]) * _SECONDS[found[2] or "s"])
+
+    def __str__(self) -> str:
+        return f"{float(self):g}s"
+
+
+class Bytes(int):
+    """An amount of memory in bytes."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Parse a Kubernetes quantity such as `1Gi`, `512Mi`, `16G`, or a number of bytes.
+
+        Raises:
+            ValueError: the text has another form; the message lists the forms.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?", str(text).strip())
+        if found is None:
+            raise ValueError(f"{text!r} is no amount of memory; write one like 512Mi, 1Gi or 16G")
+
+        return cls(int(Fraction(found[1]) * _BYTES[found[2] or ""]))
+
+
+class PciDevice(int):
+    """A PCI device id in NVML's form: device in the upper 16 bits, vendor below."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Parse `0x20B010DE`, or its number, which YAML makes of it without quotes.
+
+        Raises:
+            ValueError: the value has neither form.
+        """
+        found = re.fullmatch(r"0[xX]([0-9a-fA-F]{8})|(\d+)", str(text).strip())
+        number = int(found[1], 16) if found and found[1] else int(found[2]) if found else -1
+        if not 0 <= number < 2**32:
+            raise ValueError(
+                f"{text!r} is no PCI device id; write one like 0x20B010DE: device, then vendor"
+            )
+        return cls(number)
+
+    def __str__(self) -> str:
+        return f"0x{int(self):08X}"
+
+
+def decode_unit(wanted: type, value: object) -> Any:  # noqa: ANN401 - the shape of msgspec's hook
+    """Decode values with units for msgspec (its `dec_hook`)."""
+    if issubclass(wanted, (Duration, Bytes)):
+        return wanted.parse(value)
+
+    raise NotImplementedError(f"no unit {wanted}")

@@ -1,0 +1,208 @@
+"""The contract of a backend: one way of sharing GPUs, as one pool configured it.
+
+A backend is a class that a package registers under the entry-point group `metagpu.backends`. The
+entry point's name is the backend's `name`, and the value of `backend:` in a pool. The built-in
+backends are found through the same group. docs/backends/your-own.md walks through one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import ClassVar, Final, Generic, Self, TypeVar, cast
+
+import msgspec
+
+from metagpu.core.grants.grant import Grant
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ResourceName, Share, ShareId
+from metagpu.core.model.snapshot import Snapshot
+
+GROUP: Final = "metagpu.backends"
+"""The entry-point group."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The keys of one entry under `backends:` of a pool; each backend adds its own."""
+
+    backend: str
+
+
+class Backend(ABC):
+    """One way of sharing GPUs.
+
+    Optional abilities are classes of `core.contracts.capabilities`.
+
+    Attributes:
+        name: the name in the configuration.
+        options_type: the type of the options; `configured` receives an instance of this type.
+    """
+
+    name: ClassVar[str]
+    options_type: ClassVar[type[Options]]
+
+    @classmethod
+    @abstractmethod
+    def configured(cls, options: Options, injection: Injection) -> "Backend":
+        """Create the backend from a pool's options.
+
+        Raises:
+            ValueError: if the options contradict each other; says which, and what is allowed.
+        """
+
+    @property
+    @abstractmethod
+    def resources(self) -> tuple[ResourceName, ...]:
+        """The resource names of the backend, also while the node has no GPU for it."""
+
+    @abstractmethod
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Return all shares of one GPU.
+
+        Pure: the same GPU and options give the same shares, with the same ids.
+        """
+
+    @abstractmethod
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Return the answer to Allocate for a container that holds exactly these shares.
+
+        The same shares give the same grant. The backend answers from memory, unless hardware has
+        to change.
+
+        Raises:
+            RequestError: if the shares cannot be granted; the pod's owner reads the text.
+        """
+
+    def check(  # noqa: B027 - optional: most backends accept every set of shares
+        self, shares: Sequence[Share], snapshot: Snapshot
+    ) -> None:
+        """Refuse a set of shares, chosen by the kubelet, that may not be granted together.
+
+        Raises:
+            RequestError: with the reason, and the sets that would be possible.
+        """
+
+    def prefer(
+        self,
+        available: Sequence[Share],
+        required: Sequence[Share],
+        size: int,
+        snapshot: Snapshot,  # noqa: ARG002 - for backends that compare GPUs
+    ) -> Sequence[Share]:
+        """Choose `size` of the available shares, all required ones among them.
+
+        Never fails: with fewer than `size` shares available, the answer has all of them.
+        """
+        chosen = dict.fromkeys([*required, *available])
+        return list(chosen)[:size]
+
+
+class OneResourceOptions(
+    Options, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
+):
+    """The options of a backend with one resource name; a subclass sets its default."""
+
+    resource: str
+
+
+OptionsT = TypeVar("OptionsT", bound=OneResourceOptions)
+
+
+class OneResourceBackend(Backend, Generic[OptionsT]):
+    """A backend that offers all its shares under one resource name.
+
+    Attributes:
+        options: the pool's options.
+        injection: how this node gives GPUs to containers.
+        resource: the resource name.
+    """
+
+    def __init__(self, options: OptionsT, injection: Injection) -> None:
+        self.options = options
+        self.injection = injection
+        self.resource = ResourceName(options.resource)
+
+    @classmethod
+    def configured(cls, options: Options, injection: Injection) -> Self:
+        """Create the backend from a pool's options.
+
+        Raises:
+            TypeError: if the options are those of another backend.
+        """
+        if not isinstance(options, cls.options_type):
+            raise TypeError(f"{cls.name} cannot read {type(options).__name__}")
+        return cls(cast("OptionsT", options), injection)
+
+    @property
+    def resources(self) -> tuple[ResourceName, ...]:
+        """The one resource name of this pool's shares."""
+        return (self.resource,)
+
+    def equal_shares(self, gpu: Gpu, slots: Iterable[str], memory: int) -> list[Share]:
+        """Return one share of a GPU for each slot, all of `memory` bytes.
+
+        A share's id ends in its slot, and its footprint is this slot alone.
+        """
+        return [
+            Share(
+                id=ShareId(f"{gpu.id}::{slot}"),
+                gpu=gpu.id,
+                resource=self.resource,
+                backend=self.name,
+                number=number,
+                footprint=frozenset((slot,)),
+                memory=memory,
+            )
+            for number, slot in enumerate(slots)
+        ]
+
+    async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
+        """Grant each GPU of the shares once, with the memory that the shares stand for."""
+        return self.injection.grant_shares(shares, snapshot)
+
+
+class InstalledBackends(Mapping[str, type[Backend]]):
+    """All installed backends by name, built-in or not, each loaded at its first use.
+
+    A node that shares by `fraction` loads no other backend.
+
+    Attributes:
+        loaded: the backends that were used so far.
+    """
+
+    def __init__(self, entries: Iterable[EntryPoint]) -> None:
+        self.loaded: dict[str, type[Backend]] = {}
+        self._entries = {entry.name: entry for entry in entries}
+
+    def __getitem__(self, name: str) -> type[Backend]:
+        """Load a backend.
+
+        Raises:
+            TypeError: if its entry point is no Backend, or the backend's name differs.
+        """
+        if name not in self.loaded:
+            self.loaded[name] = self._load(self._entries[name])
+        return self.loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @staticmethod
+    def _load(entry: EntryPoint) -> type[Backend]:
+        backend = entry.load()
+        if not (isinstance(backend, type) and issubclass(backend, Backend)):
+            raise TypeError(f"the entry point {entry.value} of {GROUP} is no Backend")
+        if backend.name != entry.name:
+            raise TypeError(f"{entry.value} calls itself {backend.name}, not {entry.name}")
+        return backend
+
+
+def installed_backends() -> InstalledBackends:
+    """Find every installed backend by its entry point."""
+    return InstalledBackends(entry_points(group=GROUP))

@@ -1,0 +1,124 @@
+"""CDI specifications for container runtimes, and their device names. Pure.
+
+The Container Device Interface gives a runtime names such as `metagpu.io/gpu=GPU-<uuid>`; files in
+/etc/cdi and /var/run/cdi describe the edits of a container for each name. The rules here are those
+of CDI's specification and of its Go library (tags.cncf.io/container-device-interface), which all
+runtimes use: the library ignores a file that breaks a rule.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.grants.grant import DeviceNode, Grant
+from metagpu.core.model.shares import ShareId
+
+KIND: Final = "metagpu.io/gpu"
+"""Vendor and class of our names. Not NVIDIA's: runtimes ignore a name that two files have."""
+FILE_NAME: Final = "metagpu.io-gpu.json"
+"""CDI recommends vendor and class; runtimes read files with this suffix only."""
+"""One of the two folders that every runtime reads; the other is for files written by hand."""
+ANNOTATION_PREFIX: Final = "cdi.k8s.io/"
+"""The prefix of the annotations that name devices to a runtime."""
+
+_OLDEST: Final = (0, 3, 0)
+"""The oldest version of CDI that its library accepts."""
+_HOST_PATH: Final = (0, 5, 0)
+"""The first version with a `hostPath` of device nodes."""
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_IN_NAMES: Final = str.maketrans({"@": ":", "+": "_"})
+"""Characters of ids that CDI names may not have; no slot of an instance has `:` or `_`."""
+
+
+class ContainerEdits(msgspec.Struct, frozen=True):
+    """The edits of every container with any device: the driver's libraries, hooks.
+
+    Attributes:
+        edits: CDI's `containerEdits`, as read.
+        version: the version of CDI that has all of these edits.
+    """
+
+    edits: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    version: tuple[int, int, int] = _OLDEST
+
+
+def device_name(share: ShareId) -> str:
+    """Return the CDI name of a share, as `GPU-<uuid>::2g.10gb:4`.
+
+    The name stays when the share's device gets another uuid.
+    """
+    return share.translate(_IN_NAMES)
+
+
+def device_names(grant: Grant) -> frozenset[str]:
+    """Return the names of our CDI devices in a grant, without the kind.
+
+    The names are in the grant's CDI field or in its annotations.
+    """
+    qualified = list(grant.cdi_names)
+    for key, names in grant.annotations.items():
+        if key.startswith(ANNOTATION_PREFIX):
+            qualified += names.split(",")
+    own = f"{KIND}="
+    return frozenset(name.removeprefix(own) for name in qualified if name.startswith(own))
+
+
+def parse_edits(printed: str) -> ContainerEdits:
+    """Read the common edits of a JSON specification in a program's output.
+
+    Raises:
+        ValueError: there is no specification, or a part of it is missing.
+    """
+    # A log line never begins with a brace, a specification does.
+    start = re.search(r"^\{", printed, re.MULTILINE)
+    if start is None:
+        raise ValueError("it printed no CDI specification")
+    try:
+        spec, _ = json.JSONDecoder().raw_decode(printed, start.start())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its output is no valid JSON: {error}") from None
+
+    version = _VERSION.fullmatch(str(spec.get("cdiVersion")))
+    edits = spec.get("containerEdits")
+    if version is None or not isinstance(edits, dict):
+        raise ValueError("its output has no cdiVersion or no containerEdits")
+    major, minor, patch = map(int, version.groups())
+    return ContainerEdits(edits, (major, minor, patch))
+
+
+def build_spec(
+    devices: Mapping[str, Sequence[DeviceNode]], common: Sequence[DeviceNode], edits: ContainerEdits
+) -> str:
+    """Build the JSON text of a specification.
+
+    Args:
+        devices: the device nodes of each device, by its name. Runtimes ignore a file without a
+            device, or with a device without a node.
+        common: device nodes of all devices.
+        edits: further edits of a container with any of the devices.
+    """
+    nodes = [*common, *(node for those in devices.values() for node in those)]
+    host_paths = any(node.host_path != node.container_path for node in nodes)
+    ours = {node.container_path for node in common}
+    others = [it for it in edits.edits.get("deviceNodes") or () if it.get("path") not in ours]
+
+    spec = {
+        "cdiVersion": ".".join(
+            map(str, max(edits.version, _HOST_PATH if host_paths else _OLDEST)),
+        ),
+        "kind": KIND,
+        "devices": [
+            {"name": name, "containerEdits": {"deviceNodes": list(map(_node, those))}}
+            for name, those in devices.items()
+        ],
+        "containerEdits": {**edits.edits, "deviceNodes": [*map(_node, common), *others]},
+    }
+    return json.dumps(spec, indent=2) + "\n"
+
+
+def _node(it: DeviceNode) -> Mapping[str, str]:
+    host_path = {"hostPath": it.host_path} if it.host_path != it.container_path else {}
+    return {"path": it.container_path, **host_path, "permissions": it.permissions}

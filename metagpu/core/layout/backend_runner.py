@@ -1,0 +1,330 @@
+"""The runner of `ManagesGpu.serve`, for each GPU and backend of the layout."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.capabilities import ManagesGpu
+from metagpu.core.contracts.daemons import Daemons
+from metagpu.core.contracts.driver import ComputeMode, Driver, GpuProcess, MigDriver
+from metagpu.core.contracts.programs import Programs
+from metagpu.core.layout.layout import BackendAssignment, Layout
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ProvisionedState
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.state.facts import (
+    BackendAttached,
+    BackendDetached,
+    BackendResumed,
+    BackendSuspended,
+    CleanupFinished,
+    InstanceRecovered,
+    ProvisioningReported,
+)
+from metagpu.core.state.registry import Registry
+
+log = structlog.get_logger()
+
+
+class BackendRunnerTiming(msgspec.Struct, frozen=True):
+    """The delays, in seconds, before the runner calls a failed backend again.
+
+    Attributes:
+        first_delay: the delay after the first failure; it doubles with each failure in a row.
+        longest_delay: the longest delay. A call that lasted longer than this counts as a success,
+            and the next failure has the first delay again.
+    """
+
+    first_delay: float = 1.0
+    longest_delay: float = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One call of `ManagesGpu.serve`, running or ended.
+
+    Attributes:
+        dismissed: the call is to end, or has ended; its reports have no effect any more.
+        draining: the layout has dropped the assignment, and a task waits until the backend does
+            not own the GPU any more.
+    """
+
+    assignment: BackendAssignment
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    dismissed: bool = False
+    draining: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.assignment.backend.name
+
+
+class _RunContext(msgspec.Struct, frozen=True):
+    """The `GpuContext` of a run."""
+
+    programs: Programs
+    daemons: Daemons
+    _run: _Run
+    _registry: Registry
+    _driver: Driver
+    _clock: Callable[[], float]
+
+    @property
+    def gpu(self) -> Gpu:
+        return self._run.assignment.gpu
+
+    @property
+    def backend(self) -> str:
+        return self._run.backend
+
+    @property
+    def state(self) -> GpuState:
+        return self._registry.snapshot.gpus[self.gpu.id]
+
+    @property
+    def leased(self) -> bool:
+        return any(it.share.backend == self.backend for it in self.state.leases.values())
+
+    @property
+    def cleanup_due_since(self) -> float | None:
+        return self.state.cleaning.get(self.backend)
+
+    async def wait_until(self, is_so: Callable[[GpuState], bool]) -> GpuState:
+        return await _wait_until(self._registry, self.gpu, is_so)
+
+    def suspend(self, reason: str, *, reset: bool = False) -> None:
+        if not self._run.dismissed:
+            fact = BackendSuspended(self.gpu.id, self.backend, reason, self._clock(), reset)
+            if self._registry.apply(fact):
+                log.warning("gpu suspended", gpu=str(self.gpu), backend=self.backend, reason=reason)
+
+    def resume(self) -> None:
+        if not self._run.dismissed:
+            fact = BackendResumed(self.gpu.id, self.backend, self._clock())
+            if self._registry.apply(fact):
+                log.info("gpu ready", gpu=str(self.gpu), backend=self.backend)
+
+    def cleanup_done(self, since: float) -> bool:
+        if self._run.dismissed:
+            return False
+        fact = CleanupFinished(self.gpu.id, self.backend, since, self._clock())
+        if done := self._registry.apply(fact):
+            log.info("gpu cleaned up", gpu=str(self.gpu), backend=self.backend)
+        return done
+
+    @property
+    def mig(self) -> MigDriver:
+        return self._driver.mig
+
+    def report(self, provisioned: ProvisionedState) -> None:
+        if not self._run.dismissed:
+            self._registry.apply(
+                ProvisioningReported(self.gpu.id, self.backend, provisioned, self._clock())
+            )
+
+    def instance_removed(self, device: str) -> None:
+        fact = InstanceRecovered(self.gpu.id, device, "it was removed", self._clock())
+        if self._registry.apply(fact):
+            log.info("faulty mig instance removed", gpu=str(self.gpu), device=device)
+
+    async def processes(self) -> Sequence[GpuProcess]:
+        return await self._driver.processes(self.gpu.id)
+
+    async def compute_mode(self) -> ComputeMode | None:
+        return await self._driver.compute_mode(self.gpu.id)
+
+    async def set_compute_mode(self, mode: ComputeMode) -> None:
+        await self._driver.set_compute_mode(self.gpu.id, mode)
+
+
+class BackendRunner:
+    """Attaches backends to their GPUs as the layout has them, and runs `serve`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        driver: Driver,
+        programs: Programs,
+        daemons: Daemons,
+        clock: Callable[[], float] = time.time,
+        *,
+        timing: BackendRunnerTiming | None = None,
+    ) -> None:
+        self._registry = registry
+        self._driver = driver
+        self._programs = programs
+        self._daemons = daemons
+        self._clock = clock
+        self._timing = timing or BackendRunnerTiming()
+        self._assignments: tuple[BackendAssignment, ...] = ()
+        self._runs: list[_Run] = []
+        self._changed = anyio.Event()
+
+    def apply(self, layout: Layout) -> None:
+        """Put a layout in force and on offer; return at once.
+
+        A backend that sets a GPU up first is suspended before its shares are on offer.
+        """
+        self._assignments = layout.backend_assignments
+
+        for run in self._runs:
+            run.dismissed |= not self._continues(run)
+        for assignment in layout.backend_assignments:
+            present = (it for it in self._runs if not it.dismissed)
+            if not any(_same(it.assignment, assignment) for it in present):
+                self._attach(assignment)
+
+        self._registry.apply(layout.offer_fact)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the layout until cancelled; each `serve` has ended at the return."""
+        async with anyio.create_task_group() as group:
+            while True:
+                self._changed = anyio.Event()
+                await self._follow_layout(group)
+                await self._changed.wait()
+
+    def _attach(self, assignment: BackendAssignment) -> None:
+        backend = assignment.backend
+        fact = BackendAttached(
+            assignment.gpu.id,
+            backend.name,
+            _needs_setup(backend),
+            _needs_cleanup(backend),
+            self._clock(),
+        )
+        self._registry.apply(fact)
+
+    def _in_force(self, run: _Run) -> bool:
+        return any(_same(run.assignment, it) for it in self._assignments)
+
+    def _has_successor(self, run: _Run) -> bool:
+        """Return whether the layout has this backend on this GPU, with any options."""
+        key = run.assignment.gpu.id, run.backend
+        return any((it.gpu.id, it.backend.name) == key for it in self._assignments)
+
+    def _continues(self, run: _Run) -> bool:
+        """Return whether a run goes on: it is in force, or its GPU needs cleanup."""
+        if self._in_force(run):
+            return True
+        if not _needs_cleanup(run.assignment.backend):
+            return False
+        state = self._registry.snapshot.gpus[run.assignment.gpu.id]
+        return state.used_by(run.backend) and not self._has_successor(run)
+
+    async def _follow_layout(self, group: TaskGroup) -> None:
+        while leaving := [it for it in self._runs if it.dismissed]:
+            for run in leaving:
+                run.scope.cancel()
+            for run in leaving:
+                await run.ended.wait()  # two runs must not change one GPU
+                self._runs.remove(run)
+                if not self._has_successor(run):
+                    gone = BackendDetached(run.assignment.gpu.id, run.backend, self._clock())
+                    self._registry.apply(gone)
+
+        for run in self._runs:
+            if not run.draining and not self._in_force(run):
+                run.draining = True
+                group.start_soon(self._drain, run)
+
+        present = [it.assignment for it in self._runs]
+        new = [
+            _Run(assignment)
+            for assignment in self._assignments
+            if not any(_same(assignment, it) for it in present)
+        ]
+        self._runs += new
+        for run in new:
+            group.start_soon(self._serve, run)
+
+    async def _drain(self, run: _Run) -> None:
+        """Dismiss a run once its backend owns the GPU no more, unless in force again."""
+        await _wait_until(
+            self._registry, run.assignment.gpu, lambda state: not state.used_by(run.backend)
+        )
+
+        run.draining = False
+        if not self._in_force(run):
+            self._dismiss(run)
+
+    def _dismiss(self, run: _Run) -> None:
+        run.dismissed = True
+        self._changed.set()
+
+    async def _serve(self, run: _Run) -> None:
+        context = _RunContext(
+            self._programs, self._daemons, run, self._registry, self._driver, self._clock
+        )
+        backend, longest = run.assignment.backend, self._timing.longest_delay
+        backoff = Backoff(self._timing.first_delay, longest)
+
+        try:
+            with run.scope:
+                while True:
+                    started = anyio.current_time()
+                    failure = await _serve_once(backend, context)
+                    if failure is None:
+                        return
+                    if not self._in_force(run):
+                        self._dismiss(run)  # no backend will clean the GPU: others may have it
+                        return
+
+                    if anyio.current_time() - started > longest:
+                        backoff.reset()
+                    delay = backoff.next()
+                    if _needs_setup(backend):
+                        context.suspend(f"{failure}; next attempt in {delay:g} s")
+                    await anyio.sleep(delay)
+        finally:
+            run.ended.set()
+
+
+async def _serve_once(backend: Backend, context: _RunContext) -> str | None:
+    """Call `serve`; return the failure, or `None` if the backend has no more to do."""
+    if not isinstance(backend, ManagesGpu):
+        return None
+    try:
+        await backend.serve(context)
+    except Exception as error:
+        log.exception("backend failed", gpu=str(context.gpu), backend=backend.name)
+        return f"the backend failed ({type(error).__name__}: {error})"
+
+    if not (backend.needs_setup or backend.needs_cleanup):
+        return None
+    log.error("backend returned early", gpu=str(context.gpu), backend=backend.name)
+    return "the backend returned early"
+
+
+def _needs_setup(backend: Backend) -> bool:
+    return isinstance(backend, ManagesGpu) and backend.needs_setup
+
+
+def _needs_cleanup(backend: Backend) -> bool:
+    return isinstance(backend, ManagesGpu) and backend.needs_cleanup
+
+
+async def _wait_until(registry: Registry, gpu: Gpu, is_so: Callable[[GpuState], bool]) -> GpuState:
+    def view(snapshot: Snapshot) -> GpuState | None:
+        state = snapshot.gpus[gpu.id]
+        return state if is_so(state) else None
+
+    async with aclosing(registry.watch(view)) as states:
+        async for state in states:
+            if state is not None:
+                return state
+    raise AssertionError("a registry is watched for ever")
+
+
+def _same(one: BackendAssignment, other: BackendAssignment) -> bool:
+    return one.gpu.id == other.gpu.id and one.options == other.options

@@ -1,0 +1,293 @@
+"""The layout: the pool of each GPU, and the shares that the pool's backends offer."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+from uuid import UUID
+
+import msgspec
+from msgspec.structs import replace
+
+from metagpu.core.config.config import Config, Pool
+from metagpu.core.contracts.backend import Backend, Options
+from metagpu.core.contracts.capabilities import (
+    HasMetrics,
+    OffersExisting,
+    ReportsCapacity,
+    no_shares_reason,
+)
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.backend_metrics import BackendMetric
+from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.state.facts import SharesOffered
+
+ID_LIMIT: Final = 63
+"""Characters of a device id, by the comment in the kubelet's API."""
+_MAX_SHARES: Final = 70_000
+"""Of one resource: more than the kubelet takes in a list, whose bytes are counted later."""
+_MAX_NODE_SHARES: Final = 4 * _MAX_SHARES
+"""Of all resources. A configuration must not take the memory and the time of a node."""
+_OTHER_KIND: Final = (
+    "another GPU of this node offers the same resource in another way; a resource is of one kind"
+)
+_MAX_REASONS: Final = 3
+"""Reasons that are listed when no GPU is in a pool."""
+
+
+class PoolAssignment(msgspec.Struct, frozen=True):
+    """The pool of a GPU, with the reason; `pool` is `None` without one."""
+
+    gpu: Gpu
+    pool: str | None
+    reason: str
+
+
+class BackendAssignment(msgspec.Struct, frozen=True):
+    """One GPU with one backend of its pool, and the options of that backend."""
+
+    gpu: Gpu
+    options: Options
+    backend: Backend
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The offer of the node: the result of one configuration and one set of GPUs.
+
+    Attributes:
+        pool_assignments: the pool of each GPU.
+        backends: the backend that answers for each resource name.
+        shares: all shares, of all GPUs.
+        backend_assignments: each GPU with each backend of its pool.
+        unused_pools: the pools without a GPU, each with the reason.
+    """
+
+    pool_assignments: tuple[PoolAssignment, ...]
+    backends: Mapping[ResourceName, Backend]
+    shares: tuple[Share, ...]
+    backend_assignments: tuple[BackendAssignment, ...] = ()
+    unused_pools: Mapping[str, str] = {}
+
+    @property
+    def offer_fact(self) -> SharesOffered:
+        """The fact that puts the shares on offer."""
+        return SharesOffered(tuple(self.backends), self.shares)
+
+    def free_capacity(self, snapshot: Snapshot) -> list[FreeCapacity]:
+        """Return the free capacity of the backends that report it. Pure."""
+        states = self._states_by_backend(snapshot)
+        return [
+            capacity
+            for backend, gpus in states.items()
+            if isinstance(backend, ReportsCapacity)
+            for capacity in backend.free_capacity(gpus)
+        ]
+
+    def metrics(self, snapshot: Snapshot) -> list[BackendMetric]:
+        """Return the metrics of all backends that have some. Pure."""
+        states = self._states_by_backend(snapshot)
+        return [
+            metric
+            for backend, gpus in states.items()
+            if isinstance(backend, HasMetrics)
+            for metric in backend.metrics(gpus)
+        ]
+
+    def _states_by_backend(self, snapshot: Snapshot) -> Mapping[Backend, Sequence[GpuState]]:
+        states: dict[Backend, list[GpuState]] = {}
+        for each in self.backend_assignments:
+            if (state := snapshot.gpus.get(each.gpu.id)) is not None:
+                states.setdefault(each.backend, []).append(state)
+        return states
+
+
+def build_layout(
+    config: Config,
+    gpus: Iterable[Gpu],
+    injection: Injection,
+    existing: Mapping[GpuId, Sequence[MigInstance]] = MappingProxyType({}),
+) -> Layout:
+    """Assign each GPU to the first pool that selects it, and collect the shares. Pure.
+
+    Where several pools offer one resource, the backend of the first pool answers for it. The
+    resources of a pool without a GPU are not on offer, unless no GPU is known at all. `existing`
+    are MIG instances, for backends that offer those that are there.
+
+    Raises:
+        ConfigError: if a share id is not legal or would be offered twice, or if the shares are more
+            than a kubelet takes; the rest of them is not made then.
+    """
+    pools = config.build_backends(config.root.injection(injection))
+    pool_assignments = []
+    backend_assignments: list[BackendAssignment] = []
+    shares: list[Share] = []
+    counts = Counter[ResourceName]()
+    answering: dict[ResourceName, Backend] = {}
+    for gpu in gpus:
+        assignment, backends, pool_reason = _assign_pool(gpu, pools)
+        if assignment.pool is not None:
+            options = config.options[assignment.pool]
+            found = [
+                _with_existing(gpu, *pair, existing.get(gpu.id, ()))
+                for pair in zip(options, backends, strict=True)
+            ]
+            backend_assignments += found
+            backends = [it.backend for it in found]
+        made = list(_counted_shares(config, gpu, backends, counts))
+        of_gpu = [share for share in made if _answers(backends, share, answering)]
+        if assignment.pool is not None and not of_gpu:
+            missing = _OTHER_KIND if made else _no_shares_reason(gpu, backends, pool_reason)
+            reason = f"{assignment.reason}, but no shares: {missing}"
+            assignment = replace(assignment, reason=reason)
+        pool_assignments.append(assignment)
+        shares += of_gpu
+
+    _check_ids(config, "", shares, set())
+    return Layout(
+        tuple(pool_assignments),
+        _answering_backends(pools, pool_assignments, answering),
+        tuple(shares),
+        tuple(backend_assignments),
+        _unused_pools([pool for pool, _ in pools], pool_assignments),
+    )
+
+
+def check_layout(config: Config) -> None:
+    """Check the share ids of each pool with one invented GPU.
+
+    The check finds what is wrong with a configuration on every node.
+
+    Raises:
+        ConfigError: as `build_layout`.
+    """
+    pools = config.build_backends(config.root.injection(Injection()))
+    checked = 0
+    for number, (_, backends) in enumerate(pools):
+        gpu = Gpu(GpuId(f"GPU-{UUID(int=number)}"), number, "any", memory=80 * 2**30)
+        seen: set[str] = set()
+        for place, backend in enumerate(backends):
+            if checked > _MAX_NODE_SHARES:
+                return  # `build_layout` checks the pools that this node has GPUs for
+            checked += len(shares := backend.shares(gpu))
+            _check_ids(config, f"pools[{number}].backends[{place}]", shares, seen)
+
+
+def _assign_pool(
+    gpu: Gpu, pools: list[tuple[Pool, list[Backend]]]
+) -> tuple[PoolAssignment, list[Backend], str]:
+    """Return the pool of a GPU, the pool's backends, and its reason for having none."""
+    exclusions = []
+
+    for pool, backends in pools:
+        exclusion = pool.exclusion_reason(gpu)
+        if exclusion is None:
+            reason = "all GPUs" if pool.gpus == "all" else f"matches {pool.gpus}"
+            return PoolAssignment(gpu, pool.name, reason), backends, pool.reason
+        exclusions.append(f"{pool.name}: {exclusion}")
+
+    return PoolAssignment(gpu, None, f"no pool selects it ({'; '.join(exclusions)})"), [], ""
+
+
+def _with_existing(
+    gpu: Gpu, options: Options, backend: Backend, instances: Sequence[MigInstance]
+) -> BackendAssignment:
+    if isinstance(backend, OffersExisting) and backend.offers_existing:
+        options, backend = backend.with_existing(gpu, instances)
+    return BackendAssignment(gpu, options, backend)
+
+
+def _answering_backends(
+    pools: Iterable[tuple[Pool, list[Backend]]],
+    assignments: Iterable[PoolAssignment],
+    of_shares: Mapping[ResourceName, Backend],
+) -> dict[ResourceName, Backend]:
+    """Return the backend of each resource: the first pool's, if of the right kind."""
+    used = {assignment.pool for assignment in assignments}
+    found: dict[ResourceName, Backend] = {}
+    for pool, backends in pools:
+        if not used or pool.name in used:
+            for backend in backends:
+                for resource in backend.resources:
+                    found.setdefault(resource, backend)
+    for resource, backend in of_shares.items():
+        if resource not in found or found[resource].name != backend.name:
+            found[resource] = backend
+    return found
+
+
+def _answers(
+    backends: Iterable[Backend], share: Share, answering: dict[ResourceName, Backend]
+) -> bool:
+    """Return whether a share is of the kind that answers for its resource.
+
+    The first share decides. Only where resources follow from what exists may a second backend have
+    one: NVIDIA's strategy `single` on a node with whole GPUs and instances.
+    """
+    for backend in backends:
+        if backend.name == share.backend:
+            return answering.setdefault(share.resource, backend).name == share.backend
+    return False
+
+
+def _counted_shares(
+    config: Config, gpu: Gpu, backends: Iterable[Backend], counts: Counter[ResourceName]
+) -> Iterator[Share]:
+    """Yield the shares of a GPU, and refuse the configuration once they are too many."""
+    for backend in backends:
+        shares = backend.shares(gpu)
+        counts.update(share.resource for share in shares)
+        for resource, count in counts.items():
+            if count > _MAX_SHARES:
+                problem = (
+                    f"{resource} would have {count} shares or more; the kubelet takes a list of "
+                    f"less than {_MAX_SHARES}. Configure fewer shares of each GPU, or several "
+                    "resources"
+                )
+                raise config.error("", problem)
+        if counts.total() > _MAX_NODE_SHARES:
+            problem = f"the node would have more than {_MAX_NODE_SHARES} shares; configure fewer"
+            raise config.error("", problem)
+        yield from shares
+
+
+def _unused_pools(
+    pools: Iterable[Pool], assignments: Sequence[PoolAssignment]
+) -> Mapping[str, str]:
+    """Return the pools without a GPU, each with the reason."""
+    used = {assignment.pool for assignment in assignments}
+    unused = {}
+
+    for pool in pools:
+        if assignments and pool.name not in used:
+            exclusions = dict.fromkeys(pool.exclusion_reason(each.gpu) for each in assignments)
+            taken = "a pool before it has the GPUs that it selects"
+            unused[pool.name] = taken if None in exclusions else _first_few(exclusions)
+    return unused
+
+
+def _first_few(reasons: Iterable[object]) -> str:
+    texts = list(map(str, reasons))
+    more = len(texts) - _MAX_REASONS
+    return "; ".join([*texts[:_MAX_REASONS], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _no_shares_reason(gpu: Gpu, backends: list[Backend], pool_reason: str) -> str:
+    if pool_reason or not backends:
+        return pool_reason or "the pool has no backends"
+    return "; ".join(dict.fromkeys(no_shares_reason(backend, gpu) for backend in backends))
+
+
+def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str]) -> None:
+    for share in shares:
+        if len(share.id) > ID_LIMIT:
+            problem = f"the share id {share.id} has more than {ID_LIMIT} characters"
+            raise config.error(path, problem)
+        if share.id in seen:
+            name = share.id.replace(share.gpu, "GPU-UUID")
+            problem = f"each {name} would be offered twice, again as {share.resource}"
+            raise config.error(path, f"{problem}; use each backend once in a pool")
+        seen.add(share.id)

@@ -1,0 +1,65 @@
+"""This node's pods as the API server lists them."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from metagpu.core.model.shares import Holder
+
+ENDED_PHASES: Final = frozenset({"Succeeded", "Failed"})
+"""The phases of a pod whose containers have ended for good."""
+
+
+class KnownPod(msgspec.Struct, frozen=True):
+    """A pod as the API server lists it.
+
+    Attributes:
+        phase: the pod's phase, as `Running`.
+        owner: kind and name of its controller, as `ReplicaSet/train-7d9f`; empty without one.
+        memory_annotations: its annotations about GPU memory (`core/usage/annotations.py`).
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    phase: str = ""
+    owner: str = ""
+    memory_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def ended(self) -> bool:
+        """True if the containers of the pod have ended for good."""
+        return self.phase in ENDED_PHASES
+
+
+class PodIndex(msgspec.Struct, frozen=True):
+    """All pods of the node; empty before the API server has answered, or without one."""
+
+    by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
+    by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def from_pods(cls, pods: Iterable[KnownPod]) -> "PodIndex":
+        """Index pods; of two pods of one name, `by_name` has the one that still runs."""
+        known = tuple(pods)
+        running_last = sorted(known, key=lambda pod: not pod.ended)
+        return cls(
+            MappingProxyType({pod.uid: pod for pod in known}),
+            MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
+        )
+
+    @property
+    def annotated(self) -> tuple[KnownPod, ...]:
+        """The pods with annotations about GPU memory."""
+        return tuple(pod for pod in self.by_uid.values() if pod.memory_annotations)
+
+    def find(self, holder: Holder, uid: str | None) -> KnownPod | None:
+        """Find a container's pod: by its uid where that is known, else by its name."""
+        if uid is not None:
+            return self.by_uid.get(uid)
+        return self.by_name.get((holder.namespace, holder.pod))

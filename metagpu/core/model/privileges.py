@@ -1,0 +1,21 @@
+"""The kernel's capabilities that a feature of metagpu needs beside the user root."""
+
+from enum import StrEnum
+from typing import Final
+
+
+class Privilege(StrEnum):
+    """A capability by its name in capabilities(7), without `CAP_`."""
+
+    KILL = "KILL"
+    NET_BIND_SERVICE = "NET_BIND_SERVICE"
+    SYS_ADMIN = "SYS_ADMIN"
+
+
+NUMBERS: Final = {Privilege.KILL: 5, Privilege.NET_BIND_SERVICE: 10, Privilege.SYS_ADMIN: 21}
+"""The bit of each privilege, of linux/capability.h."""
+
+
+def privileges_in(mask: int) -> frozenset[Privilege]:
+    """Return the privileges in a mask, such as `CapEff` of /proc/PID/status."""
+    return frozenset(it for it, number in NUMBERS.items() if mask >> number & 1)

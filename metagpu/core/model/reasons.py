@@ -1,0 +1,68 @@
+"""Reasons why a share cannot be granted now, as texts for people."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from metagpu.core.model.shares import Lease, Share
+from metagpu.core.model.sharing import conflicts
+from metagpu.core.model.snapshot import GpuState
+
+
+def unavailable_reason(state: GpuState, share: Share | None = None) -> str:
+    """Return why shares of a GPU, or one share, are unavailable."""
+    for lease in state.orphaned_leases:
+        holder = lease.holder or "a pod that is being admitted"
+        return (
+            f"GPU {state.gpu} is held by {holder} under {lease.share.resource or 'another name'}, "
+            "which is not on offer as it was granted; the GPU waits for the end of that pod"
+        )
+    for reason in _slot_reasons(state, share):
+        return f"GPU {state.gpu}: {reason}"
+    if state.leases:
+        return f"GPU {state.gpu} is in use by {state.owner}"
+    for backend, provisioned in state.provisioned.items():
+        if provisioned.exclusive:
+            return f"GPU {state.gpu} is reserved by {backend}"
+    return f"GPU {state.gpu} is being cleaned after its last lease by {state.owner}"
+
+
+def _slot_reasons(state: GpuState, share: Share | None) -> Iterator[str]:
+    """Yield what occupies the slots of a share, apart from leases."""
+    if share is None:
+        return
+    for provisioned in state.provisioned.values():
+        for slot in sorted(share.footprint & provisioned.blocked.keys()):
+            yield provisioned.blocked[slot]
+        if share.id in provisioned.devices and share.id not in state.leases:
+            yield f"{share.id} was just released and is being checked for processes"
+        if share.id in provisioned.delayed and not any(
+            conflicts(share, lease.share) for lease in state.leases.values()
+        ):
+            yield f"{share.id} has just become free and is offered again in a few seconds"
+
+
+def unconfirmed_reason(lease: Lease) -> str:
+    """Return why a share is not granted that an earlier kubelet granted."""
+    if lease.holder is None:
+        return "the kubelet has just started, and a pod of before may still run with it; try again"
+    return (
+        f"{lease.holder} still runs with it, although the kubelet, which started without its "
+        "checkpoint, takes it for free; it is free when that pod is gone"
+    )
+
+
+def pause_reason(state: GpuState, backend: str) -> str:
+    """Return why a backend grants no new shares of a GPU; empty where it grants."""
+    if state.cordon is not None:
+        return (
+            f"it is cordoned since {iso_time(state.cordon.since)} ({state.cordon.reason}); "
+            f"`metagpu uncordon {state.gpu.index}` on this node ends that"
+        )
+    if (suspended := state.suspended.get(backend)) is not None:
+        return f"{backend} is suspended since {iso_time(suspended.since)}: {suspended.reason}"
+    return ""
+
+
+def iso_time(at: float) -> str:
+    """Return a time in seconds since the epoch as UTC in ISO 8601."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,176 @@
+"""Snapshots: everything known at one moment, immutable."""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
+
+from metagpu.core.model.gpu import Gpu, GpuId, Topology
+from metagpu.core.model.pods import PodIndex
+from metagpu.core.model.shares import (
+    Lease,
+    Pause,
+    ProvisionedState,
+    ResourceName,
+    Share,
+    ShareId,
+    Verdict,
+)
+from metagpu.core.model.sharing import orphaned_leases
+
+
+class GpuState(msgspec.Struct, frozen=True, dict=True):
+    """One GPU with everything that changes about it.
+
+    What follows from it is computed once for each state: every resource's list asks at every fact.
+
+    Attributes:
+        shares: all shares on offer from the GPU, of every resource.
+        leases: all leases on the GPU, also on shares that are no longer on offer.
+        unavailable_shares: shares that conflict with a lease or a cleanup.
+        can_conflict: whether any two shares of the GPU could conflict.
+        suspended: the backends that grant no shares of the GPU for now, and why.
+        cordon: the operator's reason to grant no shares of the GPU, `None` without a cordon.
+        unheard: why NVML does not deliver the GPU's XIDs, `None` while it does.
+        needs_cleanup: the backends that clean the GPU up when their last lease has ended.
+        cleaning: the backends that clean it up now, and since when.
+        provisioned: by backend, all that backends have created on the GPU.
+        mig_faults: the MIG devices that are out of service; `faulty_shares` are their shares.
+        mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
+            the same for every GPU, `None` until the kubelet has reported.
+    """
+
+    gpu: Gpu
+    verdict: Verdict
+    shares: tuple[Share, ...] = ()
+    leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
+    unavailable_shares: frozenset[ShareId] = frozenset()
+    can_conflict: bool = False
+    suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
+    cordon: Pause | None = None
+    unheard: Pause | None = None
+    needs_cleanup: frozenset[str] = frozenset()
+    cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
+    provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
+    mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
+    faulty_shares: frozenset[ShareId] = frozenset()
+    mig_devices_of_other_plugins: frozenset[str] | None = None
+
+    @property
+    def owner(self) -> str | None:
+        """The backend that owns this GPU, `None` for a GPU that is idle and clean."""
+        holders = (lease.share.backend for lease in self.leases.values())
+        return next(holders, next(iter(self.cleaning), None))
+
+    def used_by(self, backend: str) -> bool:
+        """Return whether a backend has leases of this GPU, or cleans it up after them."""
+        return backend in self.cleaning or any(
+            lease.share.backend == backend for lease in self.leases.values()
+        )
+
+    @property
+    def orphaned_leases(self) -> tuple[Lease, ...]:
+        """The leases that must end before the present configuration applies to this GPU."""
+        return orphaned_leases(self.shares, self.leases)
+
+    @cached_property
+    def paused_shares(self) -> Mapping[ShareId, str]:
+        """The shares that their backend does not grant for now, and why."""
+        return {i: why for it in self.provisioned.values() for i, why in it.paused.items()}
+
+    @cached_property
+    def unhealthy_shares(self) -> frozenset[ShareId]:
+        """The shares that are listed Unhealthy although the GPU is healthy.
+
+        Under a cordon a leased share stays listed as it was: a kubelet that restarts fails pods
+        whose devices are not healthy.
+        """
+        unhealthy = self.unavailable_shares
+        if self.provisioned:  # only created devices are faulty or paused; every list asks for this
+            unhealthy = unhealthy | self.faulty_shares | self.paused_shares.keys()
+        if not self.suspended and self.cordon is None:
+            return unhealthy
+
+        return unhealthy | {
+            share.id
+            for share in self.shares
+            if share.backend in self.suspended
+            or (self.cordon is not None and share.id not in self.leases)
+        }
+
+    def device_fault(self, share: ShareId) -> Verdict | None:
+        """Return the fault of the MIG device of a share, `None` for a healthy one."""
+        if share not in self.faulty_shares:
+            return None
+        devices = (
+            provisioned.devices[share].device
+            for provisioned in self.provisioned.values()
+            if share in provisioned.devices
+        )
+        return next((self.mig_faults[it] for it in devices if it in self.mig_faults), None)
+
+    def open_to(self, backend: str) -> bool:
+        """Return whether a backend may grant any share of this GPU now."""
+        return (
+            self.verdict.healthy
+            and self.cordon is None
+            and backend not in self.suspended
+            and self.owner in (None, backend)
+        )
+
+    def count_free(self, resource: ResourceName) -> int:
+        """Count the shares of a resource that could be granted now."""
+        if not self.verdict.healthy:
+            return 0
+
+        unhealthy = self.unhealthy_shares
+        return sum(
+            share.resource == resource and share.id not in self.leases and share.id not in unhealthy
+            for share in self.shares
+        )
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """All shares under one resource name, in order, grouped by GPU."""
+
+    resource: ResourceName
+    by_gpu: Mapping[GpuId, tuple[Share, ...]]
+    shares: Mapping[ShareId, Share]
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """The versions of the driver and of CUDA; empty and `None` while unknown."""
+
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything known at one moment. GPUs are in the order of their index.
+
+    Attributes:
+        unreadable_gpus: the GPUs that NVML counts and nobody has read yet, by index.
+        competing_plugins: the resources that another device plugin serves, and which plugin.
+        registration_problems: why the kubelet does not have these resources as metagpu lists them.
+        pods: the pods of this node, where the API server lists them.
+        kubelet: the identity of the present kubelet's socket, `None` before the first one.
+    """
+
+    gpus: MappingProxyType[GpuId, GpuState] = MappingProxyType({})
+    unreadable_gpus: Mapping[int, Verdict] = msgspec.field(default_factory=dict)
+    offers: Mapping[ResourceName, Offer] = msgspec.field(default_factory=dict)
+    topology: Topology = msgspec.field(default_factory=Topology)
+    versions: Versions = msgspec.field(default_factory=Versions)
+    competing_plugins: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
+    registration_problems: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
+    pods: PodIndex = msgspec.field(default_factory=PodIndex)
+    kubelet: tuple[int, int, int] | None = None
+
+
+def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
+    """Return the snapshot with new states of some GPUs."""
+    gpus = snapshot.gpus.copy()
+    gpus.update((state.gpu.id, state) for state in states)
+    return replace(snapshot, gpus=MappingProxyType(gpus))

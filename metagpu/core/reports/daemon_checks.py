@@ -1,0 +1,114 @@
+"""Checks of the daemon's own status, for `mgctl doctor`.
+
+The status is that of `metagpu status --json`. A daemon of an earlier version may lack a part: a check of that part finds no problem.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from metagpu.core.model.privileges import Privilege
+from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Finding
+
+Status: TypeAlias = Mapping[str, Any]
+StatusCheck: TypeAlias = Callable[[Status], Finding]
+
+
+def check_capability(privilege: Privilege, status: Status) -> Finding:
+    """Check that a capability is held, if a feature needs it."""
+    report = status.get("privileges", {}).get(privilege, {"held": False, "neededFor": ()})
+    uses = ", ".join(report["neededFor"])
+    if report["held"]:
+        return OK, f"{privilege} is held, {f'for {uses}' if uses else 'and not needed'}"
+    if not uses:
+        return OK, f"{privilege} is not held, and not needed"
+    fix = f"add {privilege} to the capabilities of metagpu's container, or leave the feature out"
+    return ERROR, f"{privilege} is not held, but needed for {uses}", fix
+
+
+def check_offer(status: Status) -> Finding:
+    """Check that shares are on offer."""
+    resources = status["resources"]
+    if not any(numbers["capacity"] for numbers in resources.values()):
+        fix = "run `metagpu explain`: it lists each GPU with its pool and the reason"
+        return ERROR, "no resource is offered", fix
+    if not any(numbers["allocatable"] for numbers in resources.values()):
+        counts = ", ".join(f"0 of {it['capacity']} {name}" for name, it in resources.items())
+        fix = "run `metagpu status`: it lists the reason for each GPU"
+        return ERROR, f"nothing is allocatable: {counts}", fix
+    counts = ", ".join(f"{name} {it['allocatable']}" for name, it in resources.items())
+    return OK, f"allocatable: {counts}"
+
+
+def check_health(status: Status) -> Finding:
+    """Check that every GPU is in service."""
+    gpus = status["gpus"]
+    out = [
+        f"GPU {gpu['index']}: {_returning(gpu)}{gpu['reason']}"
+        for gpu in gpus
+        if not gpu["healthy"]
+    ]
+    out += [f"cannot be read: {it['reason']}" for it in status.get("unreadableGpus", ())]
+    if out:
+        fix = "see docs/health.md; `metagpu acknowledge` brings a repaired GPU back"
+        return ERROR, "; ".join(out), fix
+    count = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    return OK, f"{count}, none out of service"
+
+
+def check_main_tasks(status: Status) -> Finding:
+    """Check that no main task of the daemon has ended."""
+    ended = status.get("endedTasks") or {}
+    if not ended:
+        return OK, "every main task of the daemon runs"
+    fix = "metagpu starts them again; if they end again, restart it and report its log"
+    return ERROR, f"main tasks of the daemon ended: {_named(ended)}", fix
+
+
+def check_registrations(status: Status) -> Finding:
+    """Check that the kubelet counts what metagpu lists."""
+    problems = status.get("registrationProblems") or {}
+    if not problems:
+        return OK, "the kubelet has what metagpu lists"
+    fix = "look for another device plugin of the name; metagpu's log has each attempt"
+    return ERROR, _named(problems), fix
+
+
+def check_node_amounts(status: Status) -> Finding:
+    """Check that the Node shows what metagpu lists."""
+    differences = (status.get("cluster") or {}).get("nodeDifferences") or {}
+    if not differences:
+        return OK, "the Node shows what metagpu lists, or is not read"
+    fix = "see in the kubelet's log whether it updates its Node, and who else writes the Node"
+    return WARNING, _named(differences), fix
+
+
+def check_events(status: Status) -> Finding:
+    """Check that NVML delivers the XIDs of every GPU."""
+    unheard = [
+        f"GPU {gpu['index']}: {gpu['unheard']['reason']}"
+        for gpu in status["gpus"]
+        if gpu.get("unheard")
+    ]
+    if not unheard:
+        return OK, "NVML delivers the XIDs of every GPU in service"
+    fix = "see docs/health.md; a fault of such a GPU is found by checks alone, and may be missed"
+    return WARNING, f"XIDs are not heard: {'; '.join(unheard)}", fix
+
+
+def check_lost_devices(status: Status) -> Finding:
+    """Check that the MIG devices of all containers exist."""
+    lost = status.get("lostDevices") or ()
+    if not lost:
+        return OK, "every container's MIG devices exist"
+    holders = ", ".join(str(it["holder"]) for it in lost)
+    fixes = "; ".join(dict.fromkeys(f"`{it['fix']}`" for it in lost))
+    return ERROR, f"containers hold MIG devices that no longer exist: {holders}", fixes
+
+
+def _returning(gpu: Mapping[str, Any]) -> str:
+    returns_at = (gpu.get("recovery") or {}).get("returnsAt")
+    return f"recovering until {returns_at} after: " if returns_at else ""
+
+
+def _named(problems: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {problem}" for name, problem in problems.items())

@@ -1,0 +1,303 @@
+"""Checks of a node for `mgctl doctor`, each with code, result, finding and fix.
+
+docs/doctor.md explains each code.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.grants.injection import DeviceListStrategy
+from metagpu.core.model.privileges import Privilege
+from metagpu.core.reports import daemon_checks as daemon
+from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Diagnosis, Finding
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """Facts about a node, found without changing anything.
+
+    A `_problem` is one sentence, empty where there is no problem.
+
+    Attributes:
+        uid: the user that runs the doctor.
+        inaccessible: folders that metagpu cannot use, each with the missing access.
+        in_host_pid_namespace: the process is in the host's pid namespace.
+        has_container_logs: the kubelet's folder of links to container logs exists.
+        driver: the kernel module's version, empty when the module is not loaded.
+        device_nodes: NVIDIA's device nodes.
+        kubelet_problem, pod_resources_problem: why a socket of the kubelet accepts no connection.
+        competing_plugins: sockets of other plugins that offer GPUs, by the plugin's name.
+        status: the daemon's answer to `status`; `None` when the daemon does not answer.
+        status_problem: why the daemon does not answer.
+        pod_dir: the folder that is mounted into containers.
+        has_mgctl: the folder has an executable `mgctl`.
+        noexec: the folder's file system is mounted with `noexec`.
+        pod_socket_problem: why the folder's socket accepts no connection.
+        envvar_accepted: NVIDIA's toolkit reads NVIDIA_VISIBLE_DEVICES of unprivileged containers;
+            `None` where it has no configuration.
+        cdi_files: CDI specifications for NVIDIA's GPUs.
+        mps_program: path of `nvidia-cuda-mps-control`, empty when it is not found.
+    """
+
+    uid: int
+    inaccessible: Sequence[str]
+    in_host_pid_namespace: bool
+    has_container_logs: bool
+    driver: str
+    device_nodes: frozenset[str]
+    kubelet_problem: str
+    pod_resources_problem: str
+    competing_plugins: Mapping[str, str]
+    status: Mapping[str, Any] | None
+    status_problem: str
+    pod_dir: str
+    has_mgctl: bool
+    noexec: bool
+    pod_socket_problem: str
+    envvar_accepted: bool | None
+    cdi_files: Sequence[str]
+    mps_program: str
+
+
+OLDEST_DRIVER: Final = 510
+"""The branch from which on NVML has all functions that metagpu uses, but for recovery actions."""
+
+
+def diagnose(facts: NodeFacts) -> Sequence[Diagnosis]:
+    """Run every check, in the order of the codes."""
+    return [Diagnosis(code, *check(facts)) for code, check in CHECKS.items()]
+
+
+def _privileges(facts: NodeFacts) -> Finding:
+    if facts.uid != 0:
+        return ERROR, f"the doctor runs as user {facts.uid}", "run mgctl and metagpu as root"
+    return OK, "root"
+
+
+def _folders(facts: NodeFacts) -> Finding:
+    if not facts.inaccessible:
+        return OK, "every folder that metagpu reads or writes is accessible"
+    fix = "mount the host's folders as docs/permissions.md lists them"
+    return ERROR, f"not accessible: {', '.join(facts.inaccessible)}", fix
+
+
+def _pid_namespace(facts: NodeFacts) -> Finding:
+    if facts.in_host_pid_namespace:
+        return OK, "in the host's pid namespace"
+    return (
+        ERROR,
+        "not in the host's pid namespace: processes and callers cannot be identified",
+        "set `hostPID: true` for metagpu's pod",
+    )
+
+
+def _container_names(facts: NodeFacts) -> Finding:
+    if facts.has_container_logs:
+        return OK, "/var/log/containers exists"
+    return (
+        ERROR,
+        "/var/log/containers does not exist: containers have no names",
+        "mount the host's /var/log read-only at the same path",
+    )
+
+
+def _driver(facts: NodeFacts) -> Finding:
+    branch = facts.driver.partition(".")[0]
+    if branch.isdecimal() and int(branch) < OLDEST_DRIVER:
+        return (
+            WARNING,
+            f"NVIDIA driver {facts.driver} is loaded: its own part of the memory is unknown",
+            f"update the driver to {OLDEST_DRIVER} or newer",
+        )
+    if facts.driver:
+        return OK, f"NVIDIA driver {facts.driver} is loaded"
+    return (
+        ERROR,
+        "NVIDIA's kernel module is not loaded",
+        "install the driver until `nvidia-smi` lists the GPUs; a simulated node has no driver",
+    )
+
+
+def _device_nodes(facts: NodeFacts) -> Finding:
+    missing = sorted({"/dev/nvidiactl", "/dev/nvidia-uvm"} - facts.device_nodes)
+    if not missing:
+        return OK, f"{len(facts.device_nodes)} device nodes"
+    return (
+        WARNING,
+        f"missing device nodes: {', '.join(missing)}",
+        "run `nvidia-modprobe -u -c 0` at each start of the node",
+    )
+
+
+def _kubelet(facts: NodeFacts) -> Finding:
+    return _socket(
+        "the kubelet's device plugin socket",
+        facts.kubelet_problem,
+        "start the kubelet; in a container, mount /var/lib/kubelet/device-plugins",
+    )
+
+
+def _pod_resources(facts: NodeFacts) -> Finding:
+    return _socket(
+        "the kubelet's PodResources socket",
+        facts.pod_resources_problem,
+        "start the kubelet; in a container, mount /var/lib/kubelet/pod-resources",
+    )
+
+
+def _competing_plugins(facts: NodeFacts) -> Finding:
+    if not facts.competing_plugins:
+        return OK, "no other GPU device plugin"
+    plugins = sorted(facts.competing_plugins.items())
+    names = ", ".join(f"{name} ({socket})" for name, socket in plugins)
+    return (
+        WARNING,
+        f"another device plugin offers GPUs: {names}",
+        "two plugins may give one GPU twice: separate them by `gpus` of pools, or remove one",
+    )
+
+
+def _daemon(facts: NodeFacts) -> Finding:
+    if facts.status is not None:
+        return OK, "the daemon answers"
+    return ERROR, "the daemon does not answer", facts.status_problem
+
+
+def _mgctl_in_containers(facts: NodeFacts) -> Finding:
+    mgctl = (facts.status or {}).get("mgctl") or {"inPods": True, "problem": None}
+    if not mgctl["inPods"]:
+        return OK, "mgctl is not for containers here: `mgctl: {inPods: false}`"
+    if not facts.has_mgctl:
+        return (
+            WARNING,
+            f"{facts.pod_dir}/mgctl does not exist: containers have no mgctl",
+            "see the daemon's log; `make wheel` builds a package with the program",
+        )
+    if facts.noexec:
+        return (
+            ERROR,
+            f"{facts.pod_dir} is on a file system mounted with noexec: containers cannot run mgctl",
+            "choose another folder with --pod-dir",
+        )
+    return _socket(
+        f"the socket in {facts.pod_dir}",
+        mgctl["problem"] or facts.pod_socket_problem,
+        "start `metagpu run`; its log has the reason",
+    )
+
+
+def _toolkit(facts: NodeFacts) -> Finding:
+    if facts.envvar_accepted is None:
+        return OK, "NVIDIA's toolkit has no configuration here"
+    if facts.envvar_accepted:
+        return (
+            WARNING,
+            "NVIDIA's toolkit takes NVIDIA_VISIBLE_DEVICES of everybody: any pod gets all GPUs",
+            (
+                "set `accept-nvidia-visible-devices-envvar-when-unprivileged = false` in the "
+                "toolkit's config.toml, and `deviceListStrategy` to `volume-mounts` or a CDI "
+                "strategy"
+            ),
+        )
+    finding = "NVIDIA's toolkit takes NVIDIA_VISIBLE_DEVICES of privileged containers only"
+    configuration = (facts.status or {}).get("configuration") or {}
+    if DeviceListStrategy.ENVVAR not in configuration.get("deviceListStrategy", ("envvar",)):
+        return OK, finding
+    return (
+        WARNING,
+        finding,
+        (
+            "with `envvar` other containers get no GPU: set `deviceListStrategy` to "
+            "`volume-mounts` or a CDI strategy"
+        ),
+    )
+
+
+def _cdi(facts: NodeFacts) -> Finding:
+    node_cdi = (facts.status or {}).get("cdi") or {}
+    if problem := node_cdi.get("problem"):
+        return (
+            ERROR,
+            f"containers get GPUs through CDI and may not start: {problem}",
+            "remove the cause that the finding names",
+        )
+    if problem := node_cdi.get("noLibraries"):
+        return (
+            WARNING,
+            f"containers get no driver libraries through CDI: {problem}",
+            "install NVIDIA's container toolkit where metagpu finds `nvidia-ctk`",
+        )
+    if facts.cdi_files:
+        return OK, f"CDI specifications: {', '.join(facts.cdi_files)}"
+    return (
+        WARNING,
+        "no CDI specification of NVIDIA's GPUs; only cdi-cri and cdi-annotations need one",
+        (
+            "metagpu writes one for these strategies; for another `cdiKind` run "
+            "`nvidia-ctk cdi generate --device-name-strategy=uuid`"
+        ),
+    )
+
+
+def _mps(facts: NodeFacts) -> Finding:
+    suspended = [
+        f"GPU {gpu['index']}: {gpu['suspended']['mps']['reason']}"
+        for gpu in (facts.status or {}).get("gpus", ())
+        if "mps" in gpu.get("suspended", {})
+    ]
+    if suspended:
+        fix = "the reason says what to do; see docs/backends/mps.md, When something breaks"
+        return ERROR, f"no shares through MPS: {'; '.join(suspended)}", fix
+    if facts.mps_program:
+        return OK, f"MPS: {facts.mps_program}"
+    return (
+        WARNING,
+        "nvidia-cuda-mps-control not found; only pools that share through MPS need it",
+        "install the driver's programs, or mount them where metagpu finds them",
+    )
+
+
+def _socket(name: str, problem: str, fix: str) -> Finding:
+    return (ERROR, f"{name}: {problem}", fix) if problem else (OK, f"{name} answers")
+
+
+def _of_status(check: daemon.StatusCheck) -> Callable[[NodeFacts], Finding]:
+    """Return a check of the daemon's status as a check of the node."""
+
+    def checked(facts: NodeFacts) -> Finding:
+        if facts.status is None:
+            return WARNING, "unknown: the daemon does not answer"
+        return check(facts.status)
+
+    return checked
+
+
+CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
+    "MG101": _privileges,
+    "MG102": _pid_namespace,
+    "MG103": _container_names,
+    "MG104": _of_status(partial(daemon.check_capability, Privilege.KILL)),
+    "MG105": _of_status(partial(daemon.check_capability, Privilege.SYS_ADMIN)),
+    "MG106": _of_status(partial(daemon.check_capability, Privilege.NET_BIND_SERVICE)),
+    "MG107": _folders,
+    "MG201": _driver,
+    "MG202": _device_nodes,
+    "MG301": _kubelet,
+    "MG302": _pod_resources,
+    "MG303": _competing_plugins,
+    "MG304": _of_status(daemon.check_registrations),
+    "MG305": _of_status(daemon.check_node_amounts),
+    "MG401": _daemon,
+    "MG402": _of_status(daemon.check_offer),
+    "MG403": _of_status(daemon.check_health),
+    "MG404": _of_status(daemon.check_lost_devices),
+    "MG405": _of_status(daemon.check_main_tasks),
+    "MG406": _of_status(daemon.check_events),
+    "MG501": _mgctl_in_containers,
+    "MG601": _toolkit,
+    "MG602": _cdi,
+    "MG701": _mps,
+}
+"""By code: 1 permissions, 2 driver, 3 kubelet, 4 daemon, 5 containers, 6 toolkit, 7 MPS."""

@@ -1,0 +1,225 @@
+"""Snapshots as plain data: the answers of `metagpu explain` and `metagpu status`."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.layout.layout import Layout
+from metagpu.core.model.capacity import describe_capacity, to_dict
+from metagpu.core.model.gpu import MIB, GpuId, parse_bus_id
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.reasons import iso_time, unavailable_reason
+from metagpu.core.model.shares import (
+    HardwareDevice,
+    Pause,
+    Recovery,
+    ResourceName,
+    ShareId,
+)
+from metagpu.core.model.snapshot import GpuState, Snapshot
+
+
+def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
+    """Return the offers to the kubelet, and why each GPU is in its pool or in none."""
+    assignments = {assignment.gpu.id: assignment for assignment in layout.pool_assignments}
+    capacities = layout.free_capacity(snapshot)
+    free = {each.gpu.id: to_dict(each) for each in capacities}
+
+    return {
+        "resources": {
+            resource: {
+                "capacity": len(offer.shares),
+                "allocatable": sum(
+                    len(shares) - sum(share.id in unhealthy for share in shares)
+                    for gpu, shares in offer.by_gpu.items()
+                    if (state := snapshot.gpus[gpu]).verdict.healthy
+                    for unhealthy in (state.unhealthy_shares,)
+                ),
+            }
+            for resource, offer in snapshot.offers.items()
+        },
+        "gpus": [
+            {
+                **_gpu_report(state),
+                "nvlinkPeers": _nvlink_peers(snapshot, gpu),
+                "pool": assignments[gpu].pool if gpu in assignments else None,
+                "poolReason": assignments[gpu].reason if gpu in assignments else "not assigned yet",
+                "shares": _shares_report(snapshot, gpu),
+                "freeCapacity": free.get(gpu),
+            }
+            for gpu, state in snapshot.gpus.items()
+        ],
+        "unreadableGpus": [
+            {"index": index, "reason": verdict.reason, "since": iso_time(verdict.since)}
+            for index, verdict in snapshot.unreadable_gpus.items()
+        ],
+        "unusedPools": dict(layout.unused_pools),
+        "topology": _topology(snapshot),
+        "remarks": list(describe_capacity(capacities)),
+        "competingPlugins": dict(snapshot.competing_plugins),
+        "registrationProblems": dict(snapshot.registration_problems),
+    }
+
+
+def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
+    """Return the data of `explain_report`, and every lease with its holder."""
+    held = Counter(
+        (str(lease.share.resource), lease.share.gpu, lease.holder)
+        for state in snapshot.gpus.values()
+        for lease in state.leases.values()
+    )
+
+    return {
+        **explain_report(snapshot, layout),
+        "leases": [
+            {
+                "resource": resource,
+                "gpu": snapshot.gpus[gpu].gpu.index,
+                "uuid": gpu,
+                "shares": count,
+                "holder": str(holder) if holder else None,
+                **(_pod_details(snapshot.pods.find(holder, None)) if holder else {}),
+            }
+            for (resource, gpu, holder), count in held.items()
+        ],
+    }
+
+
+def _pod_details(known: KnownPod | None) -> Mapping[str, str]:
+    """Return the API server's data of a pod; an empty mapping for an unknown pod."""
+    if known is None:
+        return {}
+    return {"podUid": known.uid, "podOwner": known.owner, "podPhase": known.phase}
+
+
+def find_gpu(snapshot: Snapshot, name: str) -> GpuId:
+    """Find a GPU by index, uuid or PCI bus id.
+
+    Raises:
+        MetagpuError: no GPU has this name; the message lists the GPUs of the node.
+    """
+    for gpu, state in snapshot.gpus.items():
+        if name in (gpu, str(state.gpu.index)):
+            return gpu
+        with suppress(ValueError):
+            if parse_bus_id(name) == state.gpu.pci_bus_id:
+                return gpu
+
+    known = ", ".join(str(state.gpu.index) for state in snapshot.gpus.values()) or "none"
+    raise MetagpuError(f"there is no GPU {name!r} here; there are: {known}")
+
+
+def _time_of_day(at: float) -> float:
+    """Return the time of day of a time of the event loop, whose clock is monotonic."""
+    return time.time() - (time.monotonic() - at)
+
+
+def _gpu_report(state: GpuState) -> Mapping[str, Any]:
+    return {
+        "index": state.gpu.index,
+        "uuid": state.gpu.id,
+        "product": state.gpu.name,
+        "memoryMiB": None if state.gpu.memory is None else state.gpu.memory // MIB,
+        "pciBusId": state.gpu.pci_bus_id or None,
+        "numaNode": state.gpu.numa_node,
+        "healthy": state.verdict.healthy,
+        "reason": state.verdict.reason,
+        "since": iso_time(state.verdict.since),
+        "recovery": _recovery_report(state.verdict.recovery),
+        "backends": list(dict.fromkeys(share.backend for share in state.shares)),
+        "owner": state.owner,
+        "cleaning": {it: iso_time(_time_of_day(at)) for it, at in state.cleaning.items()},
+        "suspended": {backend: _pause_report(pause) for backend, pause in state.suspended.items()},
+        "cordon": _pause_report(state.cordon) if state.cordon else None,
+        "unheard": _pause_report(state.unheard) if state.unheard else None,
+        "faults": [_fault_report(state, device) for device in state.mig_faults],
+        "devices": [
+            _device_report(share, it)
+            for backend in state.provisioned.values()
+            for share, it in backend.devices.items()
+        ],
+        "blocked": sorted(
+            {
+                *(
+                    reason
+                    for backend in state.provisioned.values()
+                    for reason in backend.blocked.values()
+                ),
+                *state.paused_shares.values(),
+            }
+        ),
+        "waitsFor": unavailable_reason(state) if state.orphaned_leases else None,
+    }
+
+
+def _device_report(share: ShareId, it: HardwareDevice) -> Mapping[str, Any]:
+    return {
+        "share": share,
+        "device": it.device,
+        "gpuInstance": it.gpu_instance,
+        "computeInstance": it.compute_instance,
+        "idle": it.idle,
+    }
+
+
+def _fault_report(state: GpuState, device: str) -> Mapping[str, Any]:
+    """Return the fault of a MIG device, with shares if metagpu created the device."""
+    verdict = state.mig_faults[device]
+    return {
+        "device": device,
+        "shares": sorted(
+            share
+            for backend in state.provisioned.values()
+            for share, it in backend.devices.items()
+            if it.device == device
+        ),
+        "reason": verdict.reason,
+        "since": iso_time(verdict.since),
+    }
+
+
+def _recovery_report(recovery: Recovery | None) -> Mapping[str, str | None] | None:
+    """Return when a GPU's checks began to pass, and the time of its return."""
+    if recovery is None:
+        return None
+    returns_at = None if recovery.returns_at is None else iso_time(recovery.returns_at)
+    return {"since": iso_time(recovery.since), "returnsAt": returns_at}
+
+
+def _pause_report(it: Pause) -> Mapping[str, str | bool]:
+    return {"reason": it.reason, "since": iso_time(it.since), "reset": it.until_reset}
+
+
+def _nvlink_peers(snapshot: Snapshot, gpu: GpuId) -> list[int]:
+    """Return the indices of GPUs reached over NVLink, directly or through NVSwitches."""
+    return [
+        state.gpu.index
+        for other, state in snapshot.gpus.items()
+        if other != gpu and snapshot.topology.between(gpu, other).nvlinks
+    ]
+
+
+def _topology(snapshot: Snapshot) -> list[list[str]]:
+    """Return the connection of every two GPUs as a matrix, in the order of the GPUs."""
+    return [
+        ["X" if a == b else str(snapshot.topology.between(a, b)) for b in snapshot.gpus]
+        for a in snapshot.gpus
+    ]
+
+
+def _shares_report(snapshot: Snapshot, gpu: GpuId) -> dict[ResourceName, dict[str, int]]:
+    state = snapshot.gpus[gpu]
+
+    return {
+        resource: {
+            "capacity": len(offer.by_gpu[gpu]),
+            # A lease on a share that is not offered any more is in no capacity.
+            "held": sum(share.id in state.leases for share in offer.by_gpu[gpu]),
+            "free": state.count_free(resource),
+        }
+        for resource, offer in snapshot.offers.items()
+        if gpu in offer.by_gpu
+    }

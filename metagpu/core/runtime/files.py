@@ -1,0 +1,16 @@
+"""The identity of files."""
+
+from pathlib import Path
+
+
+def file_identity(path: Path) -> tuple[int, int, int] | None:
+    """Return a file's device, inode and modification time; `None` without a file.
+
+    The inode number alone is reused at once when a kubelet restarts. The modification time of a
+    socket is its creation time: unlike the change time, it survives a chmod.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns

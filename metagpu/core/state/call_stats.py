@@ -1,0 +1,117 @@
+"""Counters of the kubelet's calls and registrations, for the metrics.
+
+The kubelet waits while a call is counted: two additions and a search among a few bounds.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from metagpu.core.errors import RequestError
+from metagpu.core.model.shares import ResourceName
+
+BUCKET_BOUNDS: Final = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
+    *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+"""Upper bounds in seconds. An answer from memory takes 0.1 ms, a MIG instance a second or more; in
+PreStartContainer the kubelet waits 30 s."""
+
+
+class KubeletCall(StrEnum):
+    """The kubelet's calls that are counted."""
+
+    ALLOCATE = "Allocate"
+    PREFERRED = "GetPreferredAllocation"
+    PRE_START = "PreStartContainer"
+
+
+class CallOutcome(StrEnum):
+    """The outcome of a call.
+
+    - answered: the kubelet got its answer.
+    - refused: the pod's request cannot be met; the answer names the reason.
+    - failed: an error of metagpu or NVML.
+    - abandoned: the caller or this daemon ended before the answer.
+    """
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+@dataclass(slots=True)
+class CallStats:
+    """Counters of one kind of call: outcomes and durations.
+
+    Attributes:
+        buckets: calls by the first of `BUCKET_BOUNDS` that they do not exceed; the last bucket
+            has the rest.
+        seconds: the duration of all calls together.
+    """
+
+    outcomes: dict[CallOutcome, int] = field(default_factory=lambda: dict.fromkeys(CallOutcome, 0))
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKET_BOUNDS) + 1))
+    seconds: float = 0.0
+
+    def record(self, outcome: CallOutcome, seconds: float) -> None:
+        """Count one call."""
+        self.outcomes[outcome] += 1
+        self.buckets[bisect_left(BUCKET_BOUNDS, seconds)] += 1
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
+class ResourceCallStats:
+    """Counters of one resource at the kubelet.
+
+    Attributes:
+        listed: whether the kubelet reads our list of shares now.
+        registrations: the registrations that the kubelet accepted.
+        lists: the lists that were sent.
+        refusals: the refused calls, by the class of the error.
+    """
+
+    listed: bool = False
+    registrations: int = 0
+    lists: int = 0
+    calls: dict[KubeletCall, CallStats] = field(
+        default_factory=lambda: {call: CallStats() for call in KubeletCall}
+    )
+    refusals: Counter[type[RequestError]] = field(default_factory=Counter)
+
+    def record_failure(self, call: KubeletCall, seconds: float, error: BaseException) -> None:
+        """Count a call that ended with an error."""
+        if isinstance(error, RequestError):
+            self.refusals[type(error)] += 1
+            outcome = CallOutcome.REFUSED
+        else:
+            outcome = CallOutcome.FAILED if isinstance(error, Exception) else CallOutcome.ABANDONED
+        self.calls[call].record(outcome, seconds)
+
+
+@dataclass(slots=True)
+class KubeletCallStats:
+    """Counters of all resources, former ones included: a counter never falls.
+
+    Attributes:
+        restarts: the restarts of the kubelet that were seen.
+    """
+
+    resources: dict[ResourceName, ResourceCallStats] = field(default_factory=dict)
+    restarts: int = 0
+    _kubelet: object = None
+
+    def of_resource(self, resource: ResourceName) -> ResourceCallStats:
+        """Return the counters of a resource."""
+        return self.resources.setdefault(resource, ResourceCallStats())
+
+    def record_kubelet(self, kubelet: object) -> None:
+        """Record the kubelet that accepted a resource; `None` if it is unknown."""
+        if kubelet is None:
+            return
+        self.restarts += self._kubelet not in (None, kubelet)
+        self._kubelet = kubelet

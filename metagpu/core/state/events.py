@@ -1,0 +1,139 @@
+"""Events on the bus: facts that changed the snapshot, and other messages."""
+
+import msgspec
+
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import Holder
+from metagpu.core.state.facts import Fact
+
+
+class MemoryExceeded(msgspec.Struct, frozen=True):
+    """A container uses more GPU memory than its limit: one event for each excess.
+
+    Attributes:
+        pod_uid: the uid of its pod, which another pod of the same name does not have.
+        used: bytes that its processes use; `share` are the bytes of its shares, `limit` its limit.
+        will_end: whether its processes are ended if the excess lasts.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    used: int
+    share: int
+    limit: int
+    will_end: bool
+    at: float
+
+
+class ProcessSignalled(msgspec.Struct, frozen=True):
+    """A process got a signal: its container used more GPU memory than its limit.
+
+    Attributes:
+        signal: `SIGTERM`, or `SIGKILL` for a process that did not end.
+        memory: bytes of GPU memory of the process.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    pid: int
+    signal: str
+    memory: int
+    used: int
+    share: int
+    limit: int
+    at: float
+
+
+class UnauthorizedUseFound(msgspec.Struct, frozen=True):
+    """A container uses a GPU without a share: one event per container and GPU.
+
+    Attributes:
+        holder: the container's names, `None` where they are unknown.
+        memory: bytes of one of its processes, `None` where the driver reports none.
+    """
+
+    gpu: GpuId
+    holder: Holder | None
+    container_id: str
+    pod_uid: str
+    pid: int
+    memory: int | None
+    at: float
+
+
+class ConfigRejected(msgspec.Struct, frozen=True):
+    """A configuration was rejected; the last good one stays. One event per fault.
+
+    Attributes:
+        reason: file, line and path, and the problem there.
+    """
+
+    reason: str
+    at: float
+
+
+class XidReported(msgspec.Struct, frozen=True):
+    """NVML reported an XID; `gpu` is `None` where NVML did not name the GPU."""
+
+    gpu: GpuId | None
+    code: int
+    at: float
+
+
+class MemoryErrorReported(msgspec.Struct, frozen=True):
+    """NVML reported a memory error; `gpu` is `None` where NVML did not name the GPU."""
+
+    gpu: GpuId | None
+    corrected: bool
+    at: float
+
+
+class CheckpointRequested(msgspec.Struct, frozen=True):
+    """The kubelet should write its checkpoint: each list that it gets makes it do so."""
+
+
+class PodEnded(msgspec.Struct, frozen=True):
+    """A pod is gone, or its containers have ended: its shares will soon be free."""
+
+    pod: KnownPod
+
+
+class AnnotationRejected(msgspec.Struct, frozen=True):
+    """A pod's annotation about GPU memory is not followed: one event for each reason."""
+
+    pod: KnownPod
+    reason: str
+    at: float
+
+
+class DevicesLost(msgspec.Struct, frozen=True):
+    """A container's MIG devices no longer exist: one event for each container.
+
+    Attributes:
+        fix: the command that helps.
+    """
+
+    holder: Holder
+    pod_uid: str
+    devices: tuple[str, ...]
+    fix: str
+    at: float
+
+
+Event = (
+    Fact
+    | MemoryExceeded
+    | ProcessSignalled
+    | UnauthorizedUseFound
+    | ConfigRejected
+    | XidReported
+    | MemoryErrorReported
+    | CheckpointRequested
+    | PodEnded
+    | AnnotationRejected
+    | DevicesLost
+)
+"""Everything that the bus carries."""

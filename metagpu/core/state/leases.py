@@ -1,0 +1,268 @@
+"""Transitions of leases: claims, releases and the kubelet's lists of holders."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from msgspec.structs import replace
+
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import (
+    UNKNOWN_BACKEND,
+    Holder,
+    Lease,
+    ResourceName,
+    Share,
+    ShareId,
+    by_gpu,
+    gpu_of,
+)
+from metagpu.core.model.sharing import unavailable_shares
+from metagpu.core.model.snapshot import GpuState, Snapshot, with_states
+from metagpu.core.state.facts import (
+    Fact,
+    KubeletStarted,
+    LeasesObserved,
+    SharesClaimed,
+    SharesPending,
+    SharesReleased,
+)
+
+_MIG: Final = "MIG-"
+"""The prefix of the ids under which NVIDIA's device plugin offers MIG devices."""
+
+
+def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin and end leases by what a look at the kubelet found: the one rule.
+
+    `docs/leases.md` has it as a table.
+    """
+    known = {i: lease for state in snapshot.gpus.values() for i, lease in state.leases.items()}
+    # A claim after the request is not in the list, which may name the holder before.
+    asked = {i: lease for i, lease in known.items() if lease.since < fact.at}
+    unnamed = [lease for i, lease in asked.items() if i not in fact.holders]
+    ended = _ended(known.values(), unnamed, fact)
+    allocated = fact.allocated or {}
+
+    confirmed = [
+        replace(lease, unconfirmed=False)
+        for lease in unnamed
+        if lease.unconfirmed and fact.confirms and lease.share.id in allocated
+    ]
+    listed = [
+        _listed(snapshot, share_id, holder, known.get(share_id), fact)
+        for share_id, holder in fact.holders.items()
+        if gpu_of(share_id) in snapshot.gpus and (share_id in asked or share_id not in known)
+    ]
+    fresh = allocated.keys() - known.keys() - fact.holders.keys() if fact.begins else ()
+    begun = [
+        Lease(
+            _held_share(snapshot, i, None, allocated[i]),
+            fact.at,
+            unconfirmed=not fact.confirms,
+            from_checkpoint=True,
+        )
+        for i in fresh
+        if gpu_of(i) in snapshot.gpus
+    ]
+
+    if fact.kubelet_ready:
+        snapshot = _with_other_plugins_devices(snapshot, fact)
+    started = _by_gpu([*confirmed, *listed, *begun])
+    return with_leases(snapshot, fact.at, started=started, ended=ended)
+
+
+def _listed(
+    snapshot: Snapshot,
+    share_id: ShareId,
+    holder: Holder,
+    known: Lease | None,
+    fact: LeasesObserved,
+) -> Lease:
+    """Return the lease of a share whose holder the list names."""
+    share = _held_share(snapshot, share_id, known, fact.resources.get(share_id))
+    if known is None:
+        return Lease(share, fact.at, holder)
+    at_start = known.provisioned_at_start and known.holder in (None, holder)
+    return Lease(share, known.since, holder, at_start)
+
+
+def _ended(known: Iterable[Lease], unnamed: Iterable[Lease], fact: LeasesObserved) -> list[ShareId]:
+    """Return the shares whose leases have ended, of those that the list does not name."""
+    claims = [
+        fact.at if it.unanswered else it.since
+        for it in known
+        if it.holder is None and it.share.id not in fact.holders
+    ]
+    last_claim = max(claims, default=fact.at)
+    held_again = {(holder, fact.resources.get(i)) for i, holder in fact.holders.items()}
+    return [it.share.id for it in unnamed if _has_ended(it, fact, last_claim, held_again)]
+
+
+def _has_ended(
+    lease: Lease,
+    fact: LeasesObserved,
+    last_claim: float,
+    held_again: Collection[tuple[Holder, ResourceName | None]],
+) -> bool:
+    """Return whether a lease that the list does not name has ended.
+
+    Args:
+        lease: was there when the kubelet was asked.
+        fact: what the kubelet says.
+        last_claim: the time of the last claim of a pod that may still be in admission.
+        held_again: the holders in the list, each with a resource that it holds.
+    """
+    share, holder = lease.share, lease.holder
+    if not fact.kubelet_ready or lease.unanswered:
+        return False
+    if share.id in fact.released:
+        return True
+    if holder is None:
+        # A pod in admission, or an init container, which the kubelet never lists.
+        named = fact.allocated is not None and share.id in fact.allocated
+        longest = fact.longest_admission if named else fact.admission_timeout
+        return fact.at - last_claim >= longest and share.id not in fact.running
+    if lease.unconfirmed and (holder.namespace, holder.pod) in fact.pods:
+        # The kubelet lost its checkpoint: the pod goes on without the kubelet's knowledge of it.
+        return holder in fact.stopped or (holder, share.resource) in held_again
+    return True
+
+
+def apply_kubelet_started(
+    snapshot: Snapshot, fact: KubeletStarted
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Make all leases unconfirmed: the new kubelet may not know of them."""
+    if fact.kubelet == snapshot.kubelet:
+        return snapshot, ()
+    leases = [
+        replace(lease, unconfirmed=True)
+        for state in snapshot.gpus.values()
+        for lease in state.leases.values()
+    ]
+    snapshot, _ = with_leases(snapshot, 0, started=_by_gpu(leases))
+    return replace(snapshot, kubelet=fact.kubelet), (fact,)
+
+
+def _with_other_plugins_devices(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
+    devices = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
+    changed = [it for it in snapshot.gpus.values() if it.mig_devices_of_other_plugins != devices]
+    if not changed:
+        return snapshot
+    return with_states(
+        snapshot, [replace(it, mig_devices_of_other_plugins=devices) for it in changed]
+    )
+
+
+def _held_share(
+    snapshot: Snapshot, share_id: ShareId, known: Lease | None, resource: ResourceName | None
+) -> Share:
+    """Return the share that an id of the kubelet names under a resource name."""
+    if known is not None and resource in (None, known.share.resource):
+        return known.share
+
+    for offer in snapshot.offers.values():
+        if share_id in offer.shares and resource in (None, offer.resource):
+            return offer.shares[share_id]
+
+    slot = share_id.partition("::")[2]
+    name = resource or ResourceName("")
+    return Share(share_id, gpu_of(share_id), name, UNKNOWN_BACKEND, -1, frozenset((slot,)), 0)
+
+
+def apply_pending(snapshot: Snapshot, fact: SharesPending) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Record that containers wait for their hardware devices (see `SharesPending`)."""
+    pending = [
+        replace(lease, since=fact.at, provisioned_at_start=True, unconfirmed=False)
+        for share in fact.shares
+        if (state := snapshot.gpus.get(share.gpu)) and (lease := state.leases.get(share.id))
+    ]
+    return with_leases(snapshot, fact.at, started=_by_gpu(pending))
+
+
+def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin the leases of claimed shares."""
+    started = {
+        gpu: {share.id: Lease(share, fact.at, unanswered=fact.unanswered) for share in shares}
+        for gpu, shares in by_gpu(fact.shares).items()
+    }
+    return with_leases(snapshot, fact.at, started=started)
+
+
+def _by_gpu(leases: Iterable[Lease]) -> dict[GpuId, dict[ShareId, Lease]]:
+    found = defaultdict[GpuId, dict[ShareId, Lease]](dict)
+    for lease in leases:
+        found[lease.share.gpu][lease.share.id] = lease
+    return found
+
+
+def with_leases(
+    snapshot: Snapshot,
+    at: float,
+    *,
+    started: Mapping[GpuId, Mapping[ShareId, Lease]] = MappingProxyType({}),
+    ended: Iterable[ShareId] = (),
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin and end leases; the events are the releases, then the claims."""
+    ending = defaultdict[GpuId, list[ShareId]](list)
+    for share_id in ended:
+        ending[gpu_of(share_id)].append(share_id)
+
+    states: list[GpuState] = []
+    begun: list[Share] = []
+    released: list[Share] = []
+
+    for gpu, state in snapshot.gpus.items():
+        if gpu not in ending and gpu not in started:
+            continue
+
+        new, held = started.get(gpu, {}), state.leases.copy()
+        released += [held.pop(i).share for i in ending[gpu] if i in held]
+        begun += [lease.share for i, lease in new.items() if i not in held]
+        held.update(new)
+        if held != state.leases:
+            # Shares of a GPU where nothing can conflict are granted without a new computation.
+            unknown = UNKNOWN_BACKEND in {lease.share.backend for lease in new.values()}
+            cleaning = _cleaning(state, held, at)
+            busy = (
+                state.can_conflict
+                or state.unavailable_shares
+                or state.cleaning
+                or cleaning
+                or state.provisioned
+            )
+            simple = not (busy or ending[gpu] or unknown)
+            unavailable = (
+                state.unavailable_shares
+                if simple
+                else unavailable_shares(state.shares, held, cleaning, state.provisioned)
+            )
+            states.append(
+                replace(
+                    state,
+                    leases=MappingProxyType(held),
+                    unavailable_shares=unavailable,
+                    cleaning=cleaning,
+                )
+            )
+
+    if not states:
+        return snapshot, ()
+    events: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
+    events += [SharesClaimed(tuple(begun), at)] if begun else []
+    return with_states(snapshot, states), tuple(events)
+
+
+def _cleaning(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Mapping[str, float]:
+    """Return the backends that clean a GPU up with these leases, and since when.
+
+    A backend begins when its last lease has ended, and stops when it gets another lease.
+    """
+    if not state.needs_cleanup:
+        return state.cleaning
+
+    before = {lease.share.backend for lease in state.leases.values()}
+    now = {lease.share.backend for lease in held.values()}
+    begun = dict.fromkeys(sorted((before - now) & state.needs_cleanup), at)
+    return MappingProxyType({b: t for b, t in {**state.cleaning, **begun}.items() if b not in now})

@@ -1,0 +1,246 @@
+"""The reducer: the snapshot that follows from a fact.
+
+`reduce` is the whole mutation of the daemon: no clock, no logger, no waiting. It returns the next
+snapshot and the events for the bus; a fact without a change returns the same snapshot object and no
+events.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from msgspec.structs import replace
+
+from metagpu.core.model.gpu import GpuId, Topology
+from metagpu.core.model.pods import PodIndex
+from metagpu.core.model.shares import (
+    UNKNOWN_BACKEND,
+    Fault,
+    Lease,
+    ResourceName,
+    Share,
+    ShareId,
+    Verdict,
+)
+from metagpu.core.model.sharing import can_conflict, unavailable_shares
+from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
+from metagpu.core.state.events import Event, PodEnded
+from metagpu.core.state.facts import (
+    CompetingPluginFound,
+    CompetingPluginGone,
+    DriverRead,
+    Fact,
+    GpuFact,
+    GpusFound,
+    KubeletStarted,
+    LeasesObserved,
+    PodsListed,
+    RegistrationProblemFound,
+    RegistrationProblemGone,
+    SharesClaimed,
+    SharesOffered,
+    SharesPending,
+    SharesReleased,
+    TopologyRead,
+    UnreadableGpusFound,
+)
+from metagpu.core.state.gpu_state import apply_gpu_fact
+from metagpu.core.state.leases import (
+    apply_claimed,
+    apply_kubelet_started,
+    apply_observed,
+    apply_pending,
+    with_leases,
+)
+
+
+def reduce(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
+    snapshot: Snapshot, fact: Fact
+) -> tuple[Snapshot, tuple[Event, ...]]:
+    """Return the snapshot that follows from a fact, and the events.
+
+    Events are facts that changed something: `LeasesObserved` becomes `SharesReleased` for the
+    leases that ended. A fact about an unknown GPU changes nothing.
+    """
+    match fact:
+        case GpusFound():
+            return _gpus_found(snapshot, fact)
+        case UnreadableGpusFound():
+            return _unreadable_found(snapshot, fact)
+        case TopologyRead():
+            return _topology_read(snapshot, fact)
+        case DriverRead():
+            same = fact.versions == snapshot.versions
+            return (snapshot, ()) if same else (replace(snapshot, versions=fact.versions), (fact,))
+        case CompetingPluginFound() | CompetingPluginGone():
+            return _competitor(snapshot, fact)
+        case RegistrationProblemFound() | RegistrationProblemGone():
+            return _registration_problem(snapshot, fact)
+        case SharesOffered():
+            return _shares_offered(snapshot, fact)
+        case SharesClaimed():
+            return apply_claimed(snapshot, fact)
+        case SharesPending():
+            return apply_pending(snapshot, fact)
+        case SharesReleased():
+            return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
+        case KubeletStarted():
+            return apply_kubelet_started(snapshot, fact)
+        case LeasesObserved():
+            return apply_observed(snapshot, fact)
+        case PodsListed():
+            return _pods_listed(snapshot, fact)
+        case _:
+            return _of_one_gpu(snapshot, fact)
+
+
+def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fact, ...]]:
+    states = dict(snapshot.gpus)
+
+    for gpu in fact.gpus:
+        known = states.get(gpu.id)
+        if known is None:
+            states[gpu.id] = GpuState(gpu, Verdict(healthy=True, since=fact.at))
+        elif known.gpu != gpu:
+            states[gpu.id] = replace(known, gpu=gpu)
+
+    if states == snapshot.gpus:
+        return snapshot, ()
+
+    ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
+    gpus = MappingProxyType({state.gpu.id: state for state in ordered})
+    return replace(snapshot, gpus=gpus), (fact,)
+
+
+def _unreadable_found(
+    snapshot: Snapshot, fact: UnreadableGpusFound
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.unreadable_gpus
+    after = {
+        index: Verdict(
+            healthy=False,
+            since=before[index].since if index in before else fact.at,
+            reason=reason,
+            fault=Fault.NO_ANSWER,
+        )
+        for index, reason in sorted(fact.reasons.items())
+    }
+    if after == before:
+        return snapshot, ()
+    return replace(snapshot, unreadable_gpus=MappingProxyType(after)), (fact,)
+
+
+def _competitor(
+    snapshot: Snapshot, fact: CompetingPluginFound | CompetingPluginGone
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    plugins = {it: where for it, where in snapshot.competing_plugins.items() if it != fact.resource}
+    if isinstance(fact, CompetingPluginFound):
+        plugins[fact.resource] = fact.where
+    if plugins == snapshot.competing_plugins:
+        return snapshot, ()
+    return replace(snapshot, competing_plugins=MappingProxyType(plugins)), (fact,)
+
+
+def _registration_problem(
+    snapshot: Snapshot, fact: RegistrationProblemFound | RegistrationProblemGone
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.registration_problems
+    problems = {it: problem for it, problem in before.items() if it != fact.resource}
+    if isinstance(fact, RegistrationProblemFound):
+        problems[fact.resource] = fact.problem
+    if problems == before:
+        return snapshot, ()
+    return replace(snapshot, registration_problems=MappingProxyType(problems)), (fact,)
+
+
+def _topology_read(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.topology.connections
+    connections = {**before, **fact.topology.connections}
+    if connections == before:
+        return snapshot, ()
+
+    return replace(snapshot, topology=Topology(MappingProxyType(connections))), (fact,)
+
+
+def _pods_listed(snapshot: Snapshot, fact: PodsListed) -> tuple[Snapshot, tuple[Event, ...]]:
+    before, after = snapshot.pods.by_uid, {pod.uid: pod for pod in fact.pods}
+    if after == before:
+        return snapshot, ()
+
+    ended = [
+        PodEnded(pod)
+        for uid, pod in before.items()
+        if not pod.ended and (uid not in after or after[uid].ended)
+    ]
+    return replace(snapshot, pods=PodIndex.from_pods(fact.pods)), (fact, *ended)
+
+
+def _of_one_gpu(snapshot: Snapshot, fact: GpuFact) -> tuple[Snapshot, tuple[Fact, ...]]:
+    before = snapshot.gpus.get(fact.gpu)
+    if before is None or (after := apply_gpu_fact(before, fact)) is before:
+        return snapshot, ()
+
+    return with_states(snapshot, [after]), (fact,)
+
+
+def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[Fact, ...]]:
+    states = []
+    offered = [share for share in fact.shares if share.gpu in snapshot.gpus]
+
+    for state in snapshot.gpus.values():
+        shares = tuple(share for share in offered if share.gpu == state.gpu.id)
+        leases = _with_known_shares(state.leases, shares)
+        states.append(
+            state
+            if shares == state.shares
+            else replace(
+                state,
+                shares=shares,
+                leases=leases,
+                # Leased shares that are not on offer any more still conflict with others.
+                can_conflict=can_conflict(list(dict.fromkeys([*shares, *_held(leases)]))),
+                unavailable_shares=unavailable_shares(
+                    shares, leases, state.cleaning, state.provisioned
+                ),
+            )
+        )
+
+    offers = {resource: _offer(resource, offered) for resource in fact.resources}
+    if offers == snapshot.offers:
+        return snapshot, ()
+
+    # An equal offer stays the same object: its readers are not woken.
+    reused = {
+        resource: snapshot.offers[resource] if snapshot.offers.get(resource) == offer else offer
+        for resource, offer in offers.items()
+    }
+    return replace(with_states(snapshot, states), offers=MappingProxyType(reused)), (fact,)
+
+
+def _held(leases: Mapping[ShareId, Lease]) -> list[Share]:
+    return [lease.share for lease in leases.values()]
+
+
+def _with_known_shares(
+    leases: Mapping[ShareId, Lease], shares: Iterable[Share]
+) -> Mapping[ShareId, Lease]:
+    """Resolve leases of an unknown backend where the same name now offers the id.
+
+    At a start the kubelet may report leases before anything is offered.
+    """
+    unknown = {i: lease for i, lease in leases.items() if lease.share.backend == UNKNOWN_BACKEND}
+    recognized = {
+        share.id: replace(lease, share=share)
+        for share in shares
+        if (lease := unknown.get(share.id)) and lease.share.resource in ("", share.resource)
+    }
+    return MappingProxyType({**leases, **recognized}) if recognized else leases
+
+
+def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:
+    own = {share.id: share for share in shares if share.resource == resource}
+    by_gpu: dict[GpuId, list[Share]] = {}
+
+    for share in own.values():
+        by_gpu.setdefault(share.gpu, []).append(share)
+
+    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, own)

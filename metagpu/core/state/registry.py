@@ -1,0 +1,79 @@
+"""The one mutable cell: facts enter at `apply`, readers take snapshots."""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.runtime.event_bus import EventBus
+from metagpu.core.state.events import Event
+from metagpu.core.state.facts import Fact
+from metagpu.core.state.reduce import reduce
+
+ViewT = TypeVar("ViewT")
+
+
+class _Watcher(Generic[ViewT]):
+    """One reader of `Registry.watch`: its last view, and the event it waits for."""
+
+    def __init__(self, view: Callable[[Snapshot], ViewT]) -> None:
+        self.view = view
+        self.shown: ViewT | None = None
+        self.changed: anyio.Event | None = None
+
+    def notify(self, snapshot: Snapshot) -> None:
+        """Wake the reader if it waits and its view has changed."""
+        if self.changed is not None and self.view(snapshot) != self.shown:
+            self.changed.set()
+
+
+class Registry:
+    """The current snapshot and its watchers. Use it from one event loop only.
+
+    Attributes:
+        snapshot: everything known now; replaced, never edited.
+        events: the bus with every fact that changed the snapshot, and other events.
+    """
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot()
+        self.events = EventBus[Event]()
+        self._watchers: list[_Watcher[Any]] = []
+
+    def apply(self, fact: Fact) -> bool:
+        """Apply a fact; return whether it changed the snapshot. No change wakes no reader."""
+        following, events = reduce(self.snapshot, fact)
+        if following is self.snapshot:
+            return False
+
+        self.snapshot = following
+        for watcher in self._watchers:
+            watcher.notify(following)
+        for event in events:
+            self.events.publish(event)
+        return True
+
+    async def watch(self, view: Callable[[Snapshot], ViewT]) -> AsyncGenerator[ViewT, None]:
+        """Yield a view of the snapshot: the present one, then each that differs.
+
+        Conflating: a slow reader misses views in between, never the latest.
+        """
+        watcher = _Watcher(view)
+        self._watchers.append(watcher)
+
+        try:
+            watcher.shown = view(self.snapshot)
+            yield watcher.shown
+
+            while True:
+                # The event exists before the view is read: a change in between sets it.
+                watcher.changed = changed = anyio.Event()
+                seen = view(self.snapshot)
+                if seen == watcher.shown:
+                    await changed.wait()
+                else:
+                    watcher.shown, watcher.changed = seen, None
+                    yield seen
+        finally:
+            self._watchers.remove(watcher)

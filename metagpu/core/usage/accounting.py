@@ -1,0 +1,202 @@
+"""GPU usage of containers: processes joined with the leases of their containers."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from metagpu.core.contracts.driver import GpuProcess
+from metagpu.core.contracts.host import Container, ProcessIdentity
+from metagpu.core.grants.injection import memory_mib
+from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share
+from metagpu.core.model.snapshot import GpuState
+
+PromisedMemory = Mapping[tuple[str, str, GpuId], int]
+"""Bytes of each GPU that were promised to containers, by pod uid, container name and GPU.
+
+Only amounts that are known for certain are in the mapping.
+"""
+NO_PROMISED_MEMORY: Final[PromisedMemory] = MappingProxyType({})
+
+
+class ProcessUsage(msgspec.Struct, frozen=True):
+    """GPU memory of one process.
+
+    Attributes:
+        memory: bytes of GPU memory, the sum over all MIG instances of the GPU; `None` when the
+            driver does not report it.
+        identity: `None` when the process has ended, or cannot be seen from this daemon.
+    """
+
+    pid: int
+    memory: int | None
+    identity: ProcessIdentity | None
+
+
+class ContainerUsage(msgspec.Struct, frozen=True):
+    """Shares and processes of one container on one GPU.
+
+    Attributes:
+        holder: the container; the pod alone where a process may be of several of its containers.
+        pod_uid: distinguishes the pod from an earlier pod of the same name; `None` when no process
+            of the container is on the GPU.
+        shares: the shares of this GPU that the container holds.
+        processes: the container's processes on the GPU, the largest first.
+        promised_memory: bytes that were promised to the container, where known for certain.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    shares: tuple[Share, ...]
+    processes: tuple[ProcessUsage, ...] = ()
+    promised_memory: int | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all processes whose memory is known: a lower bound."""
+        return sum(process.memory or 0 for process in self.processes)
+
+    @property
+    def share_memory(self) -> int | None:
+        """Bytes that were promised to the container by its shares; `None` when unknown.
+
+        Shares that were granted under another configuration may look like shares of the present
+        one. The promised amount takes precedence where it is known.
+        """
+        if self.promised_memory is not None:
+            return self.promised_memory
+        if any(share.backend == UNKNOWN_BACKEND or not share.memory for share in self.shares):
+            return None
+        return memory_mib(self.shares) * MIB
+
+
+class UnauthorizedProcess(msgspec.Struct, frozen=True):
+    """A process on a GPU that belongs to no lease of that GPU.
+
+    Attributes:
+        reason: the evidence, as a sentence.
+        holder: the container's name, `None` when it is not known.
+    """
+
+    gpu: GpuId
+    process: ProcessUsage
+    reason: str
+    holder: Holder | None = None
+
+
+class GpuUsage(msgspec.Struct, frozen=True):
+    """Usage of one GPU.
+
+    Attributes:
+        containers: every container that holds shares of the GPU, also one without processes.
+        unauthorized: the processes that belong to no lease.
+    """
+
+    gpu: GpuId
+    containers: tuple[ContainerUsage, ...] = ()
+    unauthorized: tuple[UnauthorizedProcess, ...] = ()
+
+
+def attribute_processes(
+    state: GpuState,
+    processes: Sequence[GpuProcess],
+    identities: Mapping[int, ProcessIdentity],
+    names: Mapping[Container, Holder],
+    promised: PromisedMemory = NO_PROMISED_MEMORY,
+) -> GpuUsage:
+    """Attribute every process on a GPU to its container. Pure.
+
+    A pod with a process in a container of unknown name is judged as one: all its processes on the
+    GPU count against all its shares of the GPU.
+    """
+    gpu = state.gpu.id
+    shares: defaultdict[Holder, list[Share]] = defaultdict(list)
+    for lease in state.leases.values():
+        if lease.holder is not None:
+            shares[lease.holder].append(lease.share)
+
+    charged = _charged(names, shares)
+    attributed: defaultdict[tuple[Holder, str], list[ProcessUsage]] = defaultdict(list)
+    unauthorized = []
+    for process in _merge_processes(processes, identities):
+        container = process.identity.container if process.identity else None
+        if container and container in charged:
+            attributed[charged[container], container.pod_uid].append(process)
+        else:
+            holder = names.get(container) if container else None
+            reason = _unauthorized_reason(process, holder)
+            unauthorized.append(UnauthorizedProcess(gpu, process, reason, holder))
+
+    # A pod that is being replaced by another pod of the same name may still have processes: each
+    # of the two pods is judged by its own processes.
+    containers, active = [], set[Holder]()
+    for (holder, uid), own in attributed.items():
+        holders = [holder] if holder in shares else [it for it in shares if holder.covers(it)]
+        active.update(holders)
+        held = tuple(share for it in holders for share in shares[it])
+        amounts = [promised.get((uid, it.container, gpu)) for it in holders]
+        amount = None if None in amounts else _sum_known(amounts)
+        containers.append(ContainerUsage(gpu, holder, uid, held, tuple(own), amount))
+    containers += [
+        ContainerUsage(gpu, holder, None, tuple(held))
+        for holder, held in shares.items()
+        if holder not in active
+    ]
+    return GpuUsage(gpu, tuple(sorted(containers, key=_sort_key)), tuple(unauthorized))
+
+
+def _charged(
+    names: Mapping[Container, Holder], shares: Collection[Holder]
+) -> Mapping[Container, Holder]:
+    """Return the holder of the shares that each container's processes count against."""
+    unknown = {(holder, it.pod_uid) for it, holder in names.items() if not holder.container}
+    charged: dict[Container, Holder] = {}
+
+    for container, holder in names.items():
+        pod = replace(holder, container="")
+        if (pod, container.pod_uid) not in unknown:
+            if holder in shares:
+                charged[container] = holder
+        elif holders := [it for it in shares if pod.covers(it)]:
+            charged[container] = pod if len(holders) > 1 else holders[0]
+    return charged
+
+
+def _merge_processes(
+    processes: Sequence[GpuProcess], identities: Mapping[int, ProcessIdentity]
+) -> Sequence[ProcessUsage]:
+    """Add up the MIG instances of each process; return the largest process first."""
+    amounts: defaultdict[int, list[int | None]] = defaultdict(list)
+    for process in processes:
+        amounts[process.pid].append(process.memory)
+
+    merged = [
+        ProcessUsage(pid, _sum_known(parts), identities.get(pid)) for pid, parts in amounts.items()
+    ]
+    return sorted(merged, key=lambda process: (-(process.memory or 0), process.pid))
+
+
+def _sum_known(parts: Sequence[int | None]) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if known else None
+
+
+def _unauthorized_reason(process: ProcessUsage, holder: Holder | None) -> str:
+    if process.identity is None:
+        return "the process cannot be seen: it has ended, or is in another pid namespace"
+    if process.identity.container is None:
+        return "the process runs in no container of a pod"
+    if holder is None:
+        container = process.identity.container
+        return f"container {container.id[:12]} of the pod {container.pod_uid} has no known name"
+    return f"{holder} holds no share of this GPU"
+
+
+def _sort_key(usage: ContainerUsage) -> tuple[str, str, str, str]:
+    holder = usage.holder
+    return holder.namespace, holder.pod, holder.container, usage.pod_uid or ""

@@ -1,0 +1,263 @@
+"""Enforcement of memory limits: check containers, warn, and signal processes."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from signal import Signals
+from time import time
+from typing import Final
+
+import anyio
+import structlog
+from anyio.lowlevel import checkpoint
+
+from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
+from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.host import Host
+from metagpu.core.errors import DriverError, DriverUnavailable, HostError
+from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.core.model.shares import Holder
+from metagpu.core.model.snapshot import GpuState
+from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.accounting import ContainerUsage, GpuUsage, ProcessUsage
+from metagpu.core.usage.annotations import effective_limit
+from metagpu.core.usage.collector import UsageCollector
+from metagpu.core.usage.driver_limits import DriverLimits
+from metagpu.core.usage.enforcement_stats import EnforcementStats
+from metagpu.core.usage.policy import LimitViolation, decide
+from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
+
+log = structlog.get_logger()
+
+EnforcementSettings = Callable[[GpuId], MemoryEnforcement]
+"""Returns the present memory settings of a GPU's pool."""
+
+_Key = tuple[Holder, str | None]
+_TURN: Final = 32
+"""Containers that are judged at once: then the kubelet's requests have their turn."""
+
+
+def container_guard(usage: ContainerUsage, guards: Mapping[str, Guard]) -> Guard | None:
+    """Return the guard of a container's shares of a GPU; `None` when there is none."""
+    found = {guards.get(share.backend) for share in usage.shares}
+    return found.pop() if len(found) == 1 else None
+
+
+class Enforcer:
+    """The enforcer of memory limits on all GPUs.
+
+    Each GPU has a task of its own: a GPU that hangs delays no other GPU.
+
+    Args:
+        guards: the guard of each backend's containers, by the backend's name.
+        limits: the limits in the driver, updated before each check; `None` for no such limits.
+
+    Attributes:
+        settings: returns a pool's present settings.
+        stats: counters since the daemon's start.
+    """
+
+    def __init__(
+        self,
+        collector: UsageCollector,
+        host: Host,
+        registry: Registry,
+        settings: EnforcementSettings,
+        guards: Mapping[str, Guard],
+        *,
+        limits: DriverLimits | None = None,
+        timing: UsageTiming = DEFAULT_TIMING,
+    ) -> None:
+        self.settings = settings
+        self.stats = EnforcementStats()
+        self._collector = collector
+        self._host = host
+        self._registry = registry
+        self._guards = guards
+        self._limits = limits
+        self._timing = timing
+        self._logged = LogOnce()
+        self._warnings_logged = False
+
+    async def run(self) -> None:
+        """Keep containers within their limits, until cancelled."""
+        watched: set[GpuId] = set()
+
+        async with anyio.create_task_group() as group:
+            async for gpus in self._registry.watch(lambda snapshot: frozenset(snapshot.gpus)):
+                for gpu in gpus - watched:
+                    name = f"memory enforcement of {gpu}"
+                    group.start_soon(run_with_restart, partial(self._watch_gpu, gpu), name)
+                watched |= gpus
+
+    async def _watch_gpu(self, gpu: GpuId) -> None:
+        violations: dict[_Key, LimitViolation] = {}
+
+        while True:
+            settings = self.settings(gpu)
+            if settings.needs_watch and self._has_enforced_containers(
+                self._registry.snapshot.gpus[gpu]
+            ):
+                pause = await self._check(gpu, settings, violations)
+            else:
+                violations.clear()
+                self.stats.over_limit.pop(gpu, None)
+                await self._update_limits(gpu, settings)
+                pause = self._timing.idle_period
+            await anyio.sleep(pause)
+
+    async def _update_limits(self, gpu: GpuId, settings: MemoryEnforcement) -> None:
+        """Update the driver's limits; the check that follows reports an NVML that is gone."""
+        if self._limits is not None:
+            with suppress(DriverUnavailable):
+                await self._limits.update(gpu, settings)
+
+    def _has_enforced_containers(self, state: GpuState) -> bool:
+        """Return whether a container on the GPU has the enforcer as its only guard."""
+        return any(
+            lease.holder is not None and self._guards.get(lease.share.backend) is Guard.ENFORCER
+            for lease in state.leases.values()
+        )
+
+    async def _check(
+        self, gpu: GpuId, settings: MemoryEnforcement, violations: dict[_Key, LimitViolation]
+    ) -> float:
+        """Check one GPU and act on the result; return the seconds until the next check."""
+        await self._log_warnings()
+        await self._update_limits(gpu, settings)
+        try:
+            gpu_usage = await self._collector.collect_gpu(gpu)
+        except DriverError as error:
+            self.stats.over_limit.pop(gpu, None)
+            if self._limits is not None and isinstance(error, DriverUnavailable):
+                self._limits.forget(gpu)
+            self._log_failure(gpu, error)
+            return settings.period
+        self._logged.clear(gpu)
+
+        found: dict[_Key, LimitViolation] = {}
+        over: dict[Holder, int] = {}
+        pauses = [float(settings.period)]
+        async for usage in self._enforced(gpu_usage):
+            key = usage.holder, usage.pod_uid
+            effective = effective_limit(usage, self._registry.snapshot, settings)
+            limit, own = (
+                effective.limit if effective.settings.is_active else None,
+                effective.settings,
+            )
+            decision = decide(usage, limit, violations.get(key), own, anyio.current_time())
+
+            if decision.violation is not None:
+                found[key] = decision.violation
+            if limit is not None and usage.memory > limit:
+                over[usage.holder] = usage.memory - limit
+                if decision.warn:
+                    self._warn(usage, limit, own)
+                for process, signal in decision.signals:
+                    await self._signal(usage, limit, process, signal, dry=settings.dry_run)
+            if decision.next_check is not None:
+                pauses.append(decision.next_check)
+
+        violations.clear()
+        violations.update(found)
+        self.stats.over_limit[gpu] = over
+        return min(pauses)
+
+    async def _enforced(self, gpu_usage: GpuUsage) -> AsyncIterator[ContainerUsage]:
+        """Yield the containers that the enforcer guards; other tasks run in between."""
+        for number, usage in enumerate(gpu_usage.containers):
+            if number % _TURN == 0:
+                await checkpoint()
+            if container_guard(usage, self._guards) is Guard.ENFORCER:
+                yield usage
+
+    def _warn(self, usage: ContainerUsage, limit: int, settings: MemoryEnforcement) -> None:
+        will_end = settings.policy is EnforcementPolicy.KILL and not settings.dry_run
+        self.stats.warnings += 1
+        log.warning(
+            "gpu memory limit exceeded",
+            **self._log_keys(usage, limit),
+            policy=str(settings.policy),
+        )
+        self._registry.events.publish(
+            MemoryExceeded(
+                usage.gpu,
+                usage.holder,
+                usage.pod_uid,
+                used=usage.memory,
+                share=usage.share_memory or 0,
+                limit=limit,
+                will_end=will_end,
+                at=time(),
+            )
+        )
+
+    async def _signal(
+        self,
+        usage: ContainerUsage,
+        limit: int,
+        process: ProcessUsage,
+        signal: Signals,
+        *,
+        dry: bool,
+    ) -> None:
+        bound = log.bind(
+            pid=process.pid,
+            process_mib=(process.memory or 0) // MIB,
+            signal=signal.name,
+            **self._log_keys(usage, limit),
+        )
+        if dry:
+            bound.warning("process not signalled in a dry run")
+            return
+        if process.identity is None:
+            return
+
+        try:
+            if not await self._host.signal(process.identity, signal):
+                bound.info("process already gone")
+                return
+        except HostError as error:
+            bound.error("process signal failed", error=str(error))
+            return
+
+        self.stats.signals[signal] += 1
+        bound.warning("process signalled")
+        self._registry.events.publish(
+            ProcessSignalled(
+                usage.gpu,
+                usage.holder,
+                usage.pod_uid,
+                process.pid,
+                signal.name,
+                memory=process.memory or 0,
+                used=usage.memory,
+                share=usage.share_memory or 0,
+                limit=limit,
+                at=time(),
+            )
+        )
+
+    def _log_keys(self, usage: ContainerUsage, limit: int) -> dict[str, object]:
+        return {
+            "container": str(usage.holder),
+            "gpu": str(self._registry.snapshot.gpus[usage.gpu].gpu),
+            "share_mib": (usage.share_memory or 0) // MIB,
+            "limit_mib": limit // MIB,
+            "used_mib": usage.memory // MIB,
+        }
+
+    def _log_failure(self, gpu: GpuId, error: DriverError) -> None:
+        if self._logged.is_new(gpu, str(error)):
+            log.warning("gpu memory not enforced", gpu=str(gpu), error=str(error))
+
+    async def _log_warnings(self) -> None:
+        """Log once why processes cannot be attributed to containers."""
+        if self._warnings_logged:
+            return
+        self._warnings_logged = True
+        for warning in await self._host.hints():
+            log.warning("gpu memory not enforced", reason=warning)

@@ -1,0 +1,193 @@
+"""Detection of containers whose allocated MIG devices no longer exist.
+
+A reset and a reboot remove all instances. The kubelet keeps the answer to Allocate for the life of
+the pod, and uses it again at each start of the container: nothing that the daemon does reaches
+that container. The loss is reported once as an Event, and in the status as long as it lasts.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from time import time
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.errors import DriverError
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
+from metagpu.core.state.events import DevicesLost
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
+
+log = structlog.get_logger()
+
+
+class AllocatedDevices(msgspec.Struct, frozen=True):
+    """Answer to a container's Allocate of one resource, as the kubelet keeps it.
+
+    Attributes:
+        shares: ids of the shares.
+        devices: the MIG devices in the answer, by uuid.
+    """
+
+    pod_uid: str
+    container: str
+    shares: frozenset[ShareId]
+    devices: frozenset[str]
+
+
+class LostDevices(msgspec.Struct, frozen=True, order=True):
+    """A container, and those of its MIG devices that no longer exist."""
+
+    namespace: str
+    pod: str
+    container: str
+    pod_uid: str
+    devices: tuple[str, ...]
+
+    @property
+    def holder(self) -> Holder:
+        """The container."""
+        return Holder(self.namespace, self.pod, self.container)
+
+    @property
+    def fix(self) -> str:
+        """The command that fixes the loss."""
+        return f"kubectl delete pod -n {self.namespace} {self.pod}"
+
+
+AllocationReader = Callable[[], Awaitable[Iterable[AllocatedDevices] | None]]
+"""Reads the allocations that the kubelet keeps; returns `None` where they cannot be read."""
+
+
+def describe_loss(container: str, devices: Iterable[str], fix: str) -> str:
+    """Describe cause and fix of a loss in one sentence."""
+    return (
+        f"container {container} holds {', '.join(devices)}, which a reset of the GPU or a reboot "
+        "has removed; the kubelet allocates the same devices at each start of the container: "
+        f"delete the pod, and the pod that replaces it gets a new MIG device: {fix}"
+    )
+
+
+def find_lost_devices(
+    allocated: Iterable[AllocatedDevices],
+    leases: Mapping[ShareId, Lease],
+    existing: AbstractSet[str],
+    unknown: AbstractSet[GpuId] = frozenset(),
+) -> frozenset[LostDevices]:
+    """Return the containers that hold MIG devices that no longer exist. Pure.
+
+    Args:
+        allocated: the allocations that the kubelet keeps, also of pods that have ended.
+        leases: the leases that have not changed since `allocated` was read.
+        existing: all MIG devices of the node.
+        unknown: GPUs whose MIG devices NVML could not list.
+    """
+    found = set()
+    for it in allocated:
+        holders = {leases[share].holder if share in leases else None for share in it.shares}
+        [holder] = holders if len(holders) == 1 else [None]
+        gone = it.devices - existing
+        known = unknown.isdisjoint(map(gpu_of, it.shares))
+        if holder is not None and holder.container == it.container and gone and known:
+            devices = tuple(sorted(gone))
+            where = holder.namespace, holder.pod, holder.container
+            found.add(LostDevices(*where, it.pod_uid, devices))
+    return frozenset(found)
+
+
+class LostDeviceWatch:
+    """A watch for lost MIG devices, on GPUs with leases.
+
+    Attributes:
+        found: losses that the last two checks have found.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        registry: Registry,
+        read: AllocationReader,
+        timing: UsageTiming = DEFAULT_TIMING,
+    ) -> None:
+        self.found: frozenset[LostDevices] = frozenset()
+        self._driver = driver
+        self._registry = registry
+        self._read = read
+        self._timing = timing
+
+    async def run(self) -> None:
+        """Check periodically, until cancelled."""
+        before = frozenset[LostDevices]()
+
+        while True:
+            await anyio.sleep(self._timing.lost_period)
+            seen = await self._check()
+            if seen is None:
+                continue
+            found = seen & before
+            for it in sorted(found - self.found):
+                self._report_loss(it)
+            self.found, before = found, seen
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the losses, each with its fix, as plain data."""
+        return [
+            {
+                "holder": str(it.holder),
+                "podUid": it.pod_uid,
+                "devices": list(it.devices),
+                "reason": describe_loss(it.container, it.devices, it.fix),
+                "fix": it.fix,
+            }
+            for it in sorted(self.found)
+        ]
+
+    async def _check(self) -> frozenset[LostDevices] | None:
+        """Return the present losses, `None` where allocations cannot be read."""
+        before = self._held_leases()
+        if not before:
+            return frozenset()
+        allocated = await self._read()
+        if allocated is None:
+            return None
+
+        existing, unknown = set[str](), set[GpuId]()
+        for gpu in {gpu_of(share) for share in before}:
+            try:
+                instances = await self._driver.mig.instances(gpu)
+            except DriverError:
+                unknown.add(gpu)  # the health watch reports the error
+            else:
+                existing |= {
+                    part.uuid for instance in instances for part in instance.compute_instances
+                }
+        still = {
+            share: lease
+            for share, lease in self._held_leases().items()
+            if before.get(share) == lease
+        }
+        return find_lost_devices(allocated, still, existing, unknown)
+
+    def _held_leases(self) -> Mapping[ShareId, Lease]:
+        """Return the leases of GPUs that may have MIG devices."""
+        return {
+            share: lease
+            for state in self._registry.snapshot.gpus.values()
+            if state.gpu.mig_profiles
+            for share, lease in state.leases.items()
+        }
+
+    def _report_loss(self, it: LostDevices) -> None:
+        log.warning(
+            "mig devices lost",
+            container=str(it.holder),
+            devices=", ".join(it.devices),
+            fix=it.fix,
+        )
+        self._registry.events.publish(
+            DevicesLost(it.holder, it.pod_uid, it.devices, it.fix, at=time())
+        )

@@ -1,0 +1,39 @@
+"""Periods and delays of the usage service."""
+
+from typing import Final
+
+import msgspec
+
+
+class UsageTiming(msgspec.Struct, frozen=True):
+    """Periods and delays of the usage service, all in seconds.
+
+    Attributes:
+        idle_period: between two checks of a GPU on which the enforcer has no container to keep
+            within a limit.
+        cgroup_period: between two searches for containers that were started again in their pods.
+        start_window: after a change of leases. A container may start at any moment of this window,
+            so each check searches for containers whose cgroup is not known yet.
+        inherit_window: after the daemon's start, in which limits of an earlier daemon are searched
+            for where no limit is wanted any more. By its end the kubelet has listed every pod that
+            is older than this daemon.
+        limit_retry: until the driver is asked again for a limit that it could not set.
+        lost_period: between two checks for lost MIG devices. A loss is reported when two checks in
+            a row have found it: in between, a pod may have come.
+        unauthorized_period: between two checks of all GPUs for unauthorized use.
+        admission_window: from a pod's admission until the kubelet has surely listed the pod.
+        cache_age: for which callers share one collection of all GPUs.
+    """
+
+    idle_period: float = 0.5
+    cgroup_period: float = 2.0
+    start_window: float = 30.0
+    inherit_window: float = 120.0
+    limit_retry: float = 10.0
+    lost_period: float = 10.0
+    unauthorized_period: float = 10.0
+    admission_window: float = 15.0
+    cache_age: float = 0.9
+
+
+DEFAULT_TIMING: Final = UsageTiming()

@@ -1,0 +1,129 @@
+"""The usage service: collection, enforcement and reports of GPU usage."""
+
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from metagpu.core.config.config import Config
+from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
+from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.host import Host
+from metagpu.core.layout.layout import Layout
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.accounting import PromisedMemory
+from metagpu.core.usage.annotation_watch import AnnotationWatch
+from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
+from metagpu.core.usage.driver_limits import DriverLimits
+from metagpu.core.usage.enforcement_stats import enforcement_report
+from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer
+from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
+from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
+from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
+from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
+
+
+def enforcement_settings(config: Config, layout: Layout, gpu: GpuId) -> MemoryEnforcement:
+    """Return the memory settings of a GPU's pool; policy `off` for a GPU in no pool."""
+    pools = {pool.name: pool.memory_enforcement for pool in config.root.pools}
+
+    for assignment in layout.pool_assignments:
+        if assignment.gpu.id == gpu and assignment.pool in pools:
+            return pools[assignment.pool]
+    return MemoryEnforcement(policy=EnforcementPolicy.OFF)
+
+
+class UsageService:
+    """The collection, enforcement and reports of the usage of all GPUs.
+
+    Args:
+        settings: returns the present memory settings of a GPU's pool.
+        guards: the guard of each backend's containers, by the backend's name.
+        read_allocated: reads the allocations of MIG devices that the kubelet keeps.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        host: Host,
+        registry: Registry,
+        settings: EnforcementSettings,
+        guards: Mapping[str, Guard],
+        *,
+        read_allocated: AllocationReader,
+        timing: UsageTiming = DEFAULT_TIMING,
+    ) -> None:
+        self._registry = registry
+        self._collector = UsageCollector(driver, host, registry)
+        self._limits = DriverLimits(driver, host, registry, self._collector, guards, timing=timing)
+        self._rules = ReportRules(settings, guards, self._limits.is_limited)
+        self._enforcer = Enforcer(
+            self._collector,
+            host,
+            registry,
+            settings,
+            guards,
+            limits=self._limits,
+            timing=timing,
+        )
+        self._cache = CachedUsage(self._collector, timing.cache_age)
+        self._unauthorized = UnauthorizedUseWatch(self._collector, host, registry, timing)
+        self._annotations = AnnotationWatch(registry, settings, guards)
+        self._lost = LostDeviceWatch(driver, registry, read_allocated, timing)
+
+    @property
+    def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        """Tasks to run: enforcement, and the watches for use, annotations and devices."""
+        return (
+            self._enforcer.run,
+            partial(run_with_restart, self._unauthorized.run, "watch for unauthorized use"),
+            partial(run_with_restart, self._annotations.run, "watch for annotations"),
+            partial(run_with_restart, self._lost.run, "watch for lost devices"),
+        )
+
+    @property
+    def enforcement_report(self) -> dict[str, Any]:
+        """Counters since the daemon's start, and the containers above their limit now."""
+        return enforcement_report(self._enforcer.stats, self._registry.snapshot, self._limits.count)
+
+    @property
+    def lost_devices(self) -> list[dict[str, Any]]:
+        """Containers that hold MIG devices that no longer exist."""
+        return self._lost.report()
+
+    @property
+    def driver_limits(self) -> int:
+        """Number of memory limits in force in the driver."""
+        return self._limits.count
+
+    def set_promised_memory(self, promised: PromisedMemory) -> None:
+        """Set the memory promised to containers that are older than this daemon."""
+        self._collector.promised_memory = promised
+
+    @property
+    def rules(self) -> ReportRules:
+        """Settings and guards of this node, for reports of usage."""
+        return self._rules
+
+    async def latest(self) -> NodeUsage:
+        """Return the usage of all GPUs; callers of the same second share one collection."""
+        return await self._cache.latest()
+
+    async def report(self) -> dict[str, Any]:
+        """Collect and return the usage of all GPUs, with the enforcement so far."""
+        usage = await self._collector.collect()
+        snapshot = self._registry.snapshot
+
+        return {
+            "at": usage.at,
+            **usage_report(snapshot, usage, self._rules),
+            "enforcement": self.enforcement_report,
+        }
+
+    async def report_for_pod(self, pod: RequestingPod) -> dict[str, Any]:
+        """Return a pod's own usage; callers of the same second share one collection."""
+        usage = await self.latest()
+        report = pod_report(self._registry.snapshot, usage, self._rules, pod)
+        return {"at": usage.at, **report}

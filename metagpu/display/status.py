@@ -1,0 +1,305 @@
+"""Tables of `metagpu status`, `explain` and `plan`, printed for people."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from metagpu.display.health import brief_health, format_enforcement, full_health, reasons
+from metagpu.display.table import (
+    PLAIN,
+    Cell,
+    Terminal,
+    TextTable,
+    fold,
+    render,
+    stdout_terminal,
+)
+
+Report = Mapping[str, Any]
+"""A report of `core.reports.status`, as plain data."""
+Part = TextTable | Cell | str
+Health = Callable[[Report], Sequence[Cell]]
+
+_BAR_WIDTH: Final = 10
+_LEGEND: Final = {
+    "NV": "NVLinks, and their number, between the two or from each to NVSwitches",
+    "PSB": "on one board",
+    "PIX": "under one PCI switch",
+    "PXB": "under several PCI switches, below one host bridge",
+    "PHB": "below one PCI host bridge",
+    "NODE": "on one NUMA node, below different host bridges",
+    "SYS": "on different NUMA nodes",
+    "?": "not reported by NVML",
+}
+_ALWAYS: Final = ("GPU", "PRODUCT", "MEMORY", "HEALTH")
+_DROPPED: Final = ("MEMORY", "POOL", "PRODUCT")
+"""Columns of GPUs left out on a narrow terminal, in this order; JSON has them."""
+_WHOLE: Final = frozenset(
+    {
+        *("GPU", "PRODUCT", "MEMORY", "OFFERS", "HELD", "OWNER", "POOL"),
+        *("SHARES", "POD", "RESOURCE", "GPUS", "PCI", "CHANGE"),
+    }
+)
+"""Columns whose cells stay on one line."""
+
+
+def show(*parts: Part) -> None:
+    """Print tables and lines; colours only on a terminal.
+
+    No cell is cut: a table that does not fit is wider than the terminal. In a pipe or a file a line
+    has no limit, unless COLUMNS is set, as `watch` does.
+    """
+    terminal = stdout_terminal()
+    if terminal is PLAIN and "COLUMNS" in os.environ:
+        terminal = Terminal(shutil.get_terminal_size().columns)
+    print(render(_folded(parts, terminal), terminal), end="")  # noqa: T201 - a command line speaks so
+
+
+def _folded(parts: Iterable[Part], terminal: Terminal) -> Iterable[TextTable | Cell]:
+    for part in parts:
+        if isinstance(part, TextTable):
+            yield part
+        else:
+            yield from fold(Cell(part) if isinstance(part, str) else part, terminal)
+
+
+def show_explanation(explained: Report, *, topology: bool = False) -> None:
+    """Print an `explain_report`, with `topology` also the GPUs' connections."""
+    show(
+        resources_table(explained["resources"]),
+        gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY", health=brief_health),
+        *_unreadable_gpus(explained),
+        *reasons(explained["gpus"]),
+        *_mixed_gpus(explained["gpus"]),
+        *_unused_pools(explained.get("unusedPools", {})),
+        *map(Cell, explained["remarks"]),
+        *(_topology(explained) if topology else ()),
+    )
+
+
+def show_status(status: Report) -> None:
+    """Print the daemon's `status`, problems first."""
+    problem = status.get("configuration", {}).get("error")
+    show(
+        *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
+        *_unreadable_gpus(status),
+        *(
+            Cell(line, "bold red")
+            for line in _competing_plugins(status.get("competingPlugins", {}))
+        ),
+        *(
+            Cell(f"{name}: {problem}", "bold red")
+            for name, problem in status.get("registrationProblems", {}).items()
+        ),
+        *(
+            Cell(f"the main task {task} of the daemon ended: {why}", "bold red")
+            for task, why in status.get("endedTasks", {}).items()
+        ),
+        *(Cell(line, "bold red") for line in _lost_devices(status.get("lostDevices", ()))),
+        *(Cell(line, "yellow") for line in cluster_problems(status.get("cluster"))),
+        *(Cell(line, "yellow") for line in _cdi_problems(status.get("cdi"))),
+        *(Cell(line, "yellow") for line in _mgctl_problems(status.get("mgctl"))),
+        resources_table(status["resources"]),
+        gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
+        *reasons(status["gpus"]),
+        leases_table(status["leases"]),
+        *map(Cell, format_enforcement(status.get("enforcement"))),
+        *map(Cell, status.get("remarks", ())),
+    )
+
+
+def show_plan(plan: Report) -> None:
+    """Print a plan of `core.layout.diff`."""
+    resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
+    for name, each in plan["resources"].items():
+        shares = _arrow(each["before"], each["after"])
+        backend = _arrow(each["backendBefore"], each["backendAfter"])
+        resources.add(name, _change(each["change"]), shares, backend)
+    if not plan["resources"]:
+        resources.add("nothing is offered", "", "", "")
+
+    gpus = table("GPU", "PRODUCT", "CHANGE", "POOL", "BACKENDS", "WAITS FOR")
+    for each in plan["gpus"]:
+        gpus.add(
+            str(each["index"]),
+            each["product"].removeprefix("NVIDIA "),
+            _change(each["change"]),
+            _arrow(each["poolBefore"], each["poolAfter"]),
+            _arrow(", ".join(each["backendsBefore"]), ", ".join(each["backendsAfter"])),
+            [Cell(_lease(it)) for it in each["waitsFor"]] or "-",
+        )
+
+    settings = ", ".join(plan["settings"])
+    also = [Cell(f"settings that change at once: {settings}")] if settings else []
+    show(resources, gpus, *also)
+
+
+def _unreadable_gpus(report: Report) -> Iterable[Cell]:
+    return (
+        Cell(f"not in service, as it cannot be read: {it['reason']}", "bold red")
+        for it in report.get("unreadableGpus", ())
+    )
+
+
+def _competing_plugins(sockets: Mapping[str, str]) -> Iterable[str]:
+    return (f"{name} is served by another plugin on {it}" for name, it in sockets.items())
+
+
+def _lost_devices(lost: Sequence[Report]) -> Iterable[str]:
+    return (f"{it['holder'].partition(' ')[0]}: {it['reason']}" for it in lost)
+
+
+def cluster_problems(cluster: Report | None) -> Iterable[str]:
+    """Yield a line for each problem with the API server or with another plugin."""
+    if cluster is None:
+        return
+    if cluster["problem"]:
+        yield f"API server: {cluster['problem']}"
+    yield from (f"API server, {use}: {it}" for use, it in cluster["features"].items() if it)
+    yield from (f"{name}: {it}" for name, it in cluster.get("nodeDifferences", {}).items())
+    for plugin in cluster.get("competingPlugins", ()):
+        contested = ", ".join(plugin["contested"])
+        also = f"; it may serve {contested} too" if contested else ""
+        yield f"{plugin['program']} runs on this node: pod {plugin['pod']}{also}"
+
+
+def _cdi_problems(cdi: Report | None) -> Iterable[str]:
+    lines = {
+        "containers may not start": "problem",
+        "containers get no libraries of the driver by CDI": "noLibraries",
+    }
+    return (f"{text}: {cdi[key]}" for text, key in lines.items() if cdi and cdi[key])
+
+
+def _mgctl_problems(mgctl: Report | None) -> Iterable[str]:
+    if mgctl and mgctl["inPods"] and mgctl["problem"]:
+        yield f"containers get no answers from mgctl: {mgctl['problem']}"
+
+
+def _arrow(before: object, after: object) -> str:
+    old, new = ("-" if each in (None, "") else str(each) for each in (before, after))
+    return old if old == new else f"{old} -> {new}"
+
+
+def _change(change: str) -> Cell:
+    return Cell(change, "" if change == "unchanged" else "bold yellow")
+
+
+def _lease(lease: Report) -> str:
+    holder = lease["holder"] or "a pod that is being admitted"
+    return f"{holder}: {lease['shares']} of {lease['resource'] or 'another name'}"
+
+
+def resources_table(resources: Mapping[str, Mapping[str, int]]) -> TextTable:
+    """Return a table of the offered resources."""
+    rows = table("RESOURCE", "CAPACITY", "ALLOCATABLE")
+
+    for name, numbers in resources.items():
+        rows.add(name, str(numbers["capacity"]), str(numbers["allocatable"]))
+    if not resources:
+        rows.add("nothing is offered", "", "")
+    return rows
+
+
+def gpus_table(gpus: Sequence[Report], *more: str, health: Health | None = None) -> TextTable:
+    """Return a table of the GPUs, with `more` of OFFERS, HELD, OWNER, POOL, WHY.
+
+    A narrow terminal leaves out the columns of `_DROPPED`, so that no word is broken.
+    """
+    columns: dict[str, Callable[[Report], str | Cell | Sequence[Cell]]] = {
+        "GPU": lambda gpu: str(gpu["index"]),
+        "PRODUCT": lambda gpu: gpu["product"].removeprefix("NVIDIA "),
+        "MEMORY": lambda gpu: "-" if gpu["memoryMiB"] is None else f"{gpu['memoryMiB']} MiB",
+        "OFFERS": lambda gpu: _offers(gpu["shares"]),
+        "HELD": lambda gpu: held_bars(gpu["shares"]),
+        "OWNER": lambda gpu: gpu["owner"] or "idle",
+        "HEALTH": health or full_health,
+        "POOL": lambda gpu: gpu["pool"] or "-",
+        "WHY": lambda gpu: gpu["poolReason"],
+    }
+    shown = [name for name in columns if name in {*_ALWAYS, *more}]
+    rows = table(*shown)
+    rows.droppable = _DROPPED
+    if health is not None:
+        rows.folded = frozenset(shown) - _WHOLE - {"HEALTH"}  # the reasons stand below the table
+    for gpu in gpus:
+        rows.add(*(columns[name](gpu) for name in shown))
+    return rows
+
+
+def _mixed_gpus(gpus: Sequence[Report]) -> Sequence[Cell]:
+    """Return a line for the GPUs of each set of several backends."""
+    found: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if len(gpu["backends"]) > 1:
+            found.setdefault(", ".join(gpu["backends"]), []).append(str(gpu["index"]))
+
+    return [
+        Cell(
+            f"GPU {', '.join(indices)}: offered by {backends}. An idle GPU goes to the first "
+            "backend that a pod asks, until its last pod has ended."
+        )
+        for backends, indices in found.items()
+    ]
+
+
+def _unused_pools(pools: Mapping[str, str]) -> Sequence[Cell]:
+    return [Cell(f"pool {name} has no GPU here: {why}") for name, why in pools.items()]
+
+
+def _topology(explained: Report) -> Sequence[Part]:
+    """Return the matrix of connections, in `nvidia-smi topo -m`'s words, and a legend."""
+    gpus, matrix = explained["gpus"], explained["topology"]
+    rows = table("GPU", *(str(gpu["index"]) for gpu in gpus), "NUMA", "PCI")
+
+    for gpu, connections in zip(gpus, matrix, strict=True):
+        numa = "-" if gpu["numaNode"] is None else str(gpu["numaNode"])
+        rows.add(str(gpu["index"]), *connections, numa, gpu["pciBusId"] or "-")
+
+    seen = {connection.rstrip("0123456789") for row in matrix for connection in row}
+    return (rows, *(Cell(f"{word:<5} {text}") for word, text in _LEGEND.items() if word in seen))
+
+
+def leases_table(leases: Sequence[Report]) -> TextTable:
+    """Return a table of the leases: container, resource, number of shares, GPU."""
+    rows = table("POD (CONTAINER)", "RESOURCE", "SHARES", "GPU")
+
+    for lease in leases:
+        holder = lease["holder"] or "not listed by the kubelet yet"
+        rows.add(holder, lease["resource"], str(lease["shares"]), str(lease["gpu"]))
+    if not leases:
+        rows.add("no share is held", "", "", "")
+    return rows
+
+
+def held_bars(shares: Mapping[str, Mapping[str, int]]) -> Sequence[Cell]:
+    """Return a bar for each resource of a GPU: held, free, and dots for unavailable."""
+    bars = []
+    for resource, numbers in shares.items():
+        whole = max(numbers["capacity"], 1)
+        full = round(_BAR_WIDTH * numbers["held"] / whole)
+        unavailable = 0 if numbers["held"] or numbers["free"] else _BAR_WIDTH
+        bar = (
+            "\N{FULL BLOCK}" * full
+            + "\N{LIGHT SHADE}" * (_BAR_WIDTH - full - unavailable)
+            + "\N{MIDDLE DOT}" * unavailable
+        )
+        name = f" {_short(resource)}" if len(shares) > 1 else ""
+        bars.append(Cell(f"{bar} {numbers['held']}/{numbers['capacity']}{name}"))
+    return bars or [Cell("-")]
+
+
+def _offers(shares: Mapping[str, Mapping[str, int]]) -> Sequence[Cell]:
+    """Return the number of shares of each resource, a line each."""
+    lines = [Cell(f"{numbers['capacity']} {_short(name)}") for name, numbers in shares.items()]
+    return lines or [Cell("-")]
+
+
+def _short(resource: str) -> str:
+    return resource.rpartition("/")[2]
+
+
+def table(*columns: str, whole: Iterable[str] = ()) -> TextTable:
+    """Return an empty table that folds long cells, but those of `whole` columns."""
+    return TextTable(columns, folded=frozenset(columns) - _WHOLE - frozenset(whole))

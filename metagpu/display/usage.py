@@ -1,0 +1,89 @@
+"""The output of `mgctl`, on the node and in containers, in each format."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from metagpu.display import usage_tables
+from metagpu.display.table import Terminal, render
+from metagpu.display.usage_tables import Answer
+
+TABLES: Final = ("table", "wide")
+FORMATS: Final = (*TABLES, "json", "yaml")
+KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "devices": ("device", "d"),
+    "processes": ("process", "p"),
+    "pods": ("pod",),
+}
+"""The objects of `get`, and their other names."""
+
+_DRAW: Final = {
+    "devices": usage_tables.devices_table,
+    "processes": usage_tables.processes_table,
+    "pods": usage_tables.pods_table,
+}
+
+
+def format_usage(
+    answer: Answer, kind: str, form: str, terminal: Terminal, *, compact: bool = False
+) -> str:
+    """Return one of `KINDS` in one of `FORMATS`.
+
+    `compact` is for a series of answers: JSON is one line, YAML one document.
+    """
+    if form == "json":
+        return json.dumps(_part(answer, kind), indent=None if compact else 2) + "\n"
+    if form == "yaml":
+        import yaml  # noqa: PLC0415 - tables need no YAML
+
+        text: str = yaml.safe_dump(_part(answer, kind), sort_keys=False)
+        return f"---\n{text}" if compact else text
+    return render(_DRAW[kind](answer, wide=form == "wide"), terminal)
+
+
+class Top:
+    """The live screen of `top`; it computes processor use from one answer to the next."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, float]] = {}
+
+    def screen(self, answer: Answer, terminal: Terminal) -> str:
+        """Draw the screen of one answer."""
+        now, before = answer["at"], self._before
+        spent = dict(_processor_time(answer))
+        cpu = {
+            pid: max(0.0, 100 * (seconds - before[pid][1]) / (now - before[pid][0]))
+            for pid, seconds in spent.items()
+            if pid in before and now > before[pid][0]
+        }
+        self._before = {pid: (now, seconds) for pid, seconds in spent.items()}
+        return render(usage_tables.top_screen(answer, cpu), terminal)
+
+
+def _processor_time(answer: Answer) -> Iterator[tuple[int, float]]:
+    parts = [part for container in answer["containers"] for part in container["gpus"]]
+    processes = [process for part in parts for process in part["processes"]]
+    for process in (*processes, *answer["unauthorized"]):
+        if process["cpuSeconds"] is not None:
+            yield process["pid"], process["cpuSeconds"]
+
+
+def _part(answer: Answer, kind: str) -> Mapping[str, Any]:
+    """Return the data of one kind for programs; the node's name is always there."""
+    head = {"node": answer["node"]}
+    if kind == "devices":
+        return {**head, "gpus": answer["gpus"]}
+    if kind == "processes":
+        return {**head, "containers": answer["containers"], "unauthorized": answer["unauthorized"]}
+
+    without = [
+        {
+            **container,
+            "gpus": [
+                {key: value for key, value in part.items() if key != "processes"}
+                for part in container["gpus"]
+            ],
+        }
+        for container in answer["containers"]
+    ]
+    return {**head, "containers": without}

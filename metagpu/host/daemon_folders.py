@@ -1,0 +1,108 @@
+"""Folders that containers may write to: never read, emptied, bounded.
+
+These functions block.
+"""
+
+import errno
+import os
+import time
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from secrets import token_hex
+from typing import Final
+
+from metagpu.core.errors import ProgramError
+
+EMPTY_DEADLINE: Final = 30.0
+"""Seconds to empty a folder: a container may write into it faster than it is emptied."""
+_BATCH: Final = 1024
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def empty(folder: Path) -> None:
+    """Remove the content of a folder; a link is removed, and not followed.
+
+    A container may leave a tree of any depth: folders move up before they are removed, so that
+    neither paths nor calls get deep.
+
+    Raises:
+        ProgramError: something in the folder cannot be removed, or more is written all the time.
+    """
+    deadline = time.monotonic() + EMPTY_DEADLINE
+    try:
+        top = os.open(folder, _FOLDER)
+        try:
+            while names := _names(top):
+                for name in names:
+                    # A container may remove or exchange an entry meanwhile.
+                    with suppress(FileNotFoundError, NotADirectoryError):
+                        _remove(name, top)
+                if time.monotonic() > deadline:
+                    raise ProgramError(
+                        f"{folder} cannot be emptied in {EMPTY_DEADLINE:g} s: a container writes "
+                        "into it all the time; end the containers that use it"
+                    )
+        finally:
+            os.close(top)
+    except OSError as error:
+        raise ProgramError(f"{folder} cannot be emptied: {error.strerror}") from error
+
+
+def is_mounted(folder: Path) -> bool:
+    """Return whether something is mounted at a folder, which may be missing."""
+    return os.path.ismount(folder)
+
+
+def is_seen_by_host(folder: Path, proc: Path) -> bool:
+    """Return whether the host's first process has the file system of a folder mounted."""
+    device = folder.stat().st_dev
+    number = b"%d:%d" % (os.major(device), os.minor(device))
+    try:
+        mounts = (proc / "1" / "mountinfo").read_bytes()
+    except OSError:
+        return False
+    # Pods choose parts of the lines, with characters that end lines or fields elsewhere.
+    return any(line.split(b" ")[2:3] == [number] for line in mounts.split(b"\n"))
+
+
+def tmpfs_options(folder: Path, size: int) -> str:
+    """Return the options of a tmpfs in place of a folder, with the folder's own mode.
+
+    A file takes memory of the kernel even if it is empty, so their number is limited too: one for
+    each 4 KiB.
+    """
+    mode = folder.stat().st_mode & 0o7777
+    return f"size={size},nr_inodes={size // 4096},mode={mode:o},nosuid,nodev,noexec"
+
+
+def _names(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, _BATCH)]
+
+
+def _remove(name: str, top: int) -> None:
+    """Remove one entry; a folder's folders move to the top, and are removed later."""
+    if _unlink(name, top):
+        return
+    inner = os.open(name, _FOLDER, dir_fd=top)
+    try:
+        for child in _names(inner):
+            if not _unlink(child, inner):
+                os.rename(child, token_hex(), src_dir_fd=inner, dst_dir_fd=top)
+    finally:
+        os.close(inner)
+    try:
+        os.rmdir(name, dir_fd=top)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # it had more than one batch, or has something new
+            raise
+
+
+def _unlink(name: str, folder: int) -> bool:
+    """Remove an entry that is no folder; return whether it is gone."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        return False
+    return True

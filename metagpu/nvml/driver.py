@@ -1,0 +1,327 @@
+"""The `Driver` on NVML: surveys, conditions, processes, limits and events of GPUs.
+
+Every call runs in a worker thread, one thread at a time for each GPU: a GPU that hangs delays no
+other. An idle daemon has one thread for all GPUs, which waits for events.
+
+    errors       NVML's return codes -> our errors
+    worker       one thread at a time, with a deadline
+    queries      one GPU's answers -> our values
+    mig_calls    the calls of MIG; `mig_driver` runs them in the GPU's worker
+    session      the GPUs seen so far
+    session_gpu  one GPU of a session
+    timing       deadlines of long calls
+    events       the event set: registrations, the wait, events
+    topology     the connections between GPUs, read once for each set of GPUs
+    utilization  processes' shares of a GPU's processors
+    limits       the driver's memory limits of cgroups
+"""
+
+import ctypes
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import Final
+
+import anyio
+import pynvml
+from msgspec.structs import replace
+
+from metagpu.core.contracts.driver import (
+    ComputeMode,
+    DriverEvent,
+    GpuCondition,
+    GpuProcess,
+    Survey,
+    UnreadableGpu,
+)
+from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.snapshot import Versions
+from metagpu.nvml.limits import limit_memory, read_limit
+from metagpu.nvml.mig_driver import NvmlMigDriver
+from metagpu.nvml.queries import (
+    read_compute_mode,
+    read_condition,
+    read_memory,
+    read_processes,
+    set_compute_mode,
+)
+from metagpu.nvml.session import NvmlSession
+from metagpu.nvml.session_gpu import SessionGpu
+from metagpu.nvml.timing import TIMING, NvmlTiming
+from metagpu.nvml.topology import TopologyReader
+from metagpu.nvml.utilization import read_utilization
+from metagpu.nvml.worker import NvmlWorker
+
+__all__ = ["NvmlDriver"]
+
+_FIRST_READ: Final = 4  # deadlines: taking a GPU's handle may initialise it
+
+
+class NvmlDriver:
+    """The `Driver` on NVML.
+
+    Args:
+        library: an object that has NVML's functions, put below pynvml while a session is open;
+            `None` for this machine's libnvidia-ml. A process has one NVML at a time.
+        deadline: seconds that a call may take.
+        timing: seconds of the calls that take longer.
+    """
+
+    def __init__(
+        self,
+        library: object | None = None,
+        deadline: float = 5.0,
+        timing: NvmlTiming = TIMING,
+    ) -> None:
+        self._library = library
+        self._deadline = deadline
+        self._timing = timing
+        # One for all sessions: a retry while NVML hangs must not cost another thread.
+        self._library_worker = NvmlWorker("NVML", whole=True)
+        self._session: NvmlSession | None = None
+        self._topology = TopologyReader()
+        self._indices: dict[int, GpuId] = {}
+        self._hung: list[NvmlWorker] = []
+        self.mig = NvmlMigDriver(self._known, deadline, timing)
+
+    @property
+    def unanswered_calls(self) -> Sequence[str]:
+        """Name what NVML was asked about without coming back before its deadline."""
+        return [worker.name for worker in self._all_workers if worker.is_overdue]
+
+    @property
+    def has_threads(self) -> bool:
+        """True while a thread is inside NVML: Python does not end before it returns."""
+        return not all(worker.is_idle for worker in self._all_workers)
+
+    @property
+    def _all_workers(self) -> Sequence[NvmlWorker]:
+        workers = self._workers(self._session) if self._session else []
+        return [self._library_worker, *self._hung, *workers]
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """Initialise NVML on entry and shut it down on exit.
+
+        A session that is cancelled while NVML is inside a call is left as it is: this process ends,
+        and nothing can interrupt the call.
+
+        Raises:
+            DriverUnavailable: if the library or the driver is missing; the message says which.
+                At once, while a call of an earlier session about NVML as a whole is still out.
+        """
+        if self._session is not None:
+            raise RuntimeError("this NvmlDriver has an open session already")
+
+        session = NvmlSession(self._library_worker, self._library, self._timing)
+        with _below_pynvml(self._library):
+            await session.library_worker.call(
+                session.open, max(self._timing.opening, self._deadline)
+            )
+            self._session, self._topology = session, TopologyReader()
+            ending = False
+            try:
+                yield
+            except anyio.get_cancelled_exc_class():
+                ending = True
+                raise
+            finally:
+                self._session = None
+                with anyio.CancelScope(shield=True):
+                    await self._close(session, ending=ending)
+
+    async def survey(self) -> Survey:
+        """Read every GPU, and register for the events of new GPUs."""
+        session = self._opened()
+        count, versions = await session.library_worker.call(session.read_node, self._deadline)
+        answers = await self._read_gpus(session, count)
+
+        gone = [answer for answer in answers if isinstance(answer, DriverUnavailable)]
+        if gone and not any(isinstance(answer, Gpu) for answer in answers):
+            raise gone[0]
+        survey = self._survey(answers, versions)
+        lost = [u.gpu for u in survey.unreadable if u.gpu and isinstance(answers[u.index], GpuLost)]
+        await session.events.exclude(lost, self._deadline)
+
+        topology = await self._topology.read(survey.gpus, session.gpus, self._deadline)
+        return replace(survey, topology=topology)
+
+    async def _read_gpus(self, session: NvmlSession, count: int) -> Sequence[Gpu | DriverError]:
+        """Read every GPU; one that was never read delays the others for a moment only."""
+        answers: list[Gpu | DriverError] = [
+            DriverTimeout(f"GPU {index}: no answer from NVML yet") for index in range(count)
+        ]
+        left, one, every = set(range(count)), anyio.Event(), anyio.Event()
+
+        async def read(index: int) -> None:
+            worker = session.workers.setdefault(index, self._new_worker(index))
+            deadline = self._deadline * (1 if index in self._indices else _FIRST_READ)
+            try:
+                answers[index] = await worker.call(partial(session.read_gpu, index), deadline)
+            except DriverError as error:
+                answers[index] = error
+            left.discard(index)
+            if isinstance(answers[index], Gpu):
+                one.set()
+            if not left:
+                one.set()
+                every.set()
+
+        async with anyio.create_task_group() as new:
+            async with anyio.create_task_group() as known:
+                for index in range(count):
+                    (known if index in self._indices else new).start_soon(read, index)
+            if left:
+                await one.wait()
+                with anyio.move_on_after(self._timing.straggler):
+                    await every.wait()
+                new.cancel_scope.cancel()  # a later survey gets their answers
+        return answers
+
+    async def condition(self, gpu: GpuId) -> GpuCondition:
+        """Read one GPU's present condition: this is the device check."""
+        session, known = self._opened(), self._known(gpu)
+
+        try:
+            condition = await known.worker.call(
+                partial(read_condition, known.handle, known.answers), self._deadline
+            )
+        except GpuLost:
+            known.needs_recovery = True
+            raise
+
+        needs_recovery = bool(condition.recovery_action)
+        recovered = known.needs_recovery and not needs_recovery
+        known.needs_recovery = needs_recovery
+        if recovered:
+            known.lost = False
+            await session.events.renew(self._deadline)
+        return condition
+
+    async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
+        """List the compute and graphics processes that have memory on one GPU."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_processes, known.handle), self._deadline)
+
+    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
+        """Return processes' recent shares of one GPU's processors, in percent, by pid."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_utilization, known.handle), self._deadline)
+
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Limit the memory of a cgroup's processes together, in bytes; `None` removes it."""
+        known = self._known(gpu)
+        await known.worker.call(partial(limit_memory, known.handle, cgroup, limit), self._deadline)
+
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
+        """Return the limit of a cgroup's processes in bytes, `None` for no limit."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_limit, known.handle, cgroup), self._deadline)
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
+        """Return the compute mode of a GPU; `None` where the driver does not report it."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_compute_mode, known.handle), self._deadline)
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Set the compute mode of a GPU; only root may."""
+        known = self._known(gpu)
+        await known.worker.call(partial(set_compute_mode, known.handle, mode), self._deadline)
+
+    async def events(self) -> Sequence[DriverEvent]:
+        """Wait for events of any GPU, at most one second; empty when nothing happened.
+
+        A lost GPU is reported as `GpuUnavailable`; the receiver then reads its condition.
+        """
+        return await self._opened().events.wait(self._deadline)
+
+    async def renew_events(self) -> None:
+        """Register for the events of every GPU again; a reset ends a registration."""
+        await self._opened().events.renew(self._deadline)
+
+    @property
+    def unheard(self) -> Mapping[GpuId, str]:
+        """The GPUs whose XIDs NVML does not deliver, and why."""
+        return self._session.events.unheard if self._session else {}
+
+    def _survey(self, answers: Sequence[Gpu | DriverError], versions: Versions) -> Survey:
+        gpus = [answer for answer in answers if isinstance(answer, Gpu)]
+        read = {gpu.id for gpu in gpus}
+        met = {index: gpu for index, gpu in self._indices.items() if gpu not in read}
+        unreadable = [
+            UnreadableGpu(
+                index,
+                f"GPU {index}: {answer}" if isinstance(answer, DriverUnavailable) else str(answer),
+                met.get(index),
+            )
+            for index, answer in enumerate(answers)
+            if isinstance(answer, DriverError)
+        ]
+
+        self._indices = {u.index: u.gpu for u in unreadable if u.gpu} | {
+            g.index: g.id for g in gpus
+        }
+        return Survey(tuple(gpus), tuple(unreadable), versions.driver, versions.cuda)
+
+    def _new_worker(self, index: int) -> NvmlWorker:
+        return NvmlWorker(f"GPU {index}", others_work=self._others_work)
+
+    async def _others_work(self, worker: NvmlWorker) -> bool:
+        """Return whether another GPU answers: then one GPU alone says that NVML is gone."""
+        others = [known for known in self._opened().gpus.values() if known.worker is not worker]
+        for known in others:
+            with suppress(DriverError):
+                await known.worker.call_alone(partial(read_memory, known.handle), self._deadline)
+                return True
+        return False
+
+    def _opened(self) -> NvmlSession:
+        if self._session is None:
+            raise DriverUnavailable("no NVML session is open")
+        return self._session
+
+    def _known(self, gpu: GpuId) -> SessionGpu:
+        known = self._opened().gpus.get(gpu)
+        if gpu not in self._indices.values():
+            raise DriverError(f"the last survey did not find {gpu} on this node")
+        if known is None:
+            raise GpuLost(f"{gpu}: it could not be read since NVML was initialised")
+        return known
+
+    async def _close(self, session: NvmlSession, *, ending: bool) -> None:
+        workers = self._workers(session)
+        if ending:
+            async with anyio.create_task_group() as group:
+                for worker in workers:
+                    group.start_soon(worker.wait_idle, self._timing.leaving)
+
+        # Nothing may be freed under a call, and the end of the process frees all of it.
+        if not ending or all(worker.is_idle for worker in workers):
+            if await session.events.worker.wait_idle(self._timing.wait + self._deadline):
+                await session.events.close(self._deadline)
+            with suppress(DriverError):
+                await session.library_worker.call(pynvml.nvmlShutdown, self._deadline)
+
+        self._hung = [worker for worker in [*self._hung, *workers] if not worker.is_idle]
+
+    def _workers(self, session: NvmlSession) -> list[NvmlWorker]:
+        return [session.events.worker, *session.workers.values(), *self._topology.workers]
+
+
+@contextmanager
+def _below_pynvml(library: object | None) -> Iterator[None]:
+    """Make pynvml call this library, by the two globals in which pynvml keeps one."""
+    before = pynvml.nvmlLib
+    if before is not library and not isinstance(before, ctypes.CDLL | None):
+        raise RuntimeError("a session with another NVML library is open in this process")
+
+    if library is not None:
+        pynvml.nvmlLib = library
+        pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - no public function clears it
+    try:
+        yield
+    finally:
+        if library is not None:
+            pynvml.nvmlLib = before
+            pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - likewise

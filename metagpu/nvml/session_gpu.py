@@ -1,0 +1,59 @@
+"""One GPU of an NVML session: its handle, its worker, its registration for events."""
+
+import ctypes
+from dataclasses import dataclass, field
+
+from metagpu.core.model.mig import MigProfile
+from metagpu.nvml.answers import NvmlAnswers
+from metagpu.nvml.queries import Handle
+from metagpu.nvml.worker import NvmlWorker
+
+
+def address_of(handle: Handle) -> int | None:
+    """Return a handle's address, which identifies it."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+@dataclass(slots=True)
+class Registration:
+    """The registration of one GPU with the event set.
+
+    Attributes:
+        types: the GPU's event types in the set, 0 for none.
+        problem: why the GPU's XIDs are not heard, empty where they are.
+        refused: whether NVML refused it: only a new event set tries again.
+    """
+
+    types: int = 0
+    problem: str = "not registered yet"
+    refused: bool = False
+
+    def clear(self, problem: str) -> None:
+        """Record that the GPU is not in the set; the next registration tries again."""
+        self.types, self.problem, self.refused = 0, problem, False
+
+
+@dataclass(slots=True)
+class SessionGpu:
+    """A GPU of this session.
+
+    Attributes:
+        index: NVML's index of the GPU.
+        handle: NVML's handle of the GPU.
+        worker: runs the GPU's calls.
+        registration: the GPU's registration with the event set.
+        lost: whether the GPU must stay out of the event set: with it NVML fails every wait at once.
+        needs_recovery: whether the last condition was lost or named a recovery action.
+        answers: the answers that the GPU works without.
+        mig_profiles: the GPU's MIG profiles and the MIG mode they were read in; `None` while they
+            are unknown.
+    """
+
+    index: int
+    handle: Handle
+    worker: NvmlWorker
+    registration: Registration = field(default_factory=Registration)
+    lost: bool = False
+    needs_recovery: bool = False
+    answers: NvmlAnswers = field(default_factory=NvmlAnswers)
+    mig_profiles: tuple[bool, tuple[MigProfile, ...]] | None = None

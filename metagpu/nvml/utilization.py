@@ -1,0 +1,44 @@
+"""Processes' shares of a GPU's processor time.
+
+These functions block, and raise pynvml's errors.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final
+
+import pynvml
+
+from metagpu.nvml.errors import FAILURES, NOT_REPORTED, error_code
+from metagpu.nvml.queries import Handle
+
+WINDOW: Final = 3.0
+"""Seconds of samples: in each second the driver takes several of a busy process."""
+
+_IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
+"""NVML's codes for no samples; pynvml raises a success that fills no sample."""
+
+
+def read_utilization(handle: Handle) -> Mapping[int, int] | None:
+    """Return each process's mean share of multiprocessor time, in percent, by pid.
+
+    `None` where the driver does not report it.
+    """
+    since = int((time.time() - WINDOW) * 1e6)
+
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
+    except FAILURES as failure:
+        if error_code(failure) in _IDLE:
+            return {}
+        # A new process came during the call: the next read has it.
+        if error_code(failure) in NOT_REPORTED | {pynvml.NVML_ERROR_INSUFFICIENT_SIZE}:
+            return None
+        raise
+
+    percents: defaultdict[int, list[int]] = defaultdict(list)
+    for sample in samples:
+        if sample.timeStamp >= since:  # the rest of the buffer is not filled
+            percents[sample.pid].append(sample.smUtil)
+    return {pid: round(sum(values) / len(values)) for pid, values in percents.items()}

@@ -1,0 +1,269 @@
+"""Kubernetes Events: records, counts repetitions, and limits the rate.
+
+New data become an Event at once; data of the same key within `DEDUP_WINDOW` become a count on it.
+Limits count for a namespace: what its tenant repeats hides no Event of another tenant.
+"""
+
+import math
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
+
+import anyio
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from metagpu.core.errors import ClusterError
+from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.plugins.cluster.node_patch import MERGE_PATCH
+from metagpu.plugins.cluster.reconciler import Reconciler
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.client import KubeClient
+
+CONTROLLER: Final = "metagpu.io/agent"
+DEDUP_WINDOW: Final = 600.0
+"""Seconds during which repetitions are counted on their Event."""
+BURST: Final = 25
+"""Events of one namespace that may follow each other at once."""
+REFILL: Final = 10.0
+"""Seconds for each Event of a namespace after a burst."""
+MINOR: Final = 0.5
+"""The part of each limit that minor Events may use."""
+PER_POD: Final = 8
+"""Events of one pod within `DEDUP_WINDOW`: it must not use up the limits of its namespace."""
+QUEUE_LIMIT: Final = 64
+"""Events that may wait for an API server that does not answer."""
+NOTE_LIMIT: Final = 1024
+"""Bytes of UTF-8."""
+_NAME_LIMIT: Final = 230
+_FORBIDDEN: Final = 403
+_NOT_FOUND: Final = 404
+_HOPELESS: Final = frozenset((400, 404, 422))
+_PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
+
+log = structlog.get_logger()
+
+
+class ObjectReference(msgspec.Struct, frozen=True):
+    """The object that an Event is about: a Node, which has no namespace, or a Pod."""
+
+    kind: str
+    name: str
+    uid: str = ""
+    namespace: str = ""
+
+    @property
+    def identity(self) -> "ObjectReference":
+        """The reference without a Node's uid: it arrives later, and the name is unique."""
+        return self if self.namespace else replace(self, uid="")
+
+
+DedupKey = tuple[ObjectReference, str, str]
+
+
+class EventData(msgspec.Struct, frozen=True):
+    """The content of an Event.
+
+    Attributes:
+        subject: the object that the Event is about.
+        reason: the reason in CamelCase, by which people filter.
+        note: the message.
+        action: the action that was taken, in CamelCase.
+        warning: whether the type is Warning, not Normal.
+        key: distinguishes data of one reason; the note does, where the key is empty.
+        minor: whether the author of a pod may repeat it at will, in ever new words. All others are
+            written first, and have a part of the limits for themselves.
+    """
+
+    subject: ObjectReference
+    reason: str
+    note: str
+    action: str
+    warning: bool = False
+    key: str = ""
+    minor: bool = False
+
+    @property
+    def dedup_key(self) -> DedupKey:
+        """The key of data that become one Event with a count."""
+        return self.subject.identity, self.reason, self.key or self.note
+
+
+@dataclass(slots=True)
+class _EventSeries:
+    name: str
+    first: float
+    written: float
+    count: int = 1
+
+
+@dataclass(slots=True)
+class _NamespaceRate:
+    """The rates of one namespace: of all its Events, and of the minor ones among them."""
+
+    every: TokenBucket = field(default_factory=lambda: TokenBucket(BURST, 1 / REFILL))
+    minor: TokenBucket = field(default_factory=lambda: TokenBucket(BURST * MINOR, MINOR / REFILL))
+
+    def of(self, data: EventData) -> tuple[TokenBucket, ...]:
+        """Return the buckets from which an Event takes a token."""
+        return (self.every, self.minor) if data.minor else (self.every,)
+
+
+@dataclass(eq=False)
+class EventRecorder:
+    """Writes Events to the API server: new ones at once, repetitions as a count.
+
+    Attributes:
+        clock: returns the event loop's time, by which Events are counted and limited.
+        time_of_day: returns the time that Events carry.
+        name: the name of the feature that records these Events.
+        per_subject: different Events that one subject may have within `DEDUP_WINDOW`.
+        dropped: Events that were dropped because there were too many.
+    """
+
+    client: "KubeClient"
+    instance: str
+    clock: Callable[[], float] = anyio.current_time
+    time_of_day: Callable[[], float] = time.time
+    name: str = "events"
+    per_subject: float = math.inf
+    dropped: int = 0
+    _queue: deque[EventData] = field(default_factory=deque)
+    _series: "OrderedDict[DedupKey, _EventSeries]" = field(default_factory=OrderedDict)
+    _rates: defaultdict[str, _NamespaceRate] = field(
+        default_factory=lambda: defaultdict(_NamespaceRate)
+    )
+
+    def __post_init__(self) -> None:
+        self.reconciler = Reconciler(self.name, self._send, self.client.timing)
+
+    def record(self, data: EventData) -> None:
+        """Queue data for an Event; never waits."""
+        self._queue.append(data)
+        if len(self._queue) > QUEUE_LIMIT:
+            self._drop_one()
+        self.reconciler.trigger()
+
+    async def _send(self) -> None:
+        """Send the queue; a failure is retried, unless the Event can never be accepted.
+
+        A namespace that is ending, or has no quota left, accepts no Events: others go on.
+        """
+        closed: dict[str, ClusterError] = {}
+
+        while (data := self._next(closed)) is not None:
+            try:
+                await self._write(data)
+            except ClusterError as error:
+                if error.status == _FORBIDDEN:
+                    closed[data.subject.namespace] = error
+                    continue
+                if error.status not in _HOPELESS:
+                    raise
+                log.warning("event rejected", reason=data.reason, error=str(error))
+            self._remove(data)
+        if closed:
+            raise next(iter(closed.values()))
+
+    def _next(self, closed: Container[str]) -> EventData | None:
+        """Return the oldest data, minor ones last."""
+        waiting = (it for it in self._queue if it.subject.namespace not in closed)
+        return min(waiting, key=lambda it: it.minor, default=None)
+
+    def _drop_one(self) -> None:
+        """Drop the oldest data of the namespace with most of them, minor ones first."""
+        waiting = Counter(it.subject.namespace for it in self._queue)
+        loudest = max(waiting, key=waiting.__getitem__)
+        its = (it for it in self._queue if it.subject.namespace == loudest)
+        self._remove(min(its, key=lambda it: not it.minor))
+        self.dropped += 1
+
+    def _remove(self, data: EventData) -> None:
+        """Remove data from the queue, unless they were dropped meanwhile."""
+        for index, it in enumerate(self._queue):
+            if it is data:
+                del self._queue[index]
+                return
+
+    async def _write(self, data: EventData) -> None:
+        now = self.clock()
+        self._forget_old(now)
+        series = self._series.get(data.dedup_key)
+
+        if series is None:
+            if self._may_create(data, now):
+                await self._create(data, now)
+            else:
+                self.dropped += 1
+            return
+
+        series.count += 1
+        if now - series.written >= self.client.timing.count_interval:
+            try:
+                await self._update_count(data, series, now)
+            except ClusterError as error:
+                series.count -= 1
+                if error.status != _NOT_FOUND:
+                    raise
+                await self._create(data, now)  # Kubernetes deletes Events after an hour
+
+    def _may_create(self, data: EventData, now: float) -> bool:
+        existing = sum(about == data.subject.identity for about, _, _ in self._series)
+        limit = self.per_subject * (MINOR if data.minor else 1)
+        rates = self._rates[data.subject.namespace].of(data)
+        return existing < limit and all(rate.wait(now) == 0 for rate in rates)
+
+    def _forget_old(self, now: float) -> None:
+        for namespace in [it for it, rate in self._rates.items() if rate.every.is_full(now)]:
+            del self._rates[namespace]
+        while self._series:
+            oldest, series = next(iter(self._series.items()))
+            if now - series.first < DEDUP_WINDOW:
+                return
+            del self._series[oldest]
+
+    async def _create(self, data: EventData, now: float) -> None:
+        subject = data.subject
+        name = f"{subject.name[:_NAME_LIMIT].rstrip('-.')}.{uuid4().hex[:16]}"
+        namespace = subject.namespace or "default"
+        body: dict[str, Any] = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": _timestamp(self.time_of_day()),
+            "reportingController": CONTROLLER,
+            "reportingInstance": self.instance[:128],
+            "action": data.action,
+            "reason": data.reason,
+            "type": "Warning" if data.warning else "Normal",
+            "note": data.note.encode(errors="replace")[:NOTE_LIMIT].decode(errors="ignore"),
+            "regarding": {
+                "apiVersion": "v1",
+                "kind": subject.kind,
+                "name": subject.name,
+                **({"uid": subject.uid} if subject.uid else {}),
+                **({"namespace": subject.namespace} if subject.namespace else {}),
+            },
+        }
+        await self.client.call("POST", _PATH.format(namespace), body=body)
+        for rate in self._rates[subject.namespace].of(data):
+            rate.reserve(now)
+        self._series.pop(data.dedup_key, None)
+        self._series[data.dedup_key] = _EventSeries(name, now, now)
+
+    async def _update_count(self, data: EventData, series: _EventSeries, now: float) -> None:
+        path = f"{_PATH.format(data.subject.namespace or 'default')}/{series.name}"
+        observed = _timestamp(self.time_of_day())
+        body = {"series": {"count": series.count, "lastObservedTime": observed}}
+        await self.client.call("PATCH", path, body=body, content=MERGE_PATCH)
+        series.written = now
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

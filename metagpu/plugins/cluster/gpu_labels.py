@@ -1,0 +1,159 @@
+"""Labels of the node about its GPUs: a pure function of the snapshot.
+
+Names and values are those of GPU Feature Discovery, so that its node selectors keep working; facts
+without a name there have labels under `metagpu.io/`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+from metagpu.core.contracts.capabilities import SharingStrategy
+from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.snapshot import Snapshot, Versions
+from metagpu.plugins.cluster.label_syntax import is_valid, sanitize
+from metagpu.plugins.cluster.mig_labels import mig_labels
+
+NVIDIA_PREFIX: Final = "nvidia.com/"
+METAGPU_PREFIX: Final = "metagpu.io/"
+_GPU_RESOURCE: Final = ResourceName("nvidia.com/gpu")
+_FAMILIES: Final = (
+    ((7, 0), "volta"),
+    ((7, 5), "turing"),
+    ((8, 0), "ampere"),
+    ((8, 9), "ada-lovelace"),
+    ((9, 0), "hopper"),
+    ((10, 0), "blackwell"),
+    ((11, 0), "undefined"),
+    ((12, 0), "blackwell"),
+    ((13, 0), "rubin"),
+    ((14, 0), "undefined"),
+)
+"""First compute capability of each family, as GPU Feature Discovery names them."""
+
+Strategies: TypeAlias = Mapping[str, SharingStrategy]
+"""The sharing strategy of each backend, by the backend's name."""
+
+
+def node_labels(snapshot: Snapshot, strategies: Strategies) -> Mapping[str, str]:
+    """Return all labels of the node; none while no shares are offered.
+
+    Where GPUs differ, the labels describe the most frequent product, the first of equals.
+    """
+    gpus = [state.gpu for state in snapshot.gpus.values()]
+    if not gpus or not snapshot.offers:
+        return {}
+
+    counted = Counter(gpu.name for gpu in gpus)
+    representative = max(gpus, key=lambda gpu: (counted[gpu.name], -gpu.index))
+    labels = {
+        **_of_gpus(gpus, representative, snapshot, strategies),
+        **_of_versions(snapshot.versions),
+        **_of_resources(snapshot),
+        **mig_labels(snapshot),
+    }
+    return {name: value for name, value in labels.items() if is_valid(name, value)}
+
+
+def family(capability: tuple[int, int] | None) -> str:
+    """Return the architecture of a compute capability, such as `ampere`."""
+    if capability is None:
+        return "undefined"
+    known = [name for first, name in _FAMILIES if capability >= first]
+    return known[-1] if known else "undefined"
+
+
+def _of_gpus(
+    gpus: list[Gpu], representative: Gpu, snapshot: Snapshot, strategies: Strategies
+) -> Mapping[str, str]:
+    replicas, strategy = _sharing(snapshot, strategies)
+    shared = strategy is not SharingStrategy.NONE and _shares_gpu_resource(snapshot, strategies)
+    nodes = {gpu.numa_node for gpu in gpus if gpu.numa_node is not None}
+    links = [c.nvlinks for c in snapshot.topology.connections.values() if c.nvlinks]
+    labels = {
+        f"{NVIDIA_PREFIX}gpu.product": sanitize(representative.name)
+        + ("-SHARED" if shared else ""),
+        f"{NVIDIA_PREFIX}gpu.count": str(len(gpus)),
+        f"{NVIDIA_PREFIX}gpu.replicas": str(replicas),
+        f"{NVIDIA_PREFIX}gpu.sharing-strategy": str(strategy),
+        f"{NVIDIA_PREFIX}gpu.family": family(representative.compute_capability),
+        f"{NVIDIA_PREFIX}mig.capable": _bool_text(all(gpu.mig_enabled is not None for gpu in gpus)),
+        f"{METAGPU_PREFIX}gpu.nvlink": _bool_text(bool(links)),
+        f"{METAGPU_PREFIX}gpu.nvswitch": _bool_text(
+            any(each.switched for each in snapshot.topology.connections.values())
+        ),
+    }
+    if representative.memory is not None:
+        labels[f"{NVIDIA_PREFIX}gpu.memory"] = str(representative.memory // MIB)
+    if representative.compute_capability is not None:
+        major, minor = representative.compute_capability
+        labels[f"{NVIDIA_PREFIX}gpu.compute.major"] = str(major)
+        labels[f"{NVIDIA_PREFIX}gpu.compute.minor"] = str(minor)
+    if any(gpu.ecc is not None for gpu in gpus):
+        labels[f"{METAGPU_PREFIX}gpu.ecc"] = _bool_text(all(gpu.ecc for gpu in gpus))
+    if nodes:
+        labels[f"{METAGPU_PREFIX}gpu.numa-nodes"] = str(len(nodes))
+    return labels
+
+
+def _of_versions(versions: Versions) -> Mapping[str, str]:
+    """Return labels of the driver's and CUDA's versions, by current and older names."""
+    labels: dict[str, str] = {}
+
+    if versions.driver:
+        major, minor, revision = (*versions.driver.split("."), "", "")[:3]
+        current, older = f"{NVIDIA_PREFIX}cuda.driver-version.", f"{NVIDIA_PREFIX}cuda.driver."
+        labels |= {f"{current}full": versions.driver, f"{current}major": major}
+        labels |= {f"{current}minor": minor, f"{current}revision": revision}
+        labels |= {f"{older}major": major, f"{older}minor": minor, f"{older}rev": revision}
+    if versions.cuda is not None:
+        major, minor = map(str, versions.cuda)
+        runtime = f"{NVIDIA_PREFIX}cuda.runtime-version."
+        labels |= {f"{runtime}major": major, f"{runtime}minor": minor}
+        labels |= {f"{runtime}full": f"{major}.{minor}"}
+        labels |= {
+            f"{NVIDIA_PREFIX}cuda.runtime.major": major,
+            f"{NVIDIA_PREFIX}cuda.runtime.minor": minor,
+        }
+    return labels
+
+
+def _of_resources(snapshot: Snapshot) -> Mapping[str, str]:
+    """Return each resource's backends, and its shares on the GPU with the most."""
+    labels: dict[str, str] = {}
+
+    for resource, offer in snapshot.offers.items():
+        name = f"{METAGPU_PREFIX}{resource.replace('/', '_')}"
+        backends = sorted({share.backend for share in offer.shares.values()})
+        if backends:
+            labels[f"{name}.backend"] = "_".join(backends)
+            labels[f"{name}.replicas"] = str(max(map(len, offer.by_gpu.values())))
+    return labels
+
+
+def _sharing(snapshot: Snapshot, strategies: Strategies) -> tuple[int, SharingStrategy]:
+    """Return the labels `replicas` and `sharing-strategy` of GPU Feature Discovery."""
+    found = [
+        (max(map(len, offer.by_gpu.values())), strategy)
+        for offer in snapshot.offers.values()
+        for backend in {share.backend for share in offer.shares.values()}
+        if (strategy := _strategy(backend, strategies)) is not SharingStrategy.NONE
+    ]
+    return max(found, default=(1, SharingStrategy.NONE))
+
+
+def _shares_gpu_resource(snapshot: Snapshot, strategies: Strategies) -> bool:
+    offer = snapshot.offers.get(_GPU_RESOURCE)
+    return offer is not None and any(
+        _strategy(share.backend, strategies) is not SharingStrategy.NONE
+        for share in offer.shares.values()
+    )
+
+
+def _strategy(backend: str, strategies: Strategies) -> SharingStrategy:
+    return strategies.get(backend, SharingStrategy.NONE)
+
+
+def _bool_text(value: bool) -> str:  # noqa: FBT001 - a conversion of one value
+    return "true" if value else "false"

@@ -1,0 +1,19 @@
+"""The syntax of Kubernetes labels."""
+
+import re
+from typing import Final
+
+_LIMIT: Final = 63
+_PATTERN: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def sanitize(product: str) -> str:
+    """Convert a product's name to a label value, as GPU Feature Discovery does."""
+    return re.sub(r"[^A-Za-z0-9\-_. ]", "", product).strip().replace(" ", "-")
+
+
+def is_valid(name: str, value: str) -> bool:
+    """Return whether Kubernetes accepts a label, and its value is not empty."""
+    return all(
+        len(it) <= _LIMIT and _PATTERN.fullmatch(it) for it in (name.partition("/")[2], value)
+    )

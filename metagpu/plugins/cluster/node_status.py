@@ -1,0 +1,136 @@
+"""The reconcilers of the Node's taint, conditions and allocatable numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from metagpu.core.errors import ClusterError
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.node_object import (
+    KubeObject,
+    allocatable_of,
+    capacity_of,
+    conditions_differ,
+    conditions_of,
+    remaining_taints,
+    stale_allocatable,
+)
+from metagpu.plugins.cluster.node_patch import CONFLICT, NodePatcher
+from metagpu.plugins.cluster.settings import ClusterTiming
+from metagpu.plugins.cluster.watch import WatchedObject
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class NodeStatusWriter:
+    """Compares the Node with the snapshot, and writes only the differences.
+
+    Attributes:
+        patcher: provides the Node, and patches it.
+    """
+
+    patcher: NodePatcher
+    registry: Registry
+    timing: ClusterTiming
+    _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def node(self) -> WatchedObject:
+        """The Node as the API server reported it last."""
+        return self.patcher.node
+
+    async def remove_taint(self) -> None:
+        """Remove the startup taint once the Node shows every resource in full."""
+        node = self.node.object
+        if node is None:
+            return
+        taints = remaining_taints(node, capacity_of(self.registry.snapshot))
+        if taints is None:
+            return
+        # The list has no keys: it is written as a whole, and only over the version that was read.
+        version = node["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints or None}}
+        try:
+            await self.patcher.patch("", body)
+        except ClusterError as error:
+            if error.status != CONFLICT:
+                raise
+            return  # another client was faster; its change triggers the next run
+        log.info("startup taint removed")
+
+    async def reconcile_conditions(self) -> None:
+        """Write the conditions of the GPUs' health."""
+        node, wanted = self.node.object, conditions_of(self.registry.snapshot)
+        if node is None or not wanted or not conditions_differ(node, wanted):
+            return
+        conditions = [dict(each) for each in wanted]
+        await self.patcher.apply("/status", {"status": {"conditions": conditions}}, force=True)
+
+    async def lower_allocatable(self) -> None:
+        """Lower the Node's allocatable numbers at once to the shares that are available."""
+        if (node := self.node.object) is None:
+            return
+        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), rising=False)
+        await self._write(amounts)
+
+    async def restore_allocatable(self) -> None:
+        """Raise the numbers that metagpu lowered, once the kubelet knows the shares."""
+        if not self._lowered:
+            return
+        await anyio.sleep(self.timing.raise_delay)
+        if (node := self.node.object) is None:
+            return
+        shown = _allocatable(node)
+        self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
+        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), rising=True)
+        await self._write({it: n for it, n in amounts.items() if it in self._lowered})
+
+    async def remove_conditions(self) -> None:
+        """Remove our conditions.
+
+        Raises:
+            ClusterError: the API server does not answer, or refuses the change.
+        """
+        if self.node.object is not None:
+            await self.patcher.apply("/status", {"status": {"conditions": []}}, force=True)
+
+    async def _write(self, amounts: Mapping[ResourceName, int]) -> None:
+        if not amounts:
+            return
+        before = _allocatable(self.node.object or {})
+        numbers = {resource: str(count) for resource, count in amounts.items()}
+        await self.patcher.patch("/status", {"status": {"allocatable": numbers}})
+        # The number before counts too: the Node that we read may be older than our last write.
+        self._lowered |= {it: frozenset((before[it], n)) for it, n in numbers.items()}
+
+
+def _allocatable(node: KubeObject) -> Mapping[str, str]:
+    shown: Mapping[str, str] = (node.get("status") or {}).get("allocatable") or {}
+    return shown
+
+
+def watched_state(snapshot: Snapshot) -> object:
+    """Return the state whose change triggers all reconcilers; cheap, as read often."""
+    gpus = tuple(
+        (
+            *(
+                state.gpu,
+                state.verdict,
+                state.unavailable_shares,
+                state.suspended,
+                state.paused_shares,
+            ),
+            *(state.mig_faults, state.faulty_shares),
+            (state.cordon, state.leases)
+            if state.cordon
+            else None,  # free shares are unhealthy then
+        )
+        for state in snapshot.gpus.values()
+    )
+    node = snapshot.topology, snapshot.versions, snapshot.competing_plugins
+    return gpus, snapshot.unreadable_gpus, snapshot.offers, *node

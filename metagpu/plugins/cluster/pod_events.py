@@ -1,0 +1,134 @@
+"""Kubernetes Events of pods, about their GPU memory and devices: pure functions."""
+
+from typing import Final
+
+from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.core.model.shares import Holder
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.events import (
+    AnnotationRejected,
+    DevicesLost,
+    Event,
+    MemoryExceeded,
+    ProcessSignalled,
+    UnauthorizedUseFound,
+)
+from metagpu.core.usage.lost_devices import describe_loss
+from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
+
+POD_EVENT_KINDS: Final = (
+    MemoryExceeded,
+    ProcessSignalled,
+    UnauthorizedUseFound,
+    AnnotationRejected,
+    DevicesLost,
+)
+"""The events that become Events of a pod."""
+UNAUTHORIZED_USE: Final = "GPUUsedWithoutShare"
+
+
+def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
+    """Return the Event of the pod; `None` where the pod's name is unknown.
+
+    Events that differ in numbers alone share a key, and so become one Event with a count: a
+    container that restarts again and again does the same again and again.
+    """
+    match event:
+        case MemoryExceeded():
+            then = "its processes end if it stays so" if event.will_end else "it keeps running"
+            return EventData(
+                _pod(event.holder.namespace, event.holder.pod, event.pod_uid),
+                "GPUMemoryExceeded",
+                f"container {_name(event.holder)} uses more memory of {_gpu(event, snapshot)} "
+                f"than it may: {_amounts(event)}; {then}",
+                "EnforceMemory",
+                warning=True,
+                key=f"{event.holder.container} {event.gpu}",
+            )
+        case ProcessSignalled():
+            return EventData(
+                _pod(event.holder.namespace, event.holder.pod, event.pod_uid),
+                "GPUProcessSignaled",
+                f"process {event.pid} (on the node) of container {_name(event.holder)} "
+                f"was sent {event.signal}: it had {event.memory // MIB} MiB of "
+                f"{_gpu(event, snapshot)}, and the container more than it may: {_amounts(event)}",
+                "EnforceMemory",
+                warning=True,
+                key=f"{event.holder.container} {event.gpu} {event.signal}",
+            )
+        case UnauthorizedUseFound():
+            return _unauthorized_use(event, snapshot)
+        case AnnotationRejected():
+            pod = event.pod
+            return EventData(
+                _pod(pod.namespace, pod.name, pod.uid),
+                "GPUMemoryAnnotationRejected",
+                event.reason,
+                "Configure",
+                warning=True,
+                minor=True,
+            )
+        case DevicesLost():
+            holder = event.holder
+            return EventData(
+                _pod(holder.namespace, holder.pod, event.pod_uid),
+                "GPUDeviceLost",
+                describe_loss(holder.container, event.devices, event.fix),
+                "CheckUsage",
+                warning=True,
+                key=holder.container,
+            )
+    return None
+
+
+def _unauthorized_use(event: UnauthorizedUseFound, snapshot: Snapshot) -> EventData | None:
+    known, holder = snapshot.pods.by_uid.get(event.pod_uid), event.holder
+    if known is not None:
+        subject = _pod(known.namespace, known.name, known.uid)
+    elif holder is not None:
+        subject = _pod(holder.namespace, holder.pod, event.pod_uid)
+    else:
+        return None
+
+    return EventData(
+        subject,
+        UNAUTHORIZED_USE,
+        describe_unauthorized_use(event, snapshot),
+        "CheckUsage",
+        warning=True,
+        key=f"{event.container_id} {event.gpu}",
+        minor=True,
+    )
+
+
+def describe_unauthorized_use(event: UnauthorizedUseFound, snapshot: Snapshot) -> str:
+    """Describe the use of a GPU by a container that holds no share of the GPU."""
+    name = (event.holder.container if event.holder else "") or event.container_id[:12]
+    uses = "some memory" if event.memory is None else f"{event.memory // MIB} MiB"
+    return (
+        f"container {name} uses {uses} of {_gpu(event, snapshot)} and holds no share of it: "
+        "Kubernetes did not allocate this GPU to it"
+    )
+
+
+def _pod(namespace: str, name: str, uid: str | None) -> ObjectReference:
+    return ObjectReference("Pod", name, uid or "", namespace)
+
+
+def _gpu(
+    event: MemoryExceeded | ProcessSignalled | UnauthorizedUseFound, snapshot: Snapshot
+) -> str:
+    gpu: GpuId = event.gpu
+    known = snapshot.gpus.get(gpu)
+    return f"GPU {known.gpu if known else gpu}"
+
+
+def _amounts(event: MemoryExceeded | ProcessSignalled) -> str:
+    return (
+        f"its share is {event.share // MIB} MiB, its limit {event.limit // MIB} MiB, and all its "
+        f"processes together use {event.used // MIB} MiB"
+    )
+
+
+def _name(holder: Holder) -> str:
+    return holder.container or "of unknown name"

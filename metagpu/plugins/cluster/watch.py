@@ -1,0 +1,159 @@
+"""Informers: objects of the API server, listed, watched, listed again on a gap."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import structlog
+
+from metagpu.core.errors import ClusterError
+from metagpu.core.runtime.log_once import LogOnce
+from metagpu.plugins.cluster.node_object import KubeObject
+from metagpu.plugins.cluster.reconciler import backoff_of
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.client import KubeClient
+
+WATCH_TIMEOUT: Final = 240
+"""Seconds after which the API server ends a watch, so that no dead watch stays unnoticed."""
+STABLE: Final = 10.0
+"""Seconds after which the end of a watch counts as a first failure again."""
+GONE: Final = 410
+
+log = structlog.get_logger()
+
+
+class Informer(ABC):
+    """The objects of a collection that a field selector names.
+
+    Attributes:
+        path: the path of the collection.
+        problem: the error that keeps the informer from receiving events, empty without one.
+    """
+
+    def __init__(self, client: "KubeClient", path: str, selector: str, about: str) -> None:
+        self.path = path
+        self.problem = ""
+        self._client = client
+        self._query = {"fieldSelector": selector}
+        self._about = about
+        self._logged = LogOnce()
+
+    async def run(self) -> None:
+        """Follow the objects until cancelled; on errors the last known state stays."""
+        backoff = backoff_of(self._client.timing)
+        min_watch = self._client.timing.min_watch
+
+        while True:
+            began = math.inf
+            try:
+                version = await self._list()
+                while True:
+                    began = anyio.current_time()
+                    version = await self._watch(version)
+                    backoff.reset()
+                    if anyio.current_time() - began < min_watch:
+                        await anyio.sleep(min_watch)
+            except ClusterError as error:
+                if error.status != GONE:
+                    self._record_failure(str(error))
+                # A good list proves nothing: where watches fail, lists alone would be many.
+                if anyio.current_time() - began >= STABLE:
+                    backoff.reset()
+                await anyio.sleep(backoff.next(error.retry_after))
+
+    @abstractmethod
+    def on_list(self, items: Sequence[KubeObject]) -> None:
+        """Take in the complete list of objects."""
+
+    @abstractmethod
+    def on_update(self, item: KubeObject) -> None:
+        """Take in an object that is new or changed."""
+
+    @abstractmethod
+    def on_delete(self, item: KubeObject) -> None:
+        """Take in the deletion of an object."""
+
+    async def _list(self) -> str:
+        answer = await self._client.call("GET", self.path, query=self._query)
+        self._record_success()
+        self.on_list(answer.get("items") or ())
+        return str(answer["metadata"]["resourceVersion"])
+
+    async def _watch(self, version: str) -> str:
+        """Watch from a version on; return the last version when the watch ends."""
+        query = {
+            **self._query,
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_TIMEOUT),
+        }
+
+        async with aclosing(self._client.watch(self.path, query)) as events:
+            async for event in events:
+                item: Any = event["object"]
+                if event["type"] == "ERROR":
+                    problem = f"the watch of {self.path} ended: {item.get('message', '')}"
+                    raise ClusterError(problem, status=int(item.get("code", 0)))
+                version = str(item["metadata"]["resourceVersion"])
+                self._record_success()
+                if event["type"] == "DELETED":
+                    self.on_delete(item)
+                elif event["type"] != "BOOKMARK":
+                    self.on_update(item)
+        return version
+
+    def _record_success(self) -> None:
+        self.problem = ""
+        if self._logged.clear(self._about):
+            log.info("watch recovered", about=self._about)
+
+    def _record_failure(self, problem: str) -> None:
+        self.problem = problem
+        if self._logged.is_new(self._about, problem):
+            log.warning(
+                "watch failed; the last known state stays", about=self._about, error=problem
+            )
+
+
+class WatchedObject(Informer):
+    """One object as the API server reported it last.
+
+    Args:
+        trigger: a function that runs at each change.
+
+    Attributes:
+        object: the object, `None` before the first answer and while the object does not exist.
+        known: whether the API server has answered yet.
+    """
+
+    def __init__(
+        self, client: "KubeClient", path: str, name: str, trigger: Callable[[], None]
+    ) -> None:
+        super().__init__(client, path, f"metadata.name={name}", f"{path}/{name}")
+        self.name = name
+        self.object: KubeObject | None = None
+        self.known = False
+        self._trigger = trigger
+
+    def on_list(self, items: Sequence[KubeObject]) -> None:
+        """Take in the object, or its absence."""
+        self._set(items[0] if items else None)
+
+    def on_update(self, item: KubeObject) -> None:
+        """Take in the changed object."""
+        self._set(item)
+
+    def on_delete(self, item: KubeObject) -> None:  # noqa: ARG002 - there is only one
+        """Take in the deletion of the object."""
+        self._set(None)
+
+    def _set(self, current: KubeObject | None) -> None:
+        changed = not self.known or current != self.object
+        self.object, self.known = current, True
+        if changed:
+            self._trigger()

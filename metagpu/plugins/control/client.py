@@ -1,0 +1,53 @@
+"""The client of the daemon's control socket, without an event loop."""
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.errors import MetagpuError
+
+SOCKET_NAME: Final = "metagpu.sock"
+"""The socket's name in the daemon's run folder."""
+ANSWER_TIMEOUT: Final = 30.0
+"""Seconds for the daemon's answer."""
+
+
+def send_request(
+    run_dir: Path, request: Mapping[str, object], timeout: float = ANSWER_TIMEOUT
+) -> Any:  # noqa: ANN401 - JSON
+    """Send one request to the daemon and return its answer. Blocks.
+
+    Raises:
+        MetagpuError: no daemon answers, this user may not ask it, or it answers with an error.
+    """
+    path = run_dir / SOCKET_NAME
+
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(str(path))
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            line = connection.makefile("rb").readline()
+    except OSError as error:
+        raise MetagpuError(_describe_failure(path, error, timeout)) from error
+
+    answer = msgspec.json.decode(line, type=dict[str, Any]) if line else {"error": "no answer"}
+    if "error" in answer:
+        raise MetagpuError(answer["error"])
+    return answer["ok"]
+
+
+def _describe_failure(path: Path, error: OSError, timeout: float) -> str:
+    match error:
+        case PermissionError():
+            return f"only root may ask the daemon on {path}"
+        case TimeoutError():
+            return f"the daemon on {path} did not answer within {timeout:g} s"
+        case _:
+            return (
+                f"no daemon answers on {path} ({error.strerror or error}); start `metagpu run`, or "
+                "name its directory with --run-dir"
+            )

@@ -1,0 +1,344 @@
+"""One resource name's DevicePlugin service: the calls of the kubelet.
+
+All answers come from the registry's snapshot. Hardware that a share needs first, such
+as a MIG instance, is awaited in Allocate or at the container's start, and then named in the CDI
+specification.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, cast
+
+import anyio
+import structlog
+from grpclib.const import Cardinality
+from grpclib.const import Handler as Method
+
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.capabilities import PreparesContainers, Provisions
+from metagpu.core.errors import GpuUnhealthy, RequestError
+from metagpu.core.grants import cdi
+from metagpu.core.grants.grant import Grant
+from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.call_stats import CallOutcome, KubeletCall, ResourceCallStats
+from metagpu.core.state.events import CheckpointRequested
+from metagpu.core.state.facts import (
+    KubeletStarted,
+    SharesClaimed,
+    SharesPending,
+    SharesReleased,
+)
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet import fast_codec, messages
+from metagpu.plugins.kubelet.availability import Claim, find_shares, refuse_unavailable
+from metagpu.plugins.kubelet.grpc_server import StreamingCalls
+from metagpu.plugins.kubelet.provisioning import (
+    is_provisioned,
+    wait_provisioned,
+    wait_reprovisioned,
+)
+from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+if TYPE_CHECKING:
+    from grpclib.server import Stream
+
+EnsureCdiNames = Callable[[frozenset[str]], Awaitable[None]]
+"""Makes devices of these CDI names known to the container runtime; raises an error if it cannot."""
+
+log = structlog.get_logger()
+
+
+async def no_cdi(_: frozenset[str]) -> None:
+    """Do nothing: without a CDI specification of ours, others write the names."""
+
+
+class DevicePluginService:
+    """The DevicePlugin service of one resource.
+
+    Attributes:
+        record: counts the kubelet's calls; one of its own unless given.
+
+    Args:
+        resource: the resource's name.
+        registry: has the snapshots and receives the facts.
+        backend: finds the resource's backend, at each call: a reload may change it.
+        clock: returns the event loop's time.
+        ensure_cdi_names: makes CDI names known to the container runtime.
+        timing: deadlines.
+    """
+
+    def __init__(
+        self,
+        resource: ResourceName,
+        registry: Registry,
+        backend: Callable[[ResourceName], Backend],
+        clock: Callable[[], float] = anyio.current_time,
+        *,
+        ensure_cdi_names: EnsureCdiNames = no_cdi,
+        record: ResourceCallStats | None = None,
+        timing: KubeletTiming = TIMING,
+    ) -> None:
+        self.resource = resource
+        self._registry = registry
+        self._backend = backend
+        self._clock = clock
+        self._ensure_cdi_names = ensure_cdi_names
+        self._flush_deadline = timing.flush_deadline
+        self._calls_before_start = False
+        self.record = record or ResourceCallStats()
+        self._list = messages.DeviceList(resource)
+        # For each open list, how to send it, and its last flush that was late.
+        self._list_senders: dict[Callable[[anyio.Event], None], anyio.Event] = {}
+        self._log = log.bind(resource=resource)
+
+    @property
+    def pre_start(self) -> bool:
+        """True if the kubelet must call PreStartContainer before each container start."""
+        backend = self._backend(self.resource)
+        return isinstance(backend, PreparesContainers) or _provisions_at_start(backend)
+
+    def encode_ahead(self) -> None:
+        """Encode the list and the options before a kubelet asks.
+
+        Between a kubelet's registration of us and our first list, it refuses the pods that it
+        admits again. The first encoding of a list takes longer than all that follow.
+        """
+        self._list.encode(self._list.view(self._registry.snapshot))
+        messages.encode_options(pre_start=self.pre_start)
+
+    def greet(self, kubelet: tuple[int, int, int]) -> None:
+        """Note which kubelet is about to get the shares, by the identity of its socket."""
+        self._registry.apply(KubeletStarted(kubelet))
+
+    def methods(self, calls: StreamingCalls) -> dict[str, Method]:
+        """Return the service's methods by path; streaming calls register with `calls`."""
+
+        async def list_and_watch(stream: "Stream[bytes, bytes]") -> None:
+            await stream.recv_message()
+            with calls.track():
+                await self._send_lists(stream)
+
+        unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
+        return {
+            f"/v1beta1.DevicePlugin/{name}": Method(call, cardinality, bytes, bytes)
+            for name, call, cardinality in (
+                ("GetDevicePluginOptions", self._answering(self._options), unary),
+                ("ListAndWatch", list_and_watch, streaming),
+                (
+                    KubeletCall.PREFERRED,
+                    self._counted(KubeletCall.PREFERRED, self._preferred),
+                    unary,
+                ),
+                (KubeletCall.ALLOCATE, self._counted(KubeletCall.ALLOCATE, self._allocate), unary),
+                (
+                    KubeletCall.PRE_START,
+                    self._counted(KubeletCall.PRE_START, self._pre_start),
+                    unary,
+                ),
+            )
+        }
+
+    @staticmethod
+    def _answering(
+        answer: Callable[[bytes], Awaitable[bytes]],
+    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
+        async def call(stream: "Stream[bytes, bytes]") -> None:
+            request = await stream.recv_message()
+            try:
+                reply = await answer(request or b"")
+            except Exception as error:
+                raise messages.to_grpc_error(error) from error
+            await stream.send_message(reply)
+
+        return call
+
+    def _counted(
+        self, call: KubeletCall, answer: Callable[[bytes], Awaitable[bytes]]
+    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
+        record = self.record.calls[call]
+
+        async def counted(request: bytes) -> bytes:
+            began = perf_counter()
+            try:
+                reply = await answer(request)
+            except BaseException as error:
+                self.record.record_failure(call, perf_counter() - began, error)
+                raise
+            record.record(CallOutcome.ANSWERED, perf_counter() - began)
+            return reply
+
+        return self._answering(counted)
+
+    async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
+        sending = anyio.Lock()
+
+        async def send(done: anyio.Event) -> None:
+            async with sending:  # two messages at once would mix on the stream
+                view = self._list.view(self._registry.snapshot)
+                await stream.send_message(self._list.encode(view))
+            self.record.lists += 1
+            done.set()
+
+        async with anyio.create_task_group() as group:
+
+            def send_soon(done: anyio.Event) -> None:
+                group.start_soon(send, done)
+
+            async def send_when_requested() -> None:
+                with self._registry.events.subscribe(CheckpointRequested) as requests:
+                    async for _ in requests:
+                        await send(anyio.Event())
+
+            group.start_soon(send_when_requested)
+            self._list_senders[send_soon] = done = anyio.Event()
+            done.set()
+            try:
+                async for _ in self._registry.watch(self._list.view):
+                    await send(anyio.Event())
+            finally:
+                del self._list_senders[send_soon]
+                group.cancel_scope.cancel()
+
+    async def _flush_lists(self) -> None:
+        """Send the present list on every stream, before the kubelet gets a refusal.
+
+        The wait ends at the deadline, but sending goes on: half a message would corrupt the rest
+        of the stream. A stream whose reader stalls delays one refusal, not each.
+        """
+        sent = {}
+        for send_soon, last in self._list_senders.items():
+            if last.is_set():
+                sent[send_soon] = anyio.Event()
+                send_soon(sent[send_soon])
+
+        with anyio.move_on_after(self._flush_deadline):
+            for done in sent.values():
+                await done.wait()
+        for send_soon in sent.keys() & self._list_senders.keys():
+            self._list_senders[send_soon] = sent[send_soon]
+
+    async def _options(self, _: bytes) -> bytes:
+        self._calls_before_start = self.pre_start  # the kubelet asks once in a registration
+        return messages.encode_options(pre_start=self._calls_before_start)
+
+    async def _pre_start(self, request: bytes) -> bytes:
+        snapshot, backend = self._registry.snapshot, self._backend(self.resource)
+        shares = find_shares(self.resource, fast_codec.decode_pre_start_request(request), snapshot)
+        if isinstance(backend, Provisions) and backend.provisions_at_start:
+            snapshot = await self._provisioned_at_start(shares, backend)
+        if isinstance(backend, PreparesContainers):
+            await backend.prepare(shares, snapshot)
+        return b""
+
+    async def _provisioned_at_start(self, shares: Sequence[Share], backend: Provisions) -> Snapshot:
+        """Provision shares at their container's start; return the snapshot with devices.
+
+        Raises:
+            RequestError: a GPU is unhealthy, or provisioning fails or takes too long.
+        """
+        snapshot = self._registry.snapshot
+        for share in shares:
+            state = snapshot.gpus[share.gpu]
+            if not state.verdict.healthy and not is_provisioned(share, snapshot):
+                raise GpuUnhealthy(self.resource, str(state.gpu), state.verdict.reason)
+        snapshot = await wait_reprovisioned(
+            self._registry, shares, backend.provision_timeout, self._clock
+        )
+        await self._ensure_cdi_names(cdi.device_names(await backend.grant(shares, snapshot)))
+        return snapshot
+
+    async def _preferred(self, request: bytes) -> bytes:
+        return fast_codec.encode_preferred_response(
+            map(self._choice, fast_codec.decode_preferred_request(request))
+        )
+
+    def _choice(self, asked: fast_codec.PreferredAllocation) -> Sequence[str]:
+        """Choose exactly as many ids as requested, with the required ones.
+
+        This never fails: an error would fail the pod, and a preference is only a hint.
+        """
+        chosen: list[str] = []
+        snapshot = self._registry.snapshot
+        offer = snapshot.offers.get(self.resource)
+
+        if offer is not None:
+            known = cast("Mapping[str, Share]", offer.shares).get
+            available = list(filter(None, map(known, asked.available)))
+            # What the kubelet takes for free and is not is the last choice: Allocate refuses it.
+            free = [it for it in available if not _is_unconfirmed(it, snapshot)]
+            available = free if len(free) >= asked.size else available
+            required = list(filter(None, map(known, asked.required)))
+            try:
+                backend = self._backend(self.resource)
+                preferred = backend.prefer(available, required, asked.size, snapshot)
+                chosen = [share.id for share in preferred]
+            except Exception:  # noqa: BLE001 - no error here may fail the pod
+                self._log.exception(
+                    "preferred allocation failed", effect="the kubelet's order is used"
+                )
+
+        if len(chosen) == asked.size:
+            return chosen
+        return list(dict.fromkeys([*asked.required, *chosen, *asked.available]))[: asked.size]
+
+    async def _allocate(self, request: bytes) -> bytes:
+        """Grant all containers their requested shares, or none of them any."""
+        claims: list[Claim] = []
+
+        try:
+            requests = fast_codec.decode_allocate_request(request)
+            grants = [await self._grant(ids, claims) for ids in requests]
+        except BaseException as error:
+            self._take_back(claims)
+            if isinstance(error, RequestError):
+                self._log.warning("allocation refused", error=str(error))
+                await self._flush_lists()
+            raise
+        return fast_codec.encode_allocate_response(grants)
+
+    def _take_back(self, claims: Iterable[Claim]) -> None:
+        """Release what a failed request has claimed.
+
+        A share that had a lease before keeps it: its earlier holder may still run. The kubelet's
+        next lists decide, as about any claim that was answered.
+        """
+        new = tuple(share for claim in claims for share in claim.newly_claimed)
+        held = tuple(share for claim in claims for share in claim.shares if share not in new)
+        if new:
+            self._registry.apply(SharesReleased(new, self._clock()))
+        if held:
+            self._registry.apply(SharesClaimed(held, self._clock()))
+
+    async def _grant(self, ids: Sequence[str], claims: list[Claim]) -> Grant:
+        """Claim the shares, then ask the backend: meanwhile no other request can get them."""
+        snapshot = self._registry.snapshot
+        backend = self._backend(self.resource)
+        shares = find_shares(self.resource, sorted(ids), snapshot)
+        refuse_unavailable(shares, snapshot)
+        backend.check(shares, snapshot)
+
+        claims.append(Claim(shares, snapshot))
+        # A kubelet that registered without PreStartContainer does not call it: provision here.
+        deferred = _provisions_at_start(backend) and self._calls_before_start
+        waits = isinstance(backend, Provisions) and not deferred
+        self._registry.apply(SharesClaimed(tuple(shares), self._clock(), unanswered=waits))
+        if isinstance(backend, Provisions) and not deferred:
+            snapshot = await wait_provisioned(self._registry, shares, backend.provision_timeout)
+            # That took a while: the kubelet has from now on to list the pod.
+            self._registry.apply(SharesClaimed(tuple(shares), self._clock()))
+        if deferred:  # also when the kubelet lists a holder meanwhile, it is still to provision
+            self._registry.apply(SharesPending(tuple(shares), self._clock()))
+        grant = await backend.grant(shares, snapshot)
+        if not deferred and (names := cdi.device_names(grant)):
+            await self._ensure_cdi_names(names)
+        return grant
+
+
+def _is_unconfirmed(share: Share, snapshot: Snapshot) -> bool:
+    lease = snapshot.gpus[share.gpu].leases.get(share.id)
+    return lease is not None and lease.unconfirmed
+
+
+def _provisions_at_start(backend: Backend) -> bool:
+    return isinstance(backend, Provisions) and backend.provisions_at_start

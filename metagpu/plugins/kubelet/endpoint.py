@@ -1,0 +1,221 @@
+"""One resource name at the kubelet: serve, register, and again after a loss."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import anyio
+import structlog
+from grpclib.exceptions import StreamTerminatedError
+
+from metagpu.core.errors import KubeletError, describe_error
+from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.files import file_identity
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.plugins.kubelet.competing_sockets import find_competing_socket
+from metagpu.plugins.kubelet.device_plugin import DevicePluginService
+from metagpu.plugins.kubelet.directory import KubeletDirectory
+from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc
+from metagpu.plugins.kubelet.messages import build_register_request
+from metagpu.plugins.kubelet.registration import RegistrationClient, RegistrationLease
+from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+NO_KUBELET: Final = "a kubelet that takes registrations"
+"""What an endpoint waits for without a kubelet, for as long as there is none."""
+
+log = structlog.get_logger()
+
+
+class Endpoint:
+    """Keeps one service registered.
+
+    Attributes:
+        waits_for: what the present attempt to register waits for, in words.
+        since: the event loop's time at which that wait began.
+        problem: why the last attempt failed, empty where it did not.
+
+    Args:
+        service: answers the kubelet.
+        directory: the kubelet's folder.
+        client: registers with the kubelet.
+        on_competitor: receives the socket of a competing plugin, `None` when there is none.
+        record: counts the kubelet's restarts; one of its own unless given.
+        timing: deadlines and delays.
+    """
+
+    def __init__(
+        self,
+        service: DevicePluginService,
+        directory: KubeletDirectory,
+        client: RegistrationClient,
+        on_competitor: Callable[[Path | None], None] = lambda _: None,
+        record: KubeletCallStats | None = None,
+        *,
+        timing: KubeletTiming = TIMING,
+    ) -> None:
+        self._service = service
+        self._directory = directory
+        self._client = client
+        self._on_competitor = on_competitor
+        self._record = record or KubeletCallStats()
+        self._timing = timing
+        self._backoff: Backoff | None = None
+        self._attempt = anyio.CancelScope()
+        self._log = log.bind(resource=service.resource)
+        self.problem = ""
+        self._wait_for("its first attempt")
+
+    async def run(self) -> None:
+        """Serve and register until cancelled; register again what the kubelet loses.
+
+        Each registration has a new socket, created when a kubelet answers: a kubelet that starts
+        wipes the folder before it listens, so the new socket stays. The old stream ends before the
+        next registration: with both open, the end of the old stream would make the kubelet drop
+        the new registration.
+        """
+        while True:
+            with anyio.CancelScope() as self._attempt:
+                await self._wait_for_competitor()
+                self._service.encode_ahead()
+                self._wait_for(NO_KUBELET)
+                with closing(await self._client.acquire()) as lease:
+                    kubelet = self._directory.kubelet_identity()
+                    began = anyio.current_time()
+                    problem = await self._register_once(lease, kubelet)
+                await self._wait_retry(kubelet, anyio.current_time() - began, problem)
+
+    def register_again(self, reason: str) -> None:
+        """End the present registration, or attempt to register, and begin the next one."""
+        self._log.warning("registering again", reason=reason)
+        self._attempt.cancel()
+
+    def _wait_for(self, what: str) -> None:
+        self.waits_for, self.since = what, anyio.current_time()
+
+    async def _wait_for_competitor(self) -> None:
+        """Wait while another plugin serves this resource: two would compete for it."""
+        reported: Path | None = None
+        resource = self._service.resource
+        self._wait_for("its look for another plugin of the name")
+
+        while (competitor := await find_competing_socket(self._directory, resource)) is not None:
+            if competitor != reported:
+                reported = competitor
+                self._on_competitor(competitor)
+                fix = "stop the other plugin, or give our resource another name"
+                self._log.error("competing device plugin found", socket=str(competitor), fix=fix)
+            await self._directory.wait_changed()
+
+        self._on_competitor(None)
+        if reported is not None:
+            self._log.info("competing device plugin gone")
+
+    async def _register_once(
+        self, lease: RegistrationLease, kubelet: tuple[int, int, int] | None
+    ) -> Exception | None:
+        """Serve, register and wait until the registration is lost; return why it failed."""
+        path = self._directory.new_socket_path(self._service.resource)
+        calls = StreamingCalls()
+
+        if kubelet is not None:  # before it can ask for a share
+            self._service.greet(kubelet)
+        try:
+            async with serve_grpc(path, self._service.methods(calls), calls, self._timing.linger):
+                self._wait_for("the kubelet's answer to its registration")
+                await self._register(lease, path)
+                lease.close()
+                self._record.record_kubelet(kubelet)
+                await self._wait_lost(path, kubelet, calls)
+        except KubeletError as error:
+            self._log.warning("registration refused", error=str(error))
+            return error
+        except (OSError, StreamTerminatedError) as error:
+            reason = describe_error(error)
+            self._log.warning("registration failed", socket=str(path), error=reason)
+            return error
+        return None
+
+    async def _wait_retry(
+        self,
+        kubelet: tuple[int, int, int] | None,
+        lasted: float,
+        problem: Exception | None,
+    ) -> None:
+        """Wait before the next registration; another kubelet ends the wait.
+
+        After a registration that lasted, and after the first one that did not, there is no delay.
+        """
+        timing = self._timing
+        if lasted >= timing.steady:
+            self._backoff = None
+
+        if self._backoff is None:
+            delay, self._backoff = 0.0, Backoff(timing.failure_delay, timing.longest_delay)
+        else:
+            delay = self._backoff.next()
+        if isinstance(problem, KubeletError) and delay < timing.refusal_delay:
+            self._backoff = Backoff(timing.refusal_delay, timing.longest_delay)
+            delay = self._backoff.next()
+
+        self.problem = describe_error(problem) if problem else ""
+        self._wait_for("its next attempt")
+        await self._directory.wait_kubelet_replaced(kubelet, delay)
+        if self._directory.kubelet_identity() != kubelet:
+            self._backoff = None
+
+    async def _register(self, lease: RegistrationLease, path: Path) -> None:
+        """Register once (see `RegistrationLease.register`)."""
+        service = self._service
+        await lease.register(
+            build_register_request(service.resource, path.name, pre_start=service.pre_start)
+        )
+        self._service.record.registrations += 1
+        self._log.info("resource registered", socket=path.name)
+
+    async def _wait_lost(
+        self, path: Path, kubelet: tuple[int, int, int] | None, calls: StreamingCalls
+    ) -> None:
+        """Wait until this registration is lost.
+
+        It is lost when our socket was removed, the kubelet has a new socket, or the list's stream
+        ended, which the kubelet never opens again by itself.
+        """
+        self._wait_for("the kubelet to open its list")
+        reason = ""
+
+        async def lasts() -> None:
+            nonlocal reason
+            with anyio.move_on_after(self._timing.list_deadline) as waiting:
+                await calls.wait_opened()
+            if waiting.cancelled_caught:
+                reason = "the kubelet did not open the list"
+                return
+            self._service.record.listed = True
+            await calls.wait_ended()
+            reason = "the kubelet closed the list"
+
+        async def first(wait: Callable[[], Awaitable[None]]) -> None:
+            await wait()
+            group.cancel_scope.cancel()
+
+        async def changed() -> None:
+            # A socket file that is merely gone does no harm while the stream is open.
+            while (
+                self._directory.kubelet_identity() in (None, kubelet)
+                and file_identity(path) is not None
+            ):
+                await self._directory.wait_changed()
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(first, lasts)
+                group.start_soon(first, changed)
+        finally:
+            self._service.record.listed = False
+
+        if self._directory.kubelet_identity() not in (None, kubelet):
+            reason = "there is a new kubelet"
+        elif file_identity(path) is None:
+            reason = "our socket was removed"
+        self._log.info("registration lost", reason=reason)

@@ -1,0 +1,220 @@
+"""A gRPC server on a unix socket, as a block whose end closes all connections.
+
+grpclib's `Server.close()` ends neither streams nor connections. A kubelet whose connection stays
+open goes on counting our devices, and waits for ever in a call without an answer. So this module
+drives grpclib's protocol and handler itself and tracks the connections.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+import anyio
+import anyio.lowlevel
+import h2.config
+import h2.connection
+from grpclib.config import Configuration
+from grpclib.const import Handler as Method
+from grpclib.events import _DispatchServerEvents
+from grpclib.protocol import H2Protocol
+from grpclib.server import Handler
+from hyperframe.frame import Frame
+
+from metagpu.core.runtime.files import file_identity
+from metagpu.core.runtime.listener import remove_socket, unix_listener
+from metagpu.plugins.kubelet.messages import RawCodec
+from metagpu.plugins.kubelet.timing import TIMING
+
+_BACKLOG: Final = 16
+
+_H2: Final = h2.config.H2Configuration(
+    client_side=False,
+    header_encoding="ascii",
+    # The kubelet's own headers would pass; checking them costs time in every call.
+    validate_inbound_headers=False,
+    validate_outbound_headers=False,
+    normalize_inbound_headers=False,
+    normalize_outbound_headers=False,
+)
+_GRPC: Final = Configuration().__for_server__()
+
+# h2 remembers 65,536 closed streams of a connection, 6 MB of them, to tell a late frame from a
+# wrong one. The kubelet keeps one connection for months and makes one call after the other.
+h2.connection.H2Connection.MAX_CLOSED_STREAMS = 256
+
+# h2 describes every frame, all of its bytes in hexadecimal, for a log that it does not write.
+Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class StreamingCalls:
+    """The streaming calls of one service, such as ListAndWatch."""
+
+    def __init__(self) -> None:
+        self._scopes: dict[anyio.CancelScope, asyncio.Task[None] | None] = {}
+        self._opened = anyio.Event()
+        self._changed = anyio.Event()
+
+    @contextmanager
+    def track(self) -> Iterator[None]:
+        """Run a call's body until body or service ends; the call then returns normally."""
+        with anyio.CancelScope() as scope:
+            self._scopes[scope] = asyncio.current_task()
+            self._opened.set()
+            try:
+                yield
+            finally:
+                del self._scopes[scope]
+                self._changed.set()
+                self._changed = anyio.Event()
+
+    @property
+    def tasks(self) -> frozenset[asyncio.Task[None] | None]:
+        """The tasks of these calls."""
+        return frozenset(self._scopes.values())
+
+    async def wait_opened(self) -> None:
+        """Wait for the first call; return at once if there was one."""
+        await self._opened.wait()
+
+    async def wait_ended(self) -> None:
+        """Wait until no call runs."""
+        while self._scopes:
+            await self._changed.wait()
+
+    def cancel(self) -> None:
+        """Cancel all calls."""
+        for scope in list(self._scopes):
+            scope.cancel()
+
+
+class _Handler(Handler):
+    """grpclib's handler for one connection."""
+
+    @property
+    def running(self) -> frozenset[asyncio.Task[None]]:
+        """The calls without an answer yet."""
+        return frozenset(task for task in self._tasks.values() if not task.done())
+
+
+class _Connection(H2Protocol):
+    """One connection, tracked while it is open."""
+
+    def __init__(self, handler: _Handler, connections: "_Connections") -> None:
+        super().__init__(handler, _GRPC, _H2)
+        self.call_handler = handler
+        self._connections = connections
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if isinstance(transport, asyncio.Transport):
+            self._transport = transport
+        self._connections.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._connections.discard(self)
+
+    def abort(self) -> None:
+        """Close the connection without sending the rest of its data."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Connections:
+    """All connections of one service."""
+
+    def __init__(self, methods: Mapping[str, Method]) -> None:
+        self._methods = dict(methods)
+        self._open: set[_Connection] = set()
+        self._changed = anyio.Event()
+
+    def new_connection(self) -> _Connection:
+        """Create the protocol of a new connection."""
+        handler = _Handler(self._methods, RawCodec(), None, _DispatchServerEvents())
+        return _Connection(handler, self)
+
+    def add(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
+    def discard(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def wait_closed(self) -> None:
+        """Wait until no connection is open."""
+        while self._open:
+            await self._changed.wait()
+
+    async def wait_answered(self, calls: StreamingCalls) -> None:
+        """Wait until all calls but the streaming ones are answered."""
+        running = frozenset[asyncio.Task[None]]().union(
+            *(it.call_handler.running for it in self._open)
+        )
+        if unary := running - calls.tasks:
+            await asyncio.wait(unary)
+
+    def abort(self) -> None:
+        for connection in list(self._open):
+            connection.abort()
+
+
+@asynccontextmanager
+async def serve_grpc(
+    path: Path,
+    methods: Mapping[str, Method],
+    calls: StreamingCalls,
+    linger: float = TIMING.linger,
+) -> AsyncIterator[None]:
+    """Serve on a socket file that only root may open, until the block ends.
+
+    On leaving, in this order:
+
+    1. The file is removed: no new connection comes.
+    2. Unary calls have `linger` seconds to be answered, since a kubelet whose list ends reads no
+       more answers.
+    3. Streaming calls end with a status.
+    4. Peers have `linger` seconds to close their connections, which shows that they saw the end.
+    5. The other connections are aborted: their callers get an error instead of no answer.
+
+    Raises:
+        OSError: the socket cannot be bound; a path of more than 107 bytes cannot.
+    """
+    connections = _Connections(methods)
+    loop = asyncio.get_running_loop()
+
+    with unix_listener(path, mode=0o600, backlog=_BACKLOG) as listener:
+        identity = file_identity(path)
+        server = await loop.create_unix_server(connections.new_connection, sock=listener)
+        try:
+            yield
+        finally:
+            remove_socket(path, identity)
+            with anyio.CancelScope(shield=True):
+                with anyio.move_on_after(linger):
+                    await connections.wait_answered(calls)
+                calls.cancel()
+                await stop_accepting(listener)
+                server.close()
+                with anyio.move_on_after(linger):
+                    await connections.wait_closed()
+                connections.abort()
+                await connections.wait_closed()
+
+
+async def stop_accepting(listener: _HasFileno) -> None:
+    """Stop accepting, and wait until the last connections reach their protocols.
+
+    asyncio loses a connection, left open, that it accepted in the loop iteration in which its
+    server closes; and it calls `connection_made` two iterations after accepting.
+    """
+    asyncio.get_running_loop().remove_reader(listener.fileno())
+    for _ in range(3):
+        await anyio.lowlevel.checkpoint()

@@ -1,0 +1,35 @@
+"""The kubelet's socket, and the length limit of paths in its folder."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from metagpu.core.errors import ConfigError
+
+KUBELET_SOCKET: Final = "kubelet.sock"
+"""The name of the kubelet's Registration socket in its device-plugins folder."""
+PATH_LIMIT: Final = 107
+"""Bytes of a unix socket's path (sun_path, less its closing zero)."""
+
+_LONGEST_NAME: Final = len("metagpu--ffffffff-99999.sock")
+"""Bytes of a socket's name in the folder, without the resource's name, which may be left out."""
+
+
+def check_kubelet_dir(path: Path) -> None:
+    """Refuse a path that can never be the kubelet's folder; a missing one may appear.
+
+    Raises:
+        ConfigError: the path is no folder, or leaves no bytes for a socket's name.
+    """
+    longest, length = PATH_LIMIT - _LONGEST_NAME - 1, len(os.fsencode(path))
+    problem = ""
+
+    if path.exists() and not path.is_dir():
+        problem = f"{path} is no folder; name the kubelet's device-plugins folder"
+    elif length > longest:
+        problem = (
+            f"{path} has {length} bytes, which leaves no room for a socket's path; allowed: "
+            f"{longest} at most"
+        )
+    if problem:
+        raise ConfigError(problem, file="--kubelet-dir")

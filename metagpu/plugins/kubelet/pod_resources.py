@@ -1,0 +1,259 @@
+"""Leases as the kubelet lists them: its PodResources service, turned into facts.
+
+The kubelet never reports that a share was released; it only stops listing the share.
+"""
+
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from socket import gethostname
+from typing import Final, TypeAlias
+
+import anyio
+import structlog
+from anyio import to_thread
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+
+from metagpu.core.errors import describe_error
+from metagpu.core.model.shares import Holder, ResourceName, ShareId
+from metagpu.core.runtime.files import file_identity
+from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.state.events import CheckpointRequested, Event, PodEnded
+from metagpu.core.state.facts import (
+    KubeletStarted,
+    LeasesObserved,
+    SharesClaimed,
+    SharesOffered,
+)
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet.checkpoint import read_allocated_ids
+from metagpu.plugins.kubelet.fast_codec import Messages, check_message
+from metagpu.plugins.kubelet.grpc_client import call_raw
+from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
+from metagpu.plugins.kubelet.pb import v1
+from metagpu.plugins.kubelet.restart_guard import KubeletReadiness, unconfirmed_holders
+from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+log = structlog.get_logger()
+
+_LIST: Final = "/v1.PodResourcesLister/List"
+_MESSAGES: Final[Messages] = {1: {3: {2: {3: {1: {}}}}}}
+"""The numbers of the fields that are messages, in a ListPodResourcesResponse, as far as needed."""
+
+Identity: TypeAlias = tuple[int, int, int] | None
+"""The identity of a file, `None` without one (`core.runtime.files`)."""
+Running = Callable[[Collection[Holder]], Awaitable[Collection[Holder]]]
+"""Returns those of some holders whose containers are seen to run."""
+
+
+async def see_none(_: Collection[Holder]) -> Collection[Holder]:
+    """Return no holder: nothing is known of containers."""
+    return ()
+
+
+class LeaseFollower:
+    """Keeps the registry's leases as the kubelet's list and its checkpoint tell.
+
+    Args:
+        registry: receives the facts.
+        socket: the kubelet's PodResources socket.
+        clock: returns the event loop's time.
+        directory: the kubelet's folder for device plugins, which has its checkpoint.
+        node: this node's name; this machine's name by default.
+        timing: periods and deadlines.
+        running: tells which containers run.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        socket: Path,
+        *,
+        directory: Path,
+        node: str = "",
+        timing: KubeletTiming = TIMING,
+        clock: Callable[[], float] = anyio.current_time,
+        running: Running = see_none,
+    ) -> None:
+        self._registry = registry
+        self._socket = socket
+        self._directory = directory
+        self._timing = timing
+        self._clock = clock
+        self._running = running
+        self._readiness = KubeletReadiness((node or gethostname()).lower(), timing)
+        self._kubelet: tuple[Identity, Identity] = (None, None)
+        self._failures = LogOnce()
+        self._triggered = anyio.Event()
+
+    async def run(self, polled: anyio.Event | None = None) -> None:
+        """Look at the kubelet until cancelled; set `polled` after the first look.
+
+        The kubelet is asked at once; after every grant, change of the offer, start of a kubelet, or
+        end of a pod that holds shares (where the API server reports pods); and periodically, more
+        often while shares are unavailable, or while it is not known who holds what.
+        """
+        kinds = SharesClaimed, SharesOffered, KubeletStarted, PodEnded
+        delay = 0.0
+
+        async def receive() -> None:
+            async for event in events:
+                if _may_change_leases(event, self._registry):
+                    self._triggered.set()
+
+        with self._registry.events.subscribe(*kinds) as events:
+            async with anyio.create_task_group() as group:
+                group.start_soon(receive)
+
+                while True:
+                    self._triggered = anyio.Event()
+                    await self.look()
+                    if polled is not None:
+                        polled.set()
+
+                    delay = self._next_delay(delay)
+                    with anyio.move_on_after(delay) as waiting:
+                        await self._triggered.wait()
+                    if not waiting.cancelled_caught:
+                        await anyio.sleep(self._timing.settle)
+                        delay = 0.0
+
+    async def look(self) -> None:
+        """Ask the kubelet once, read its checkpoint, and apply what they say.
+
+        Without an answer, the checkpoint of a kubelet that may not know its pods still counts.
+        """
+        kubelet = await self._identify()
+        if kubelet != self._kubelet:
+            self._kubelet = kubelet
+            self._readiness.restart()
+
+        asked, answer = self._clock(), None
+        try:
+            answer = await read_leases(self._socket, asked, self._timing.poll_deadline)
+            self._failures.clear(self._socket)
+        except Exception as error:  # noqa: BLE001 - leases stay after any error
+            # A timeout has no text of its own.
+            if self._failures.is_new(self._socket, reason := describe_error(error)):
+                _log_failure(error, self._socket, reason)
+
+        allocated = await to_thread.run_sync(read_allocated_ids, self._directory)
+        running = await self._see_running()
+        if await self._identify() != kubelet:
+            answer = None  # it may be the last kubelet's, and the file the next one's
+            allocated = None
+        if answer is None and self._readiness.ready:
+            return
+
+        snapshot = self._registry.snapshot
+        fact = self._readiness.judge(
+            answer, asked, allocated, snapshot, running=running, kubelet=kubelet[1]
+        )
+        self._registry.apply(fact)
+        if answer is not None:
+            self._request_checkpoint(answer)
+            self._log_unconfirmed()
+
+    async def _see_running(self) -> Collection[Holder]:
+        holders = unconfirmed_holders(self._registry.snapshot)
+        return await self._running(holders) if holders else ()
+
+    async def _identify(self) -> tuple[Identity, Identity]:
+        """Return what a kubelet makes when it starts: its two sockets."""
+        return (
+            await to_thread.run_sync(file_identity, self._socket),
+            await to_thread.run_sync(file_identity, self._directory / KUBELET_SOCKET),
+        )
+
+    def _request_checkpoint(self, answer: LeasesObserved) -> None:
+        """Request a checkpoint of the kubelet while one can decide about a lease."""
+        leases = (i for state in self._registry.snapshot.gpus.values() for i in state.leases)
+        if not self._readiness.ready or any(it not in answer.holders for it in leases):
+            self._registry.events.publish(CheckpointRequested())
+
+    def _log_unconfirmed(self) -> None:
+        """Warn of pods that the kubelet lists without the shares that they hold."""
+        holders = unconfirmed_holders(self._registry.snapshot) if self._readiness.ready else ()
+        pods = ", ".join(sorted({f"{it.namespace}/{it.pod}" for it in holders}))
+        if not pods:
+            self._failures.clear("forgotten")
+        elif self._failures.is_new("forgotten", pods):
+            log.warning(
+                "kubelet forgot devices",
+                pods=pods,
+                reason="it started without its checkpoint",
+                effect="they keep their shares while this daemon runs",
+                fix="delete these pods before the next restart of metagpu",
+            )
+
+    def _next_delay(self, delay: float) -> float:
+        """Return the delay to the next look, after one with this delay."""
+        timing, states = self._timing, self._registry.snapshot.gpus.values()
+        if not self._readiness.ready or self._readiness.doubted:
+            return timing.settle
+        contended = any(state.unavailable_shares for state in states)
+        longest = timing.contended_period if contended else timing.poll_period
+        if any(lease.holder is None for state in states for lease in state.leases.values()):
+            # A pod is being admitted: ask soon, then later.
+            return min(max(2 * delay, timing.settle), longest)
+        return longest
+
+
+def _may_change_leases(event: Event, registry: Registry) -> bool:
+    """Return whether an event may change leases; most ended pods held no share."""
+    if not isinstance(event, PodEnded):
+        return True
+    pod = event.pod
+    return any(
+        lease.holder is not None
+        and (lease.holder.namespace, lease.holder.pod) == (pod.namespace, pod.name)
+        for state in registry.snapshot.gpus.values()
+        for lease in state.leases.values()
+    )
+
+
+def _log_failure(error: Exception, socket: Path, reason: str) -> None:
+    """Log a failed request; an unexpected error with its traceback."""
+    expected = isinstance(error, OSError | GRPCError | StreamTerminatedError)
+    log.warning(
+        "pod resources unavailable",
+        socket=str(socket),
+        error=reason,
+        effect="leases stay as they are",
+        exc_info=None if expected else error,
+    )
+
+
+async def read_leases(
+    socket: Path, asked: float, deadline: float = TIMING.poll_deadline
+) -> LeasesObserved:
+    """Ask the kubelet for its pods and the holders of all resources' devices.
+
+    Raises:
+        OSError: the kubelet cannot be reached, or exceeds `deadline` seconds.
+        GRPCError: the kubelet refuses, as it does above 100 requests a second.
+        StreamTerminatedError: the kubelet goes away meanwhile.
+        ValueError: the answer is no list of pods.
+    """
+    request = bytes(v1.ListPodResourcesRequest())
+    return parse_leases(await call_raw(socket, _LIST, request, deadline), asked)
+
+
+def parse_leases(data: bytes, asked: float) -> LeasesObserved:
+    """Return the holders in a ListPodResourcesResponse to a request at `asked`.
+
+    Raises:
+        ValueError: the bytes are no such message.
+    """
+    check_message(data, _MESSAGES)
+    holders: dict[ShareId, Holder] = {}
+    resources: dict[ShareId, ResourceName] = {}
+    listed = v1.ListPodResourcesResponse.parse(data).pod_resources
+    for pod in listed:
+        for container in pod.containers:
+            holder = Holder(pod.namespace, pod.name, container.name)
+            for devices in container.devices:
+                for device in map(ShareId, devices.device_ids):
+                    holders[device] = holder
+                    resources[device] = ResourceName(devices.resource_name)
+    pods = frozenset((pod.namespace, pod.name) for pod in listed)
+    return LeasesObserved(holders, asked, resources=resources, pods=pods)

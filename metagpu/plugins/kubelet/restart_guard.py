@@ -1,0 +1,231 @@
+"""Judgement of a kubelet's answers: a lease never ends on silence.
+
+A kubelet that has just started lists its pods one by one, or none for long, and it may have lost
+its checkpoint. Nothing here waits, reads a file or a clock.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import LeasesObserved
+from metagpu.plugins.kubelet.checkpoint import MIG_PREFIX, AllocatedIds
+from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+_REPETITIONS: Final = 3
+"""Answers in a row of which the last is believed, if each would end all leases."""
+_ABSENCES: Final = 2
+"""Checkpoints in a row without an id, of which the last shows that the kubelet released it: one
+that the kubelet writes while Allocate answers does not have the id yet."""
+
+log = structlog.get_logger()
+
+
+class _Naming(NamedTuple):
+    """The latest checkpoint, and how many up to it do not name a lease's share."""
+
+    version: tuple[int, int]
+    absences: int
+
+
+@dataclass(slots=True)
+class KubeletReadiness:
+    """The judge of the kubelets that follow each other on a node.
+
+    Attributes:
+        node: the node's name. Names of static pods end with it; a kubelet knows these pods without
+            the API server.
+        timing: how long answers must last.
+        ready: whether the present kubelet knows its pods.
+        since: the event loop's time of the first answer without a break after it.
+        doubted: the last answers in a row that would end all leases.
+    """
+
+    node: str
+    timing: KubeletTiming = TIMING
+    ready: bool = field(init=False, default=False)
+    since: float | None = field(init=False, default=None)
+    doubted: int = field(init=False, default=0)
+    logged: bool = field(init=False, default=False)
+    _named: dict[tuple[ShareId, float], _Naming] = field(init=False, default_factory=dict)
+    _ran: frozenset[Holder] = field(init=False, default=frozenset())
+
+    def restart(self) -> None:
+        """Note that another kubelet runs: nothing that the last one said counts for it."""
+        self.ready, self.since, self.doubted, self.logged = False, None, 0, False
+        self._named.clear()
+
+    def judge(
+        self,
+        answer: LeasesObserved | None,
+        at: float,
+        allocated: AllocatedIds | None,
+        snapshot: Snapshot,
+        *,
+        running: Collection[Holder] = (),
+        kubelet: tuple[int, int, int] | None = None,
+    ) -> LeasesObserved:
+        """Return what one look at the kubelet says about leases.
+
+        Args:
+            answer: the kubelet's list of holders; `None` without a readable one.
+            at: the event loop's time before the kubelet was asked.
+            allocated: the kubelet's checkpoint, read after the answer; `None` if it is unknown.
+            snapshot: the present leases, and the pods of the API server.
+            running: holders whose containers are seen to run.
+            kubelet: the identity of the kubelet's socket, which it makes when it starts.
+        """
+        confirms = bool(allocated and kubelet and allocated.written_at > kubelet[2])
+        begins, released = not self.ready, self._released(at, allocated, snapshot, confirms)
+
+        if answer is None:
+            self.since = None
+            answer = LeasesObserved({}, at, kubelet_ready=False)
+        else:
+            believed = self._believe(answer, allocated, released, snapshot)
+            answer = replace(answer, kubelet_ready=believed)
+        return replace(
+            answer,
+            allocated=allocated.resources if allocated else None,
+            begins=begins,
+            confirms=confirms,
+            released=released,
+            running=_running_ids(allocated, snapshot),
+            stopped=self._stopped(running, snapshot),
+        )
+
+    def _released(
+        self,
+        at: float,
+        allocated: AllocatedIds | None,
+        snapshot: Snapshot,
+        confirms: bool,  # noqa: FBT001 - as in the fact
+    ) -> frozenset[ShareId]:
+        """Return the leased ids that this kubelet's checkpoint named, and names no more.
+
+        An entry of a pod that has ended, as the API server reports, names nothing.
+        The file that a kubelet finds at its start may be damaged, so that it takes nothing of it:
+        for a lease with a holder, only checkpoints that it wrote itself count.
+        """
+        if allocated is None:
+            return frozenset()
+        named, version = dict[tuple[ShareId, float], _Naming](), allocated.version
+        pods = snapshot.pods.by_uid
+        ended = {uid for uid in allocated.pods if uid in pods and pods[uid].ended}
+        lasting = {i for uid, ids in allocated.pods.items() if uid not in ended for i in ids}
+
+        for lease in _leases(snapshot):
+            share, key = lease.share.id, (lease.share.id, lease.since)
+            if lease.unanswered or lease.since >= at:
+                continue
+            before = self._named.get(key)
+            if share in lasting or (before is None and share in allocated.resources):
+                if confirms or lease.holder is None:
+                    named[key] = _Naming(version, 0)
+            elif before is not None:
+                named[key] = _Naming(version, before.absences + (before.version != version))
+        self._named = named
+        return frozenset(key[0] for key, it in named.items() if it.absences >= _ABSENCES)
+
+    def _believe(
+        self,
+        answer: LeasesObserved,
+        allocated: AllocatedIds | None,
+        released: Collection[ShareId],
+        snapshot: Snapshot,
+    ) -> bool:
+        """Return whether an answer may end leases; a ready kubelet stays ready."""
+        gone = [
+            lease
+            for lease in _leases(snapshot)
+            if lease.since < answer.at and lease.share.id not in answer.holders
+        ]
+        if self.ready:
+            # Where all leases would end, and the checkpoint names one, the answer comes thrice.
+            ids = allocated.resources if allocated else {}
+            doubtful = not answer.holders and any(it.holder and it.share.id in ids for it in gone)
+            self.doubted = self.doubted + 1 if doubtful else 0
+            return not doubtful or self.doubted >= _REPETITIONS
+
+        if self.since is None or any(it.unanswered for it in _leases(snapshot)):
+            self.since = answer.at  # pods are admitted one by one, and one waits
+        knows_api_pods = any(not name.endswith(f"-{self.node}") for _, name in answer.pods)
+        unseen = [
+            it.holder
+            for it in gone
+            if it.holder
+            and it.share.id not in released
+            and (it.holder.namespace, it.holder.pod) not in answer.pods
+            and not _has_ended(it.holder, snapshot)
+        ]
+        missing = _missing(answer, allocated, snapshot)
+        lasted = answer.at - self.since >= self.timing.readiness
+        self.ready = not (missing or unseen) or (knows_api_pods and lasted)
+        if not self.ready and not self.logged:
+            self.logged = True
+            log.warning(
+                "kubelet not ready",
+                missing_pods=len(missing) or len(unseen),
+                reason="it does not list all pods that hold shares, or that its checkpoint names",
+                effect="no lease ends",
+            )
+        return self.ready
+
+    def _stopped(self, running: Collection[Holder], snapshot: Snapshot) -> frozenset[Holder]:
+        """Return holders that ran and run no more, or whose pods have ended.
+
+        Where containers cannot be seen, none ever ran.
+        """
+        unconfirmed = unconfirmed_holders(snapshot)
+        self._ran = (self._ran | frozenset(running)) & unconfirmed
+        ended = {it for it in unconfirmed if _has_ended(it, snapshot)}
+        return (self._ran - frozenset(running)) | ended
+
+
+def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
+    """Return the holders of leases that the present kubelet may not know."""
+    return frozenset(it.holder for it in _leases(snapshot) if it.holder and it.unconfirmed)
+
+
+def _leases(snapshot: Snapshot) -> Iterator[Lease]:
+    for state in snapshot.gpus.values():
+        yield from state.leases.values()
+
+
+def _missing(
+    answer: LeasesObserved, allocated: AllocatedIds | None, snapshot: Snapshot
+) -> list[str]:
+    """Return the uids of pods of the checkpoint that the answer does not have.
+
+    The ids that a pod's init containers hold are never listed, but the others are.
+    """
+    if allocated is None:
+        return []
+    known = snapshot.pods.by_uid
+    return [
+        uid
+        for uid, ids in allocated.pods.items()
+        if ids.isdisjoint(answer.holders)
+        and any(gpu_of(it) in snapshot.gpus or it.startswith(MIG_PREFIX) for it in ids)
+        and not (uid in known and known[uid].ended)
+    ]
+
+
+def _has_ended(holder: Holder, snapshot: Snapshot) -> bool:
+    """Return whether the API server reports that a holder's pod has ended."""
+    pod = snapshot.pods.find(holder, None)
+    return pod is not None and pod.ended
+
+
+def _running_ids(allocated: AllocatedIds | None, snapshot: Snapshot) -> frozenset[ShareId]:
+    """Return the ids that the checkpoint names for pods that have not ended."""
+    known = snapshot.pods.by_uid
+    pods = allocated.pods if allocated else {}
+    return frozenset(
+        share for uid, ids in pods.items() if uid in known and not known[uid].ended for share in ids
+    )

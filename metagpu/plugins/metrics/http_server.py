@@ -1,0 +1,253 @@
+"""A small HTTP server: h11 implements the protocol, this module the limits.
+
+A misbehaving client hurts only itself: connections are accepted at a limited rate, a request is
+limited in time and size, a connection has one request, and at too many connections the oldest one
+is closed. So a client that sends its request and reads the response is always served.
+"""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, closing, suppress
+from http import HTTPStatus
+from typing import Final
+
+import anyio
+import h11
+import msgspec
+import structlog
+
+from metagpu.core.runtime.listener import accept
+from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.metrics.sources import MetricsTiming
+
+CONNECTIONS: Final = 32
+BACKLOG: Final = 1024
+"""Connections that wait in the kernel: the system drops more, and their clients try a second later.
+"""
+REQUEST_LIMIT: Final = 16 * 1024
+"""Bytes of a request's line and headers."""
+PLAIN: Final = "text/plain; charset=utf-8"
+
+_ACCEPT_BURST: Final = 50
+_ACCEPT_RATE: Final = 200.0
+"""Connections a second, of all clients: the others wait in the kernel, where they cost nothing."""
+_LINGER: Final = 1.0
+"""Seconds for a client to close the connection after its response."""
+_CHUNK: Final = 16 * 1024
+
+log = structlog.get_logger()
+
+
+class HttpResponse(msgspec.Struct, frozen=True):
+    """A response; `content` is its content type."""
+
+    status: HTTPStatus
+    body: bytes
+    content: str = PLAIN
+
+
+Page = Callable[[], Awaitable[HttpResponse]]
+
+
+class PageServer:
+    """Serves pages by their paths, for GET and HEAD.
+
+    Attributes:
+        port: the port that is bound now, 0 without one.
+    """
+
+    def __init__(
+        self,
+        address: ListenAddress,
+        pages: Mapping[str, Page],
+        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+    ) -> None:
+        self.port = 0
+        self._address = address
+        self._pages = pages
+        self._timing = timing
+        self._open: dict[socket.socket, anyio.CancelScope] = {}
+
+    async def run(self) -> None:
+        """Serve until cancelled; a port that cannot be bound is tried again."""
+        logged, retry = LogOnce(), self._timing.retry_period
+
+        while True:
+            try:
+                listener = _bind(self._address, self._timing.silence)
+            except OSError as error:
+                problem = _bind_problem(self._address, error)
+                if logged.is_new(self, problem):
+                    log.error("metrics port unavailable", error=problem, retry=f"{retry:g}s")
+                await anyio.sleep(retry)
+                continue
+
+            with closing(listener):
+                self.port = listener.getsockname()[1]
+                log.info(
+                    "metrics served", address=str(ListenAddress(self._address.host, self.port))
+                )
+                try:
+                    await self._accept(listener)
+                finally:
+                    self.port = 0
+
+    async def _accept(self, listener: socket.socket) -> None:
+        rate = TokenBucket(_ACCEPT_BURST, _ACCEPT_RATE)
+
+        async with anyio.create_task_group() as group, aclosing(accept(listener, rate)) as accepted:
+            async for connection in accepted:
+                if len(self._open) >= CONNECTIONS:
+                    oldest = next(iter(self._open))
+                    self._open.pop(oldest).cancel()
+                scope = self._open[connection] = anyio.CancelScope()
+                group.start_soon(self._handle, connection, scope)
+
+    async def _handle(self, connection: socket.socket, scope: anyio.CancelScope) -> None:
+        """Answer one request; an error of ours is logged, and ends nothing else."""
+        with closing(connection):
+            try:
+                with scope:
+                    await self._answer(connection)
+            except (OSError, EOFError, TimeoutError):
+                pass  # the client has gone, or does not read
+            except Exception:
+                log.exception("http request failed")
+            finally:
+                self._open.pop(connection, None)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_LIMIT)
+        head = False
+
+        try:
+            with anyio.fail_after(self._timing.request_timeout):
+                request = await _read_request(http, connection)
+            head = request.method == b"HEAD"
+            response = await self._response(request)
+        except h11.RemoteProtocolError as error:
+            response = _plain(HTTPStatus(error.error_status_hint), str(error))
+        except TimeoutError:
+            text = f"no request arrived within {self._timing.request_timeout:g} s"
+            response = _plain(HTTPStatus.REQUEST_TIMEOUT, text)
+
+        with anyio.fail_after(self._timing.response_timeout):
+            data = _encode(http, response, head=head)
+            await asyncio.get_running_loop().sock_sendall(connection, data)
+        await _close(connection)
+
+    async def _response(self, request: h11.Request) -> HttpResponse:
+        path = request.target.partition(b"?")[0].decode("ascii")
+        page = self._pages.get(path)
+
+        if request.method not in (b"GET", b"HEAD"):
+            return _plain(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are allowed")
+        if page is None:
+            known = ", ".join(self._pages)
+            return _plain(HTTPStatus.NOT_FOUND, f"no such page; the pages are: {known}")
+        try:
+            return await page()
+        except Exception:
+            log.exception("page failed", page=path)
+            text = "metagpu failed; its log has the details"
+            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+
+
+async def _read_request(http: h11.Connection, connection: socket.socket) -> h11.Request:
+    """Read the line and the headers of a request; its body is ignored.
+
+    Raises:
+        h11.RemoteProtocolError: the data are no request, or too long.
+        EOFError: the client closes the connection.
+    """
+    while True:
+        event = http.next_event()
+        if isinstance(event, h11.Request):
+            return event
+        if event is not h11.NEED_DATA:
+            raise EOFError
+        http.receive_data(await asyncio.get_running_loop().sock_recv(connection, _CHUNK))
+
+
+def _encode(http: h11.Connection, response: HttpResponse, *, head: bool) -> bytes:
+    headers = [
+        ("content-type", response.content),
+        ("content-length", str(len(response.body))),
+        ("connection", "close"),
+    ]
+    if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
+        headers.append(("allow", "GET, HEAD"))
+    status = response.status
+
+    parts = [
+        http.send(h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()))
+    ]
+    if not head:
+        parts.append(http.send(h11.Data(data=response.body)))
+    parts.append(http.send(h11.EndOfMessage()))
+    return b"".join(part for part in parts if part)
+
+
+async def _close(connection: socket.socket) -> None:
+    """Shut down, then read the rest: unread data would lose our response."""
+    loop = asyncio.get_running_loop()
+
+    with suppress(OSError), anyio.move_on_after(_LINGER):
+        connection.shutdown(socket.SHUT_WR)
+        while await loop.sock_recv(connection, _CHUNK):
+            pass
+
+
+def _plain(status: HTTPStatus, text: str) -> HttpResponse:
+    return HttpResponse(status, f"{text}\n".encode())
+
+
+def _bind(address: ListenAddress, silence: int) -> socket.socket:
+    """Listen on an address; "all" means IPv6 and IPv4, or IPv4 alone.
+
+    A client that sends nothing waits in the kernel for about `silence` seconds, out of the way of
+    clients that send a request.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    try:
+        return _listen(address.host, address.port, silence, v6=address.is_v6)
+    except OSError as error:
+        if address.host or error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            raise
+        return _listen("", address.port, silence, v6=False)
+
+
+def _listen(host: str, port: int, silence: int, *, v6: bool) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_STREAM)
+
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if v6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, bool(host))
+        listener.bind((host, port))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, silence)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)  # noqa: FBT003 - the socket module's signature
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_problem(address: ListenAddress, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            reason = "another program has this port; stop it, or give --metrics another port"
+        case errno.EADDRNOTAVAIL:
+            reason = "this machine has no such address; give --metrics one that it has"
+        case errno.EACCES:
+            reason = "only root may bind this port; give --metrics one above 1023"
+        case _:
+            reason = error.strerror or str(error)
+    return f"{address}: {reason}"

@@ -1,0 +1,89 @@
+"""The frames between `mgctl/mgctl.c`, which describes them, and the daemon."""
+
+import re
+import struct
+from typing import Final
+
+import msgspec
+
+from metagpu.core.errors import MetagpuError
+
+REQUEST_LIMIT: Final = 4096
+"""Bytes of a request, without its length field."""
+LENGTH: Final = struct.Struct(">H")
+HEAD: Final = struct.Struct(">cI")
+
+_VERSION: Final = b"mgctl/1 "
+_FACTS: Final = re.compile(rb"tty=([01]) columns=([0-9]{1,5}) rows=([0-9]{1,5}) old=([01])")
+
+
+class MalformedRequest(MetagpuError):
+    """Raised when bytes are no request of our `mgctl`."""
+
+
+class PodRequest(msgspec.Struct, frozen=True):
+    """A command line in a container, and where its output goes.
+
+    Attributes:
+        columns, rows: the terminal's size; 0 without a terminal, or where its size is unknown.
+        has_metagpu_env: whether variables of MetaGPU's own mgctl are set.
+    """
+
+    arguments: tuple[str, ...]
+    tty: bool = False
+    columns: int = 0
+    rows: int = 0
+    has_metagpu_env: bool = False
+
+
+def parse_length(length: bytes) -> int:
+    """Return the size of a request in bytes, from its first two bytes.
+
+    Raises:
+        MalformedRequest: no request of ours is so long.
+    """
+    (size,) = LENGTH.unpack(length)
+    if not 0 < size <= REQUEST_LIMIT:
+        raise MalformedRequest(f"this is no request of mgctl's: its length would be {size} bytes")
+    return int(size)
+
+
+def parse_request(payload: bytes) -> PodRequest:
+    """Decode a request, without its length field.
+
+    Raises:
+        MalformedRequest: the bytes are no request, or one of another protocol version.
+    """
+    facts, *arguments, rest = payload.split(b"\0") if payload.endswith(b"\0") else (b"", b"")
+    if not facts.startswith(_VERSION):
+        raise MalformedRequest(
+            "this daemon does not understand this mgctl; restart the container to get "
+            "the daemon's own mgctl"
+        )
+    matched = _FACTS.fullmatch(facts, len(_VERSION))
+    if matched is None or rest:
+        raise MalformedRequest("this is no request of mgctl's: its first line is not well formed")
+
+    tty, columns, rows, metagpu_env = (int(value) for value in matched.groups())
+    texts = tuple(argument.decode(errors="replace") for argument in arguments)
+    return PodRequest(texts, bool(tty), columns, rows, bool(metagpu_env))
+
+
+def stdout_frame(text: str) -> bytes:
+    """Encode text for standard output."""
+    return _text(b"o", text)
+
+
+def stderr_frame(text: str) -> bytes:
+    """Encode text for the error output."""
+    return _text(b"e", text)
+
+
+def exit_frame(status: int) -> bytes:
+    """Encode the end of the answer, with the exit status."""
+    return HEAD.pack(b"x", status)
+
+
+def _text(kind: bytes, text: str) -> bytes:
+    data = text.encode(errors="replace")
+    return HEAD.pack(kind, len(data)) + data

@@ -1,0 +1,164 @@
+"""The server of `mgctl` in containers: it answers about the caller's pod alone."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+import anyio
+import structlog
+from anyio import CapacityLimiter, to_thread
+
+from metagpu import __version__
+from metagpu.core.contracts.host import Container, Host
+from metagpu.core.contracts.programs import RunChild
+from metagpu.core.usage.report import RequestingPod
+from metagpu.display.table import PLAIN, Terminal, redraw
+from metagpu.display.usage import TABLES, Top, format_usage
+from metagpu.display.usage_tables import Answer
+from metagpu.plugins.pod_api.command import HELP, PodCommand, UsageError, parse_command
+from metagpu.plugins.pod_api.folder import PodFolder
+from metagpu.plugins.pod_api.frames import PodRequest
+from metagpu.plugins.pod_api.socket import (
+    DEFAULT_LIMITS,
+    CallerConnection,
+    CallerRefused,
+    PodApiTiming,
+    PodSocket,
+    PodSocketLimits,
+)
+
+PERIOD: Final = 1.0
+"""Seconds between two screens of `-w` and `top`."""
+USAGE_STATUS: Final = 2
+"""The exit status for a wrong command line."""
+
+log = structlog.get_logger()
+
+
+@dataclass
+class PodMgctlServer:
+    """Answers `mgctl` on the socket in the folder that containers see.
+
+    Attributes:
+        folder: the folder that is mounted into containers, and has the socket.
+        node: the node's name.
+        host: identifies and names callers.
+        usage_report: returns the usage of one pod.
+        is_enabled: whether the configuration has `mgctl` in pods now. Without it there is no
+            socket.
+        run_child: starts the process that holds the connections of containers.
+        limits: of callers.
+    """
+
+    folder: PodFolder
+    node: str
+    host: Host
+    usage_report: Callable[[RequestingPod], Awaitable[Answer]]
+    is_enabled: Callable[[], bool]
+    run_child: RunChild
+    timing: PodApiTiming = field(default_factory=PodApiTiming)
+    limits: ClassVar[PodSocketLimits] = DEFAULT_LIMITS
+    _socket: PodSocket | None = None
+    _render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
+
+    async def run(self) -> None:
+        """Answer until cancelled, while it is enabled; return at once without a folder."""
+        folder = await self.folder.prepare()
+        if folder is None:
+            return
+
+        pods = self._socket = PodSocket(
+            folder,
+            self.host,
+            self.run_child,
+            self._respond,
+            limits=self.limits,
+            timing=self.timing,
+        )
+        while True:
+            await self._until(enabled=True)
+            async with anyio.create_task_group() as group:
+                group.start_soon(pods.run)
+                await self._until(enabled=False)
+                group.cancel_scope.cancel()
+
+    def report(self) -> Mapping[str, object]:
+        """Return whether containers have `mgctl`, and why their calls are not answered."""
+        problem = self._socket.problem if self._socket is not None else ""
+        return {"inPods": self.is_enabled(), "problem": problem or None}
+
+    async def _until(self, *, enabled: bool) -> None:
+        while self.is_enabled() != enabled:  # noqa: ASYNC110 - the configuration has no event
+            await anyio.sleep(self.timing.switch_period)
+
+    async def _respond(
+        self, container: Container, request: PodRequest, caller: CallerConnection
+    ) -> int:
+        if request.has_metagpu_env:
+            await caller.write_stderr(
+                "MG_CTL_ADDR and MG_CTL_TOKEN are MetaGPU's and have no effect here: metagpu runs "
+                "on this node and identifies the caller"
+            )
+        try:
+            command = parse_command(request.arguments)
+        except UsageError as error:
+            await caller.write_stderr(str(error))
+            return USAGE_STATUS
+
+        match command.name:
+            case "help":
+                await caller.write_stdout(HELP)
+            case "version":
+                await caller.write_stdout(f"metagpu {__version__}\n")
+            case _:
+                await self._show(await self._pod(container), command, _terminal(request), caller)
+        return 0
+
+    async def _show(
+        self, pod: RequestingPod, command: PodCommand, terminal: Terminal, caller: CallerConnection
+    ) -> None:
+        """Write the answer once, or repeatedly until the caller has gone."""
+        form, top = command.output_format, Top()
+        is_table = form in TABLES
+        is_screen = is_table and terminal is not PLAIN
+        follow = (
+            is_screen if command.name == "top" else command.watch and (is_screen or not is_table)
+        )
+
+        def render(answer: Answer) -> str:
+            if command.name == "top":
+                return top.screen(answer, terminal)
+            return format_usage(answer, command.kind, form, terminal, compact=follow)
+
+        while True:
+            answer = await self._answer(pod)
+            # In a thread: a pod with very many processes must not keep the kubelet waiting.
+            text = await to_thread.run_sync(render, answer, limiter=self._render_limiter)
+            await caller.write_stdout(redraw(text, terminal) if follow and is_screen else text)
+            if not follow:
+                return
+            await anyio.sleep(PERIOD)
+
+    async def _answer(self, pod: RequestingPod) -> Answer:
+        return {"version": __version__, "node": self.node, **await self.usage_report(pod)}
+
+    async def _pod(self, container: Container) -> RequestingPod:
+        """Return the pod of a container, by name.
+
+        Raises:
+            CallerRefused: the pod's name is not known.
+        """
+        holders = await self.host.holders([container])
+        if container not in holders:
+            raise CallerRefused(
+                "metagpu does not know this container's name yet; try again in a second. If this "
+                "stays: metagpu's pod needs the host's /var/log, read-only"
+            )
+        holder = holders[container]
+        return RequestingPod(holder.namespace, holder.pod, container.pod_uid)
+
+
+def _terminal(request: PodRequest) -> Terminal:
+    if not request.tty:
+        return PLAIN
+    return Terminal(request.columns or None, request.rows or None, colours=True)

@@ -1,0 +1,250 @@
+"""A small API server on a loopback port, with faults on demand.
+
+The server has Nodes, Pods, ConfigMaps, Events and NodeFeatures. Faults: no answer, refusals,
+throttling, watches that end, an expired history, renewed tokens.
+"""
+
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import yaml
+from aiohttp import web
+
+from metagpu.sim.apiserver.cluster import SimCluster
+from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
+from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection
+
+MERGE: Final = "application/merge-patch+json"
+APPLY: Final = "application/apply-patch+yaml"
+_NODE: Final = "/api/v1/nodes"
+_PODS: Final = "/api/v1/pods"
+_CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
+_EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+_EVENT_FIELDS: Final = (
+    "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
+)  # fmt: skip
+_NOTE_LIMIT: Final = 1024
+
+
+@dataclass(frozen=True)
+class RecordedRequest:
+    """A received request; `target` is its path, with `?watch` for a watch."""
+
+    method: str
+    target: str
+    body: Any = None
+    content: str = ""
+
+
+class SimApiServer(SimCluster):
+    """The API server of a cluster; its objects outlive `running`, as a real one's do.
+
+    Attributes:
+        requests: all received requests.
+        token: the token that clients must send.
+        denied: (method, part of a path) of requests that are forbidden.
+        failing: (method, part of a path) of requests that fail for now.
+        rejected: parts of paths whose patches are invalid.
+        failures: answers to the next requests of any kind.
+        nfd: Node Feature Discovery's master, `None` where NFD is not installed.
+        nfd_active: whether NFD's master runs.
+    """
+
+    def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
+        super().__init__()
+        self.store.changed = self._wake
+        self.nfd: SimNfd | None = None
+        self.nfd_active = True
+        self.requests: list[RecordedRequest] = []
+        self.token = token
+        self.denied: list[tuple[str, str]] = []
+        self.failing: list[tuple[str, str]] = []
+        self.rejected: list[str] = []
+        self.failures: deque[ApiError] = deque()
+        self.port = 0
+        self._changed = anyio.Event()
+        self._ending = anyio.Event()
+        self._bookmarks = 0
+
+    def install_nfd(self, *, works: bool = True) -> SimNfd:
+        """Install Node Feature Discovery, or its resource kinds alone."""
+        self.nfd, self.nfd_active = SimNfd(self.store), works
+        return self.nfd
+
+    async def until(self, seen: Any) -> None:  # noqa: ANN401 - any predicate without arguments
+        """Wait until a predicate holds; each request and each change evaluates it again."""
+        with anyio.fail_after(30):
+            while not seen():
+                changed = self._changed
+                await changed.wait()
+
+    # --- what can go wrong ------------------------------------------------------------------------
+
+    def fail(self, code: int, times: int = 1, *, retry: int = 0, reason: str = "Error") -> None:
+        """Refuse the next requests of any kind."""
+        refusal = ApiError(code, reason, "a test made the simulated API server fail", retry=retry)
+        self.failures.extend([refusal] * times)
+
+    def bookmark(self) -> None:
+        """Send every watch a bookmark."""
+        self._bookmarks += 1
+        self._wake()
+
+    def end_watches(self) -> None:
+        """End all watches, as a server that restarts does."""
+        ending, self._ending = self._ending, anyio.Event()
+        ending.set()
+        self._wake()
+
+    # --- serving ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["SimApiServer"]:
+        """Serve on a port of the loopback interface, the same one each time."""
+        app = web.Application(middlewares=[self._guarded])
+        for path in (_NODE, _PODS, _CONFIG_MAPS):
+            app.router.add_get(path, self._list)
+        app.router.add_patch(_NODE + "/{name}", self._patch)
+        app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
+        app.router.add_post(_EVENTS, self._create)
+        app.router.add_patch(_EVENTS + "/{name}", self._patch)
+        add_routes(app, self.store)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        try:
+            yield self
+        finally:
+            self.end_watches()
+            await runner.cleanup()
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """Write a kubeconfig with the current address and token; return its path."""
+        path = folder / "kubeconfig"
+        named = {"name": "sim"}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "sim",
+            "clusters": [{**named, "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
+            "users": [{**named, "user": {"token": self.token}}],
+            "contexts": [{**named, "context": {"cluster": "sim", "user": "sim"}}],
+        }
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401 - aiohttp's
+        watching = "?watch" if request.query.get("watch") else ""
+        body = json.loads(await request.read() or b"null")
+        came = RecordedRequest(request.method, request.path + watching, body, request.content_type)
+        self.requests.append(came)
+        self._wake()
+
+        try:
+            self._check(request)
+            answer: web.StreamResponse = await handler(request)
+            if self.nfd is not None and self.nfd_active and request.method != "GET":
+                self.nfd.work()
+        except ApiError as refusal:
+            headers = {"Retry-After": str(refusal.retry)} if refusal.retry else {}
+            answer = web.json_response(refusal.status, status=refusal.code, headers=headers)
+        self._wake()
+        return answer
+
+    def _check(self, request: web.Request) -> None:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            raise ApiError(401, "Unauthorized", "Unauthorized")
+        if self.failures:
+            raise self.failures.popleft()
+        if self.nfd is None and request.path.startswith(GROUP):
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
+        if request.method == "PATCH" and any(part in request.path for part in self.rejected):
+            raise ApiError(422, "Invalid", "status: Required value")
+        if any(request.method == method and part in request.path for method, part in self.failing):
+            raise ApiError(503, "ServiceUnavailable", "a test made the simulated API server fail")
+        for method, part in self.denied:
+            if request.method == method and part in request.path:
+                message = f'User "sim" cannot {method.lower()} {request.path}'
+                raise ApiError(403, "Forbidden", message)
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        selection = ObjectSelection.of(
+            request.path.rpartition("/")[2],
+            request.match_info.get("namespace", ""),
+            request.query.get("fieldSelector", ""),
+        )
+        if request.query.get("watch"):
+            return await self._watch(request, selection)
+        return web.json_response(
+            {
+                "kind": "List",
+                "metadata": {"resourceVersion": str(self.store.version)},
+                "items": list(self.store.select(selection)),
+            }
+        )
+
+    async def _watch(self, request: web.Request, selection: ObjectSelection) -> web.StreamResponse:
+        """Send the changes of some objects since a version."""
+        seen = int(request.query["resourceVersion"])
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        ending, bookmarks = self._ending, self._bookmarks
+
+        async def send(kind: str, it: Object) -> None:
+            await response.write(json.dumps({"type": kind, "object": it}).encode() + b"\n")
+
+        with anyio.move_on_after(float(request.query["timeoutSeconds"])):
+            while not ending.is_set():
+                changed = self._changed
+                if seen < self.store.oldest:
+                    await send("ERROR", ApiError(410, "Expired", "too old resource version").status)
+                    break
+                for version, kind, about, it in list(self.store.history):
+                    if version > seen and selection.contains(about, it):
+                        await send(kind, it)
+                seen = self.store.version
+                if bookmarks != self._bookmarks:
+                    bookmarks = self._bookmarks
+                    await send("BOOKMARK", {"metadata": {"resourceVersion": str(seen)}})
+                await changed.wait()
+        return response
+
+    async def _patch(self, request: web.Request) -> web.StreamResponse:
+        info, body = request.match_info, json.loads(await request.read())
+        collection = "events" if "events.k8s.io" in request.path else "nodes"
+        key = (collection, info.get("namespace", ""), info["name"])
+        status, manager = "part" in info, request.query.get("fieldManager", "metagpu")
+
+        if request.content_type == APPLY:
+            force = request.query.get("force") == "true"
+            it = self.store.apply(key, body, status=status, manager=manager, force=force)
+        elif request.content_type == MERGE:
+            it = self.store.merge(key, body, status=status, manager=manager)
+        else:
+            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is not known here")
+        return web.json_response(it)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        body, namespace = json.loads(await request.read()), request.match_info["namespace"]
+        regarding = body.get("regarding", {})
+        missing = [name for name in _EVENT_FIELDS if not body.get(name)]
+        if missing or len(body["note"].encode()) > _NOTE_LIMIT:
+            raise ApiError(422, "Invalid", f"Event is invalid: {missing or 'note: too long'}")
+        if regarding.get("namespace", "default") != namespace:
+            raise ApiError(422, "Invalid", "regarding.namespace: does not match event.namespace")
+        return web.json_response(
+            self.store.put(("events", namespace, body["metadata"]["name"]), body), status=201
+        )

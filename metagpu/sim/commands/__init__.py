@@ -1,0 +1,1 @@
+"""`metagpu sim`: its command line, its commands, the way to the running daemon."""

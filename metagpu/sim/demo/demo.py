@@ -1,0 +1,281 @@
+"""`metagpu demo`: the main features in ten seconds, on simulated nodes.
+
+Fractions: pods start, and one GPU fails. A mixed pool: an idle GPU belongs to the backend of the
+first request. MIG: pods' requests create instances, which stay for a while after the pods.
+
+Only the hardware and the cluster are simulated: metagpu's agent, pynvml over the simulated NVML,
+and gRPC over unix sockets are real.
+"""
+
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+from msgspec.structs import replace
+
+from metagpu.agent.agent import Agent
+from metagpu.agent.config_source import ConfigSource
+from metagpu.agent.paths import AgentPaths
+from metagpu.agent.timing import AgentTiming
+from metagpu.core.grants.injection import VISIBLE_DEVICES
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.sharing import unavailable_shares
+from metagpu.core.model.snapshot import GpuState
+from metagpu.core.reports.status import status_report
+from metagpu.core.state.events import PodEnded
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.sim.demo.script import (
+    FAULTY_GPU,
+    MIG,
+    NODE,
+    PODS,
+    POOL,
+    RESOURCE,
+    XID,
+    DemoScenario,
+)
+from metagpu.sim.kubelet.kubelet import AdmissionError, SimContainer, SimKubelet, SimPod
+from metagpu.sim.machine.gpu import SimGpu
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.programs import SimPrograms, sim_daemons
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
+
+SETTLE: Final = 0.05
+"""Seconds from a grant to the poll that finds its pod: this kubelet has no rate limit to spare."""
+
+
+@dataclass(frozen=True)
+class DemoNode:
+    """A simulated node with its kubelet and metagpu's agent."""
+
+    node: SimNode
+    kubelet: SimKubelet
+    agent: Agent
+
+    async def status(self) -> dict[str, Any]:
+        """Return the agent's status, once the agent knows all holders."""
+        await self._wait_for_gpus(lambda _: True)
+        return status_report(self.agent.registry.snapshot, self.agent.layout)
+
+    async def end_pod(self, pod: SimPod) -> None:
+        """End a pod, and report its end to the agent as the API server does.
+
+        Only the agent reads PodResources: of two readers, one could come late with an answer in
+        which the pod still runs.
+        """
+        await self.kubelet.delete(pod)
+        self.agent.registry.events.publish(PodEnded(KnownPod(pod.uid, pod.namespace, pod.name)))
+
+    async def wait_allocatable(self, count: int) -> None:
+        """Wait until the kubelet has this number of healthy shares."""
+        await self.kubelet.wait_for(
+            lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
+        )
+
+    async def wait_settled(self) -> None:
+        """Wait until no GPU is cleaned up and no share is delayed."""
+        await self._wait_for_gpus(_is_settled)
+
+    async def wait_idle(self) -> None:
+        """Wait until no GPU has an owner."""
+        await self._wait_for_gpus(lambda state: state.owner is None)
+
+    async def _wait_for_gpus(self, holds: Callable[[GpuState], bool]) -> None:
+        async for gpus in self.agent.registry.watch(lambda snapshot: snapshot.gpus):
+            if _holders(gpus) == self._holders() and all(map(holds, gpus.values())):
+                return
+
+    async def record_step(self, event: str) -> dict[str, Any]:
+        """Return the GPUs and the allocatable shares, once the kubelet has the latest."""
+        await self.wait_settled()
+        await self.kubelet.wait_for(
+            lambda: self.kubelet.allocatable() == self._allocatable(), within=30
+        )
+
+        status = status_report(self.agent.registry.snapshot, self.agent.layout)
+        return {
+            "event": event,
+            "allocatable": self._allocatable(),
+            "gpus": status["gpus"],
+            "slices": self._slices(),
+        }
+
+    def _holders(self) -> dict[str, str]:
+        """Return the pod of each held share, as the kubelet knows it."""
+        return {
+            share: pod.name
+            for pod in self.kubelet.pods
+            for resources in self.kubelet.devices(pod).values()
+            for shares in resources.values()
+            for share in shares
+        }
+
+    def _allocatable(self) -> dict[str, int]:
+        """Return the allocatable shares per resource, as the agent offers them."""
+        status = status_report(self.agent.registry.snapshot, self.agent.layout)
+        return {name: numbers["allocatable"] for name, numbers in status["resources"].items()}
+
+    def _slices(self) -> list[list[int]]:
+        """Return per GPU and memory slice the compute slices of its MIG instance, or 0."""
+        with self.node.changed:
+            return [_sizes(gpu) for gpu in self.node.gpus]
+
+
+def run(*, as_json: bool) -> int:
+    """Run the demo and print it; return the exit status."""
+    # The folder holds unix sockets, whose paths are short; a path in TMPDIR may be too long.
+    with tempfile.TemporaryDirectory(prefix="metagpu-demo-", dir="/tmp") as folder:
+        story = {
+            **anyio.run(_run_fractions, Path(folder)),
+            "pool": anyio.run(_run_scenario, Path(folder) / "pool", POOL),
+            "mig": anyio.run(_run_scenario, Path(folder) / "mig", MIG),
+        }
+
+    if as_json:
+        print(json.dumps(story, indent=2))  # noqa: T201 - the output of a command
+    else:
+        from metagpu.sim.demo.drawing import show_demo  # noqa: PLC0415 - JSON needs no tables
+
+        show_demo(story)
+    return 0
+
+
+async def _run_fractions(folder: Path) -> dict[str, Any]:
+    async with _running_node(folder, NODE) as demo:
+        total = 100 * len(demo.node.gpus)
+        await demo.wait_allocatable(total)
+        pods = [await _admit(demo.kubelet, *pod) for pod in PODS]
+        before = await demo.status()
+
+        demo.node.raise_xid(demo.node.gpu(FAULTY_GPU), XID)
+        await demo.wait_allocatable(total - 100)
+        after = await demo.status()
+
+        return {
+            "node": {"gpus": NODE, "capacity": demo.kubelet.capacity()[RESOURCE]},
+            "pods": pods,
+            "before": before,
+            "fault": {
+                "gpu": int(FAULTY_GPU),
+                "xid": XID,
+                "allocatable": demo.kubelet.allocatable()[RESOURCE],
+                "affected": _affected(before, after),
+                "running": [pod.name for pod in demo.kubelet.pods],
+            },
+            "after": after,
+        }
+
+
+async def _run_scenario(folder: Path, scenario: DemoScenario) -> dict[str, Any]:
+    """Run a scenario in its own folder: a kubelet remembers its resources."""
+    async with _running_node(folder, scenario.gpus, scenario.config) as demo:
+        await demo.kubelet.wait_for(lambda: demo.kubelet.allocatable() == scenario.idle, within=30)
+        steps = [await demo.record_step("no pod yet")]
+        running: dict[str, SimPod] = {}
+
+        for name, resource, count in scenario.steps:
+            if resource:
+                running[name] = SimPod.single(name, {resource: count})
+                await demo.kubelet.admit(running[name])
+                event = f"{name} requests {count} {resource.rpartition('/')[2]}"
+            else:
+                await demo.end_pod(running.pop(name))
+                event = f"{name} ends"
+            steps.append(await demo.record_step(event))
+
+        for pod in running.values():
+            await demo.end_pod(pod)
+        await demo.wait_idle()  # otherwise MPS control daemons outlive the demo, for their clients
+        return {"gpus": scenario.gpus, "steps": steps}
+
+
+@asynccontextmanager
+async def _running_node(
+    folder: Path, gpus: str, config: str | None = None
+) -> AsyncIterator[DemoNode]:
+    paths = AgentPaths(folder / "device-plugins", folder / "pod-resources.sock", folder)
+    files: tuple[Path, ...] = ()
+    if config is not None:
+        await anyio.Path(folder).mkdir()
+        files = (folder / "metagpu.yaml",)
+        await anyio.Path(files[0]).write_text(config)
+    node = build_node(gpus)
+    agent = Agent(
+        ConfigSource(files),
+        NvmlDriver(SimLibrary(node)),
+        paths,
+        programs=SimPrograms(),
+        daemons=sim_daemons(),
+        timing=AgentTiming(kubelet=KubeletTiming(settle=SETTLE)),
+    )
+    kubelet = SimKubelet(paths.kubelet_dir, pod_resources=paths.pod_resources, numa_nodes=(0, 1))
+
+    async with kubelet.running(), anyio.create_task_group() as group:
+        for task in agent.tasks:
+            group.start_soon(task)
+        yield DemoNode(node, kubelet, agent)
+        group.cancel_scope.cancel()
+
+
+def _holders(gpus: Mapping[GpuId, GpuState]) -> dict[str, str]:
+    """Return the pod of each leased share, as the agent knows it."""
+    leases = (lease for gpu in gpus.values() for lease in gpu.leases.values())
+    return {lease.share.id: lease.holder.pod if lease.holder else "" for lease in leases}
+
+
+def _is_settled(state: GpuState) -> bool:
+    """Return whether no cleanup and no delayed share is left on a GPU."""
+    devices = (
+        it for provisioned in state.provisioned.values() for it in provisioned.devices.items()
+    )
+    idle = not state.cleaning and all(it.idle or share in state.leases for share, it in devices)
+    undelayed = {
+        name: replace(provisioned, delayed=frozenset())
+        for name, provisioned in state.provisioned.items()
+    }
+    unavailable = unavailable_shares(state.shares, state.leases, state.cleaning, undelayed)
+    return idle and unavailable == state.unavailable_shares
+
+
+def _sizes(gpu: SimGpu) -> list[int]:
+    sizes = [0] * max((profile.memory_slices for profile in gpu.mig.profiles), default=0)
+
+    for instance in gpu.mig.instances.values():
+        for n in instance.slices:
+            sizes[n] = instance.profile.compute_slices
+    return sizes
+
+
+async def _admit(kubelet: SimKubelet, name: str, shares: int) -> dict[str, Any]:
+    pod = SimPod(name, containers=(SimContainer("main", {RESOURCE: shares}),))
+    request = {"pod": name, "resource": RESOURCE, "shares": shares}
+
+    try:
+        options = await kubelet.admit(pod)
+    except AdmissionError as error:
+        return {**request, "admitted": False, "reason": error.reason, "message": error.message}
+
+    envs = options["main"].envs
+    return {
+        **request,
+        "admitted": True,
+        "gpus": envs[VISIBLE_DEVICES].split(","),
+        "memoryMiB": int(envs["METAGPU_MAX_MEM"]),
+    }
+
+
+def _affected(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[int]:
+    """Return the indices of the GPUs whose health the fault changed."""
+    return [
+        new["index"]
+        for old, new in zip(before["gpus"], after["gpus"], strict=True)
+        if old["healthy"] != new["healthy"]
+    ]

@@ -1,0 +1,103 @@
+"""The tables of `metagpu demo` and `metagpu sim show`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from metagpu.core.model.gpu import MIB
+from metagpu.display.status import gpus_table, show, table
+from metagpu.display.table import Cell, TextTable
+from metagpu.sim.commands.view import NodeView
+
+
+def show_demo(story: Mapping[str, Any]) -> None:
+    """Print what happened in the demo."""
+    node, fault = story["node"], story["fault"]
+    show(
+        "metagpu on simulated nodes. Only the GPUs and the cluster are simulated.",
+        *_heading(f"1. Fractions: {node['gpus']} offers {node['capacity']} shares, 100 per GPU"),
+        _pods(story["pods"], story["before"]["gpus"]),
+        *(
+            Cell(f"{pod['pod']} is rejected: {_reason(pod['message'])}", "yellow")
+            for pod in story["pods"]
+            if not pod["admitted"]
+        ),
+        *_heading(f"2. A fault: GPU {fault['gpu']} reports XID {fault['xid']}"),
+        gpus_table(story["after"]["gpus"], "HELD"),
+        f"The node's allocatable shares fall from {node['capacity']} to {fault['allocatable']}: "
+        f"only GPU {fault['gpu']} leaves service. The {len(fault['running'])} running pods stay.",
+        f"GPU {fault['gpu']} returns to service when NVML requires no recovery action and its "
+        f"checks pass, or by `metagpu acknowledge {fault['gpu']}`.",
+        *_heading(f"3. A mixed pool: {story['pool']['gpus']} in time-slices, by MPS or whole"),
+        _steps(story["pool"]["steps"], _owners),
+        "All backends offer an idle GPU. Its first request chooses the backend, until the last pod "
+        "ends. The last columns are the node's allocatable shares; shares in use count too.",
+        *_heading(f"4. MIG on demand: requests create instances on {story['mig']['gpus']}"),
+        _steps(story["mig"]["steps"], _slices),
+        "The GPU column shows memory slices; 3 is a slice of a 3g instance. An instance without a "
+        "pod is kept for the next pod of its size, until another pod needs its slices.",
+    )
+
+
+def _reason(message: str) -> str:
+    """Return metagpu's own part of the kubelet's message."""
+    return message.partition("desc = ")[2].removesuffix(", which is unexpected")
+
+
+def _heading(text: str) -> Sequence[Cell]:
+    return Cell(""), Cell(text, "bold")
+
+
+def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> TextTable:
+    index = {gpu["uuid"]: str(gpu["index"]) for gpu in gpus}
+    rows = table("POD", "RESOURCE", "SHARES", "GPUS", "MEMORY")
+
+    for pod in pods:
+        indices, memory = "rejected", "-"
+        if pod["admitted"]:
+            indices = ", ".join(index[gpu] for gpu in pod["gpus"])
+            memory = f"{pod['memoryMiB']} MiB"
+        rows.add(pod["pod"], pod["resource"], str(pod["shares"]), indices, memory)
+    return rows
+
+
+def _steps(
+    steps: Sequence[Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], Sequence[Cell]]
+) -> TextTable:
+    """Return a table of the GPUs and the allocatable shares after each step."""
+    first = steps[0]
+    gpus = [f"GPU {gpu['index']}" for gpu in first["gpus"]]
+    names = [name.rpartition("/")[2].removeprefix("mig-") for name in first["allocatable"]]
+    rows = table("EVENT", *gpus, *names, whole=gpus)
+
+    for step in steps:
+        counts = [Cell(str(count)) for count in step["allocatable"].values()]
+        rows.add(step["event"], *cells(step), *counts)
+    return rows
+
+
+def _owners(step: Mapping[str, Any]) -> Sequence[Cell]:
+    """Return the owner of each GPU."""
+    return [
+        Cell(gpu["owner"], "bold") if gpu["owner"] else Cell("idle", "dim") for gpu in step["gpus"]
+    ]
+
+
+def _slices(step: Mapping[str, Any]) -> Sequence[Cell]:
+    """Return the memory slices of each GPU by their instance: `3 3 3 3 · · 1 ·`."""
+    return [Cell(" ".join(str(n or "·") for n in sizes)) for sizes in step["slices"]]
+
+
+def show_node(node: NodeView) -> None:
+    """Print a simulated node."""
+    rows = table("GPU", "MODEL", "STATE", "RECOVERY", "MEMORY", "PROCESSES", "MIG")
+
+    for gpu in node.gpus:
+        processes = ", ".join(
+            f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
+        )
+        memory = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
+        mig = ", ".join(f"{it.gi}: {it.placement}" for it in gpu.instances) or gpu.mig
+        rows.add(
+            *(str(gpu.index), gpu.model, gpu.state, gpu.recovery_action, memory, processes, mig)
+        )
+    show(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}", rows)

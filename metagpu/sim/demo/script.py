@@ -1,0 +1,79 @@
+"""The demo's scenarios: nodes, configurations, pods, and the fault."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+NODE: Final = "a100-40gb:8"
+RESOURCE: Final = "cnvrg.io/metagpu"
+FAULTY_GPU: Final = "0"
+XID: Final = 79
+
+PODS: Final = (
+    ("metagpu-test", 30),  # the example pod of MetaGPU's own manual
+    ("notebook", 50),
+    ("train-large", 150),
+    ("serve-a", 20),
+    ("serve-b", 20),
+    ("batch", 75),
+    ("finetune", 400),
+    ("experiment", 40),  # more shares are free, but not on one GPU
+)
+
+
+class DemoScenario(msgspec.Struct, frozen=True):
+    """Pods that start and end on a node, one after the other.
+
+    Attributes:
+        gpus: the node, as for `--simulate`.
+        idle: the allocatable shares of the idle node.
+        steps: pod, requested resource, and count; a step without a resource ends the pod.
+    """
+
+    gpus: str
+    config: str
+    idle: Mapping[str, int]
+    steps: Sequence[tuple[str, str, int]]
+
+
+SHARED: Final = "nvidia.com/gpu.shared"
+MPS: Final = "nvidia.com/gpu.mps"
+WHOLE: Final = "nvidia.com/gpu"
+POOL: Final = DemoScenario(
+    gpus="a100-40gb:2",
+    config="""\
+version: metagpu/v1
+pools:
+  - name: mixed
+    backends:
+      - {backend: timeslice, replicas: 4}
+      - {backend: mps, unitsPerGpu: 100}
+      - {backend: whole}
+""",
+    idle={SHARED: 8, MPS: 200, WHOLE: 2},
+    steps=(("lab", SHARED, 1), ("train", WHOLE, 1), ("lab", "", 0), ("serve", MPS, 50)),
+)
+
+EIGHTH, QUARTER, HALF, FULL = (
+    f"nvidia.com/mig-{profile}" for profile in ("1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb")
+)
+MIG: Final = DemoScenario(
+    gpus="h100-80gb:1",
+    config="""\
+version: metagpu/v1
+pools:
+  - name: mig
+    backends:
+      - {backend: mig, profiles: [1g.10gb, 2g.20gb, 3g.40gb, 7g.80gb], enableMig: true}
+""",
+    idle={EIGHTH: 7, QUARTER: 3, HALF: 2, FULL: 1},
+    steps=(
+        ("notebook", EIGHTH, 1),
+        ("serve", QUARTER, 1),
+        ("train", HALF, 1),
+        ("notebook", "", 0),
+        ("serve", "", 0),
+        ("finetune", HALF, 1),
+    ),
+)

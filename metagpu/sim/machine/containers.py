@@ -1,0 +1,119 @@
+"""Real processes in simulated containers: a /proc and links to logs, in a folder.
+
+The kernel's own files describe a process; its cgroup and its container's name are files here.
+"""
+
+import hashlib
+import uuid
+from pathlib import Path
+from typing import Final
+
+from metagpu.core.contracts.host import Container
+from metagpu.core.model.shares import Holder
+from metagpu.host.linux import LinuxHost
+
+_SHOWN: Final = ("stat", "status", "cmdline")
+_UNIFIED: Final = "0::"
+"""Begins the line of cgroup v2 in `/proc/PID/cgroup` (cgroups(7))."""
+
+
+def cgroup_of(pid: int, proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> str:
+    """Return the folder of a process's cgroup v2, or an empty text without one.
+
+    The function blocks.
+    """
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = [line.removeprefix(_UNIFIED) for line in lines if line.startswith(_UNIFIED)]
+    return str(root / paths[0].lstrip("/")) if paths else ""
+
+
+def container_of(holder: Holder, life: int = 0) -> Container:
+    """Return a made-up container of a pod; each life of a pod has another."""
+    pod = f"{holder.namespace}/{holder.pod}/{life}"
+    return Container(
+        id=hashlib.sha256(f"{pod}/{holder.container}".encode()).hexdigest(),
+        pod_uid=str(uuid.uuid5(uuid.NAMESPACE_DNS, pod)),
+    )
+
+
+def _path_of(container: Container) -> str:
+    uid = container.pod_uid.replace("-", "_")
+    return f"/kubepods.slice/kubepods-pod{uid}.slice/cri-containerd-{container.id}.scope"
+
+
+class SimHost:
+    """A folder with a /proc, a cgroup tree and the links to containers' logs.
+
+    Attributes:
+        folder: the folder with all three.
+        proc: a /proc with the added processes only.
+        logs: the kubelet's `/var/log/containers`.
+        pods: the kubelet's `/var/log/pods`.
+        cgroups: the kernel's `/sys/fs/cgroup`, with the cgroups of containers.
+        host: a `LinuxHost` that reads all three.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.proc, self.logs = folder / "proc", folder / "containers"
+        self.pods, self.cgroups = folder / "pods", folder / "cgroup"
+        for made in (self.proc, self.logs, self.pods, self.cgroups):
+            made.mkdir()
+        (self.cgroups / "cgroup.controllers").touch()
+        (self.proc / "stat").symlink_to("/proc/stat")
+        self.host = LinuxHost(self.proc, self.logs, self.cgroups, own_pids=True)
+
+    def add_process(self, pid: int, cgroup: str, *, real: int | None = None) -> None:
+        """Add a process to a cgroup; a process that is there already moves.
+
+        With `real`, the pid is made up and has the details of the process `real`.
+        """
+        shown = self.proc / str(pid)
+        shown.mkdir(exist_ok=True)
+        if cgroup.startswith(_UNIFIED):
+            path = cgroup.strip().removeprefix(_UNIFIED).lstrip("/")
+            (self.cgroups / path).mkdir(parents=True, exist_ok=True)
+        (shown / "cgroup").write_text(cgroup)
+        for name in _SHOWN:
+            if not (shown / name).is_symlink():
+                (shown / name).symlink_to(f"/proc/{real or pid}/{name}")
+
+    def name(self, holder: Holder, container: Container) -> None:
+        """Create the link to a container's log, and the folder of its pod's logs."""
+        stem = f"{holder.pod}_{holder.namespace}_{holder.container}-{container.id}"[:251]
+        pod = f"{holder.namespace}_{holder.pod}_{container.pod_uid}"
+        link = self.logs / f"{stem}.log"
+        (self.pods / pod).mkdir(exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(f"/var/log/pods/{pod}/{holder.container}/0.log")
+
+    def add_container_process(
+        self, pid: int, holder: Holder, life: int = 0, *, real: int | None = None
+    ) -> Container:
+        """Add a process in a container, with the cgroup path of containerd under systemd."""
+        container = container_of(holder, life)
+        self.add_process(pid, f"{_UNIFIED}{_path_of(container)}\n", real=real)
+        self.name(holder, container)
+        return container
+
+    def start(self, holder: Holder, life: int = 0) -> Path:
+        """Start a container without a process; return the folder of its cgroup."""
+        container = container_of(holder, life)
+        cgroup = self.cgroups / _path_of(container).lstrip("/")
+        cgroup.mkdir(parents=True, exist_ok=True)
+        self.name(holder, container)
+        return cgroup
+
+    def cgroup_of(self, pid: int) -> str:
+        """Return the folder of the cgroup of an added process."""
+        return cgroup_of(pid, self.proc, self.cgroups)
+
+    def remove_log_links(self) -> None:
+        """Remove links and logs of all pods, as the kubelet does with the pods."""
+        for link in self.logs.iterdir():
+            link.unlink()
+        for folder in self.pods.iterdir():
+            folder.rmdir()

@@ -1,0 +1,145 @@
+"""One GPU of the simulated machine, and the processes on it.
+
+The caller holds `SimNode.changed`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from metagpu.core.contracts.driver import ComputeMode, RecoveryAction
+from metagpu.core.errors import MetagpuError
+from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.sim.machine.gpu_models import GpuModel
+from metagpu.sim.machine.mig_state import SimMigState
+
+_BUSES: Final = (0x07, 0x0F, 0x47, 0x4E, 0x87, 0x90, 0xB7, 0xBD)  # of a DGX A100, in PCI order
+_HANDLES: Final = 0x7F5E_0000_0000
+
+
+class SimError(MetagpuError):
+    """Raised when a simulated node refuses a change; the text lists what is possible."""
+
+
+@dataclass(slots=True)
+class SimProcess:
+    """A process on a GPU; `memory` in bytes, `None` when NVML does not know it.
+
+    Attributes:
+        sm_percent: its utilization of the GPU's multiprocessors, in percent.
+        cgroup: the folder of its cgroup, empty where cgroup limits do not matter.
+    """
+
+    pid: int
+    memory: int | None
+    gi: int | None = None
+    ci: int | None = None
+    graphics: bool = False
+    sm: int = 0
+    cgroup: str = ""
+
+
+@dataclass(slots=True)
+class SimGpu:
+    """One GPU with all of its state.
+
+    Attributes:
+        slot: its slot in the machine, never given to another GPU.
+        pci_switch: GPUs with the same number share a PCI switch.
+        nvswitch_links: number of its NVLinks that lead to NVSwitches.
+        failure: the NVML code that answers every call about the GPU.
+        hung_until: the time until which calls about the GPU block, by `time.monotonic`.
+        memory_limits: bytes for all processes together in a cgroup and its children.
+    """
+
+    slot: int
+    model: GpuModel
+    id: GpuId
+    numa: int
+    pci_switch: int
+    nvswitch_links: int = 0
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    recovery_action: RecoveryAction = RecoveryAction.NONE
+    compute_mode: ComputeMode = ComputeMode.DEFAULT
+    mig: SimMigState = field(default_factory=lambda: SimMigState(()))
+    failure: int | None = None
+    hung_until: float = 0.0
+    processes: dict[tuple[int, int | None, int | None], SimProcess] = field(default_factory=dict)
+    memory_limits: dict[Path, int] = field(default_factory=dict)
+
+    @property
+    def handle(self) -> int:
+        """Return the address that NVML's callers get as a handle."""
+        return _HANDLES + 0x10000 * self.slot
+
+    @property
+    def bus_id(self) -> str:
+        """Return the PCI address as NVML writes it; the ninth GPU is in a second domain."""
+        return f"{self.slot // 8:08X}:{_BUSES[self.slot % 8]:02X}:00.0"
+
+    @property
+    def used(self) -> int:
+        """Return the bytes of memory that processes use."""
+        return sum(process.memory or 0 for process in self.processes.values())
+
+    def used_in(self, instance: int) -> int:
+        """Return the bytes of memory that processes use in a GPU instance."""
+        return sum(it.memory or 0 for it in self.processes.values() if it.gi == instance)
+
+    def used_below(self, cgroup: Path) -> int:
+        """Return the bytes of memory that processes use in a cgroup and its children."""
+        below = (it for it in self.processes.values() if Path(it.cgroup).is_relative_to(cgroup))
+        return sum(process.memory or 0 for process in below)
+
+    def remaining_below(self, cgroup: Path) -> int | None:
+        """Return the bytes left to a process in a cgroup, `None` without a limit."""
+        lefts = [
+            hard - self.used_below(limit)
+            for limit, hard in self.memory_limits.items()
+            if cgroup.is_relative_to(limit)
+        ]
+        return min(lefts, default=None)
+
+    def start_process(self, process: SimProcess) -> None:
+        """Start a process, or change the memory and utilization of a running one.
+
+        Raises:
+            SimError: the GPU or the process's cgroup has not enough memory left.
+        """
+        key = process.pid, process.gi, process.ci
+        before = self.processes[key].memory or 0 if key in self.processes else 0
+        free = (self.model.memory - self.model.reserved) * MIB - self.used + before
+        instance = self.mig.instances.get(-1 if process.gi is None else process.gi)
+        if instance is not None:
+            free = instance.profile.memory * MIB - self.used_in(instance.number) + before
+
+        if (process.memory or 0) > free:
+            raise SimError(f"{self.id} has {free // MIB} MiB left for process {process.pid}")
+        left = self.remaining_below(Path(process.cgroup))
+        if left is not None and (process.memory or 0) > left + before:
+            raise SimError(
+                f"out of memory: the limit of its cgroup leaves process {process.pid} "
+                f"{max(0, left + before) // MIB} MiB of {self.id}"
+            )
+        self.processes[key] = process
+
+    def end_process(self, pid: int) -> None:
+        """End a process.
+
+        Raises:
+            SimError: the process is not on this GPU; the error lists those that are.
+        """
+        keys = [key for key in self.processes if key[0] == pid]
+        if not keys:
+            pids = ", ".join(sorted(str(key[0]) for key in self.processes)) or "none"
+            raise SimError(f"no process {pid} on {self.id}; there: {pids}")
+
+        for key in keys:
+            del self.processes[key]
+
+    def reset_mig(self) -> None:
+        """Remove all MIG instances and their processes; apply the pending MIG mode."""
+        self.processes = {key: it for key, it in self.processes.items() if it.gi is None}
+        self.mig.reset()

@@ -1,0 +1,203 @@
+"""The driver's part of MIG: create and destroy instances, or refuse.
+
+The caller holds `SimNode.changed`.
+"""
+
+import time
+import uuid
+from typing import Final
+
+import pynvml
+
+from metagpu.sim.machine.error_texts import error_text
+from metagpu.sim.machine.gpu import SimGpu
+from metagpu.sim.machine.mig_profiles import SimProfile
+from metagpu.sim.machine.mig_state import SimComputeInstance, SimGpuInstance
+from metagpu.sim.machine.node import SimNode
+
+_UUIDS: Final = uuid.UUID("6d657461-6770-7500-9000-000000000000")
+_HANDLES: Final = 0x7F5D_0000_0000
+
+COMPUTE_SLICES: Final = {
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_1_SLICE: 1,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_2_SLICE: 2,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_3_SLICE: 3,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_4_SLICE: 4,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_7_SLICE: 7,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_1_SLICE_REV1: 1,
+}
+"""How many compute slices each kind of compute instance has."""
+
+
+class MigDriverError(Exception):
+    """Raised when the driver refuses a MIG call, with NVML's code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(error_text(code))
+        self.code = code
+
+
+def set_mode(gpu: SimGpu, *, enabled: bool) -> int:
+    """Turn MIG mode on or off; return NVML's status of the activation."""
+    mig = gpu.mig
+    mig.pending = enabled
+    if mig.enabled == enabled:
+        return int(pynvml.NVML_SUCCESS)
+    if gpu.processes or mig.instances:
+        return int(pynvml.NVML_ERROR_IN_USE)
+    if not gpu.model.changes_mig_at_once:
+        return int(pynvml.NVML_ERROR_RESET_REQUIRED)
+
+    mig.enabled = enabled
+    return int(pynvml.NVML_SUCCESS)
+
+
+def find_profile(gpu: SimGpu, number: int) -> SimProfile:
+    """Return the profile of this GPU with an ID.
+
+    Raises:
+        MigDriverError: the GPU has no such profile.
+    """
+    for profile in gpu.mig.profiles:
+        if profile.number == number:
+            return profile
+    raise MigDriverError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def check_enabled(gpu: SimGpu) -> None:
+    """Raise an error unless the GPU is in MIG mode.
+
+    Raises:
+        MigDriverError: MIG mode is off.
+    """
+    if not gpu.mig.enabled:
+        raise MigDriverError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def remaining_capacity(gpu: SimGpu, profile: SimProfile) -> int:
+    """Return the number of further instances of a profile that fit."""
+    places = sum(gpu.mig.is_free(profile, start) for start in profile.starts)
+
+    return min(places, gpu.mig.count_by_engines(profile))
+
+
+def create_gpu_instance(
+    node: SimNode, gpu: SimGpu, number: int, start: int, size: int
+) -> SimGpuInstance:
+    """Create a GPU instance; other callers proceed while `SimProvisioning` delays it.
+
+    Raises:
+        MigDriverError: the instance does not fit, or the driver fails as configured.
+    """
+    check_enabled(gpu)
+    profile, making = find_profile(gpu, number), gpu.mig.provisioning
+    if start not in profile.starts or size != profile.memory_slices:
+        raise MigDriverError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    making.requested += 1
+    _take(node, making.duration)
+    if gpu.failure is not None:
+        raise MigDriverError(gpu.failure)
+    _check_idle(gpu)
+    if making.failures > 0:
+        making.failures -= 1
+        raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
+    if not gpu.mig.is_free(profile, start):
+        raise MigDriverError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+
+    made = SimGpuInstance(_number(gpu, profile, start), profile, start, _handle(node))
+    gpu.mig.instances[made.number] = made
+    node.changed.notify_all()
+    return made
+
+
+def create_compute_instance(
+    node: SimNode, gpu: SimGpu, instance: SimGpuInstance, kind: int
+) -> SimComputeInstance:
+    """Create a compute instance in the first free slices of a GPU instance.
+
+    Other callers proceed while `SimProvisioning` delays the creation.
+
+    Raises:
+        MigDriverError: the instance does not fit, or the driver fails as configured.
+    """
+    slices, making = COMPUTE_SLICES.get(kind, 0), gpu.mig.provisioning
+    if not 0 < slices <= instance.profile.compute_slices:
+        raise MigDriverError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    _take(node, making.compute_duration)
+    if gpu.mig.instances.get(instance.number) is not instance:
+        raise MigDriverError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+    if making.compute_failures > 0:
+        making.compute_failures -= 1
+        raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
+
+    used = sum(compute.slices for compute in instance.compute_instances.values())
+    if used + slices > instance.profile.compute_slices:
+        raise MigDriverError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+
+    number = next(
+        n for n in range(len(instance.compute_instances) + 1) if n not in instance.compute_instances
+    )
+    handle, device = _handle(node), _handle(node)
+    # Handles begin again with a new driver: the place keeps the uuids of before a reboot apart.
+    place = f"{instance.profile.memory_slices}@{instance.start}"
+    name = uuid.uuid5(_UUIDS, f"{gpu.id}/{device}/{place}")
+    made = SimComputeInstance(number, kind, slices, used, f"MIG-{name}", handle, device)
+    instance.compute_instances[number] = made
+    node.changed.notify_all()
+    return made
+
+
+def destroy_compute_instance(
+    gpu: SimGpu, instance: SimGpuInstance, compute: SimComputeInstance
+) -> None:
+    """Destroy a compute instance.
+
+    Raises:
+        MigDriverError: a process runs on the instance.
+    """
+    _check_idle(gpu)
+    if any(key[1:] == (instance.number, compute.number) for key in gpu.processes):
+        raise MigDriverError(pynvml.NVML_ERROR_IN_USE)
+    del instance.compute_instances[compute.number]
+
+
+def destroy_gpu_instance(gpu: SimGpu, instance: SimGpuInstance) -> None:
+    """Destroy a GPU instance.
+
+    Raises:
+        MigDriverError: the instance has compute instances or processes.
+    """
+    _check_idle(gpu)
+    if instance.compute_instances or any(key[1] == instance.number for key in gpu.processes):
+        raise MigDriverError(pynvml.NVML_ERROR_IN_USE)
+    del gpu.mig.instances[instance.number]
+
+
+def _take(node: SimNode, seconds: float) -> None:
+    """Wait for some seconds without the node's lock."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        node.changed.wait(left)
+
+
+def _check_idle(gpu: SimGpu) -> None:
+    if gpu.mig.provisioning.in_use_until > time.monotonic():
+        raise MigDriverError(pynvml.NVML_ERROR_IN_USE)
+
+
+def _number(gpu: SimGpu, profile: SimProfile, start: int) -> int:
+    """Return the ID of an instance, as drivers number them.
+
+    The IDs of instances of half the size begin where those of the larger size end: on eight memory
+    slices the whole is 0, halves are 1 and 2, quarters 3 to 6, eighths 7 to 14.
+    """
+    total = max(it.memory_slices for it in gpu.mig.profiles)
+
+    return total // profile.memory_slices - 1 + start // profile.memory_slices
+
+
+def _handle(node: SimNode) -> int:
+    """Return an address that no other instance has or had."""
+    node.handles_issued += 1
+    return _HANDLES + 0x10 * node.handles_issued

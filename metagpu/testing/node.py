@@ -1,0 +1,185 @@
+"""A simulated node with backends that run, without a kubelet."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from metagpu.core.config.config import parse
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.daemons import Daemons
+from metagpu.core.contracts.programs import Programs
+from metagpu.core.errors import ProgramError
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming
+from metagpu.core.layout.layout import Layout, build_layout
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import Share
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.state.facts import GpusFound, LeasesObserved, SharesClaimed, SharesReleased
+from metagpu.core.state.registry import Registry
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.programs import sim_daemons
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
+
+
+@dataclass
+class RecordedPrograms:
+    """Host programs that are recorded instead of run.
+
+    Attributes:
+        calls: the commands so far, as one would type them.
+        refusal: the error of each command, if given.
+        refuses: the number of commands that fail with `refusal`; all unless given.
+        hold: whether commands do not return from now on; they are recorded all the same.
+    """
+
+    calls: list[str] = field(default_factory=list)
+    refusal: ProgramError | None = None
+    refuses: int | None = None
+    hold: bool = False
+    _more: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self, program: str, *arguments: str) -> str:
+        """Record a command.
+
+        Raises:
+            ProgramError: as the test says.
+        """
+        self.calls.append(" ".join([program, *arguments]))
+        self._more.set()
+        self._more = anyio.Event()
+        if self.hold:
+            await anyio.sleep_forever()
+        if self.refusal is not None and (self.refuses is None or len(self.calls) <= self.refuses):
+            raise self.refusal
+        return ""
+
+    async def until(self, count: int) -> None:
+        """Wait until `count` commands were recorded.
+
+        Raises:
+            TimeoutError: after 30 s.
+        """
+        with anyio.fail_after(30):
+            while len(self.calls) < count:
+                await self._more.wait()
+
+
+@dataclass(frozen=True)
+class BackendRig:
+    """A simulated node whose GPUs are in the hands of backends.
+
+    Attributes:
+        node: the simulated machine; its GPUs can fail, be removed, and have processes.
+        registry: the state; `registry.snapshot` is the present one.
+        runner: runs the backends that manage their GPUs.
+        gpus: the GPUs as NVML reports them.
+        injection: the node's way of giving GPUs to containers.
+        backends: the backends that configurations may name.
+    """
+
+    node: SimNode
+    registry: Registry
+    runner: BackendRunner
+    gpus: tuple[Gpu, ...]
+    injection: Injection
+    backends: Mapping[str, type[Backend]]
+
+    def apply(self, text: str) -> Layout:
+        """Apply another configuration.
+
+        Raises:
+            ConfigError: if the configuration is wrong.
+        """
+        layout = build_layout(parse(text, "test.yaml", self.backends), self.gpus, self.injection)
+        self.runner.apply(layout)
+        return layout
+
+    def state(self, index: int = 0) -> GpuState:
+        """Return the state of a GPU."""
+        return self.registry.snapshot.gpus[self.gpus[index].id]
+
+    def share(self, backend: str, number: int = 0, index: int = 0) -> Share:
+        """Return one of the shares that a backend offers of a GPU."""
+        return [it for it in self.state(index).shares if it.backend == backend][number]
+
+    def claim(self, *shares: Share) -> None:
+        """Claim shares, as Allocate does."""
+        self.registry.apply(SharesClaimed(shares, at=anyio.current_time()))
+
+    def release(self, *shares: Share) -> None:
+        """Release shares, as at the end of their containers."""
+        self.registry.apply(SharesReleased(shares, at=anyio.current_time()))
+
+    async def wait_until(
+        self, is_so: Callable[[Snapshot], bool], deadline: float = 30.0
+    ) -> Snapshot:
+        """Wait for a snapshot of which `is_so` is true, and return it.
+
+        Raises:
+            TimeoutError: after `deadline` seconds.
+        """
+        with anyio.fail_after(deadline):
+            async for snapshot in self.registry.watch(lambda snapshot: snapshot):
+                if is_so(snapshot):
+                    return snapshot
+        raise AssertionError("a registry is watched for ever")
+
+    async def settled(self) -> None:
+        """Run all tasks until they wait; calls of NVML in threads may still be out."""
+        await anyio.wait_all_tasks_blocked()
+
+
+@asynccontextmanager
+async def run_backends(
+    text: str,
+    backends: Mapping[str, type[Backend]],
+    *,
+    gpu_models: str = "a100-40gb:2",
+    mig_enabled: bool = False,
+    node: SimNode | None = None,
+    injection: Injection | None = None,
+    programs: Programs | None = None,
+    daemons: Daemons | None = None,
+    timing: BackendRunnerTiming | None = None,
+) -> AsyncIterator[BackendRig]:
+    """Run the backends of a configuration on a simulated node while the block lasts.
+
+    Args:
+        text: the configuration.
+        backends: the backends that it may name.
+        gpu_models: the node's GPUs, as for `--simulate`.
+        mig_enabled: whether MIG mode is on.
+        node: the node, instead of one of `gpu_models`.
+        injection: the node's way of giving GPUs to containers.
+        programs: host programs; recorded ones unless given.
+        daemons: long-running host programs; stand-ins in real processes unless given.
+        timing: the delays of the backend runner.
+    """
+    node, registry = node or build_node(gpu_models), Registry()
+    for it in node.gpus:
+        it.mig.enabled = it.mig.pending = mig_enabled
+    driver = NvmlDriver(SimLibrary(node))
+
+    async with driver.session():
+        gpus = (await driver.survey()).gpus
+        registry.apply(GpusFound(gpus, at=0))
+        programs, daemons = programs or RecordedPrograms(), daemons or sim_daemons()
+        runner = BackendRunner(registry, driver, programs, daemons, timing=timing)
+        rig = BackendRig(node, registry, runner, gpus, injection or Injection(), backends)
+        rig.apply(text)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(runner.run)
+            await rig.settled()
+            yield rig
+            group.cancel_scope.cancel()
+
+
+def report_no_leases(rig: BackendRig) -> None:
+    """Report, as the kubelet does after a start, that no container holds a share."""
+    rig.registry.apply(LeasesObserved({}, at=0))

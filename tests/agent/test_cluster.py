@@ -1,0 +1,320 @@
+"""The whole agent with an API server: configuration by label, and reports about the node."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.agent import config_loader
+from metagpu.agent.config_source import ConfigSource
+from metagpu.compat.contract import ConversionContext
+from metagpu.core.config.profiles import ProfileChoice
+from metagpu.core.errors import ConfigError
+from metagpu.core.reports.status import explain_report
+from metagpu.core.state.events import ConfigRejected
+from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.rigs.agent import METAGPU, QUICK, agent_at_work
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.mig import a_node, hurry
+
+NODE = "gpu-1"
+PLACE = ("kube-system", "metagpu")
+SLICED = "nvidia.com/gpu.shared"
+SLICES = """
+version: v1
+sharing:
+  timeSlicing:
+    renameByDefault: true
+    resources: [{name: nvidia.com/gpu, replicas: 4}]
+"""
+FIVE = QUICK.replace("sharesPerGpu: 10", "sharesPerGpu: 5")
+LAYOUTS = """
+version: v1
+mig-configs:
+  all-disabled: [{devices: all, mig-enabled: false}]
+"""
+
+
+def joined(server: SimApiServer, tmp_path: Path, **changes: object) -> ClusterSettings:
+    """Return the cluster settings of a node whose ConfigMap has profiles."""
+    given: dict[str, object] = {"config_map": PLACE, "choice_timeout": 5.0, **changes}
+    return ClusterSettings(NODE, server.kubeconfig(tmp_path), **given)  # type: ignore[arg-type]
+
+
+async def test_a_label_changes_the_offer(tmp_path: Path) -> None:
+    """A profile of NVIDIA's format, chosen by its label, is on offer as soon as it is set."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.configure(*PLACE, {"default": QUICK, "slices": SLICES, "bad": "version: metagpu/v9"})
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(20, 20)
+        server.label(NODE, {"nvidia.com/device-plugin.config": "slices"})
+        await it.until(8, 8, SLICED)
+
+        server.label(NODE, {"nvidia.com/device-plugin.config": "bad"})
+        await server.until(lambda: "ConfigRejected" in [each["reason"] for each in server.events()])
+        assert it.agent.layout.backends.keys() == {SLICED}
+        assert server.events()[-1]["note"].startswith("ConfigMap kube-system/metagpu: bad: 1: ")
+
+        server.configure(*PLACE, {"default": QUICK, "slices": SLICES, "bad": FIVE})
+        await it.until(10, 10)
+
+
+async def test_first_offer_is_that_of_the_label(tmp_path: Path) -> None:
+    """A node that has its label at the start never offers the file's shares first."""
+    server = SimApiServer()
+    server.add_node(NODE, {"metagpu.io/config": "five"})
+    server.configure(*PLACE, {"five": FIVE})
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(10, 10)
+        assert it.kubelet.lists[METAGPU] == 1
+
+
+async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path: Path) -> None:
+    """Without an API server the file's configuration is offered, and the label's one later."""
+    server = SimApiServer()
+    server.add_node(NODE, {"metagpu.io/config": "five"})
+    server.configure(*PLACE, {"five": FIVE})
+    async with server.running():
+        joins = joined(server, tmp_path, choice_timeout=0.05)
+
+    async with agent_at_work(tmp_path, cluster_settings=joins) as it:
+        await it.until(20, 20)
+        assert it.agent.cluster is not None
+        with anyio.fail_after(30):
+            while not it.agent.cluster.report()["problem"]:  # noqa: ASYNC110 - it has no event
+                await anyio.sleep(0.005)
+        status = await it.agent._status({})
+        assert isinstance(status, dict)
+        assert status["cluster"]["problem"].startswith("the API server cannot be reached at ")
+
+        async with server.running():
+            await it.until(10, 10)
+
+
+async def test_directory_of_profiles_needs_no_config_map(tmp_path: Path) -> None:
+    """A label chooses a profile of a directory; without a label nothing is offered yet."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    folder = anyio.Path(tmp_path / "profiles")
+    await folder.mkdir()
+    await (folder / "ten.yaml").write_text(QUICK)
+    await (folder / "five.yaml").write_text(FIVE)
+
+    with capture_module_logs(config_loader) as lines:
+        async with (
+            server.running(),
+            agent_at_work(
+                tmp_path,
+                source=ConfigSource((Path(folder),)),
+                cluster_settings=joined(server, tmp_path, config_map=None),
+            ) as it,
+        ):
+            await server.until(server.events)
+            assert not it.agent.registry.snapshot.offers
+
+            server.label(NODE, {"metagpu.io/config": "ten"})
+            await it.until(20, 20)
+            server.label(NODE, {"metagpu.io/config": "five"})
+            await it.until(10, 10)
+
+    assert lines[0]["event"] == "configuration waits for the cluster"
+
+
+async def test_flag_is_stronger_than_the_label(tmp_path: Path) -> None:
+    """A label does not change a profile that a flag of the node chooses."""
+    server = SimApiServer()
+    server.add_node(NODE, {"metagpu.io/config": "ten"})
+    server.configure(*PLACE, {"ten": QUICK, "five": FIVE})
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path,
+            source=ConfigSource(choice=ProfileChoice("five")),
+            cluster_settings=joined(server, tmp_path),
+        ) as it,
+    ):
+        await it.until(10, 10)
+
+
+async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> None:
+    """An existing layout of `mig-configs` is answered with success, an unknown one with failed."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-disabled"})
+    server.configure(*PLACE, {"default": LAYOUTS})
+    state = "nvidia.com/mig.config.state"
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await server.until(lambda: server.labels(NODE).get(state) == "success")
+        server.label(NODE, {"nvidia.com/mig.config": "all-of-it"})
+        await server.until(lambda: server.labels(NODE).get(state) == "failed")
+
+        assert it.agent.config_loader.error is not None
+        assert "all-of-it" in it.agent.config_loader.error
+
+
+async def test_a_gpu_that_leaves_mig_mode_is_pending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way back from MIG is pending until the GPU is reset; then it is a success."""
+    hurry(monkeypatch)
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-disabled"})
+    server.configure(*PLACE, {"default": LAYOUTS})
+    state = "nvidia.com/mig.config.state"
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await server.until(lambda: server.labels(NODE).get(state) == "pending")
+        it.node.reset_gpu(it.node.gpus[0])
+        await server.until(lambda: server.labels(NODE).get(state) == "success")
+        assert not it.node.gpus[0].mig.enabled
+
+
+async def test_a_layout_that_single_cannot_name_has_failed(tmp_path: Path) -> None:
+    """A layout that `single` cannot name is answered with failed, and changes nothing."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "balanced"})
+    layouts = """
+version: v1
+mig-configs:
+  balanced: [{devices: all, mig-enabled: true, mig-devices: {1g.5gb: 2, 2g.10gb: 1}}]
+  seven: [{devices: all, mig-enabled: true, mig-devices: {1g.5gb: 7}}]
+"""
+    server.configure(*PLACE, {"default": layouts})
+    state = "nvidia.com/mig.config.state"
+    source = ConfigSource(context=ConversionContext(environment={"MIG_STRATEGY": "single"}))
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true, count: 2}")
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, node, source=source, cluster_settings=joined(server, tmp_path)
+        ) as it,
+    ):
+        await server.until(lambda: server.labels(NODE).get(state) == "failed")
+        await server.until(
+            lambda: "MIGLayoutRejected" in [each["reason"] for each in server.events()]
+        )
+        reported = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
+        assert ["these have 1g.5gb, 2g.10gb" in gpu["poolReason"] for gpu in reported] == [
+            True,
+            True,
+        ]
+
+        server.label(NODE, {"nvidia.com/mig.config": "seven"})
+        await it.until(14, 14, "nvidia.com/gpu")
+        await server.until(lambda: server.labels(NODE).get(state) == "success")
+
+
+async def test_running_pods_keep_what_they_hold(tmp_path: Path) -> None:
+    """A change by label waits for the pods on a GPU, as a change by file does."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.configure(*PLACE, {"default": QUICK, "slices": SLICES})
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(20, 20)
+        old = SimPod.single("old", {METAGPU: 10})
+        await it.kubelet.admit(old)
+        await it.wait_holders()
+        server.label(NODE, {"metagpu.io/config": "slices"})
+        await it.until(8, 4, SLICED)
+
+        await it.kubelet.delete(old)
+        await it.until(8, 8, SLICED)
+
+
+async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> None:
+    """A node reports its start, its faults and its recovery to the cluster."""
+    server = SimApiServer()
+    server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
+    settings: dict[str, object] = {
+        "config_map": None,
+        "features": ALL_FEATURES - {Feature.ALLOCATABLE},
+    }
+
+    def condition() -> str:
+        found = server.node(NODE)["status"].get("conditions") or [{}]
+        return str(found[0].get("status"))
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path, **settings)) as it,
+    ):
+        await it.until(20, 20)
+        server.report(NODE, it.kubelet.capacity(), it.kubelet.allocatable())
+        await server.until(lambda: not server.node(NODE)["spec"].get("taints"))
+        await server.until(lambda: condition() == "False")
+
+        it.node.raise_xid(it.node.gpu("0"), 79)
+        await server.until(lambda: condition() == "True")
+        it.node.reset_gpu(it.node.gpu("0"))
+        await server.until(lambda: condition() == "False")
+
+        labels = server.labels(NODE)
+        assert labels["nvidia.com/cuda.driver-version.full"] == it.node.driver
+        assert labels["nvidia.com/cuda.runtime-version.major"]
+        assert labels["metagpu.io/gpu.ecc"] in ("true", "false")
+        assert labels["nvidia.com/gpu.family"] == "ampere"
+
+        def reasons() -> list[str]:
+            return [each["reason"] for each in server.events()]
+
+        await server.until(lambda: reasons()[:2] == ["GPUUnhealthy", "GPURecovered"])
+
+
+async def test_a_wrong_file_is_an_event_on_the_bus_and_in_the_cluster(tmp_path: Path) -> None:
+    """A refused file is an event, with line and reason, on the bus and in the cluster."""
+    server = SimApiServer()
+    server.add_node(NODE)
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path, config_map=None)) as it,
+    ):
+        await it.until(20, 20)
+        with it.agent.registry.events.subscribe(ConfigRejected) as rejections:
+            new = anyio.Path(tmp_path / "new.yaml")
+            await new.write_text("version: metagpu/v9\n")
+            await new.rename(it.config_file)  # never a part of a file
+            with anyio.fail_after(30):
+                refused = await anext(aiter(rejections))
+        await server.until(lambda: "ConfigRejected" in [each["reason"] for each in server.events()])
+
+        assert isinstance(refused, ConfigRejected)
+        assert refused.reason.startswith(f"{it.config_file}: 1: version: 'metagpu/v9' is not ")
+        [reported] = [each for each in server.events() if each["reason"] == "ConfigRejected"]
+        assert reported["note"] == f"{refused.reason}; the last good configuration stays"
+        await it.until(20, 20)
+
+
+async def test_without_the_use_a_wrong_file_still_ends_the_start(tmp_path: Path) -> None:
+    """Without configuration from the cluster a wrong file ends the start with its error."""
+    server = SimApiServer()
+    async with server.running():
+        joins = joined(server, tmp_path, config_map=None, features=frozenset({Feature.LABELS}))
+
+    with pytest.raises(ConfigError):
+        async with agent_at_work(tmp_path, config="version: nothing", cluster_settings=joins):
+            raise AssertionError

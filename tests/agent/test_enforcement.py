@@ -1,0 +1,140 @@
+"""The whole agent with an API server and enforcement: pods' annotations and their Events."""
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from metagpu.agent.agent import Agent
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import Holder
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
+from metagpu.sim.machine.containers import SimHost, container_of
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.spec import find_model
+from tests.rigs.agent import METAGPU, agent_at_work
+from tests.rigs.host import running
+from tests.rigs.waiting import becomes
+
+NODE: Final = "gpu-1"
+ALICE: Final = Holder("team", "alice", "main")
+UID: Final = container_of(ALICE).pod_uid
+POD: Final = SimPod("alice", "team", uid=UID, containers=(SimContainer("main", {METAGPU: 25}),))
+PERCENT: Final = 40960 * MIB // 100
+WISH: Final = {"gpu-mem-limit.cnvrg.io/metagpu": "50"}
+STRICT: Final = """
+version: metagpu/v1
+pools:
+  - name: all
+    memoryEnforcement:
+      {policy: kill, headroom: 1Gi, period: 20ms, grace: 20ms, allowAnnotations: [limit]}
+    backends: [{backend: fraction, sharesPerGpu: 100}]
+"""
+
+
+def joined(server: SimApiServer, tmp_path: Path) -> ClusterSettings:
+    """Return cluster settings that use the running server for pods alone."""
+    uses = frozenset({Feature.PODS, Feature.POD_EVENTS})
+    return ClusterSettings(NODE, server.kubeconfig(tmp_path), features=uses)
+
+
+async def asked(agent: Agent, command: str) -> Mapping[str, Any]:
+    """Return the agent's answer on its control socket."""
+    answer = await agent.commands[command]({})
+    assert isinstance(answer, dict)
+    return answer
+
+
+async def test_a_pod_has_the_limit_of_its_annotation_until_its_end(tmp_path: Path) -> None:
+    """With 25 shares requested and 50 allowed, use above 25 is accepted and above 50 ends."""
+    server, machine = SimApiServer(), SimHost(tmp_path)
+    server.add_node(NODE)
+    server.add_pod("team", "alice", NODE, WISH, uid=UID, owner=("Job", "train"))
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path,
+            "a100-40gb:1",
+            STRICT,
+            cluster_settings=joined(server, tmp_path),
+            host=machine.host,
+        ) as it,
+        running() as greedy,
+    ):
+        await it.until(100, 100)
+        await it.wait_snapshot(lambda now: UID in now.pods.by_uid)
+        await it.kubelet.admit(POD)
+        await it.wait_holders()
+        machine.add_container_process(greedy.pid, ALICE)
+        gpu = it.node.gpu(0)
+        it.node.start_process(gpu, SimProcess(greedy.pid, 45 * PERCENT))
+
+        [container] = (await asked(it.agent, "usage"))["containers"]
+        [part] = container["gpus"]
+        assert (container["podUid"], container["podOwner"]) == (UID, "Job/train")
+        assert (container["podPhase"], part["limitMiB"]) == ("Running", 20170 + 1024)
+        assert not part["overLimit"]
+        assert (await asked(it.agent, "status"))["enforcement"]["warnings"] == 0
+        assert greedy.returncode is None
+
+        it.node.start_process(gpu, SimProcess(greedy.pid, 60 * PERCENT))
+        assert await greedy.wait() == -signal.SIGTERM
+        await server.until(lambda: len(server.events()) == 2)
+        done = (await asked(it.agent, "status"))["enforcement"]
+
+    assert (done["warnings"], done["signals"]) == (1, {"SIGTERM": 1, "SIGKILL": 0})
+    exceeded, ended = server.events()
+    assert (exceeded["reason"], ended["reason"]) == ("GPUMemoryExceeded", "GPUProcessSignaled")
+    assert ended["regarding"]["name"] == "alice"
+    assert "its share is 10240 MiB, its limit 21194 MiB" in ended["note"]
+
+
+async def test_a_wrong_annotation_is_an_event_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    """The pod's Event names the error; its limit stays that of its shares."""
+    server, machine = SimApiServer(), SimHost(tmp_path)
+    server.add_node(NODE)
+    server.add_pod("team", "alice", NODE, {"gpu-mem-limit.cnvrg.io/metagpu": "lots"}, uid=UID)
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path,
+            "a100-40gb:1",
+            STRICT,
+            cluster_settings=joined(server, tmp_path),
+            host=machine.host,
+        ) as it,
+    ):
+        await it.until(100, 100)
+        await it.kubelet.admit(POD)
+        await server.until(server.events)
+        await it.wait_holders()
+        [container] = (await asked(it.agent, "usage"))["containers"]
+
+    assert container["gpus"][0]["limitMiB"] == 10085 + 1024
+    [event] = server.events()
+    assert event["reason"] == "GPUMemoryAnnotationRejected"
+    assert event["note"].startswith("gpu-mem-limit.cnvrg.io/metagpu: 'lots' is neither a number")
+
+
+async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> None:
+    """With a driver that knows limits, `mgctl` names the driver as the guard, at the same limit."""
+    node, machine = SimNode("615.71.09"), SimHost(tmp_path)
+    node.add_gpu(find_model("a100-40gb"))
+    machine.start(ALICE)
+
+    async with agent_at_work(tmp_path, node, STRICT, host=machine.host) as it:
+        await it.until(100, 100)
+        await it.kubelet.admit(POD)
+        await becomes(lambda: list(node.gpu(0).memory_limits.values()) == [(10085 + 1024) * MIB])
+        await becomes(lambda: it.agent.usage_service.enforcement_report["driverLimits"] == 1)
+        [container] = (await asked(it.agent, "usage"))["containers"]
+
+    [part] = container["gpus"]
+    assert (part["guard"], part["policy"], part["limitMiB"]) == ("driver", "kill", 10085 + 1024)

@@ -1,0 +1,319 @@
+"""`mgctl` in containers: the real program, a real daemon's socket, real processes.
+
+Only what makes a process one of a container, its cgroup, is a folder of the test's.
+"""
+
+import json
+import os
+import pty
+import re
+import shutil
+import termios
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import yaml
+from anyio.abc import Process
+
+from metagpu import __version__
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import Holder
+from metagpu.display.table import CLEAR_SCREEN
+from metagpu.display.usage import FORMATS, KINDS
+from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.machine.containers import SimHost
+from metagpu.sim.machine.gpu import SimProcess
+from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
+from tests.rigs.host import running
+from tests.rigs.mgctl import PROGRAM, Pods, assert_built, wait_ended
+
+ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+    """Require the program to be built from this source."""
+    assert_built()
+
+
+@dataclass
+class Node(Pods):
+    """A node with two pods, each with a process on GPU 0 that the other must not see."""
+
+    scene: Scene | None = None
+    alices: Process | None = None
+    bobs: Process | None = None
+
+    def use(self, process: Process, mib: int) -> None:
+        """Start a process that uses so much memory of GPU 0."""
+        assert self.scene
+        node = self.scene.node
+        node.start_process(node.gpu(0), SimProcess(process.pid, mib * MIB, sm=20))
+
+
+@asynccontextmanager
+async def node(tmp_path: Path, config: str = QUICK) -> AsyncIterator[Node]:
+    """Serve a node while the block lasts: Alice holds 3 shares, Bob 2."""
+    machine, folder = SimHost(tmp_path), tmp_path / "pod"
+    async with (
+        agent_at_work(tmp_path, config=config, host=machine.host, pod_dir=folder) as scene,
+        running("sleep", "60") as alices,
+        running("sleep", "61") as bobs,
+        anyio.create_task_group() as group,
+    ):
+        await scene.until(20, 20)
+        for name, shares in (("alice", 3), ("bob", 2)):
+            await scene.kubelet.admit(SimPod.single(name, {METAGPU: shares}))
+        await scene.wait_holders()
+        it = Node(machine, folder, group, scene=scene, alices=alices, bobs=bobs)
+        for process, holder, mib in ((alices, ALICE, 1000), (bobs, BOB, 777)):
+            machine.add_container_process(process.pid, holder)
+            it.use(process, mib)
+        yield it
+
+
+def pids_of(answer: Any) -> list[int]:  # noqa: ANN401 - JSON
+    """List the pids in an answer of `get processes`."""
+    parts = [part for container in answer["containers"] for part in container["gpus"]]
+    return [process["pid"] for part in parts for process in part["processes"]]
+
+
+# --- own data ------------------------------------------------------------------------------------
+
+
+async def test_a_container_sees_its_own_processes(tmp_path: Path) -> None:
+    """In a pod, `get processes` lists the pod's own, with MetaGPU's columns, and no neighbour's."""
+    async with node(tmp_path) as it:
+        result = await it.mgctl(ALICE, "get", "processes")
+
+    assert (result.status, result.err) == (0, "")
+    head, _, row, _, total = (line.split() for line in result.out.splitlines())
+    assert head == ["POD", "NS", "DEVICE", "NODE", "GPU", "MEMORY", "PID", "CMD", "REQ"]
+    assert row[:3] == ["alice", "default", "0"]
+    assert row[5:] == ["1000/12288", "MiB", str(it.alices and it.alices.pid), "sleep", "3"]
+    assert total == ["1", "1000", "MiB", "3"]
+    assert "bob" not in result.out
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_no_output_shows_anything_of_a_neighbour(tmp_path: Path, form: str) -> None:
+    """No output has names, pids, memory or shares of another pod."""
+    async with node(tmp_path) as it:
+        result = {kind: await it.mgctl(ALICE, "get", kind, "-o", form) for kind in KINDS}
+
+    assert {each.status for each in result.values()} == {0}
+    assert it.bobs
+    for leak in ("bob", "777", "sleep 61", f"pid: {it.bobs.pid}", f'pid": {it.bobs.pid}'):
+        assert not any(re.search(rf"\b{leak}\b", each.out) for each in result.values())
+    if form in {"json", "yaml"}:
+        answers = [yaml.safe_load(each.out) for each in result.values()]  # JSON is YAML
+        assert all(each["node"] for each in answers)
+
+
+async def test_each_sees_itself_at_the_same_time(tmp_path: Path) -> None:
+    """Two pods that ask at once, and share one usage collection, each get their own."""
+    async with node(tmp_path) as it:
+        answers: dict[Holder, Any] = {}
+
+        async def ask(holder: Holder) -> None:
+            answers[holder] = json.loads((await it.mgctl(holder, "get", "p", "-o", "json")).out)
+
+        async with anyio.create_task_group() as group:
+            for holder in (ALICE, BOB):
+                group.start_soon(ask, holder)
+
+    assert it.alices
+    assert it.bobs
+    assert (pids_of(answers[ALICE]), pids_of(answers[BOB])) == ([it.alices.pid], [it.bobs.pid])
+
+
+async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:
+    """No command reads other pods; the answer is status 2 and one line."""
+    async with node(tmp_path) as it:
+        for arguments in (
+            ("get", "pods", "bob"),
+            ("get", "pods", "-n", "default", "bob"),
+            ("get", "processes", "--pod=bob"),
+            ("--token", "l0", "get", "processes"),
+        ):
+            result = await it.mgctl(ALICE, *arguments)
+
+            assert (result.status, result.out) == (2, ""), result.err
+            assert result.err.startswith("mgctl: ")
+            assert result.err.count("\n") == 1
+
+
+async def test_watching_ends_with_the_watcher(tmp_path: Path) -> None:
+    """`-w` with JSON is a line each second, and ends with the program."""
+    async with (
+        node(tmp_path) as it,
+        it.started(ALICE, PROGRAM, "get", "processes", "-w", "-o", "json") as process,
+    ):
+        assert process.stdout
+        lines = b""
+        with anyio.fail_after(30):
+            while lines.count(b"\n") < 2:
+                lines += await process.stdout.receive()
+        assert it.alices
+        first_two = lines.splitlines()[:2]
+        assert [pids_of(json.loads(line)) for line in first_two] == [[it.alices.pid]] * 2
+
+        process.kill()
+        assert (await it.mgctl(ALICE, "version")).out == f"metagpu {__version__}\n"
+
+
+async def test_top_is_drawn_once_without_a_terminal(tmp_path: Path) -> None:
+    """Without a terminal, `top` prints the pod's own table once, without colours."""
+    async with node(tmp_path) as it:
+        result = await it.mgctl(ALICE, "top")
+
+    assert "default/alice (main)" in result.out
+    assert "1000/40340 MiB" in result.out
+    assert "3/10" in result.out
+    assert "\x1b" not in result.out
+
+
+async def test_help_and_version(tmp_path: Path) -> None:
+    """Help and version are the daemon's own texts."""
+    async with node(tmp_path) as it:
+        assert (await it.mgctl(ALICE, "--help")).out.startswith("usage: mgctl get")
+        assert (await it.mgctl(BOB, "version")).out == f"metagpu {__version__}\n"
+
+
+async def test_metagpus_variables_are_reported_as_unused(tmp_path: Path) -> None:
+    """An image with MetaGPU's address and token gets a note that both are unused."""
+    async with node(tmp_path) as it:
+        result = await it.mgctl(ALICE, "get", "pods", env={"MG_CTL_TOKEN": "secret"})
+
+    assert result.status == 0
+    assert result.err == (
+        "mgctl: MG_CTL_ADDR and MG_CTL_TOKEN are MetaGPU's and have no effect here: metagpu "
+        "runs on this node and identifies the caller\n"
+    )
+
+
+# --- other callers --------------------------------------------------------------------------------
+
+
+async def test_a_process_outside_pods_gets_nothing(tmp_path: Path) -> None:
+    """A process of the host, root's too, is sent to the node's own mgctl."""
+    async with node(tmp_path) as it:
+        result = await it.mgctl(None, "get", "processes")
+
+    assert (result.status, result.out) == (1, "")
+    assert result.err == (
+        "mgctl: this socket answers containers of pods alone; on the node, root asks with "
+        "metagpu's own mgctl\n"
+    )
+
+
+async def test_a_process_of_another_pid_namespace_gets_nothing(tmp_path: Path) -> None:
+    """A process that the daemon cannot identify gets an error and no data."""
+    async with node(tmp_path) as it:
+        it.machine.add_process(1, "")  # a /proc that lacks the caller
+        async with it.started(ALICE, "sh", "-c", f"read x; exec {PROGRAM} get pods") as process:
+            for shown in (it.machine.proc / str(process.pid)).iterdir():
+                shown.unlink()
+            assert process.stdin
+            await process.stdin.send(b"\n")
+            result = await wait_ended(process)
+
+    assert (result.status, result.out) == (1, "")
+    assert "metagpu cannot see who asks" in result.err
+    assert "`hostPID: true`" in result.err
+
+
+async def test_a_container_without_a_name_gets_nothing(tmp_path: Path) -> None:
+    """A container whose name is not known yet gets an error and no data."""
+    async with node(tmp_path) as it:
+        for link in it.machine.logs.iterdir():
+            if link.name.startswith("carol"):
+                link.unlink()
+        carol = Holder("default", "carol", "main")
+        async with it.started(carol, "sh", "-c", f"read x; exec {PROGRAM} get pods") as process:
+            for link in it.machine.logs.glob("carol*"):
+                link.unlink()
+            for folder in it.machine.logs.with_name("pods").glob("*_carol_*"):
+                shutil.rmtree(folder)
+            assert process.stdin
+            await process.stdin.send(b"\n")
+            result = await wait_ended(process)
+
+    assert (result.status, result.out) == (1, "")
+    assert "does not know this container's name yet" in result.err
+
+
+async def test_a_pod_without_shares_sees_empty_tables(tmp_path: Path) -> None:
+    """A pod without shares that has the folder sees empty tables."""
+    async with node(tmp_path) as it:
+        answers = await it.mgctl(Holder("default", "carol", "main"), "get", "devices", "-o", "json")
+
+    assert json.loads(answers.out)["gpus"] == []
+
+
+async def test_mgctl_can_be_switched_off(tmp_path: Path) -> None:
+    """Switched off, no grant mounts the folder, and an older pod finds no socket."""
+    async with node(tmp_path, "mgctl: {inPods: false}\n" + QUICK.lstrip()) as it:
+        assert it.scene
+        options = await it.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
+        assert options["main"].mounts == ()
+        result = await it.mgctl(ALICE, "get", "pods")
+
+    assert result.status == 1
+    assert "there is no " in result.err
+    assert "or not for containers (`mgctl: {inPods: false}`)" in result.err
+
+
+# --- mounts ---------------------------------------------------------------------------------------
+
+
+async def test_every_grant_mounts_mgctl(tmp_path: Path) -> None:
+    """A container gets the folder, and the program in its PATH, read-only."""
+    async with node(tmp_path) as it:
+        assert it.scene
+        options = await it.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
+
+    assert [(m.container_path, m.host_path, m.read_only) for m in options["main"].mounts] == [
+        ("/run/metagpu", str(it.folder), True),
+        ("/usr/local/bin/mgctl", str(it.folder / "mgctl"), True),
+    ]
+
+
+async def test_a_folder_that_cannot_be_created_costs_only_mgctl(tmp_path: Path) -> None:
+    """Pods get their shares without mounts when the folder cannot be created."""
+    (tmp_path / "file").write_text("")
+    async with agent_at_work(tmp_path, pod_dir=tmp_path / "file" / "pod") as scene:
+        await scene.until(20, 20)
+        options = await scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
+
+    assert options["main"].mounts == ()
+
+
+# --- at a terminal --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("top",), ("get", "pods", "-w")])
+async def test_at_a_terminal_tables_are_redrawn(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """At a terminal, `top` and `-w` draw in place, in colours, until the program ends."""
+    async with node(tmp_path) as it:
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (40, 120))
+        os.set_blocking(ours, False)
+        line = " ".join(arguments)
+        async with it.started(ALICE, "sh", "-c", f"exec {PROGRAM} {line} > {os.ttyname(theirs)}"):
+            seen = b""
+            with anyio.fail_after(30):
+                while seen.count(CLEAR_SCREEN.encode()) < 2:
+                    await anyio.wait_readable(ours)
+                    seen += os.read(ours, 65536)
+        for file in (ours, theirs):
+            os.close(file)
+
+    assert b"alice" in seen
+    assert b"bob" not in seen
+    assert b"\x1b[1m" in seen

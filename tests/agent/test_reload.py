@@ -1,0 +1,185 @@
+"""Other configurations while the daemon runs: the whole agent, a node and a kubelet."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.agent import config_loader, layout_manager
+from metagpu.agent.agent import Agent
+from metagpu.agent.config_source import ConfigSource
+from metagpu.backends.fraction.backend import FractionBackend
+from metagpu.core.errors import ConfigError
+from metagpu.core.model.reasons import unavailable_reason
+from metagpu.core.model.shares import ResourceName
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.machine.gpu_models import GPU_MODELS
+from tests.rigs.agent import METAGPU, QUICK, agent_at_work
+from tests.rigs.logs import capture_module_logs
+
+
+async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
+    """A reload that adds a resource leaves the other's stream untouched."""
+    two = QUICK.replace("name: all", "name: first\n    gpus: {index: 0}")
+    added = two + "  - name: rest\n    backends: [{backend: fraction, resource: example.com/r}]\n"
+
+    async with agent_at_work(tmp_path, config=two) as it:
+        await it.until(10, 10)
+        await anyio.Path(it.config_file).write_text(added)
+        await it.agent.reload()
+        await it.until(100, 100, "example.com/r")
+
+        assert it.kubelet.lists[METAGPU] == 1
+        assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An internal error is logged with its traceback, and the next reload works."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody thought of that")
+
+        with capture_module_logs(config_loader) as lines, monkeypatch.context() as patched:
+            patched.setattr(FractionBackend, "shares", fail)
+            await it.agent.reload()
+        [line] = [each for each in lines if each["log_level"] == "error"]
+        assert "by a fault of metagpu's own; the last good one stays" in line["event"]
+        assert line["exc_info"]
+        assert it.agent.config_loader.report()["error"] == (
+            "metagpu failed (RuntimeError: nobody thought of that); see its log"
+        )
+        await it.until(20, 20)
+
+        await it.agent.reload()
+        await it.until(10, 10)
+        assert it.agent.config_loader.report()["error"] is None
+
+
+async def test_an_internal_error_with_a_new_gpu_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an internal error the offer stays, and the daemon continues."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody thought of that")
+
+        with capture_module_logs(layout_manager) as lines, monkeypatch.context() as patched:
+            patched.setattr(FractionBackend, "shares", fail)
+            it.node.add_gpu(GPU_MODELS["t4"])
+            with anyio.fail_after(30):
+                while not lines:  # noqa: ASYNC110 - a log line has no event
+                    await anyio.sleep(0.01)
+        assert lines[0]["event"] == "layout of new gpus failed, by a fault of metagpu's own"
+        await it.until(20, 20)
+
+
+async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:
+    """A wrong file is refused, and the next good one takes effect without a restart."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+
+        for wrong in ("version: metagpu/v1\npools: 3", "{", QUICK.replace("10}", "1000000}")):
+            await anyio.Path(it.config_file).write_text(wrong)
+            await it.agent.reload()
+
+            assert it.agent.config.root.pools[0].name == "all"
+
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+        await it.agent.reload()
+        await it.until(10, 10)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        QUICK.replace("fraction,", "fraction, resource: example.com/new,"),
+        QUICK.replace("10}", "100}"),
+    ],
+    ids=["renamed", "cut anew"],
+)
+async def test_changed_backend_waits_for_the_holder_of_the_gpu(
+    tmp_path: Path, changed: str
+) -> None:
+    """A GPU of a pod from the old configuration is not given away under the new one."""
+    timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
+    resource = "example.com/new" if "new" in changed else METAGPU
+    shares = 100 if "100}" in changed else 10
+
+    async with agent_at_work(tmp_path, kubelet_timing=timing) as it:
+        await it.until(20, 20)
+        old = SimPod.single("old", {METAGPU: 3})
+        await it.kubelet.admit(old)
+        await it.wait_holders()
+        await anyio.Path(it.config_file).write_text(changed)
+        await it.agent.reload()
+        await it.until(2 * shares, shares, resource)
+
+        assert "held by default/old (main)" in unavailable_reason(it.state(0))
+        assert it.state(0).count_free(ResourceName(resource)) == 0
+
+        await it.kubelet.admit(SimPod.single("new", {resource: shares}))
+
+        assert len(it.state(1).leases) == shares
+
+        await it.kubelet.delete(old)
+        await it.until(2 * shares, 2 * shares, resource)
+
+        assert it.state(0).orphaned_leases == ()
+
+
+def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
+    """A wrong configuration at the start raises, with file, line and path."""
+    file = tmp_path / "bad.yaml"
+    file.write_text("version: metagpu/v1\npools:\n  - name: a\n    backends: [{backend: magic}]\n")
+
+    with pytest.raises(
+        ConfigError, match=r"bad.yaml: 4: pools\[0\].backends\[0\].backend: 'magic'"
+    ):
+        Agent(ConfigSource((file,)), NvmlDriver())
+
+
+async def test_reload_is_not_undone_by_a_gpu_that_comes(tmp_path: Path) -> None:
+    """A reload and a GPU that comes at once end in the new configuration over all GPUs."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(it.agent.reload)
+            for _ in range(5):
+                group.start_soon(it.agent.layout_manager.reapply)
+
+        assert len(it.agent.layout.shares) == 40
+        await it.until(40, 40)
+
+
+async def test_an_internal_error_over_a_changed_file_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an internal error the node is unchanged, and the next change takes effect."""
+
+    async def faulty(*_: object) -> None:
+        raise KeyError("a fault of ours")
+
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        loader = it.agent.config_loader
+        with monkeypatch.context() as patched:
+            patched.setattr(it.agent.layout_manager, "apply", faulty)
+            await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+            with anyio.fail_after(30):
+                while loader.error is None:  # noqa: ASYNC110 - it is no fact, and has no event
+                    await anyio.sleep(0.005)
+        await it.kubelet.admit(SimPod.single("train", {METAGPU: 5}))
+
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
+        await it.until(40, 20)

@@ -1,0 +1,95 @@
+"""The client of a control daemon: a wrong answer is an error with its text."""
+
+from pathlib import Path
+
+import pytest
+
+from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
+from metagpu.backends.common.mps_daemon.control import (
+    MpsControl,
+    MpsDirectories,
+    control_daemon_spec,
+)
+from metagpu.core.errors import ProgramError
+from metagpu.host.daemons import HostDaemons
+from tests.rigs.daemons import DAEMONS, serving, stand_in
+
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+MIG = "MIG-00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize("device", [GPU, MIG])
+def test_a_control_daemon_is_of_one_device(device: str) -> None:
+    """A control daemon sees one device, runs in the foreground, and has its own folders."""
+    home = Path("/run/metagpu/mps") / device
+    daemon = control_daemon_spec(device, MpsDirectories(home), SHARED_MEMORY)
+
+    assert (daemon.program, daemon.arguments) == ("nvidia-cuda-mps-control", ("-f",))
+    assert daemon.env == {
+        "CUDA_VISIBLE_DEVICES": device,
+        "CUDA_MPS_PIPE_DIRECTORY": f"{home}/pipe",
+        "CUDA_MPS_LOG_DIRECTORY": f"{home}/log",
+    }
+    assert daemon.mounts == {Path("/dev/shm"): home / "shm"}  # noqa: S108 - MPS's own place
+
+
+def test_its_sockets_have_a_path_that_linux_takes() -> None:
+    """A unix socket's path has at most 107 bytes, which allows a longer run directory."""
+    folders = MpsDirectories(Path("/run/metagpu/mps") / GPU)
+
+    assert len(str(folders.pipes / "control_privileged")) <= 85
+
+
+async def test_clients_are_listed_by_server(tmp_path: Path) -> None:
+    """The first client starts a server; each is listed by its process."""
+    async with serving(tmp_path) as it:
+        with it.client(), it.client():
+            [server] = await it.control.servers()
+            assert len(await it.control.clients(server)) == 2
+            assert await it.control.status(server) == "ACTIVE"
+
+
+@pytest.mark.parametrize("question", ["probe", "servers"])
+async def test_nonsense_is_no_answer(tmp_path: Path, question: str) -> None:
+    """The error of a wrong answer has the command and the answer."""
+    async with serving(tmp_path) as it:
+        it.steer("garbage")
+        with pytest.raises(
+            ProgramError, match=r"unexpected answer to get_\w+: '\?\\x07 not what you asked"
+        ):
+            await getattr(it.control, question)()
+
+
+async def test_a_long_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that answers in the daemon's place cannot name servers without end."""
+    async with stand_in(tmp_path) as it:
+
+        async def send_command(*_: object, **__: object) -> str:
+            return "1\n" * 5000
+
+        monkeypatch.setattr(HostDaemons, "send_command", send_command)
+        with pytest.raises(ProgramError, match="unexpected answer to get_server_list"):
+            await it.control.servers()
+
+
+async def test_silence_has_a_deadline(tmp_path: Path) -> None:
+    """A hanging control daemon costs a second here, and the error has the command."""
+    async with serving(tmp_path) as it:
+        it.steer("hang")
+        with pytest.raises(ProgramError) as caught:
+            await MpsControl(DAEMONS, it.daemon, deadline=1.0).probe()
+
+    assert str(caught.value).endswith(
+        "<<< get_default_active_thread_percentage` did not end within 1 s"
+    )
+
+
+async def test_a_crash_is_no_answer(tmp_path: Path) -> None:
+    """The sockets and the number of a crashed daemon are taken for no other one."""
+    async with serving(tmp_path) as it:
+        it.steer("crash")
+        with pytest.raises(ProgramError, match="Cannot find MPS control daemon process"):
+            await it.control.probe()
+
+        assert (it.folders.pipes / "control").is_socket()
+        assert await it.process() is None

@@ -1,0 +1,173 @@
+"""The reconciler on a simulated node: after any sequence of acts no instance leaks."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.backends.mig.backend import MigBackend
+from metagpu.backends.mig.inventory import MigTiming
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.shares import Share
+from metagpu.core.state.facts import LeasesObserved
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.mig_state import SimProvisioning
+from tests.rigs.gpu_context import BackendRig, run_backends
+from tests.rigs.mig import mig_pool, on_demand_pool
+
+PID: Final = 4242
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten delays that are seconds on a real node."""
+    timing = MigTiming(scan=0.02, poll=0.02, grace=0.02, busy=0.01, longest_busy=0.02, stagger=0.01)
+    monkeypatch.setattr(MigBackend, "timing", timing)
+    monkeypatch.setattr(
+        MigBackend, "mps_timing", MpsDaemonTiming(period=0.1, retry=0.02, deadline=20.0)
+    )
+
+
+class Node:
+    """A GPU, its pods and its failures; each method is what a node may do next."""
+
+    def __init__(self, care: BackendRig) -> None:
+        self.care = care
+        self.held = list[Share]()
+        self.gpu = care.node.gpus[0]
+
+    def ask(self, pick: int) -> None:
+        """Admit a container with a free share."""
+        state = self.care.state()
+        free = [
+            it
+            for it in state.shares
+            if it.id not in state.leases and it.id not in state.unhealthy_shares
+        ]
+        if free:
+            self.held.append(free[pick % len(free)])
+            self.care.claim(self.held[-1])
+
+    def give_back(self, pick: int) -> None:
+        """End a pod."""
+        if self.held:
+            self.care.release(self.held.pop(pick % len(self.held)))
+
+    def run(self, pick: int) -> None:
+        """Start a program on any existing instance."""
+        with self.care.node.changed:
+            there = [(it.number, c.number) for it, c in self.gpu.mig.compute_instances]
+        if there:
+            where = there[pick % len(there)]
+            self.care.node.start_process(self.gpu, SimProcess(PID, None, *where))
+
+    def end(self, _: int) -> None:
+        """End all programs."""
+        with self.care.node.changed:
+            self.gpu.processes.clear()
+
+    def fail(self, pick: int) -> None:
+        """Fail the next creations of instances, in either half."""
+        self.gpu.mig.provisioning = SimProvisioning(failures=pick % 2, compute_failures=pick % 3)
+
+    def be_busy(self, _: int) -> None:
+        """Report the driver as busy for a moment."""
+        self.gpu.mig.provisioning = SimProvisioning(in_use_until=anyio.current_time() + 0.03)
+
+    def reset(self, _: int) -> None:
+        """Reset the GPU: all instances are gone."""
+        self.care.node.reset_gpu(self.gpu)
+
+    def present(self) -> set[str]:
+        """Return the existing instances, as share ids do."""
+        with self.care.node.changed:
+            return {
+                f"{self.gpu.model.profile_name(it.profile)}@{it.start}"
+                for it in self.gpu.mig.instances.values()
+            }
+
+
+ACTS: Final = (
+    "ask",
+    "ask",
+    "ask",
+    "give_back",
+    "give_back",
+    "run",
+    "end",
+    "fail",
+    "be_busy",
+    "reset",
+)
+
+
+_acts = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 30)), max_size=14)
+
+
+@settings(max_examples=25)
+@given(_acts)
+def test_no_sequence_leaks(acts: Sequence[tuple[str, int]]) -> None:
+    """After all pods and programs ended no instance is left, and everything is on offer."""
+    anyio.run(_all_of, acts, on_demand_pool("keepWarm: 0s, deadline: 1s"), set())
+
+
+@settings(max_examples=15)
+@given(_acts)
+def test_a_layout_is_there_whatever_happened(acts: Sequence[tuple[str, int]]) -> None:
+    """After all pods and programs ended exactly the layout is there and on offer."""
+    layout = {"3g.20gb@4", "2g.10gb@2", "1g.5gb@0", "1g.5gb@1"}
+    anyio.run(_all_of, acts, mig_pool("layout: {3g.20gb: 1, 2g.10gb: 1, 1g.5gb: 2}"), layout)
+
+
+@settings(max_examples=4)
+@given(_acts)
+def test_control_daemons_are_where_instances_are(acts: Sequence[tuple[str, int]]) -> None:
+    """After all ended each instance has one control daemon that answers, and no other is left."""
+    layout = {"3g.20gb@4", "1g.5gb@2", "1g.5gb@3"}
+    options = "layout: {3g.20gb: 1, 1g.5gb: 2}, mps: {replicas: {1g.5gb: 2, 3g.20gb: 3}}"
+    with tempfile.TemporaryDirectory(prefix="mg", dir="/tmp") as folder:
+        anyio.run(_all_of, acts, mig_pool(options), layout, folder)
+        assert not _running(folder)
+
+
+def _running(folder: str) -> set[str]:
+    """Return the devices with a control daemon; a daemon writes and removes its pid file."""
+    return {file.parts[-3] for file in Path(folder).glob("mps/*/pipe/*.pid")}
+
+
+async def _all_of(
+    acts: Sequence[tuple[str, int]], text: str, at_last: set[str], folder: str = "/nowhere"
+) -> None:
+    injection = Injection(run_dir=folder)
+    async with run_backends(
+        text, gpu_models="a100-40gb:1", mig_enabled=True, injection=injection
+    ) as care:
+        node = Node(care)
+        care.registry.apply(LeasesObserved({}, at=0))
+        await _until(lambda: "mig" not in care.state().suspended)
+
+        for act, pick in acts:
+            getattr(node, act)(pick)
+            await anyio.sleep(0.005)
+
+        for share in node.held:
+            care.release(share)
+        node.end(0)
+        node.gpu.mig.provisioning = SimProvisioning()
+        await _until(lambda: node.present() == at_last and not care.state().unhealthy_shares)
+        if folder != "/nowhere":
+            devices = {made.device for made in care.state().provisioned["mig"].devices.values()}
+            await _until(lambda: _running(folder) == devices)
+
+
+async def _until(is_so: object) -> None:
+    assert callable(is_so)
+    with anyio.fail_after(30):
+        while not is_so():  # noqa: ASYNC110 - the node tells nobody
+            await anyio.sleep(0.005)

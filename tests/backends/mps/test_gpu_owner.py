@@ -1,0 +1,251 @@
+"""A GPU with MPS as its owner: real processes in place of NVIDIA's, on a simulated GPU."""
+
+import stat
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from metagpu.backends.common.mps_daemon import supervisor
+from metagpu.backends.mps import gpu_owner
+from metagpu.core.model.gpu import MIB
+from metagpu.core.state.facts import GpuFaulted, GpuRecovered
+from metagpu.sim.machine.gpu import SimProcess
+from tests.backends.mps.rig import ALONE, DEFAULT, EXCLUSIVE, MIXED, mps
+from tests.rigs.daemons import DAEMONS
+from tests.rigs.logs import capture_module_logs
+
+# --- who has the GPU ----------------------------------------------------------------------------
+
+
+async def test_the_gpu_is_for_clients_alone_while_it_is_held(tmp_path: Path) -> None:
+    """The compute mode is set with the first lease and put back after the last."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        assert it.care.node.gpus[0].compute_mode == DEFAULT
+        share = it.care.share("mps")
+        it.care.claim(share)
+        await it.mode(EXCLUSIVE)
+
+        it.care.release(share)
+        await it.mode(DEFAULT)
+        await it.becomes(lambda state: state.owner is None)
+
+
+async def test_an_operators_own_mode_stays(tmp_path: Path) -> None:
+    """An exclusive mode that the operator set stays exclusive."""
+    async with mps(tmp_path) as it:
+        it.care.node.gpus[0].compute_mode = EXCLUSIVE
+        await it.ready()
+        share = it.care.share("mps")
+        it.care.claim(share)
+        it.care.release(share)
+        await it.becomes(lambda state: state.owner is None)
+
+        assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
+
+
+async def test_without_permission_shares_are_served(tmp_path: Path) -> None:
+    """A mode that cannot be set is logged, and costs no share."""
+    with capture_module_logs(gpu_owner) as logs:
+        async with mps(tmp_path) as it:
+            await it.ready()
+            it.care.node.root = False
+            share = it.care.share("mps")
+            it.care.claim(share)
+            it.care.release(share)
+            await it.becomes(lambda state: state.owner is None)
+
+    assert "exclusive compute mode not set" in [line["event"] for line in logs]
+
+
+async def test_a_gpu_is_owned_and_cleaned_up(tmp_path: Path) -> None:
+    """In a mixed pool other backends wait for the end of the last client, server and mode."""
+    async with mps(tmp_path, MIXED) as it:
+        await it.ready()
+        process = await it.process()
+        share, whole = it.care.share("mps"), it.care.share("whole")
+        it.care.claim(share)
+        assert it.care.state().owner == "mps"
+        assert whole.id in it.care.state().unavailable_shares
+        with it.at().client():
+            await it.mode(EXCLUSIVE)
+            assert await it.at().control.servers() != []
+            it.care.release(share)
+            await it.care.settled()
+
+            assert it.care.state().owner == "mps"
+            assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
+        await it.becomes(lambda state: state.owner is None)
+
+        assert whole.id not in it.care.state().unavailable_shares
+        assert it.care.node.gpus[0].compute_mode == DEFAULT
+        assert await it.at().control.servers() == []
+        assert await it.process() == process  # the control daemon itself holds nothing
+
+
+async def test_a_process_that_stays_keeps_the_gpu(tmp_path: Path) -> None:
+    """No other backend gets a GPU with a process."""
+    async with mps(tmp_path, MIXED) as it:
+        await it.ready()
+        share = it.care.share("mps")
+        it.care.node.start_process(it.care.node.gpus[0], SimProcess(4711, 100 * MIB))
+        it.care.claim(share)
+        await it.mode(EXCLUSIVE)
+        it.care.release(share)
+        await it.becomes(lambda state: "mps" in state.cleaning)
+        await it.care.settled()
+        assert it.care.state().owner == "mps"
+
+        it.care.node.end_process(it.care.node.gpus[0], 4711)
+        await it.becomes(lambda state: state.owner is None)
+
+
+async def test_a_gpu_that_is_used_again_is_not_cleaned_up(tmp_path: Path) -> None:
+    """A container during the cleanup gets the GPU, which stays exclusive."""
+    async with mps(tmp_path, MIXED) as it:
+        await it.ready()
+        share, other = it.care.share("mps"), it.care.share("mps", 1)
+        it.care.claim(share)
+        with it.at().client():
+            await it.mode(EXCLUSIVE)
+            it.care.release(share)
+            await it.becomes(lambda state: "mps" in state.cleaning)
+            it.care.claim(other)
+        await it.care.settled()
+
+        assert it.care.state().owner == "mps"
+        assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
+
+
+async def test_a_reset_gpu_is_set_exclusive_again(tmp_path: Path) -> None:
+    """A reset clears the GPU's mode; the recovery sets it again."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        it.care.claim(it.care.share("mps"))
+        await it.mode(EXCLUSIVE)
+        gpu = it.care.gpus[0].id
+        it.care.registry.apply(GpuFaulted(gpu, "XID 79", at=1.0))
+        it.care.node.gpus[0].compute_mode = DEFAULT
+        await it.care.settled()
+        it.care.registry.apply(GpuRecovered(gpu, "it passed its checks", at=2.0))
+
+        await it.mode(EXCLUSIVE)
+
+
+async def test_shared_memory_is_emptied_after_the_last_lease(tmp_path: Path) -> None:
+    """Files of containers in /dev/shm stay while one of them holds a share, and no longer."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        share, other = it.care.share("mps"), it.care.share("mps", 1)
+        shm = it.at().folders.shm
+        it.care.claim(share)
+        it.care.claim(other)
+        await it.mode(EXCLUSIVE)
+        (shm / "torch_1").write_bytes(b"x" * 4096)
+        (shm / "deep" / "deeper").mkdir(parents=True)
+        it.care.release(share)
+        await it.care.settled()
+        assert (shm / "torch_1").exists()
+
+        it.care.release(other)
+        await it.becomes(lambda state: state.owner is None)
+        assert list(shm.iterdir()) == []
+        assert stat.S_IMODE(shm.stat().st_mode) == 0o1777
+
+
+# --- ends and new beginnings --------------------------------------------------------------------
+
+
+async def test_the_next_daemon_adopts(tmp_path: Path) -> None:
+    """A control daemon with clients survives a restart of the agent and is adopted."""
+    async with mps(tmp_path, stays=True) as first:
+        await first.ready()
+        process = await first.process()
+        connection = first.at().client()
+        connection.__enter__()
+        first.care.claim(first.care.share("mps"))
+        await first.mode(EXCLUSIVE)
+
+    assert await first.process() == process
+    with capture_module_logs(supervisor) as logs:
+        async with mps(tmp_path, care=first.care) as second:
+            await second.ready()
+            assert await second.process() == process
+            assert len(await second.at().control.servers()) == 1
+            second.care.claim(second.care.share("mps"))
+            await second.mode(EXCLUSIVE)
+            second.care.release(second.care.share("mps"))
+            connection.__exit__(None, None, None)
+            await second.mode(DEFAULT)
+
+    assert {"event": "mps control daemon adopted", "pid": process.pid} in [
+        {"event": line["event"], "pid": line.get("pid")} for line in logs
+    ]
+
+
+async def test_other_options_adopt_too(tmp_path: Path) -> None:
+    """A reload that changes the units of a GPU in use does not touch its control daemon."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        process = await it.process()
+        it.care.claim(it.care.share("mps"))
+        it.care.apply(ALONE.replace("10", "5"))
+        await it.becomes(lambda state: len(state.shares) == 5)
+        await it.ready()
+
+        assert await it.process() == process
+
+
+async def test_an_unused_daemon_ends_with_the_agent(tmp_path: Path) -> None:
+    """A daemon without clients and leases is quit."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        process = await it.process()
+
+    with anyio.fail_after(30):
+        await DAEMONS.wait_ended(process)
+    assert await it.at().process() is None
+
+
+async def test_a_pool_that_drops_mps_quits_it(tmp_path: Path) -> None:
+    """After the last client under a configuration without MPS the daemon and its files are gone."""
+    async with mps(tmp_path, MIXED) as it:
+        await it.ready()
+        process, share = await it.process(), it.care.share("mps")
+        it.care.claim(share)
+        await it.mode(EXCLUSIVE)
+        it.care.apply(MIXED.replace("{backend: mps, unitsPerGpu: 10}, ", ""))
+        await it.care.settled()
+        assert await it.process() == process
+
+        it.care.release(share)
+        with anyio.fail_after(30):
+            await DAEMONS.wait_ended(process)
+        assert it.care.node.gpus[0].compute_mode == DEFAULT
+
+
+async def test_a_killed_daemons_mode_is_put_back(tmp_path: Path) -> None:
+    """A mode that a killed agent set is reset by the next, if no lease needs it."""
+    async with mps(tmp_path) as first:
+        await first.ready()
+    await to_thread.run_sync(first.at().folders.save_compute_mode, "DEFAULT")
+    first.care.node.gpus[0].compute_mode = EXCLUSIVE
+
+    async with mps(tmp_path, care=first.care) as second:
+        await second.mode(DEFAULT)
+        await second.ready()
+
+
+async def test_folders_have_restricted_modes(tmp_path: Path) -> None:
+    """Each GPU's folders are its own; other users pass the outer ones, and list nothing."""
+    async with mps(tmp_path) as it:
+        await it.ready()
+        folders = it.at().folders
+
+        def mode(folder: Path) -> int:
+            return stat.S_IMODE(folder.stat().st_mode)
+
+        assert mode(folders.home.parent) == mode(folders.home) == 0o711
+        assert mode(folders.pipes) == mode(folders.logs) == 0o755
+        assert mode(folders.shm) == 0o1777

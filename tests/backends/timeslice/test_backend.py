@@ -1,0 +1,387 @@
+"""The backend `timeslice`: replicas, preference, refusal, grant, and time slices."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metagpu.backends.timeslice import backend as timeslice
+from metagpu.backends.timeslice.backend import TimesliceBackend, TimesliceTiming
+from metagpu.core.contracts.backend import Options, installed_backends
+from metagpu.core.errors import ConfigError, ProgramError, ProgramMissing, TooManyReplicas
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed
+from metagpu.testing.node import RecordedPrograms
+from tests.rigs.build import after, config, gpu, layout_of, offered
+from tests.rigs.gpu_context import BackendRig, run_backends
+from tests.rigs.logs import capture_module_logs
+
+A, B, C = gpu(0), gpu(1), gpu(2)
+SHARED = ResourceName("nvidia.com/gpu.shared")
+
+
+def pool(options: str = "replicas: 4") -> str:
+    """Write a configuration of one pool of time-slices."""
+    return (
+        "version: metagpu/v1\npools:\n"
+        f"  - {{name: all, backends: [{{backend: timeslice, {options}}}]}}\n"
+    )
+
+
+def node(*gpus: Gpu, options: str = "replicas: 4") -> tuple[TimesliceBackend, Snapshot]:
+    """Offer replicas of GPUs; return the backend and the snapshot."""
+    layout, snapshot = offered(*gpus, text=pool(options))
+    backend = layout.backends[SHARED]
+    assert isinstance(backend, TimesliceBackend)
+    return backend, snapshot
+
+
+def of(snapshot: Snapshot, where: Gpu, *numbers: int) -> list[Share]:
+    """Return replicas of a GPU by their numbers, all of them without numbers."""
+    shares = [share for share in snapshot.gpus[where.id].shares if share.backend == "timeslice"]
+    return [shares[number] for number in numbers] if numbers else shares
+
+
+def counted(shares: Sequence[Share]) -> dict[str, int]:
+    """Count replicas by GPU."""
+    return dict(Counter(share.gpu for share in shares))
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def test_timeslice_is_an_entry_point() -> None:
+    """The backend `timeslice` is installed as an entry point under its own name."""
+    assert installed_backends()["timeslice"] is TimesliceBackend
+
+
+def test_a_gpu_is_offered_as_often_as_it_has_replicas() -> None:
+    """Each replica has an id of its GPU, a slot of its own and an n-th of the memory."""
+    _, snapshot = node(A)
+
+    assert of(snapshot, A) == [
+        Share(
+            id=of(snapshot, A)[number].id,
+            gpu=A.id,
+            resource=SHARED,
+            backend="timeslice",
+            number=number,
+            footprint=frozenset({f"t{number}"}),
+            memory=10240 * MIB,
+        )
+        for number in range(4)
+    ]
+    assert [share.id for share in of(snapshot, A)] == [f"{A.id}::t{number}" for number in range(4)]
+
+
+def test_one_replica_is_legal() -> None:
+    """A pool may offer each GPU once under the name of the shared ones."""
+    _, snapshot = node(A, B, options="replicas: 1")
+
+    assert [share.memory for share in snapshot.offers[SHARED].shares.values()] == [A.memory] * 2
+
+
+def test_pools_give_different_counts_under_one_name() -> None:
+    """Each GPU has the count of its own pool, whatever name they share."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - {name: a, gpus: {index: 0}, backends: [{backend: timeslice, replicas: 2}]}\n"
+        "  - {name: b, backends: [{backend: timeslice, replicas: 5}]}\n"
+    )
+    layout = layout_of(A, B, text=text)
+
+    assert counted(layout.shares) == {A.id: 2, B.id: 5}
+    assert {share.resource for share in layout.shares} == {SHARED}
+
+
+def test_the_resource_can_be_renamed() -> None:
+    """The name is the pool's choice, NVIDIA's default name for whole GPUs included."""
+    layout = layout_of(A, text=pool("replicas: 2, resource: nvidia.com/gpu"))
+
+    assert layout.offer_fact.resources == ("nvidia.com/gpu",)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("resource: a.b/c", "replicas"),
+        ("replicas: 0", "replicas is 0; allowed: 1 to 100000"),
+        ("replicas: 100001", "replicas is 100001; allowed: 1 to 100000"),
+        ("replicas: 2, allocationPolicy: spread", "distributed"),
+        ("replicas: 2, timeSlice: endless", "medium"),
+        ("replicas: 2, timeslice: long", "did you mean timeSlice"),
+        ("replicas: 2, resource: gpu", "is no resource name"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_allowed_ones(options: str, problem: str) -> None:
+    """A wrong option is refused with the allowed values."""
+    with pytest.raises(ConfigError, match=problem):
+        config(pool(options))
+
+
+def test_only_its_own_options_make_a_backend() -> None:
+    """Options of another backend are a mistake of ours."""
+    with pytest.raises(TypeError, match="timeslice cannot read Options"):
+        TimesliceBackend.configured(Options(backend="other"), Injection())
+
+
+# --- preference -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("distributed", {A.id: 2, C.id: 1}), ("packed", {B.id: 1, C.id: 2})]
+)
+def test_a_preference_follows_the_policy(policy: str, expected: dict[str, int]) -> None:
+    """The pool's policy decides: of A 1 is held, of B 3 and of C 2."""
+    backend, snapshot = node(A, B, C, options=f"replicas: 4, allocationPolicy: {policy}")
+    available = [*of(snapshot, A, 1, 2, 3), *of(snapshot, B, 3), *of(snapshot, C, 2, 3)]
+
+    assert counted(backend.prefer(available, [], 3, snapshot)) == expected
+
+
+def test_spreading_is_the_default() -> None:
+    """Without an option one request is spread over GPUs, as NVIDIA's plugin does it."""
+    backend, snapshot = node(A, B)
+
+    assert counted(backend.prefer([*of(snapshot, A), *of(snapshot, B)], [], 2, snapshot)) == {
+        A.id: 1,
+        B.id: 1,
+    }
+
+
+def test_a_faulty_gpu_comes_last() -> None:
+    """Replicas of a faulty GPU are taken when no other GPU has one left."""
+    backend, snapshot = node(A, B, options="replicas: 2")
+    snapshot = after(GpuFaulted(A.id, "XID 79", at=1), since=snapshot)
+    available = [*of(snapshot, A), *of(snapshot, B)]
+
+    assert counted(backend.prefer(available, [], 2, snapshot)) == {B.id: 2}
+    assert counted(backend.prefer(available, [], 3, snapshot)) == {B.id: 2, A.id: 1}
+
+
+def test_a_gpu_of_another_backend_comes_last() -> None:
+    """A GPU that another backend has just taken is not preferred, though still listed."""
+    text = pool().replace("[{", "[{backend: fraction}, {")
+    layout, snapshot = offered(A, B, text=text)
+    fraction = next(share for share in layout.shares if share.backend == "fraction")
+    snapshot = after(SharesClaimed((fraction,), at=1), since=snapshot)
+    available = [*of(snapshot, A), *of(snapshot, B)]
+
+    chosen = layout.backends[SHARED].prefer(available, [], 3, snapshot)
+    assert counted(chosen) == {B.id: 3}
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[list[Share], list[Share], int, Snapshot, TimesliceBackend]:
+    """Create a node of up to four GPUs, some faulty, and any request for its replicas."""
+    gpus = [gpu(index) for index in range(draw(st.integers(1, 4)))]
+    policy = draw(st.sampled_from(["distributed", "packed"]))
+    backend, snapshot = node(*gpus, options=f"replicas: 5, allocationPolicy: {policy}")
+    for each in gpus:
+        if draw(st.booleans()):
+            snapshot = after(GpuFaulted(each.id, "XID 79", at=1), since=snapshot)
+
+    shares = list(snapshot.offers[SHARED].shares.values())
+    available = draw(st.lists(st.sampled_from(shares), unique_by=lambda share: share.id))
+    required = draw(st.lists(st.sampled_from(shares), unique_by=lambda s: s.id, max_size=3))
+    return available, required, draw(st.integers(0, 24)), snapshot, backend
+
+
+@given(questions())
+def test_exactly_as_many_as_asked_for(
+    question: tuple[list[Share], list[Share], int, Snapshot, TimesliceBackend],
+) -> None:
+    """On any node exactly n replicas are preferred while n are there, all required ones in."""
+    available, required, size, snapshot, backend = question
+    chosen = backend.prefer(available, required, size, snapshot)
+    there = {*available, *required}
+
+    assert len(set(chosen)) == len(chosen) == min(size, len(there))
+    assert set(chosen) <= there
+    assert set(required) <= set(chosen) or set(chosen) <= set(required)
+
+
+@given(questions(), st.randoms())
+def test_the_order_of_the_request_does_not_matter(
+    question: tuple[list[Share], list[Share], int, Snapshot, TimesliceBackend], chance: Random
+) -> None:
+    """The kubelet's order is random; the preference is not."""
+    available, required, size, snapshot, backend = question
+    mixed = chance.sample(available, len(available))
+    must = chance.sample(required, len(required))
+
+    assert backend.prefer(mixed, must, size, snapshot) == backend.prefer(
+        available, required, size, snapshot
+    )
+
+
+# --- refusal --------------------------------------------------------------------------------------
+
+
+def test_several_replicas_may_be_refused() -> None:
+    """A pool may refuse several replicas for one container, in NVIDIA's words."""
+    backend, snapshot = node(A, options="replicas: 4, failRequestsGreaterThanOne: true")
+    backend.check(of(snapshot, A, 2), snapshot)
+
+    with pytest.raises(TooManyReplicas) as caught:
+        backend.check(of(snapshot, A, 0, 1), snapshot)
+    assert str(caught.value) == (
+        'invalid allocation request for "nvidia.com/gpu.shared": invalid request: '
+        "maximum request size for shared resources is 1; found 2"
+    )
+
+
+def test_several_replicas_are_granted_otherwise() -> None:
+    """By default a container may hold any number of replicas."""
+    backend, snapshot = node(A, B)
+
+    backend.check([*of(snapshot, A), *of(snapshot, B)], snapshot)
+
+
+# --- grant ----------------------------------------------------------------------------------------
+
+
+async def test_a_grant_names_each_gpu_once_with_its_memory() -> None:
+    """GPUs come once, by index; the memory is that of the replicas held, as a variable alone."""
+    backend, snapshot = node(A, B, options="replicas: 3")
+    grant = await backend.grant([*of(snapshot, B, 2, 0), *of(snapshot, A)], snapshot)
+
+    assert grant.envs == {
+        "NVIDIA_VISIBLE_DEVICES": f"{A.id},{B.id}",
+        "METAGPU_MEMORY_MIB": f"{A.id}=40960,{B.id}=27306",
+    }
+
+
+async def test_everything_of_the_injection_is_granted() -> None:
+    """A grant has the injection's mounts, nodes, annotations and CDI names."""
+    text = pool() + "deviceListStrategy: [volume-mounts, cdi-cri]\n"
+    layout, snapshot = offered(A, text=text)
+    grant = await layout.backends[SHARED].grant(of(snapshot, A, 0), snapshot)
+
+    assert [mount.container_path for mount in grant.mounts] == [
+        f"/var/run/nvidia-container-devices/{A.id}"
+    ]
+    assert grant.cdi_names == (f"metagpu.io/gpu={A.id}",)
+
+
+# --- the length of a turn -------------------------------------------------------------------------
+
+
+def command(where: Gpu, step: int) -> str:
+    """Write the command that sets a time slice."""
+    return f"nvidia-smi compute-policy -i {where.id} --set-timeslice {step}"
+
+
+@asynccontextmanager
+async def serving(
+    options: str, programs: RecordedPrograms, gpu_models: str = "t4:1"
+) -> AsyncIterator[tuple[BackendRig, list[str]]]:
+    """Run the backend while the block lasts; the warnings are complete after it."""
+    warnings: list[str] = []
+
+    with capture_module_logs(timeslice) as logs:
+        async with run_backends(
+            pool(f"replicas: 4{options}"), gpu_models=gpu_models, programs=programs
+        ) as rig:
+            yield rig, warnings
+    warnings += [str(line) for line in logs if line["log_level"] == "warning"]
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"), [("short", [1, 0]), ("medium", [2, 0]), ("long", [3, 0]), ("default", [0])]
+)
+async def test_the_time_slice_is_the_pools(length: str, steps: list[int]) -> None:
+    """The time slice is set while the GPU is offered, and reset to the default after."""
+    programs = RecordedPrograms()
+
+    async with serving(f", timeSlice: {length}", programs) as (rig, warnings):
+        [where] = rig.gpus
+
+    assert warnings == []
+    assert programs.calls == [command(where, step) for step in steps]
+
+
+async def test_without_an_option_no_time_slice_is_set() -> None:
+    """A pool without the option leaves the GPU's time slice as it is."""
+    programs = RecordedPrograms()
+
+    async with serving("", programs):
+        pass
+    assert programs.calls == []
+
+
+async def test_an_unfinished_time_slice_is_reset() -> None:
+    """A backend that is stopped while nvidia-smi runs resets the time slice."""
+    programs = RecordedPrograms(hold=True)
+
+    async with serving(", timeSlice: long", programs) as (rig, _):
+        [where] = rig.gpus
+        programs.hold = False
+
+    assert programs.calls == [command(where, 3), command(where, 0)]
+
+
+async def test_a_time_slice_is_set_again_after_a_fault() -> None:
+    """A reset may have ended a fault, and it takes the time slice with it."""
+    programs = RecordedPrograms()
+
+    async with serving(", timeSlice: long", programs) as (rig, _):
+        [where] = rig.gpus
+        rig.registry.apply(GpuFaulted(where.id, "XID 79", at=1))
+        await rig.settled()
+        assert programs.calls == [command(where, 3)]
+
+        rig.registry.apply(GpuRecovered(where.id, "mended", at=2))
+        await rig.settled()
+
+    assert programs.calls == [command(where, 3), command(where, 3), command(where, 0)]
+
+
+async def test_a_missing_program_is_one_warning() -> None:
+    """Without nvidia-smi the shares are served all the same; one warning has option and fix."""
+    programs = RecordedPrograms(
+        refusal=ProgramMissing("there is no nvidia-smi here; looked in PATH")
+    )
+
+    async with serving(", timeSlice: short", programs, "t4:2") as (rig, warnings):
+        assert all(rig.state(index).unhealthy_shares == frozenset() for index in (0, 1))
+
+    [warning] = warnings
+    assert "timeSlice needs nvidia-smi" in warning
+    assert "--dev-root" in warning
+    assert "looked in PATH" in warning
+    assert programs.calls == [command(where, 1) for where in rig.gpus]
+
+
+async def test_a_failed_program_is_a_warning_for_its_gpu() -> None:
+    """A failure of nvidia-smi for a GPU is logged with its output, and nothing is reset."""
+    programs = RecordedPrograms(
+        refusal=ProgramError("`nvidia-smi` failed with status 3: Not Supported")
+    )
+
+    async with serving(", timeSlice: short", programs, "t4:2") as (rig, warnings):
+        pass
+
+    assert all(each.id in warning for each, warning in zip(rig.gpus, warnings, strict=True))
+    assert all("Not Supported" in warning for warning in warnings)
+    assert programs.calls == [command(where, 1) for where in rig.gpus]
+
+
+async def test_a_failed_program_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed time slice is set as soon as possible; the same failure is logged once."""
+    monkeypatch.setattr(TimesliceBackend, "timing", TimesliceTiming(retry=0))
+    refusal = ProgramError("`nvidia-smi` failed with status 9: no driver")
+    programs = RecordedPrograms(refusal=refusal, refuses=3)
+
+    async with serving(", timeSlice: short", programs) as (rig, warnings):
+        [where] = rig.gpus
+
+    assert len(warnings) == 1
+    assert programs.calls == [command(where, 1)] * 4 + [command(where, 0)]

@@ -1,0 +1,118 @@
+"""Errors of the command line, and of output that cannot be written."""
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from metagpu.__main__ import main as program
+from metagpu.cli.metagpu import main
+from metagpu.cli.parser import run_command
+
+ALL = "run, demo, explain, validate, plan, status, acknowledge, cordon, uncordon, sim"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "metagpu: the following arguments are required: COMMAND; see `metagpu --help`"),
+        (
+            "explan",
+            (
+                f"metagpu: COMMAND: 'explan' is not known here; allowed: {ALL}; did you mean "
+                "explain? See `metagpu --help`"
+            ),
+        ),
+        (
+            "run --kubelet-dri=/x --json",
+            (
+                "metagpu run: unknown arguments: --kubelet-dri=/x --json; did you mean "
+                "--kubelet-dir? See `metagpu run --help`"
+            ),
+        ),
+        (
+            "run --log-level loud",
+            (
+                "metagpu run: --log-level: 'loud' is not known here; allowed: debug, info, "
+                "warning, error; see `metagpu run --help`"
+            ),
+        ),
+        (
+            "sim xid 0",
+            (
+                "metagpu sim xid: the following arguments are required: XID; see "
+                "`metagpu sim xid --help`"
+            ),
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong command line ends with status 2, and one line has the correct form."""
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def run_explain(output: int) -> subprocess.CompletedProcess[bytes]:
+    """Run `metagpu explain --json` as a program that writes to a file descriptor."""
+    code = "import sys; from metagpu.cli.metagpu import main; sys.exit(main())"
+    return subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", code, "explain", "--simulate", "a100-40gb:8", "--json"],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    """`| head` gets its lines, and no broken pipe is reported."""
+    read, write = os.pipe()
+    os.close(read)
+    done = run_explain(write)
+    os.close(write)
+
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_full_disk_is_one_line() -> None:
+    """Output that cannot be written is one line with the reason, and no traceback."""
+    with Path("/dev/full").open("wb") as full:
+        done = run_explain(full.fileno())
+
+    assert done.returncode == 1
+    assert done.stderr == b"metagpu: cannot write: No space left on device\n"
+
+
+def test_an_interrupt_before_the_command_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while modules are loaded prints no traceback."""
+
+    class Impatient(MetaPathFinder):
+        def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+            if fullname == "metagpu.cli.metagpu":
+                raise KeyboardInterrupt
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [Impatient(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "metagpu.cli.metagpu")
+
+    monkeypatch.setattr(gc, "disable", lambda: None)
+
+    assert program() == 130
+
+
+def test_other_failures_are_not_hidden() -> None:
+    """An internal error keeps its traceback."""
+
+    def command() -> int:
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
+
+    with pytest.raises(IsADirectoryError):
+        run_command("metagpu", command)

@@ -1,0 +1,117 @@
+"""Durations and amounts of memory as people write them."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metagpu.core.config.units import Bytes, Duration, PciDevice, decode_unit
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("250ms", 0.25),
+        ("30s", 30),
+        ("5m", 300),
+        ("1h", 3600),
+        ("1.5h", 5400),
+        ("0s", 0),
+        (" 7 s ", 7),
+        ("12", 12),
+        (12, 12),
+        (0.5, 0.5),
+    ],
+)
+def test_durations(text: object, seconds: float) -> None:
+    """A duration is a number with ms, s, m or h; a plain number is seconds."""
+    assert Duration.parse(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s", "-1s", "1d", "1 min", "1h30m", "1e3s", "inf", "nan", True, None, [1]]
+)
+def test_no_durations(text: object) -> None:
+    """Other values are refused with an example of a duration."""
+    with pytest.raises(ValueError, match="is no duration; write one like 250ms, 30s, 5m or 1h"):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1Ki", 2**10),
+        ("512Mi", 2**29),
+        ("1Gi", 2**30),
+        ("1.5Gi", 3 * 2**29),
+        ("2Ti", 2**41),
+        ("1K", 1000),
+        ("16M", 16 * 10**6),
+        ("16G", 16 * 10**9),
+        ("1T", 10**12),
+        ("1048576", 2**20),
+        (1048576, 2**20),
+        (" 1 Gi ", 2**30),
+        ("9007199254740993", 2**53 + 1),
+        ("8796093022208.5Ki", 2**53 + 512),
+        pytest.param("9" * 400, 10**400 - 1, id="more than a float can hold"),
+    ],
+)
+def test_amounts_of_memory(text: object, count: int) -> None:
+    """An amount is a Kubernetes quantity or a plain number of bytes, exact at any size."""
+    assert Bytes.parse(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "-1Gi", "1Gb", "1gi", "1 GiB", "1Pi", False, None])
+def test_no_amounts_of_memory(text: object) -> None:
+    """Other values are refused with an example of an amount."""
+    with pytest.raises(ValueError, match="is no amount of memory; write one like 512Mi, 1Gi or"):
+        Bytes.parse(text)
+
+
+@given(st.integers(0, 2**62), st.sampled_from(["", "Ki", "Mi", "Gi", "Ti", "K", "M", "G", "T"]))
+def test_whole_amounts_are_exact(count: int, unit: str) -> None:
+    """A whole number of any unit is exactly that many bytes."""
+    factor = Bytes.parse(f"1{unit}")
+
+    assert Bytes.parse(f"{count}{unit}") == count * factor
+
+
+@given(st.text() | st.integers() | st.floats() | st.booleans() | st.none())
+def test_whatever_is_read_is_a_unit_or_refused(value: object) -> None:
+    """Reading ends in an amount that is not negative or a ValueError, nothing else."""
+    for unit in (Duration, Bytes):
+        with suppress(ValueError):
+            assert unit.parse(value) >= 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(60, "60s"), (0.25, "0.25s"), (3600, "3600s"), (1.5, "1.5s")]
+)
+def test_a_duration_is_written_in_seconds(seconds: float, text: str) -> None:
+    """A duration is written in the form that a file takes."""
+    assert str(Duration(seconds)) == text
+    assert Duration.parse(text) == seconds
+
+
+def test_only_our_units_are_decoded() -> None:
+    """An unknown type is a programming error, not an error of the file."""
+    assert decode_unit(Bytes, "1Ki") == 1024
+    assert decode_unit(Duration, "1m") == 60
+    with pytest.raises(NotImplementedError, match="complex"):
+        decode_unit(complex, "1")
+
+
+@pytest.mark.parametrize("text", ["0x20B010DE", "0x20b010de", 0x20B010DE, "548409566"])
+def test_pci_devices(text: object) -> None:
+    """A GPU model is given by PCI ids, device before vendor, which YAML reads as a number."""
+    assert PciDevice.parse(text) == 0x20B010DE
+    assert str(PciDevice.parse(text)) == "0x20B010DE"
+
+
+@pytest.mark.parametrize("text", ["20B010DE", "0x20B0", "", True, None, -1, 2**32])
+def test_no_pci_devices(text: object) -> None:
+    """Other values are refused with an example of PCI ids."""
+    with pytest.raises(ValueError, match="is no PCI device id; write one like 0x20B010DE: device"):
+        PciDevice.parse(text)

@@ -1,0 +1,457 @@
+"""The health watch on a driver with given answers: its log events and bus events."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import cast
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.config.config import HealthConfig
+from metagpu.core.config.units import Duration
+from metagpu.core.contracts.driver import (
+    ComputeMode,
+    DriverEvent,
+    EccError,
+    GpuCondition,
+    GpuProcess,
+    MigDriver,
+    RecoveryAction,
+    RecoveryActionChanged,
+    RemappedRows,
+    Survey,
+    Xid,
+)
+from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
+from metagpu.core.health import fault_log as fault_news
+from metagpu.core.health import watch as health
+from metagpu.core.health.watch import HealthWatch
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.shares import (
+    Fault,
+    HardwareDevice,
+    ProvisionedState,
+    Recovery,
+    ShareId,
+)
+from metagpu.core.model.xid import Severity
+from metagpu.core.state.events import MemoryErrorReported, XidReported
+from metagpu.core.state.facts import GpuRecovered, ProvisioningReported
+from metagpu.core.state.registry import Registry
+from tests.rigs.build import gpu
+from tests.rigs.logs import capture_module_logs
+
+Answer = Sequence[DriverEvent] | DriverTimeout
+
+
+@dataclass
+class ScriptedDriver:
+    """A driver of one GPU that returns these events, then none; `asked` is set at their end.
+
+    `found` is what a check finds, nothing wrong if `None`; `gpus` what NVML lists.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    during_check: Callable[[], Awaitable[None]] | None = None
+    asked: anyio.Event = field(default_factory=anyio.Event)
+    found: GpuCondition | GpuLost | None = None
+    gpus: tuple[Gpu, ...] = (gpu(0),)
+    unheard: Mapping[GpuId, str] = field(default_factory=dict)
+    renewed: anyio.Event = field(default_factory=anyio.Event)
+    mig: MigDriver = field(init=False)
+
+    @property
+    def unanswered_calls(self) -> Sequence[str]:
+        """Return no hanging call."""
+        return ()
+
+    @property
+    def has_threads(self) -> bool:
+        """Return that no thread is left."""
+        return False
+
+    def session(self) -> AbstractAsyncContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    async def survey(self) -> Survey:
+        """Return the one GPU."""
+        return Survey(self.gpus)
+
+    async def condition(self, gpu: GpuId) -> GpuCondition:  # noqa: ARG002
+        """Return the condition of the test."""
+        if self.during_check is not None:
+            await self.during_check()
+        if isinstance(self.found, GpuLost):
+            raise self.found
+        if self.found is not None:
+            return self.found
+        return GpuCondition(memory_used=0, recovery_action=RecoveryAction.NONE)
+
+    async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:  # noqa: ARG002
+        """Return no processes."""
+        return ()
+
+    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
+        """Return no utilization."""
+        return None
+
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Do nothing."""
+
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:  # noqa: ARG002
+        """Return no limit."""
+        return None
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
+        """Return the default mode."""
+        return ComputeMode.DEFAULT
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Do nothing."""
+
+    async def renew_events(self) -> None:
+        """Set `renewed`."""
+        self.renewed.set()
+
+    async def events(self) -> Sequence[DriverEvent]:
+        """Return the next answer."""
+        if not self.answers:
+            self.asked.set()
+            await anyio.sleep_forever()
+        answer = self.answers.pop(0)
+        if isinstance(answer, DriverTimeout):
+            raise answer
+        return answer
+
+
+class HangingMigDriver:
+    """A MIG driver whose calls hang."""
+
+    async def mode(self, gpu: GpuId) -> None:
+        """Hang."""
+        raise DriverTimeout(f"GPU {gpu} hangs")
+
+
+async def logged_events(*answers: Answer, log_of: ModuleType = health) -> list[dict[str, object]]:
+    """Run a watch over these answers; return the log events of a module."""
+    driver = ScriptedDriver(list(answers))
+    timing = health.HealthTiming(event_retry=0.0)
+    watch = HealthWatch(driver, Registry(), timing=timing)
+
+    with capture_module_logs(log_of) as logs:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch.run)
+            with anyio.fail_after(30):
+                await driver.asked.wait()
+            group.cancel_scope.cancel()
+    return [dict(entry) for entry in logs]
+
+
+async def test_a_lack_of_events_is_logged_once_for_each_reason() -> None:
+    """A failure of NVML is logged once; after a success the next failure is logged again."""
+    hangs, other = DriverTimeout("hangs"), DriverTimeout("other")
+
+    logs = await logged_events(hangs, hangs, other, hangs, [], hangs)
+
+    assert [entry["error"] for entry in logs] == ["hangs", "other", "hangs"]
+
+
+async def test_a_duplicate_event_is_reported_once() -> None:
+    """A duplicate of an NVML event is reported once; a later event is reported again."""
+    changed = RecoveryActionChanged(gpu(0).id)
+    logs = await logged_events(
+        [changed, Xid(gpu(0).id, 154), changed], [changed], log_of=fault_news
+    )
+
+    assert [entry["description"] for entry in logs] == [
+        "the recovery action changed",
+        "XID 154: GPU recovery action changed",
+        "the recovery action changed",
+    ]
+
+
+async def test_a_device_that_nvml_cannot_find_is_the_gpu() -> None:
+    """A contained fault of an unknown instance takes the whole GPU out of service."""
+    driver = ScriptedDriver([[Xid(gpu(0).id, 94, 3, 0)]], gpus=(replace(gpu(0), mig_enabled=True),))
+    driver.mig = cast("MigDriver", HangingMigDriver())
+    watch = HealthWatch(driver, Registry(), HealthConfig(xids={94: Severity.FATAL}))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        with anyio.fail_after(30):
+            async for state in watch.registry.watch(lambda now: now.gpus.get(gpu(0).id)):
+                if state is not None and not state.verdict.healthy:
+                    break
+        group.cancel_scope.cancel()
+    assert state is not None
+    assert state.verdict.reason == "XID 94: contained memory error"
+    assert not state.mig_faults
+
+
+async def test_a_fault_is_not_forgotten_with_an_nvml_that_goes() -> None:
+    """A fault is of the GPU when NVML fails while the watch asks for the device."""
+
+    class Gone(HangingMigDriver):
+        async def mode(self, gpu: GpuId) -> None:  # noqa: ARG002
+            raise DriverUnavailable("NVML is gone")
+
+    driver = ScriptedDriver(gpus=(replace(gpu(0), mig_enabled=True),))
+    driver.mig = cast("MigDriver", Gone())
+    watch = HealthWatch(driver, Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    await watch.survey()
+    [due] = watch._handle_event(Xid(gpu(0).id, 94, 3, 0))
+    with pytest.raises(DriverUnavailable):
+        await watch._check(due)
+    assert watch.registry.snapshot.gpus[due].verdict.fault is Fault.XID
+
+
+async def test_an_acknowledgement_without_a_fault_names_the_gpu_once() -> None:
+    """A GPU has its index and its uuid in the message, as in other messages."""
+    watch = HealthWatch(ScriptedDriver(), Registry(), HealthConfig())
+    await watch.survey()
+
+    with pytest.raises(MetagpuError) as caught:
+        await watch.acknowledge(gpu(0).id)
+    assert str(caught.value) == (
+        f"GPU 0 ({gpu(0).id}) is in service; there is nothing to acknowledge"
+    )
+
+
+async def test_a_new_fault_of_a_device_during_its_acknowledgement_is_kept() -> None:
+    """An acknowledgement of a MIG device covers earlier faults alone."""
+    driver = ScriptedDriver()
+    watch = HealthWatch(driver, Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    await watch.survey()
+    made = ProvisionedState({ShareId(f"{gpu(0).id}::2g.10gb@0"): HardwareDevice("MIG-x", 3, 0)})
+    watch.registry.apply(ProvisioningReported(gpu(0).id, "mig", made, at=0))
+    watch._handle_event(Xid(gpu(0).id, 94, 3, 0))
+
+    async def fault() -> None:
+        watch._handle_event(Xid(gpu(0).id, 94, 3, 0))
+
+    driver.during_check = fault
+    with pytest.raises(MetagpuError, match="had a new fault during its check"):
+        await watch.acknowledge(gpu(0).id, "MIG-x")
+    assert watch.registry.snapshot.gpus[gpu(0).id].mig_faults
+
+    driver.during_check = None
+    await watch.acknowledge(gpu(0).id, "MIG-x")
+    assert not watch.registry.snapshot.gpus[gpu(0).id].mig_faults
+
+
+async def test_a_fault_during_an_acknowledgement_is_kept() -> None:
+    """An acknowledgement covers earlier faults alone: a new fault stays."""
+    driver = ScriptedDriver()
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+    watch._handle_event(Xid(gpu(0).id, 79))
+
+    async def fault() -> None:
+        watch._handle_event(Xid(gpu(0).id, 95))
+
+    driver.during_check = fault
+    with pytest.raises(MetagpuError, match="had a new fault during its check"):
+        await watch.acknowledge(gpu(0).id)
+    assert not watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+    driver.during_check = None
+    await watch.acknowledge(gpu(0).id)
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+
+@pytest.mark.parametrize("every", [True, False], ids=["all GPUs", "one GPU"])
+async def test_what_was_read_before_an_acknowledgement_takes_nothing_out(*, every: bool) -> None:
+    """A check that began before a GPU was fixed and ends after its return changes nothing."""
+    driver = ScriptedDriver(found=GpuLost("gone"))
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+
+    async def acknowledge() -> None:
+        driver.during_check, driver.found = None, None
+        await watch.acknowledge(gpu(0).id)
+        driver.found = GpuLost("gone")  # as it was read before
+
+    driver.during_check = acknowledge
+    await (watch.survey() if every else watch._check(gpu(0).id))
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+    await watch.survey()
+    assert not watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
+
+
+@pytest.mark.parametrize(
+    ("event", "fault"),
+    [(Xid(gpu(0).id, 79), Fault.XID), (EccError(gpu(0).id, double_bit=True), Fault.MEMORY)],
+)
+async def test_a_fault_has_its_kind(event: DriverEvent, fault: Fault) -> None:
+    """The event gives the kind of a fault; the first kind stays while the GPU is out of service."""
+    watch = HealthWatch(ScriptedDriver(), Registry())
+    await watch.survey()
+    watch._handle_event(event)
+    watch._handle_event(Xid(gpu(0).id, 95))
+
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.fault is fault
+
+
+@pytest.mark.parametrize(
+    ("condition", "fault"),
+    [
+        (GpuCondition(0, RecoveryAction.GPU_RESET), Fault.RECOVERY_ACTION),
+        (
+            GpuCondition(0, remapped_rows=RemappedRows(0, 0, pending=False, failed=True)),
+            Fault.MEMORY,
+        ),
+        (GpuLost("gone"), Fault.NO_ANSWER),
+    ],
+)
+async def test_what_a_check_finds_has_its_kind(
+    condition: GpuCondition | GpuLost, fault: Fault
+) -> None:
+    """A failed check has the kind of NVML's answer, or of no answer."""
+    driver = ScriptedDriver(found=condition)
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.fault is fault
+
+    driver.found, driver.gpus = None, ()
+    watch.registry.apply(GpuRecovered(gpu(0).id, "recovered", at=1))
+    await watch.survey()
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.fault is Fault.NOT_LISTED
+
+
+async def test_an_instance_of_a_gpu_without_mig_means_nothing() -> None:
+    """Without MIG mode a fatal XID is the GPU's, whatever instance the event names."""
+    watch = HealthWatch(ScriptedDriver(), Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    await watch.survey()
+    watch._handle_event(Xid(gpu(0).id, 94, 0, 0))
+
+    assert (
+        watch.registry.snapshot.gpus[gpu(0).id].verdict.reason == "XID 94: contained memory error"
+    )
+
+
+async def test_an_unheard_gpu_is_known_until_it_is_heard_again() -> None:
+    """The registry has why a GPU's XIDs are not heard, and since when."""
+    driver, times = ScriptedDriver(unheard={gpu(0).id: "refused"}), iter(range(1, 99))
+    watch = HealthWatch(driver, Registry(), clock=lambda: float(next(times)))
+    await watch.survey()
+    before = watch.registry.snapshot.gpus[gpu(0).id].unheard
+    driver.unheard = {gpu(0).id: "refused again"}
+    await watch.survey()
+    after = watch.registry.snapshot.gpus[gpu(0).id].unheard
+    assert before is not None
+    assert after == replace(before, reason="refused again")
+
+    driver.unheard = {}
+    await watch.survey()
+    assert watch.registry.snapshot.gpus[gpu(0).id].unheard is None
+
+
+async def test_a_reset_that_nothing_reports_ends_no_registration_for_long() -> None:
+    """With each look at all GPUs the events of healthy ones are registered for again too."""
+    driver = ScriptedDriver()
+    watch = HealthWatch(driver, Registry(), HealthConfig(rescan_period=Duration(0.01)))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        with anyio.fail_after(30):
+            await driver.renewed.wait()
+        group.cancel_scope.cancel()
+
+
+async def test_an_unheard_gpu_is_checked_more_often() -> None:
+    """A GPU in service whose XIDs are not heard is checked without waiting for a survey."""
+    driver = ScriptedDriver(unheard={gpu(0).id: "refused"})
+    timing = health.HealthTiming(unheard_check=0.01)
+    watch = HealthWatch(driver, Registry(), timing=timing)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        await watch.surveyed.wait()
+        driver.found = GpuCondition(0, RecoveryAction.GPU_RESET)
+        with anyio.fail_after(30):
+            async for state in watch.registry.watch(lambda now: now.gpus[gpu(0).id]):
+                if not state.verdict.healthy:
+                    break
+        group.cancel_scope.cancel()
+    assert state.verdict.fault is Fault.RECOVERY_ACTION
+
+
+async def test_a_gpu_that_recovers_says_when_it_returns() -> None:
+    """While its checks pass, a GPU has the time of its return; a failed check takes it back."""
+    driver, quiet = ScriptedDriver(), 60.0
+    watch = HealthWatch(driver, Registry(), clock=lambda: 1000.0)
+    await watch.survey()
+    watch._handle_event(Xid(gpu(0).id, 79))
+
+    def recovery() -> Recovery | None:
+        return watch.registry.snapshot.gpus[gpu(0).id].verdict.recovery
+
+    assert recovery() is None
+    await watch._recheck(gpu(0).id, quiet)
+    assert (first := recovery()) is not None
+    assert first.returns_at == pytest.approx(1060, abs=1)
+    await watch._recheck(gpu(0).id, quiet)
+    assert recovery() is first
+
+    driver.found = GpuLost("gone")
+    await watch._recheck(gpu(0).id, quiet)
+    assert recovery() is None
+
+    driver.found = None
+    await watch._recheck(gpu(0).id, quiet)
+    watch._handle_event(Xid(gpu(0).id, 79))
+    assert recovery() is None
+
+
+async def test_a_gpu_that_waits_for_an_operator_says_so() -> None:
+    """Without recovery actions passed checks name no time of return."""
+    watch = HealthWatch(ScriptedDriver(found=GpuCondition(0)), Registry(), clock=lambda: 7.0)
+    await watch.survey()
+    watch._handle_event(Xid(gpu(0).id, 95))
+    await watch._recheck(gpu(0).id, 60.0)
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.recovery == Recovery(7.0)
+
+
+async def test_each_nvml_event_is_published() -> None:
+    """Each XID and memory error is published, fatal or not, also of an unknown GPU."""
+    watch = HealthWatch(ScriptedDriver(), Registry(), clock=lambda: 7.0)
+    events: list[DriverEvent] = [
+        Xid(gpu(0).id, 31),
+        Xid(None, 79),
+        EccError(gpu(0).id, double_bit=False),
+        RecoveryActionChanged(gpu(0).id),
+    ]
+
+    with watch.registry.events.subscribe() as subscription:
+        for event in events:
+            watch._handle_event(event)
+        published = list(subscription._waiting)
+    assert published == [
+        XidReported(gpu(0).id, 31, at=7.0),
+        XidReported(None, 79, at=7.0),
+        MemoryErrorReported(gpu(0).id, corrected=True, at=7.0),
+    ]
+
+
+async def test_a_gpu_that_surveys_miss_does_not_flap() -> None:
+    """A GPU that a survey did not find stays out although its checks pass, until one finds it."""
+    driver = ScriptedDriver()
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+    [found], driver.gpus = driver.gpus, ()
+    await watch.survey()
+
+    for _ in range(3):
+        await watch._recheck(found.id, quiet=0.0)
+        assert not watch.registry.snapshot.gpus[found.id].verdict.healthy
+    assert watch._survey_due.is_set()
+
+    driver.gpus = (found,)
+    await watch.survey()
+    await watch._recheck(found.id, quiet=0.0)
+    assert watch.registry.snapshot.gpus[found.id].verdict.healthy

@@ -1,0 +1,236 @@
+"""The configuration applied to GPUs: pools, their reasons, and offers."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+from msgspec.structs import replace
+
+from metagpu.backends.fraction.backend import FractionBackend
+from metagpu.core.config.config import parse
+from metagpu.core.errors import ConfigError
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.layout import PoolAssignment, build_layout, check_layout
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.shares import Share
+from tests.rigs.build import BACKENDS, METAGPU, config, gpu, layout_of, pool
+
+T4 = "Tesla T4"
+TWO_POOLS = """\
+version: metagpu/v1
+pools:
+  - {name: t4, gpus: {product: "*T4*"}, backends: [{backend: fraction, sharesPerGpu: 2}]}
+  - {name: first, gpus: {index: 0-1}, backends: [{backend: fraction, sharesPerGpu: 3}]}
+"""
+
+
+def test_a_gpu_is_in_the_first_pool_that_selects_it() -> None:
+    """Each GPU is assigned once, in the order of pools, and the assignment says why."""
+    gpus = [gpu(0), gpu(1, name=T4), gpu(2)]
+    layout = layout_of(*gpus, text=TWO_POOLS)
+
+    assert layout.pool_assignments == (
+        PoolAssignment(gpus[0], "first", "matches index 0-1"),
+        PoolAssignment(gpus[1], "t4", "matches product *T4*"),
+        PoolAssignment(
+            gpus[2],
+            None,
+            "no pool selects it (t4: NVIDIA A100-SXM4-40GB does not match *T4*; "
+            "first: index 2 is not in 0-1)",
+        ),
+    )
+
+
+class _CountedFraction(FractionBackend):
+    """Fractions that count how often the shares of a GPU were made."""
+
+    made: ClassVar[int] = 0
+
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Make the shares, and count."""
+        type(self).made += 1
+        return super().shares(gpu)
+
+
+@pytest.mark.parametrize("size", ["sharesPerGpu: 100000", "memoryUnit: 1Mi"])
+def test_too_many_shares_are_refused_before_they_are_made(size: str) -> None:
+    """The first GPU that makes a list too long ends the work: the other GPUs' are not made."""
+    _CountedFraction.made = 0
+    large = [gpu(n, memory_mib=300_000) for n in range(8)]
+    read = parse(pool(size), "f", {"fraction": _CountedFraction})
+
+    with pytest.raises(ConfigError, match=r"would have 100000 shares or more; the kubelet takes a"):
+        build_layout(read, large, Injection())
+    assert _CountedFraction.made == 1
+
+
+def test_the_shares_of_all_resources_are_limited() -> None:
+    """Many resources of many shares each are refused as a whole."""
+    backends = "".join(
+        f"      - {{backend: fraction, resource: a.b/c{n}, sharesPerGpu: 60000}}\n"
+        for n in range(6)
+    )
+    text = f"version: metagpu/v1\npools:\n  - name: all\n    backends:\n{backends}"
+
+    with pytest.raises(ConfigError, match="the node would have more than 280000 shares"):
+        layout_of(gpu(0), text=text)
+
+
+def test_a_pool_of_all_gpus_has_its_reason() -> None:
+    """A pool without a selector takes every GPU."""
+    assert layout_of(gpu(0)).pool_assignments == (PoolAssignment(gpu(0), "all", "all GPUs"),)
+
+
+def test_a_gpu_in_no_pool_offers_nothing() -> None:
+    """A GPU outside all pools has no shares, and no resource is on offer for it."""
+    layout = layout_of(gpu(2), text=TWO_POOLS)
+
+    assert layout.shares == ()
+    assert layout.offer_fact.resources == ()
+
+
+def test_the_resources_of_pools_with_gpus_are_on_offer() -> None:
+    """A pool without a GPU offers no resource at 0; without any GPU known, all pools do."""
+    text = TWO_POOLS.replace("sharesPerGpu: 2", "sharesPerGpu: 2, resource: a.b/t4")
+
+    assert layout_of(gpu(0), text=text).offer_fact.resources == (METAGPU,)
+    assert layout_of(gpu(0), gpu(1, name=T4), text=text).offer_fact.resources == ("a.b/t4", METAGPU)
+    assert layout_of(text=text).offer_fact.resources == ("a.b/t4", METAGPU)
+
+
+def test_a_gpu_without_shares_has_a_reason() -> None:
+    """A GPU without shares is in its pool all the same, with the reason."""
+    mig = replace(gpu(0), mig_enabled=True)
+    small = gpu(1, memory_mib=512)
+    layout = layout_of(mig, small, text=pool("memoryUnit: 1Gi"))
+
+    assert [assignment.reason for assignment in layout.pool_assignments] == [
+        "all GPUs, but no shares: MIG mode is on",
+        "all GPUs, but no shares: a share is 1024 MiB, and the GPU has 512",
+    ]
+    assert layout.shares == ()
+
+
+def test_a_pool_without_backends_keeps_its_gpus() -> None:
+    """GPUs of a pool without backends are in no other pool, and have no shares."""
+    text = pool().replace(
+        "- name: all", "- {name: kept, gpus: {index: 0}, backends: []}\n  - name: all"
+    )
+    layout = layout_of(gpu(0), gpu(1), text=text)
+
+    assert {share.gpu for share in layout.shares} == {gpu(1).id}
+    assert (
+        layout.pool_assignments[0].reason
+        == "matches index 0, but no shares: the pool has no backends"
+    )
+
+
+def test_a_pool_without_backends_may_have_a_reason() -> None:
+    """An operator reads the configuration's reason at the pool's GPUs."""
+    kept = "- {name: kept, gpus: {index: 0}, backends: [], reason: it is on loan}\n  - name: all"
+    layout = layout_of(gpu(0), gpu(1), text=pool().replace("- name: all", kept))
+
+    assert layout.pool_assignments[0].reason == "matches index 0, but no shares: it is on loan"
+
+
+def test_pools_without_a_gpu_are_reported() -> None:
+    """A pool that selects no GPU is reported with the reason, such as a missing star."""
+    text = pool().replace(
+        "- name: all",
+        "- {name: big, gpus: {product: A100}, backends: []}\n"
+        "  - {name: far, gpus: {index: 7}, backends: []}\n"
+        "  - {name: first, gpus: all, backends: []}\n"
+        "  - name: all",
+    )
+
+    assert layout_of(gpu(0), gpu(1), text=text).unused_pools == {
+        "big": f"{gpu(0).name} does not match A100; *A100* would",
+        "far": "index 0 is not in 7; index 1 is not in 7",
+        "all": "a pool before it has the GPUs that it selects",
+    }
+    many = layout_of(*map(gpu, range(5)), text=text).unused_pools
+    assert (
+        many["far"] == "index 0 is not in 7; index 1 is not in 7; index 2 is not in 7; and 2 more"
+    )
+    assert layout_of(gpu(0)).unused_pools == layout_of().unused_pools == {}
+
+
+def test_duplicate_ids_are_found_without_a_gpu() -> None:
+    """A rehearsal finds ids that would be offered twice before there is a GPU."""
+    check_layout(config())
+    with pytest.raises(ConfigError) as caught:
+        check_layout(config(pool() + "      - {backend: fraction, resource: example.com/b}\n"))
+    assert str(caught.value) == (
+        "test.yaml: 6: pools[0].backends[1]: each GPU-UUID::m00 would be offered twice, again as "
+        "example.com/b; use each backend once in a pool"
+    )
+
+
+def test_two_pools_of_one_resource_share_gpus_in_their_own_way() -> None:
+    """Each pool shares its own GPUs; the first pool's backend places requests."""
+    gpus = [gpu(0), gpu(1, name=T4)]
+    layout = layout_of(*gpus, text=TWO_POOLS)
+
+    assert [(share.gpu, share.number) for share in layout.shares] == [
+        *[(gpus[0].id, number) for number in range(3)],
+        *[(gpus[1].id, number) for number in range(2)],
+    ]
+    assert [len(layout.backends[METAGPU].shares(gpu)) for gpu in gpus] == [2, 2]
+
+
+def test_the_node_injects_as_configured() -> None:
+    """The backends get the host's device nodes and the configured strategies."""
+    text = pool() + "passDeviceSpecs: false\n"
+    layout = layout_of(gpu(0), text=text, injection=Injection(dev_root="/host"))
+
+    backend = layout.backends[METAGPU]
+    assert isinstance(backend, FractionBackend)
+    assert backend.injection == Injection(pass_device_specs=False, dev_root="/host")
+
+
+def test_ids_are_unique_and_short() -> None:
+    """No id stands twice on a node, none is longer than 63 characters (case 27)."""
+    layout = layout_of(*[gpu(index) for index in range(16)], text=pool("sharesPerGpu: 1000"))
+    ids = [share.id for share in layout.shares]
+
+    assert len(set(ids)) == 16_000
+    assert max(map(len, ids)) == len(gpu(0).id) + len("::m999") <= 63
+
+
+def test_ids_are_the_same_each_time() -> None:
+    """The same GPUs in another order, with others beside them, have the same ids (case 27)."""
+    one = {share.id for share in layout_of(gpu(3), gpu(1)).shares}
+    two = {share.id for share in layout_of(gpu(1), gpu(2), gpu(3)).shares}
+
+    assert one <= two
+
+
+def test_an_id_too_long_is_refused() -> None:
+    """An id that the kubelet's limit does not admit is named before anything is offered."""
+    endless = replace(gpu(0), id=GpuId(gpu(0).id + "x" * 20))
+
+    with pytest.raises(
+        ConfigError, match=r"^test.yaml: the share id GPU-\S+::m00 has more than 63"
+    ):
+        layout_of(endless)
+
+
+def test_an_id_twice_is_refused() -> None:
+    """Two backends of one kind in a pool would offer each share twice."""
+    text = pool() + "      - {backend: fraction, resource: example.com/b}\n"
+
+    with pytest.raises(ConfigError) as caught:
+        layout_of(gpu(0), text=text)
+    assert str(caught.value) == (
+        "test.yaml: each GPU-UUID::m00 would be offered twice, again as example.com/b; use each "
+        "backend once in a pool"
+    )
+
+
+def test_no_gpu_is_a_layout_too() -> None:
+    """A node without GPUs offers its resources with nothing in them."""
+    layout = build_layout(parse(pool(), "f", BACKENDS), (), Injection())
+
+    assert (layout.pool_assignments, layout.shares) == ((), ())
+    assert layout.offer_fact.resources == (METAGPU,)
+    assert config().options.keys() == {"all"}

@@ -1,0 +1,157 @@
+"""The rule of sharing, and its invariants."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metagpu.core.model.shares import Share, ShareId
+from metagpu.core.model.sharing import conflicts
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import (
+    Fact,
+    GpuFaulted,
+    GpusFound,
+    LeasesObserved,
+    SharesClaimed,
+    SharesPending,
+    SharesReleased,
+)
+from metagpu.core.state.reduce import reduce
+from tests.core.two_gpus import A_SHARES, ALICE, FOUND, LEASED, A, B
+from tests.rigs.build import METAGPU, after, offer, share
+
+
+def test_a_lease_of_another_backend_makes_shares_unavailable() -> None:
+    """A GPU with new shares is unavailable until the pods of its old shares end."""
+    slices = (share(A, 0, backend="slice"), share(A, 1, backend="slice"))
+    recut = after(offer(*slices), since=LEASED)
+    freed = after(SharesReleased(A_SHARES[:2], at=30), since=recut)
+
+    assert recut.gpus[A.id].unavailable_shares == {part.id for part in slices}
+    assert freed.gpus[A.id].unavailable_shares == frozenset()
+    assert freed.gpus[A.id].count_free(METAGPU) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (share(A, 0), share(A, 1), False),
+        (share(A, 0), share(A, 0), True),
+        (share(A, 0), share(B, 0), False),
+        (share(A, 0), share(A, 1, backend="slice"), True),
+        (share(A, 0), share(B, 1, backend="slice"), False),
+        (share(A, 0, slots=["e0", "s1"]), share(A, 1, slots=["s1"]), True),
+    ],
+    ids=["own slots", "itself", "other GPU", "other backend", "both other", "a slot in common"],
+)
+def test_shares_conflict_by_gpu_backend_and_slot(
+    first: Share, second: Share, *, expected: bool
+) -> None:
+    """Two shares exclude each other on one GPU by backend or by a slot in common, both ways."""
+    assert conflicts(first, second) == expected
+    assert conflicts(second, first) == expected
+
+
+SLOTS = st.frozensets(st.sampled_from(["s0", "s1", "s2", "media"]), min_size=1)
+POOL = [A, B]
+
+
+@st.composite
+def share_sets(draw: st.DrawFn) -> list[Share]:
+    """Create shares of two GPUs by up to three backends, with slots that may overlap."""
+    shares = []
+    for of in POOL:
+        backends = draw(st.lists(st.sampled_from(["fraction", "slice", "mig"]), max_size=6))
+        shares += [
+            share(of, number, backend=backend, slots=draw(SLOTS))
+            for number, backend in enumerate(backends)
+        ]
+    return shares
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Fact]:
+    """Yield facts about two GPUs: offers, claims, releases and lists in any order.
+
+    As in the daemon, only what is on offer is granted; the offer may change while shares are held.
+    """
+    facts: list[Fact] = [FOUND]
+    on_offer: list[Share] = []
+    ever: list[Share] = []
+
+    for at in range(draw(st.integers(1, 12))):
+        kind = draw(
+            st.sampled_from(["offer", "grant", "grant", "release", "await", "observe", "fault"])
+        )
+        if kind == "offer" or not on_offer:
+            on_offer = draw(share_sets())
+            ever += on_offer
+            facts.append(offer(*on_offer))
+        elif kind == "grant":
+            chosen = draw(st.lists(st.sampled_from(on_offer), max_size=4, unique=True))
+            facts.append(SharesClaimed(tuple(chosen), at=at))
+        elif kind in ("release", "await"):
+            fact = SharesReleased if kind == "release" else SharesPending
+            facts.append(fact(tuple(draw(st.lists(st.sampled_from(ever)))), at=at))
+        elif kind == "observe":
+            seen = draw(st.lists(st.sampled_from(ever)))
+            facts.append(LeasesObserved({s.id: ALICE for s in seen}, at=at, admission_timeout=2))
+        else:
+            facts.append(GpuFaulted(draw(st.sampled_from(POOL)).id, "XID 79", at=at))
+    return facts
+
+
+@given(histories())
+def test_unavailable_shares_conflict_with_a_lease(history: list[Fact]) -> None:
+    """A share is unavailable exactly if it conflicts with a lease or an orphaned lease."""
+    snapshot = Snapshot()
+
+    for fact in history:
+        snapshot, _ = reduce(snapshot, fact)
+        for state in snapshot.gpus.values():
+            stray = bool(state.orphaned_leases)
+            assert state.unavailable_shares == {
+                part.id
+                for part in state.shares
+                if part not in {lease.share for lease in state.leases.values()}
+                and (stray or any(conflicts(part, i.share) for i in state.leases.values()))
+            }
+
+
+@given(histories())
+def test_events_have_every_change_of_leases(history: list[Fact]) -> None:
+    """The events alone lead to the same held shares as the snapshots."""
+    snapshot, held_by_events = Snapshot(), set[ShareId]()
+
+    for fact in history:
+        snapshot, events = reduce(snapshot, fact)
+        for event in events:
+            if isinstance(event, SharesClaimed):
+                held_by_events |= {part.id for part in event.shares}
+            elif isinstance(event, SharesReleased):
+                held_by_events -= {part.id for part in event.shares}
+        assert held_by_events == {held for state in snapshot.gpus.values() for held in state.leases}
+
+
+@given(histories())
+def test_every_fact_taken_twice_changes_nothing_more(history: list[Fact]) -> None:
+    """A fact that was just applied changes nothing the second time."""
+    snapshot = Snapshot()
+
+    for fact in history:
+        snapshot, _ = reduce(snapshot, fact)
+        again, events = reduce(snapshot, fact)
+        assert again is snapshot
+        assert events == ()
+
+
+@given(st.sets(st.integers(0, 9)), st.integers(1, 10))
+def test_equal_shares_of_one_backend_never_conflict(held: set[int], count: int) -> None:
+    """Shares of one backend with a slot each do not conflict, and all stay available."""
+    shares = [share(A, number) for number in range(count)]
+    granted = tuple(shares[number] for number in sorted(held) if number < count)
+    state = after(GpusFound((A,), at=0), offer(*shares), SharesClaimed(granted, at=1)).gpus[A.id]
+
+    assert not state.can_conflict
+    assert state.unavailable_shares == frozenset()
+    assert state.count_free(METAGPU) == count - len(granted)

@@ -1,0 +1,240 @@
+"""Diagnoses of a node's facts: each problem has a code and a fix."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
+from metagpu.core.reports.doctor import CHECKS, NodeFacts, diagnose
+
+PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
+GPU = {"index": 0, "healthy": True, "reason": ""}
+HELD = {
+    "KILL": {"held": True, "neededFor": ["policy kill (pool a)"]},
+    "SYS_ADMIN": {"held": True, "neededFor": []},
+    "NET_BIND_SERVICE": {"held": False, "neededFor": []},
+}
+SOUND = NodeFacts(
+    uid=0,
+    inaccessible=(),
+    in_host_pid_namespace=True,
+    has_container_logs=True,
+    driver="580.65.06",
+    device_nodes=frozenset({"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"}),
+    kubelet_problem="",
+    pod_resources_problem="",
+    competing_plugins={},
+    status={
+        "resources": {"x/y": {"capacity": 100, "allocatable": 90}},
+        "gpus": [GPU],
+        "privileges": HELD,
+    },
+    status_problem="",
+    pod_dir="/pod",
+    has_mgctl=True,
+    noexec=False,
+    pod_socket_problem="",
+    envvar_accepted=None,
+    cdi_files=("/etc/cdi/nvidia.yaml",),
+    mps_program="/usr/bin/nvidia-cuda-mps-control",
+)
+NOTHING: dict[str, Any] = {
+    **(SOUND.status or {}),
+    "resources": {"x/y": {"capacity": 0, "allocatable": 0}},
+    "gpus": [],
+}
+SHUT = {**NOTHING, "resources": {"a/b": {"capacity": 7, "allocatable": 0}}}
+DUMB = {**(SOUND.status or {}), "unreadableGpus": [{"index": 1, "reason": "GPU 1: it hangs"}]}
+BROKEN = {**(SOUND.status or {}), "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
+UNMOUNTED = {
+    **(SOUND.status or {}),
+    "gpus": [{**GPU, "suspended": {"mps": {"reason": "give CAP_SYS_ADMIN"}}}],
+}
+DIFFERING = {
+    **(SOUND.status or {}),
+    "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
+}
+LOST = {
+    **(SOUND.status or {}),
+    "lostDevices": [{"holder": "team/alice (main)", "fix": "kubectl delete pod -n team alice"}],
+}
+UNREGISTERED = {
+    **(SOUND.status or {}),
+    "registrationProblems": {"x/y": "the kubelet counts 0 shares as allocatable"},
+}
+ENDED = {**(SOUND.status or {}), "endedTasks": {"leases": "it returned"}}
+UNHEARD = {
+    **(SOUND.status or {}),
+    "gpus": [{**GPU, "unheard": {"reason": "Unknown Error", "since": "2026-01-01T00:00:00+00:00"}}],
+}
+NO_LIBRARIES = {
+    **(SOUND.status or {}),
+    "cdi": {"problem": None, "noLibraries": "there is no nvidia-ctk here"},
+}
+NO_FILE = {
+    **(SOUND.status or {}),
+    "cdi": {
+        "problem": "/var/run/cdi cannot be written: Read-only file system",
+        "noLibraries": None,
+    },
+}
+NO_RELAY = {
+    **(SOUND.status or {}),
+    "mgctl": {"inPods": True, "problem": "the relay of calls has ended"},
+}
+NOT_IN_PODS = {**(SOUND.status or {}), "mgctl": {"inPods": False, "problem": None}}
+
+
+def lacking(privilege: str) -> dict[str, Any]:
+    """Return the status of a daemon that needs a capability and does not hold it."""
+    lacks = {privilege: {"held": False, "neededFor": ["a use (pool a)"]}}
+    return {**(SOUND.status or {}), "privileges": {**HELD, **lacks}}
+
+
+def found(**changes: Any) -> dict[str, Diagnosis]:  # noqa: ANN401 - of any fact
+    """Check a sound node with some facts changed; return the diagnoses that are not ok."""
+    diagnoses = diagnose(replace(SOUND, **changes))
+    return {it.code: it for it in diagnoses if it.result is not CheckResult.OK}
+
+
+def test_a_sound_node_is_ok() -> None:
+    """Every check reports its finding, and none needs a fix."""
+    diagnoses = diagnose(SOUND)
+
+    assert [it.code for it in diagnoses] == list(CHECKS)
+    assert {it.result for it in diagnoses} == {CheckResult.OK}
+    assert all(it.finding and not it.fix for it in diagnoses)
+    assert diagnoses[15].finding == "allocatable: x/y 90"
+    assert diagnoses[16].finding == "1 GPU, none out of service"
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "changes", "part"),
+    [
+        ("MG101", CheckResult.ERROR, {"uid": 1000}, "runs as user 1000"),
+        ("MG102", CheckResult.ERROR, {"in_host_pid_namespace": False}, "`hostPID: true`"),
+        ("MG103", CheckResult.ERROR, {"has_container_logs": False}, "/var/log/containers"),
+        ("MG104", CheckResult.ERROR, {"status": lacking("KILL")}, "needed for a use (pool a)"),
+        ("MG105", CheckResult.ERROR, {"status": lacking("SYS_ADMIN")}, "SYS_ADMIN is not held"),
+        ("MG106", CheckResult.ERROR, {"status": lacking("NET_BIND_SERVICE")}, "is not held"),
+        ("MG107", CheckResult.ERROR, {"inaccessible": ("/run/metagpu (write)",)}, "/run/metagpu"),
+        ("MG201", CheckResult.ERROR, {"driver": ""}, "kernel module is not loaded"),
+        ("MG201", CheckResult.WARNING, {"driver": "470.256.02"}, "own part of the memory"),
+        (
+            "MG202",
+            CheckResult.WARNING,
+            {"device_nodes": frozenset({"/dev/nvidiactl"})},
+            "missing device nodes: /dev/nvidia-uvm",
+        ),
+        ("MG301", CheckResult.ERROR, {"kubelet_problem": "/k (No such file)"}, "/k (No such file)"),
+        ("MG302", CheckResult.ERROR, {"pod_resources_problem": "/p (refused)"}, "/p (refused)"),
+        (
+            "MG303",
+            CheckResult.WARNING,
+            {"competing_plugins": {"MetaGPU": "x.sock"}},
+            "MetaGPU (x.sock)",
+        ),
+        ("MG304", CheckResult.ERROR, {"status": UNREGISTERED}, "x/y: the kubelet counts 0"),
+        ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
+        ("MG402", CheckResult.ERROR, {"status": NOTHING}, "no resource is offered"),
+        ("MG402", CheckResult.ERROR, {"status": SHUT}, "nothing is allocatable: 0 of 7 a/b"),
+        ("MG403", CheckResult.ERROR, {"status": BROKEN}, "GPU 0: XID 79"),
+        ("MG403", CheckResult.ERROR, {"status": DUMB}, "cannot be read: GPU 1: it hangs"),
+        (
+            "MG404",
+            CheckResult.ERROR,
+            {"status": LOST},
+            "MIG devices that no longer exist: team/alice (main)",
+        ),
+        ("MG405", CheckResult.ERROR, {"status": ENDED}, "ended: leases: it returned"),
+        (
+            "MG406",
+            CheckResult.WARNING,
+            {"status": UNHEARD},
+            "GPU 0: Unknown Error",
+        ),
+        ("MG501", CheckResult.WARNING, {"has_mgctl": False}, "/pod/mgctl does not exist"),
+        ("MG501", CheckResult.ERROR, {"noexec": True}, "noexec"),
+        (
+            "MG501",
+            CheckResult.ERROR,
+            {"pod_socket_problem": "/pod/s (refused)"},
+            "/pod/s (refused)",
+        ),
+        ("MG501", CheckResult.ERROR, {"status": NO_RELAY}, "the relay of calls has ended"),
+        ("MG601", CheckResult.WARNING, {"envvar_accepted": True}, "any pod gets all GPUs"),
+        ("MG601", CheckResult.WARNING, {"envvar_accepted": False}, "privileged containers only"),
+        ("MG602", CheckResult.WARNING, {"cdi_files": ()}, "no CDI specification"),
+        (
+            "MG602",
+            CheckResult.WARNING,
+            {"status": NO_LIBRARIES},
+            "through CDI: there is no nvidia-ctk here",
+        ),
+        (
+            "MG602",
+            CheckResult.ERROR,
+            {"status": NO_FILE},
+            "may not start: /var/run/cdi cannot be writ",
+        ),
+        ("MG701", CheckResult.WARNING, {"mps_program": ""}, "nvidia-cuda-mps-control"),
+        ("MG701", CheckResult.ERROR, {"status": UNMOUNTED}, "GPU 0: give CAP_SYS_ADMIN"),
+    ],
+)
+def test_each_problem_has_a_code_a_result_and_a_fix(
+    code: str, verdict: CheckResult, changes: dict[str, Any], part: str
+) -> None:
+    """One problem is one diagnosis, under its code, with a fix."""
+    [(only, diagnosis)] = found(**changes).items()
+
+    assert (only, diagnosis.result) == (code, verdict)
+    assert part in f"{diagnosis.finding} {diagnosis.fix}"
+    assert diagnosis.fix
+
+
+def test_mgctl_that_is_switched_off_needs_no_socket() -> None:
+    """Without `mgctl` in pods the missing socket is as it should be."""
+    assert not found(status=NOT_IN_PODS, has_mgctl=False, pod_socket_problem="/pod/s (none)")
+
+
+@pytest.mark.parametrize("strategies", [["volume-mounts"], ["cdi-cri", "cdi-annotations"]])
+def test_a_node_without_the_variable_is_well(strategies: list[str]) -> None:
+    """A toolkit that refuses the variable is right where metagpu does not use it."""
+    status = {**(SOUND.status or {}), "configuration": {"deviceListStrategy": strategies}}
+
+    assert found(envvar_accepted=False, status=status) == {}
+
+
+def test_without_a_daemon_the_daemons_facts_are_unknown() -> None:
+    """A daemon that does not answer is one error; the checks that need it are warnings."""
+    troubles = found(status=None, status_problem="no daemon answers on /x")
+
+    assert {code: it.result for code, it in troubles.items()} == {
+        "MG104": CheckResult.WARNING,
+        "MG105": CheckResult.WARNING,
+        "MG106": CheckResult.WARNING,
+        "MG304": CheckResult.WARNING,
+        "MG305": CheckResult.WARNING,
+        "MG401": CheckResult.ERROR,
+        "MG402": CheckResult.WARNING,
+        "MG403": CheckResult.WARNING,
+        "MG404": CheckResult.WARNING,
+        "MG405": CheckResult.WARNING,
+        "MG406": CheckResult.WARNING,
+    }
+    assert troubles["MG401"].fix == "no daemon answers on /x"
+
+
+def test_every_code_has_its_place_in_the_docs() -> None:
+    """The page has a heading for each code, and for no other."""
+    headings = re.findall(r"^### (MG\d+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings == list(CHECKS)
+
+
+def test_an_older_daemon_lacks_parts_and_has_no_problem_for_it() -> None:
+    """A status without the parts of later versions stops no check, and is no error."""
+    old = {key: (SOUND.status or {})[key] for key in ("resources", "gpus")}
+    assert found(status=old) == {}

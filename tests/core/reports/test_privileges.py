@@ -1,0 +1,93 @@
+"""Capabilities that a configuration needs, each with its uses."""
+
+from typing import Any
+
+import pytest
+
+from metagpu.core.config.config import Config, parse
+from metagpu.core.model.privileges import Privilege, privileges_in
+from metagpu.core.reports.privileges import needed_privileges, privileges_report
+from tests.rigs.build import BACKENDS
+
+FRACTION = "{backend: fraction, sharesPerGpu: 10}"
+
+
+def config(backend: str = FRACTION, enforcement: str = "{}") -> Config:
+    """Return the configuration of one pool."""
+    text = f"""\
+version: metagpu/v1
+pools:
+  - name: all
+    memoryEnforcement: {enforcement}
+    backends: [{backend}]
+"""
+    return parse(text, "metagpu.yaml", BACKENDS)
+
+
+def uses(*args: Any) -> dict[str, list[str]]:  # noqa: ANN401 - of `config`
+    """Return the capabilities that a configuration needs, without those that it does not."""
+    needed = needed_privileges(config(*args), None)
+    return {str(privilege): list(uses) for privilege, uses in needed.items() if uses}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [FRACTION, "{backend: whole}", "{backend: timeslice, replicas: 4}"],
+)
+def test_shares_without_hardware_need_no_capability(backend: str) -> None:
+    """Fractions, whole GPUs and time-slices of the driver's own length need none."""
+    assert uses(backend) == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "use"),
+    [
+        ("{backend: timeslice, replicas: 4, timeSlice: long}", "the length of time-slices"),
+        ("{backend: mig, profiles: [1g.5gb]}", "MIG instances"),
+        (
+            "{backend: mig, layout: {1g.5gb: 7}, mps: {unitsPerInstance: 2}}",
+            "MIG instances, and MPS on them",
+        ),
+        ("{backend: mps}", "MPS: a /dev/shm for the clients of a GPU, its compute mode"),
+    ],
+)
+def test_who_changes_a_gpu_needs_sys_admin(backend: str, use: str) -> None:
+    """The driver takes changes of a GPU from SYS_ADMIN alone; MPS mounts, too."""
+    assert uses(backend) == {"SYS_ADMIN": [f"{use} (pool all)"]}
+
+
+@pytest.mark.parametrize(
+    ("enforcement", "privileges"),
+    [
+        ("{policy: warn}", set()),
+        ("{policy: kill, dryRun: true}", set()),
+        ("{policy: kill, driverLimits: false}", {"KILL"}),
+        ("{policy: kill}", {"KILL", "SYS_ADMIN"}),
+        ("{policy: warn, allowAnnotations: [policy]}", {"KILL"}),
+    ],
+)
+def test_ending_processes_needs_kill(enforcement: str, privileges: set[str]) -> None:
+    """KILL is needed where a process may be ended, SYS_ADMIN where the driver shall refuse."""
+    assert set(uses(FRACTION, enforcement)) == privileges
+
+
+@pytest.mark.parametrize(("port", "needed"), [(80, True), (1024, False), (0, False), (None, False)])
+def test_a_low_port_needs_net_bind_service(port: int | None, needed: bool) -> None:  # noqa: FBT001
+    """Metrics below the port 1024 need NET_BIND_SERVICE."""
+    assert bool(needed_privileges(config(), port)[Privilege.NET_BIND_SERVICE]) is needed
+
+
+def test_the_kernels_mask_is_read_bit_by_bit() -> None:
+    """A mask is that of `CapEff`: KILL is 5, SYS_ADMIN is 21."""
+    assert privileges_in(0) == frozenset()
+    assert privileges_in(1 << 5) == {Privilege.KILL}
+    assert privileges_in(1 << 21 | 1 << 10) == {Privilege.SYS_ADMIN, Privilege.NET_BIND_SERVICE}
+
+
+def test_the_report_says_what_is_missing() -> None:
+    """Each capability has its uses, and whether it is held."""
+    needed = needed_privileges(config("{backend: mps}"), None)
+    report = privileges_report(needed, frozenset({Privilege.KILL}))
+    assert report["KILL"] == {"held": True, "neededFor": []}
+    assert report["SYS_ADMIN"]["held"] is False
+    assert len(report["SYS_ADMIN"]["neededFor"]) == 1

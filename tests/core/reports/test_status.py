@@ -1,0 +1,235 @@
+"""A snapshot as plain data for `explain` and `status`."""
+
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.layout.layout import Layout
+from metagpu.core.model.gpu import Connection, PciPath, Topology
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.reasons import unavailable_reason
+from metagpu.core.model.shares import Holder
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.status import explain_report, find_gpu, status_report
+from metagpu.core.state.facts import (
+    BackendAttached,
+    GpuFaulted,
+    LeasesObserved,
+    PodsListed,
+    SharesClaimed,
+    SharesReleased,
+    TopologyRead,
+)
+from tests.rigs.build import METAGPU, after, gpu, offer, offered, share
+
+A, B = gpu(0, numa_node=1), gpu(1)
+ALICE = Holder("team", "alice", "main")
+
+
+def test_an_explanation_has_offers_and_reasons() -> None:
+    """Capacity counts all shares, allocatable those of healthy GPUs; each GPU is explained."""
+    layout, snapshot = offered(A, B)
+    held = layout.shares[:4]
+    snapshot = after(SharesClaimed(held, at=5), GpuFaulted(B.id, "XID 79", at=3600), since=snapshot)
+    report = explain_report(snapshot, layout)
+
+    assert report["resources"] == {METAGPU: {"capacity": 20, "allocatable": 10}}
+    assert report["gpus"] == [
+        {
+            "index": 0,
+            "uuid": A.id,
+            "product": "NVIDIA A100-SXM4-40GB",
+            "memoryMiB": 40960,
+            "pciBusId": "0000:00:00.0",
+            "numaNode": 1,
+            "healthy": True,
+            "reason": "",
+            "since": "1970-01-01T00:00:00+00:00",
+            "recovery": None,
+            "backends": ["fraction"],
+            "owner": "fraction",
+            "cleaning": {},
+            "suspended": {},
+            "cordon": None,
+            "unheard": None,
+            "faults": [],
+            "devices": [],
+            "blocked": [],
+            "waitsFor": None,
+            "nvlinkPeers": [],
+            "pool": "all",
+            "poolReason": "all GPUs",
+            "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
+            "freeCapacity": None,
+        },
+        {
+            "index": 1,
+            "uuid": B.id,
+            "product": "NVIDIA A100-SXM4-40GB",
+            "memoryMiB": 40960,
+            "pciBusId": "0000:01:00.0",
+            "numaNode": None,
+            "healthy": False,
+            "reason": "XID 79",
+            "since": "1970-01-01T01:00:00+00:00",
+            "recovery": None,
+            "backends": ["fraction"],
+            "owner": None,
+            "cleaning": {},
+            "suspended": {},
+            "cordon": None,
+            "unheard": None,
+            "faults": [],
+            "devices": [],
+            "blocked": [],
+            "waitsFor": None,
+            "nvlinkPeers": [],
+            "pool": "all",
+            "poolReason": "all GPUs",
+            "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+            "freeCapacity": None,
+        },
+    ]
+
+
+def test_unavailable_shares_are_not_allocatable() -> None:
+    """A share that another backend's lease excludes counts as capacity alone."""
+    layout, snapshot = offered(A)
+    slices = (share(A, 0, backend="slice", resource="example.com/slice"),)
+    snapshot = after(
+        offer(*layout.shares, *slices), SharesClaimed(layout.shares[:1], at=1), since=snapshot
+    )
+
+    assert explain_report(snapshot, layout)["resources"] == {
+        METAGPU: {"capacity": 10, "allocatable": 10},
+        "example.com/slice": {"capacity": 1, "allocatable": 0},
+    }
+
+
+def test_a_new_gpu_waits_for_the_next_layout() -> None:
+    """A GPU found after the last layout has no pool yet."""
+    _, snapshot = offered(A)
+    [report] = explain_report(snapshot, Layout((), {}, ()))["gpus"]
+
+    assert (report["pool"], report["poolReason"]) == (None, "not assigned yet")
+
+
+def test_an_explanation_has_the_connections_of_gpus() -> None:
+    """Each GPU is listed with its NVLink peers, each pair with its best connection."""
+    third = gpu(2)
+    read = Topology(
+        {
+            frozenset((A.id, B.id)): Connection(PciPath.SWITCH, nvlinks=4),
+            frozenset((A.id, third.id)): Connection(PciPath.SYSTEM, nvlinks=0),
+        }
+    )
+    layout, snapshot = offered(A, B, third)
+    report = explain_report(after(TopologyRead(read), since=snapshot), layout)
+
+    assert [gpu["nvlinkPeers"] for gpu in report["gpus"]] == [[1], [0], []]
+    assert report["topology"] == [["X", "NV4", "SYS"], ["NV4", "X", "?"], ["SYS", "?", "X"]]
+
+
+def test_a_status_counts_leases() -> None:
+    """Leases are counted for each resource, GPU and holder; one without holder has `None`."""
+    layout, snapshot = offered(A)
+    snapshot = after(
+        SharesClaimed(layout.shares[:3], at=5),
+        LeasesObserved({part.id: ALICE for part in layout.shares[:2]}, at=6),
+        since=snapshot,
+    )
+    report = status_report(snapshot, layout)
+
+    assert report["leases"] == [
+        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 2, "holder": "team/alice (main)"},
+        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 1, "holder": None},
+    ]
+    assert report["gpus"] == explain_report(snapshot, layout)["gpus"]
+
+
+def test_a_blocker_names_the_backend_that_has_the_gpu() -> None:
+    """A share that another backend's lease excludes is refused with that backend's name."""
+    layout, snapshot = offered(A)
+    snapshot = after(SharesClaimed(layout.shares[:1], at=1), since=snapshot)
+
+    assert unavailable_reason(snapshot.gpus[A.id]) == f"GPU 0 ({A.id}) is in use by fraction"
+
+
+def test_a_status_has_the_pod_metadata_of_a_holder() -> None:
+    """Leases have uid, owner and phase of their pod where the API server reported them."""
+    layout, snapshot = offered(A)
+    pod = KnownPod("u", "team", "alice", "Running", "Job/train")
+    holders = {layout.shares[0].id: ALICE, layout.shares[1].id: replace(ALICE, pod="bob")}
+    snapshot = after(LeasesObserved(holders, at=1), PodsListed((pod,)), since=snapshot)
+    alice, bob = status_report(snapshot, layout)["leases"]
+
+    assert (alice["podUid"], alice["podOwner"], alice["podPhase"]) == ("u", "Job/train", "Running")
+    assert bob.keys() == {"resource", "gpu", "uuid", "shares", "holder"}
+
+
+def test_leases_of_an_earlier_configuration_are_in_no_capacity() -> None:
+    """After a reload to fewer shares, no more of them are held than there are."""
+    layout, snapshot = offered(A)
+    held = after(SharesClaimed(layout.shares[:9], at=5), since=snapshot)
+    report = status_report(after(offer(*layout.shares[:4]), since=held), layout)
+
+    assert report["gpus"][0]["shares"][METAGPU] == {"capacity": 4, "held": 4, "free": 0}
+    assert sum(lease["shares"] for lease in report["leases"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("holder", "who"), [(ALICE, "team/alice (main)"), (None, "a pod that is being admitted")]
+)
+def test_a_blocker_names_the_pod_of_an_orphaned_lease(holder: Holder | None, who: str) -> None:
+    """A GPU with new shares waits for the pods of its old shares, and names them."""
+    layout, snapshot = offered(A)
+    [held, *_] = layout.shares
+    observed = {held.id: holder} if holder is not None else {}
+    snapshot = after(
+        SharesClaimed((held,), at=5),
+        LeasesObserved(observed, at=6),
+        offer(share(A, 0, memory_mib=1)),
+        since=snapshot,
+    )
+
+    assert unavailable_reason(snapshot.gpus[A.id]) == (
+        f"GPU 0 ({A.id}) is held by {who} under cnvrg.io/metagpu, which is not on offer as it was "
+        "granted; the GPU waits for the end of that pod"
+    )
+
+
+@pytest.mark.parametrize("name", ["1", B.id, "0000:01:00.0", "00000000:01:00.0"])
+def test_a_gpu_is_found_by_index_uuid_and_bus_id(name: str) -> None:
+    """People name a GPU by its number or place, programs by its uuid."""
+    _, snapshot = offered(A, B)
+
+    assert find_gpu(snapshot, name) == B.id
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
+    """The error for an unknown GPU lists the known names."""
+    _, snapshot = offered(A, B)
+
+    with pytest.raises(MetagpuError, match=r"^there is no GPU '7' here; there are: 0, 1$"):
+        find_gpu(snapshot, "7")
+    for loose in ("1:01:00.0", "0x0:01:00.0", " 0000:01:00.0"):  # near a bus id, and none
+        with pytest.raises(MetagpuError, match="there is no GPU"):
+            find_gpu(snapshot, loose)
+    with pytest.raises(MetagpuError, match=r"^there is no GPU '' here; there are: none$"):
+        find_gpu(Snapshot(), "")
+
+
+def test_a_cleanup_has_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleanup that began 100 s ago by the event loop's clock did so by the time of day."""
+    layout, snapshot = offered(A)
+    held = layout.shares[:1]
+    attached = BackendAttached(A.id, "fraction", needs_setup=False, needs_cleanup=True, at=1)
+    claimed = SharesClaimed(held, at=2)
+    snapshot = after(attached, claimed, SharesReleased(held, at=400), since=snapshot)
+    monkeypatch.setattr(time, "monotonic", lambda: 500.0)
+    monkeypatch.setattr(time, "time", lambda: 3700.0)
+
+    [report] = explain_report(snapshot, layout)["gpus"]
+    assert report["cleaning"] == {"fraction": "1970-01-01T01:00:00+00:00"}

@@ -1,0 +1,426 @@
+"""The enforcer at work, on real processes of this machine that use simulated GPUs."""
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from metagpu.core.config.memory import EnforcementPolicy
+from metagpu.core.contracts.host import ProcessIdentity
+from metagpu.core.errors import HostError
+from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import Holder
+from metagpu.core.runtime import restart
+from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
+from metagpu.core.state.facts import PodsListed
+from metagpu.core.usage import collector, enforcer
+from metagpu.core.usage.accounting import ContainerUsage, GpuUsage
+from metagpu.sim.kubelet.kubelet import SimContainer, SimKubelet, SimPod
+from metagpu.sim.machine.containers import SimHost, container_of
+from metagpu.sim.machine.gpu import SimProcess
+from tests.core.usage.enforcer_rig import (
+    ALICE,
+    BOB,
+    LIMIT_OF_25,
+    PERCENT,
+    SOON,
+    Watched,
+    ground,
+    terms,
+)
+from tests.rigs.agent import METAGPU, agent_at_work
+from tests.rigs.host import running
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
+
+STUBBORN: Final = (
+    "import signal, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print(flush=True)\n"
+    "time.sleep(60)"
+)
+
+NEGLECTFUL: Final = (
+    "import subprocess, time\n"
+    "child = subprocess.Popen(['sleep', '60'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(60)"
+)
+"""A parent that never asks how its child has ended: the child stays in the process table."""
+LAST_PID: Final = "/proc/sys/kernel/ns_last_pid"
+"""The pid after which the kernel looks for the next process's (proc(5))."""
+
+
+# --- who is ended ---------------------------------------------------------------------------------
+
+
+async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Path) -> None:
+    """Of two processes of 15 % in a container of 25 %, one is ended, and the log has numbers."""
+    with capture_module_logs(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as one, running() as other:
+            it.hold(ALICE, 25)
+            it.put(one, 15)
+            await it.looked()
+            assert one.returncode is None
+            assert entries == []
+
+            it.put(other, 15)
+            await becomes(lambda: any(entry["event"] == "process signalled" for entry in entries))
+            ended = one if entries[1]["pid"] == one.pid else other
+            assert await ended.wait() == -signal.SIGTERM
+            await it.looked()
+            assert {one, other} - {ended} == {p for p in (one, other) if p.returncode is None}
+            assert it.enforcer.stats.warnings == 1
+            assert it.enforcer.stats.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
+
+    common = {
+        "container": "default/alice (main)",
+        "gpu": str(it.gpus[0]),
+        "share_mib": 10240,
+        "limit_mib": LIMIT_OF_25,
+        "used_mib": 12287,
+        "log_level": "warning",
+    }
+    assert entries[0] == {
+        "event": "gpu memory limit exceeded",
+        "policy": "kill",
+        **common,
+    }
+    assert entries[1] == {
+        "event": "process signalled",
+        "pid": ended.pid,
+        "process_mib": 6143,
+        "signal": "SIGTERM",
+        **common,
+    }
+
+
+async def test_names_that_the_kubelet_cuts_hide_no_excess(tmp_path: Path) -> None:
+    """A container whose link is another's by its length is ended for its excess, and alone."""
+    idle, greedy = (Holder("n" * 63, "p" * 150, "c" * 62 + end) for end in "ab")
+    async with (
+        ground(tmp_path) as it,
+        running() as one,
+        running() as other,
+        running() as neighbour,
+    ):
+        it.hold(greedy, 1)
+        it.hold(BOB, 25)
+        it.put(one, 1, of=idle)
+        it.put(neighbour, 20, of=BOB)
+        with capture_module_logs(collector) as entries:
+            it.put(other, 22, of=greedy)
+
+            assert await other.wait() == -signal.SIGTERM
+        it.node.end_process(it.node.gpu(0), other.pid)
+        await it.looked()
+        assert (one.returncode, neighbour.returncode) == (None, None)
+
+    containers = {container_of(holder).id[:12] for holder in (idle, greedy)}
+    assert {entry["container"] for entry in entries} == containers
+
+
+async def test_the_api_servers_pods_name_those_of_unknown_containers(tmp_path: Path) -> None:
+    """Without the kubelet's links, a container is charged to the pod that has its uid."""
+    async with ground(tmp_path) as it, running() as greedy:
+        it.hold(ALICE, 1)
+        it.put(greedy, 50)
+        it.machine.remove_log_links()
+        await it.looked()
+        assert greedy.returncode is None
+
+        pod = KnownPod(container_of(ALICE).pod_uid, ALICE.namespace, ALICE.pod)
+        it.registry.apply(PodsListed((pod,)))
+        assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_a_zombie_that_is_still_listed_protects_no_other(tmp_path: Path) -> None:
+    """The container's next process ends where the first has ended and its parent ignores it."""
+    async with (
+        ground(tmp_path, terms(stop_timeout=SOON)) as it,
+        running(sys.executable, "-c", NEGLECTFUL) as parent,
+        running() as rest,
+    ):
+        assert parent.stdout is not None
+        child = int(await parent.stdout.receive())
+        it.hold(ALICE, 25)
+        it.put_pid(child, 40)
+        it.put(rest, 30)
+
+        assert await rest.wait() == -signal.SIGTERM
+        assert " Z " in await anyio.Path(f"/proc/{child}/stat").read_text()
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="needs to choose a pid")
+async def test_a_process_with_the_pid_of_a_listed_one_is_left_alone(tmp_path: Path) -> None:
+    """A process that gets the pid of an ended process is not charged with its memory."""
+    async with ground(tmp_path) as it, AsyncExitStack() as stack:
+        it.hold(ALICE, 25)
+        it.hold(BOB, 25)
+        async with running() as ended:
+            it.put(ended, 20)
+            await it.looked()
+        it.put_pid(ended.pid, 50)  # the driver lists it still
+
+        other = await stack.enter_async_context(running())
+        while other.pid != ended.pid:
+            await anyio.Path(LAST_PID).write_text(str(ended.pid - 1))
+            other = await stack.enter_async_context(running())
+        it.put(other, 50, of=BOB)
+        await it.looked()
+
+        assert other.returncode is None
+        assert it.enforcer.stats.warnings == 0
+
+
+async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    """A process that ignores SIGTERM gets SIGKILL after the stop timeout."""
+    async with (
+        ground(tmp_path, terms(stop_timeout=SOON)) as it,
+        running(sys.executable, "-c", STUBBORN) as stubborn,
+    ):
+        assert stubborn.stdout is not None
+        await stubborn.stdout.receive()
+        it.hold(ALICE, 25)
+        it.put(stubborn, 50)
+
+        assert await stubborn.wait() == -signal.SIGKILL
+        await it.looked()
+        assert it.enforcer.stats.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
+
+
+async def test_the_bus_has_warning_and_end(tmp_path: Path) -> None:
+    """Subscribers learn which container used how much of its limit, and which process ends."""
+    async with ground(tmp_path) as it, running() as greedy:
+        news = it.registry.events
+        with news.subscribe(MemoryExceeded, ProcessSignalled) as events:
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            heard_of = [event async for event, _ in _take_numbered(events, 2)]
+
+    exceeded, signalled = heard_of
+    assert isinstance(exceeded, MemoryExceeded)
+    assert isinstance(signalled, ProcessSignalled)
+    assert exceeded.holder == signalled.holder == ALICE
+    assert (exceeded.used, exceeded.share) == (50 * PERCENT, 10240 * MIB)
+    assert exceeded.limit // MIB == LIMIT_OF_25
+    assert exceeded.will_end
+    assert (signalled.pid, signalled.signal) == (greedy.pid, "SIGTERM")
+
+
+async def _take_numbered(events: Any, count: int) -> AsyncIterator[tuple[Any, int]]:  # noqa: ANN401
+    with anyio.fail_after(30):
+        number = 0
+        async for event in events:
+            number += 1
+            yield event, number
+            if number == count:
+                return
+
+
+async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
+    """While NVML hangs over one GPU, a container of another is kept within its limit."""
+    async with ground(tmp_path) as it, running() as greedy:
+        it.node.hang_gpu(it.node.gpu(0), 4)
+        it.hold(ALICE, 25, gpu=0)
+        it.hold(BOB, 25, gpu=1)
+        it.put(greedy, 90, gpu=1, of=BOB)
+
+        assert await greedy.wait() == -signal.SIGTERM
+        it.node.reset_gpu(it.node.gpu(0))
+
+
+async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
+    """An unexpected error over one GPU delays the checks of this GPU alone."""
+    with capture_module_logs(restart) as entries:
+        async with ground(tmp_path) as it, running() as process:
+            account = it.enforcer._collector.collect_gpu
+
+            async def faulty(gpu: Any) -> Any:  # noqa: ANN401 - as the census' own
+                if gpu == it.gpus[0].id:
+                    raise KeyError("a fault of ours")
+                return await account(gpu)
+
+            it.enforcer._collector.collect_gpu = faulty  # type: ignore[method-assign]
+            it.hold(BOB, 1, gpu=0)
+            it.hold(ALICE, 1, gpu=1)
+            it.put(process, 50, gpu=1)
+            with anyio.fail_after(30):
+                await process.wait()
+
+    assert [entry["task"] for entry in entries] == [f"memory enforcement of {it.gpus[0].id}"]
+
+
+# --- what changes while it runs -------------------------------------------------------------------
+
+
+async def test_the_agent_enforces_the_settings_of_its_pool(tmp_path: Path) -> None:
+    """The agent enforces the pool's configuration, also after a reload."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - name: all\n    memoryEnforcement: {policy: POLICY, headroom: 1Gi, period: 50ms}\n"
+        "    backends: [{backend: fraction, sharesPerGpu: 100}]\n"
+    )
+    machine = SimHost(tmp_path)
+    off, kill = text.replace("POLICY", "off"), text.replace("POLICY", "kill")
+    scene = agent_at_work(tmp_path, config=off, host=machine.host)
+
+    async with scene as it, running() as greedy:
+        await it.until(200, 200)
+        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 25}))
+        await it.wait_holders()
+        machine.add_container_process(greedy.pid, ALICE)
+        [index] = [
+            state.gpu.index for state in it.agent.registry.snapshot.gpus.values() if state.leases
+        ]
+        it.node.start_process(it.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT))
+        asked = await it.agent.commands["usage"]({})
+        assert isinstance(asked, dict)
+        [container] = asked["containers"]
+        [part] = container["gpus"]
+        assert (container["pod"], part["usedMiB"], part["policy"]) == ("alice", 20479, "off")
+        assert [process["pid"] for process in part["processes"]] == [greedy.pid]
+
+        await anyio.Path(it.config_file).write_text(kill)
+        await it.agent.reload()
+
+        assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_a_restart_with_other_shares_ends_no_process(tmp_path: Path) -> None:
+    """A holder of 5 of 10 shares is not limited to 5 of 100 after a restart with other shares."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - name: all\n    memoryEnforcement: {policy: kill, period: 20ms, grace: 0s}\n"
+        "    backends: [{backend: fraction, sharesPerGpu: COUNT}]\n"
+    )
+    machine = SimHost(tmp_path)
+    watched = Watched(machine.host)
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    uid = container_of(ALICE).pod_uid
+    pod = SimPod("alice", uid=uid, containers=(SimContainer("main", {METAGPU: 5}),))
+
+    async with kubelet.running(), running() as modest:
+        machine.add_container_process(modest.pid, ALICE)
+        few, many = (text.replace("COUNT", count) for count in ("10", "100"))
+        async with agent_at_work(tmp_path, "a100-40gb:1", few, kubelet=kubelet) as it:
+            await it.until(10, 10)
+            await kubelet.admit(pod)
+        again = agent_at_work(tmp_path, "a100-40gb:1", many, kubelet=kubelet, host=watched)
+        async with again as it:
+            await it.wait_snapshot(lambda now: any(state.leases for state in now.gpus.values()))
+            it.node.start_process(it.node.gpu(0), SimProcess(modest.pid, 40 * PERCENT))
+            wanted = watched.looks + 5
+            await becomes(lambda: watched.looks >= wanted)
+            assert modest.returncode is None
+
+            it.node.start_process(it.node.gpu(0), SimProcess(modest.pid, 60 * PERCENT))
+            assert await modest.wait() == -signal.SIGTERM
+
+
+async def test_the_excess_is_reported_while_it_lasts(tmp_path: Path) -> None:
+    """The stats have the bytes above the limit while a container is above it."""
+    async with ground(tmp_path, terms(EnforcementPolicy.WARN)) as it, running() as greedy:
+        over = it.enforcer.stats.over_limit
+        gpu = it.gpus[0].id
+        it.hold(ALICE, 25)
+        it.put(greedy, 50)
+        await becomes(lambda: bool(over.get(gpu)))
+        assert {holder: above // MIB for holder, above in over[gpu].items()} == {
+            ALICE: 20480 - LIMIT_OF_25 - 1
+        }
+
+        it.put(greedy, 20)
+        await becomes(lambda: not over[gpu])
+
+
+async def test_a_gpu_that_does_not_answer_is_logged_once(tmp_path: Path) -> None:
+    """A GPU that does not answer is not enforced, and each reason is logged once."""
+    with capture_module_logs(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as process:
+            it.hold(ALICE, 25)
+            it.node.lose_gpu(it.node.gpu(0))
+            await becomes(lambda: bool(entries))
+            it.node.reset_gpu(it.node.gpu(0))
+            it.put(process, 1)
+            await it.looked()
+
+    [entry] = entries
+    assert entry["event"] == "gpu memory not enforced"
+    assert "the GPU is lost" in entry["error"]
+
+
+async def test_a_check_of_many_containers_leaves_others_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tasks run several times while a check judges a hundred containers."""
+    turns: list[int] = []
+
+    async with ground(tmp_path, terms(EnforcementPolicy.OFF)) as it:
+        first = it.gpus[0].id
+        shares = it.registry.snapshot.gpus[first].shares
+        many = [
+            ContainerUsage(first, Holder("team", f"pod-{number}", "main"), None, (one,))
+            for number, one in enumerate(shares)
+        ]
+
+        async def collected(gpu: GpuId) -> GpuUsage:
+            turns.clear()
+            return GpuUsage(gpu, tuple(many))
+
+        async def count() -> None:
+            while True:
+                turns.append(1)
+                await checkpoint()
+
+        monkeypatch.setattr(it.enforcer._collector, "collect_gpu", collected)
+        async with anyio.create_task_group() as group:
+            group.start_soon(count)
+            await checkpoint()
+            await it.enforcer._check(first, terms(), {})
+            group.cancel_scope.cancel()
+
+    assert len(turns) >= 4
+
+
+async def test_a_refusal_of_the_kernel_is_logged(tmp_path: Path) -> None:
+    """A signal that the kernel refuses is logged, and the daemon goes on."""
+
+    def refuse(_: ProcessIdentity) -> None:
+        raise HostError("we may not")
+
+    with capture_module_logs(enforcer) as entries:
+        async with (
+            ground(tmp_path, terms(stop_timeout=SOON)) as it,
+            running() as greedy,
+        ):
+            it.host.before = refuse
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            await becomes(lambda: len(entries) == 3)
+            await it.looked()
+
+            assert greedy.returncode is None
+    assert [entry.get("error") for entry in entries] == [None, "we may not", "we may not"]
+
+
+async def test_unknown_containers_of_processes_are_logged_once(tmp_path: Path) -> None:
+    """If the containers of processes cannot be known, the first check logs the reason."""
+    with capture_module_logs(enforcer) as entries:
+        async with ground(tmp_path) as it, running() as process:
+            it.host.advice = ("mount this",)
+            it.hold(ALICE, 25)
+            it.put(process, 1)
+            await it.looked()
+
+    assert [(entry["event"], entry["reason"]) for entry in entries] == [
+        ("gpu memory not enforced", "mount this")
+    ]

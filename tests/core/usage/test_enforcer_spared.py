@@ -1,0 +1,159 @@
+"""Processes that the enforcer does not end."""
+
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
+from metagpu.core.contracts.host import ProcessIdentity
+from metagpu.core.model.shares import Holder
+from metagpu.core.state.facts import LeasesObserved
+from metagpu.core.usage import enforcer
+from tests.core.usage.enforcer_rig import ALICE, BOB, SOON, ground, terms
+from tests.rigs.build import layout_of, pool
+from tests.rigs.host import running
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
+
+
+async def test_neighbours_and_unauthorized_processes_are_left_alone(tmp_path: Path) -> None:
+    """Only the container that uses too much loses a process, whatever others have on the GPU."""
+    async with (
+        ground(tmp_path) as it,
+        running() as greedy,
+        running() as neighbour,
+        running() as of_the_host,
+        running() as of_another_pod,
+        running() as unknown,
+    ):
+        it.hold(ALICE, 25)
+        it.hold(BOB, 25)
+        it.put(neighbour, 20, of=BOB)
+        it.put(of_the_host, 26, of=None)
+        it.put(of_another_pod, 10, of=Holder("default", "carol", "main"))
+        it.put(unknown, None, of=BOB)
+        await it.looked()
+        it.put(greedy, 35)
+
+        assert await greedy.wait() == -signal.SIGTERM
+        await it.looked()
+        for other in (neighbour, of_the_host, of_another_pod, unknown):
+            assert other.returncode is None
+
+
+async def test_unknown_memory_is_never_a_reason(tmp_path: Path) -> None:
+    """A process of unknown memory is left alone."""
+    async with ground(tmp_path) as it, running() as unknown:
+        it.hold(ALICE, 1)
+        it.put(unknown, None)
+        await it.looked()
+
+        assert unknown.returncode is None
+        assert it.enforcer.stats.warnings == 0
+
+
+async def test_an_exit_between_decision_and_signal_harms_no_other(tmp_path: Path) -> None:
+    """A process that exits before its signal is logged, and no process is signalled."""
+    async with ground(tmp_path) as it, running() as greedy:
+        it.hold(ALICE, 25)
+
+        async def leave() -> None:
+            greedy.kill()
+            await greedy.wait()
+
+        it.host.before = lambda _: leave()
+        with capture_module_logs(enforcer) as entries:
+            it.put(greedy, 50)
+            await becomes(lambda: len(entries) > 1)
+
+        assert entries[1]["event"] == "process already gone"
+        assert [who.pid for who in it.host.refused] == [greedy.pid]
+        assert it.enforcer.stats.signals[signal.SIGTERM] == 0
+
+
+async def test_a_reused_pid_is_not_signalled(tmp_path: Path) -> None:
+    """A process that has the pid of an ended one gets no signal."""
+    async with ground(tmp_path) as it, running() as process:
+        it.hold(ALICE, 25)
+        stat = anyio.Path(it.machine.proc / str(process.pid) / "stat")
+
+        async def reuse(who: ProcessIdentity) -> None:
+            now = await stat.read_text()
+            await stat.unlink()
+            await stat.write_text(now.replace(f" {who.started} ", f" {who.started + 1} ", 1))
+
+        it.host.before = reuse
+        it.put(process, 50)
+        await becomes(lambda: bool(it.host.refused))
+        it.host.before = lambda _: None
+        it.node.end_process(it.node.gpu(0), process.pid)
+        await it.looked()
+
+        assert process.returncode is None
+
+
+async def test_a_dry_run_sends_no_signal(tmp_path: Path) -> None:
+    """With `dryRun` the log has the processes and signals, and none is sent."""
+    with capture_module_logs(enforcer) as entries:
+        async with (
+            ground(tmp_path, terms(stop_timeout=SOON, dry_run=True)) as it,
+            running() as greedy,
+        ):
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            await becomes(lambda: len(entries) == 3)
+            await it.looked()
+
+            assert greedy.returncode is None
+            assert it.enforcer.stats.signals[signal.SIGTERM] == 0
+
+    assert [(entry["event"], entry.get("signal")) for entry in entries] == [
+        ("gpu memory limit exceeded", None),
+        ("process not signalled in a dry run", "SIGTERM"),
+        ("process not signalled in a dry run", "SIGKILL"),
+    ]
+
+
+async def test_by_default_an_excess_is_only_logged(tmp_path: Path) -> None:
+    """The default settings log a warning, and send no signal."""
+    with capture_module_logs(enforcer) as entries:
+        async with ground(tmp_path, MemoryEnforcement(period=SOON)) as it, running() as greedy:
+            it.hold(ALICE, 25)
+            it.put(greedy, 50)
+            await becomes(lambda: bool(entries))
+            await it.looked()
+
+            assert greedy.returncode is None
+    assert [entry["policy"] for entry in entries] == ["warn"]
+
+
+@pytest.mark.parametrize("policy", [EnforcementPolicy.OFF, EnforcementPolicy.REPORT])
+async def test_policies_without_warnings_watch_nothing(
+    tmp_path: Path, policy: EnforcementPolicy
+) -> None:
+    """Under `off` and `report` the enforcer does not check the GPUs."""
+    async with ground(tmp_path, terms(policy)) as it, running() as greedy:
+        it.hold(ALICE, 25)
+        it.put(greedy, 50)
+        await anyio.wait_all_tasks_blocked()
+        assert it.host.looks == 0
+
+        it.terms = terms()
+        assert await greedy.wait() == -signal.SIGTERM
+
+
+async def test_containers_that_the_hardware_limits_are_not_watched(tmp_path: Path) -> None:
+    """Containers of whole GPUs and of hardware limits are not checked."""
+    async with ground(tmp_path) as it, running() as greedy:
+        whole = layout_of(
+            it.gpus[0], text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", "")
+        )
+        it.registry.apply(whole.offer_fact)
+        it.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
+        it.put(greedy, 90)
+        await anyio.wait_all_tasks_blocked()
+
+        assert it.host.looks == 0
+        assert greedy.returncode is None

@@ -1,0 +1,307 @@
+"""The policy of memory enforcement: times, processes and signals."""
+
+from collections.abc import Sequence
+from signal import Signals
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement, VictimSelection
+from metagpu.core.config.units import Bytes, Duration
+from metagpu.core.contracts.host import ProcessIdentity
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder
+from metagpu.core.usage.accounting import ContainerUsage, ProcessUsage
+from metagpu.core.usage.policy import (
+    QUIET,
+    EnforcementDecision,
+    LimitViolation,
+    decide,
+    memory_limit,
+)
+from metagpu.sim.machine.containers import container_of
+from tests.rigs.build import gpu, share
+
+A = replace(gpu(0), reserved=620 * MIB)
+ALICE = Holder("team", "alice", "main")
+LIMIT = 1000
+TERM, KILL = Signals.SIGTERM, Signals.SIGKILL
+SETTINGS = MemoryEnforcement(
+    policy=EnforcementPolicy.KILL, grace=Duration(2), stop_timeout=Duration(5)
+)
+
+
+def process(pid: int, memory: int | None, *, seen: bool = True) -> ProcessUsage:
+    """Create a process of alice's container."""
+    return ProcessUsage(
+        pid, memory, ProcessIdentity(pid, pid, container_of(ALICE)) if seen else None
+    )
+
+
+def usage(*processes: ProcessUsage) -> ContainerUsage:
+    """Create alice's usage of a GPU of which she holds a tenth."""
+    return ContainerUsage(A.id, ALICE, "uid", (share(A, 0),), processes)
+
+
+def course(
+    settings: MemoryEnforcement, *observations: tuple[float, ContainerUsage]
+) -> Sequence[EnforcementDecision]:
+    """Decide several times, each with a time and a usage; return all decisions."""
+    excess: LimitViolation | None = None
+    decisions = []
+    for at, seen in observations:
+        decision = decide(seen, LIMIT, excess, settings, at)
+        excess = decision.violation
+        decisions.append(decision)
+    return decisions
+
+
+def sent(decision: EnforcementDecision) -> list[tuple[int, Signals]]:
+    """Return pairs of process and signal."""
+    return [(process.pid, signal) for process, signal in decision.signals]
+
+
+# --- the limit ------------------------------------------------------------------------------------
+
+
+def test_the_limit_is_the_part_of_usable_memory_and_the_headroom() -> None:
+    """A limit is a quarter of the 40960 MiB that programs can have, and 512 MiB more."""
+    quarter = replace(usage(), shares=tuple(share(A, n, memory_mib=1024) for n in range(10)))
+
+    assert memory_limit(quarter, A, 512 * MIB) == (10240 * (40960 - 620) * MIB // 40960) + 512 * MIB
+
+
+def test_the_limit_is_never_less_than_the_grant() -> None:
+    """A container within the memory of its grant is never above its limit."""
+    half = replace(usage(), shares=(share(A, 0, memory_mib=20480),))
+
+    assert memory_limit(half, A, 0) == 20480 * MIB
+
+
+@pytest.mark.parametrize("odd", [share(A, 0, backend=UNKNOWN_BACKEND), share(A, 0, memory_mib=0)])
+def test_an_unknown_share_has_no_limit(odd: object) -> None:
+    """A share of unknown size has no limit."""
+    assert memory_limit(replace(usage(), shares=(odd,)), A, 512 * MIB) is None
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+
+def test_a_container_at_its_limit_is_left_alone() -> None:
+    """A container at its limit is not above it."""
+    [decision] = course(SETTINGS, (0, usage(process(1, LIMIT))))
+
+    assert decision == EnforcementDecision()
+
+
+def test_an_excess_is_reported_once() -> None:
+    """An excess that lasts, or returns within a minute, is one excess with one warning."""
+    settings = MemoryEnforcement(policy=EnforcementPolicy.WARN)
+    over, within = usage(process(1, LIMIT + 1)), usage(process(1, LIMIT))
+    observations = [
+        (0, over),
+        (1, over),
+        (2, within),
+        (30, over),
+        (31, within),
+        (31 + QUIET, within),
+    ]
+    decisions = course(settings, *observations, (32 + QUIET, over))
+
+    assert [decision.warn for decision in decisions] == [True, *[False] * 5, True]
+    assert not any(decision.signals for decision in decisions)
+
+
+@pytest.mark.parametrize(("quiet", "is_new"), [(59.9, False), (60.0, True)])
+def test_a_violation_ends_after_a_minute_within_the_limit(quiet: float, *, is_new: bool) -> None:
+    """Exactly 60 s after it was last seen above its limit, a container is warned again."""
+    settings = MemoryEnforcement(policy=EnforcementPolicy.WARN)
+    over, within = usage(process(1, LIMIT + 1)), usage(process(1, LIMIT))
+
+    *_, last = course(settings, (0, over), (quiet, within), (quiet, over))
+
+    assert last.warn is is_new
+
+
+def test_the_memory_of_processes_is_added_up() -> None:
+    """Two small processes can be above the limit together."""
+    [decision] = course(SETTINGS, (0, usage(process(1, 600), process(2, 600))))
+
+    assert decision.warn
+
+
+def test_unknown_memory_counts_nothing() -> None:
+    """A process of unknown memory counts nothing, and is never ended."""
+    alone = course(SETTINGS, (0, usage(process(1, None))), (9, usage(process(1, None))))
+    beside = usage(process(1, LIMIT + 1), process(2, None))
+    _, both = course(replaced(SETTINGS, victims=VictimSelection.ALL), (0, beside), (9, beside))
+
+    assert [decision.warn for decision in alone] == [False, False]
+    assert sent(both) == [(1, TERM)]
+
+
+def test_without_a_limit_no_container_is_above_it() -> None:
+    """A container without a known limit may use any memory."""
+    assert decide(usage(process(1, 10**15)), None, None, SETTINGS, 0) == EnforcementDecision()
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def test_signals_come_in_their_order_and_time() -> None:
+    """SIGTERM follows the grace, SIGKILL the stop timeout, and nothing follows them."""
+    over = usage(process(1, LIMIT + 1))
+    times = (0, 1.9, 2, 4, 6.9, 7, 8, 60)
+    decisions = course(SETTINGS, *((at, over) for at in times))
+
+    assert [sent(decision) for decision in decisions] == [
+        [], [], [(1, TERM)], [], [], [(1, KILL)], [], [],
+    ]  # fmt: skip
+    assert [decision.next_check for decision in decisions[:4]] == [2, pytest.approx(0.1), 5, 3]
+
+
+def test_the_grace_begins_again_after_a_break() -> None:
+    """A container that was within its limit again has the whole grace again."""
+    over, within = usage(process(1, LIMIT + 1)), usage(process(1, LIMIT))
+    observations = [(0, over), (2, over), (3, within), (4, over), (5.9, over), (6, over)]
+    decisions = course(SETTINGS, *observations)
+
+    assert [sent(decision) for decision in decisions] == [[], [(1, TERM)], [], [], [], [(1, TERM)]]
+
+
+def test_the_largest_goes_first_and_the_next_only_if_that_was_not_enough() -> None:
+    """One process at a time is ended; the others stay until it is gone."""
+    big, mid, small = process(1, 900), process(2, 800), process(3, 300)
+    observations = [
+        (0, usage(big, mid, small)),
+        (2, usage(big, mid, small)),
+        (3, usage(big, mid, small)),
+        (4, usage(mid, small)),
+        (5, usage(small)),
+    ]
+    decisions = course(SETTINGS, *observations)
+
+    assert [sent(decision) for decision in decisions] == [[], [(1, TERM)], [], [(2, TERM)], []]
+
+
+def test_a_process_that_stays_listed_after_sigkill_protects_no_other() -> None:
+    """The next process is signalled a stop timeout after SIGKILL, if the first is still listed."""
+    zombie, mid, small = process(1, 900), process(2, 800), process(3, 300)
+    now = usage(zombie, mid, small)
+    decisions = course(SETTINGS, *((at, now) for at in (0, 2, 7, 11.9, 12, 17, 22)))
+
+    assert [sent(decision) for decision in decisions] == [
+        [], [(1, TERM)], [(1, KILL)], [], [(2, TERM)], [(2, KILL)], [(3, TERM)],
+    ]  # fmt: skip
+    assert decisions[3].next_check == pytest.approx(0.1)
+
+
+def test_all_may_have_to_go() -> None:
+    """With `victims: all` every process of the container is ended, also a later one."""
+    settings = replaced(SETTINGS, victims=VictimSelection.ALL)
+    first, second, third = process(1, 900), process(2, 800), process(3, 300)
+    observations = [
+        (0, usage(first, second)),
+        (2, usage(first, second)),
+        (3, usage(first, second, third)),
+        (7, usage(first, second, third)),
+        (8, usage(first, second, third)),
+    ]
+    decisions = course(settings, *observations)
+
+    assert [sent(decision) for decision in decisions] == [
+        [],
+        [(1, TERM), (2, TERM)],
+        [(3, TERM)],
+        [(1, KILL), (2, KILL)],
+        [(3, KILL)],
+    ]
+
+
+def test_another_process_with_the_pid_begins_again() -> None:
+    """A later process of the same pid gets SIGTERM first."""
+    reused = ProcessUsage(1, LIMIT + 1, ProcessIdentity(1, 99, container_of(ALICE)))
+    observations = [(0, usage(process(1, LIMIT + 1))), (2, usage(process(1, LIMIT + 1)))]
+    *_, decision = course(SETTINGS, *observations, (8, usage(reused)))
+
+    assert sent(decision) == [(1, TERM)]
+
+
+@pytest.mark.parametrize(
+    "policy", [EnforcementPolicy.OFF, EnforcementPolicy.REPORT, EnforcementPolicy.WARN]
+)
+def test_only_kill_kills(policy: EnforcementPolicy) -> None:
+    """No other policy sends a signal, however long an excess lasts."""
+    over = usage(process(1, LIMIT + 1))
+    decisions = course(replaced(SETTINGS, policy=policy), *((at, over) for at in range(20)))
+
+    assert not any(decision.signals for decision in decisions)
+
+
+AMOUNTS = st.none() | st.integers(0, 700)
+PEOPLE = st.lists(st.tuples(st.integers(1, 5), AMOUNTS, st.booleans()), max_size=5)
+
+
+@given(st.lists(PEOPLE, max_size=12), st.sampled_from(VictimSelection))
+def test_a_signalled_process_is_known_and_of_a_container_above_its_limit(
+    story: list[list[tuple[int, int | None, bool]]], victims: VictimSelection
+) -> None:
+    """Signals go to present processes of a container above its limit, SIGTERM first."""
+    settings = replaced(SETTINGS, victims=victims)
+    termed: set[ProcessIdentity] = set()
+    excess: LimitViolation | None = None
+
+    for at, people in enumerate(story):
+        unique = {pid: process(pid, memory, seen=seen) for pid, memory, seen in people}
+        now = usage(*sorted(unique.values(), key=lambda it: -(it.memory or 0)))
+        decision = decide(now, LIMIT, excess, settings, float(at))
+        excess = decision.violation
+
+        assert now.memory > LIMIT or not decision.signals
+        for it, signal in decision.signals:
+            assert it.identity is not None
+            assert signal is TERM or it.identity in termed
+            assert signal is KILL or it.memory
+            termed.add(it.identity)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def replaced(settings: MemoryEnforcement, **changes: object) -> MemoryEnforcement:
+    """Replace some settings."""
+    values = {name: getattr(settings, name) for name in settings.__struct_fields__}
+    return MemoryEnforcement(**{**values, **changes})
+
+
+def test_by_default_no_process_is_ended_and_a_kill_takes_less_than_two_seconds() -> None:
+    """The defaults only warn; with `policy: kill` alone, SIGKILL follows 1.5 s after an excess."""
+    defaults = MemoryEnforcement()
+
+    assert defaults.policy is EnforcementPolicy.WARN
+    assert defaults.headroom == Bytes(512 * MIB)
+    assert defaults.period + defaults.grace + defaults.stop_timeout <= 1.5
+
+
+def test_without_a_pause_there_is_no_period() -> None:
+    """A period of zero is refused: it would only check."""
+    with pytest.raises(ValueError, match="period must be longer than 0"):
+        MemoryEnforcement(period=Duration(0))
+
+
+def test_off_may_be_written_without_quotes() -> None:
+    """An unquoted `off`, which YAML reads as false, is accepted; `on` is refused."""
+    assert MemoryEnforcement(policy=False) == MemoryEnforcement(policy=EnforcementPolicy.OFF)
+    assert MemoryEnforcement(policy=False).policy is EnforcementPolicy.OFF
+    with pytest.raises(ValueError, match="policy is no switch; allowed: off, report, warn, kill"):
+        MemoryEnforcement(policy=True)
+
+
+def test_the_limit_of_a_gpu_of_unknown_memory() -> None:
+    """The limit on a GPU of unknown memory is the configured amount and the headroom."""
+    held = usage()
+    assert held.share_memory is not None
+    unknown = replace(A, memory=None, reserved=None)
+    assert memory_limit(held, unknown, 50 * MIB) == held.share_memory + 50 * MIB

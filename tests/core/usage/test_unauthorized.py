@@ -1,0 +1,208 @@
+"""Pods that use GPUs without a share are reported once, and no others."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import Process
+
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import Holder
+from metagpu.core.state.events import UnauthorizedUseFound
+from metagpu.core.state.facts import GpusFound, LeasesObserved
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage import unauthorized as unauthorized_module
+from metagpu.core.usage.collector import UsageCollector
+from metagpu.core.usage.timing import UsageTiming
+from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
+from metagpu.sim.machine.containers import SimHost, container_of
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.node import SimNode
+from tests.nvml.rig import opened
+from tests.rigs.build import layout_of
+from tests.rigs.host import running
+from tests.rigs.logs import capture_module_logs
+
+ALICE, MALLORY = Holder("team", "alice", "main"), Holder("team", "mallory", "main")
+
+
+class Ground:
+    """A watch of one GPU, of which alice holds a share."""
+
+    def __init__(self, node: SimNode, registry: Registry, machine: SimHost) -> None:
+        self.node, self.registry, self.machine = node, registry, machine
+        self.looks = self.rounds = 0
+        self.leases = LeasesObserved({}, at=0)
+
+    def put(self, process: Process, holder: Holder | None) -> None:
+        """Start a process on the GPU, in a container or on the host."""
+        if holder is None:
+            self.machine.add_process(process.pid, "0::/system.slice/x.service\n")
+        else:
+            self.machine.add_container_process(process.pid, holder)
+        self.node.start_process(self.node.gpu(0), SimProcess(process.pid, 100 * MIB))
+
+
+@asynccontextmanager
+async def watched(
+    tmp_path: Path, patience: float = 0.02, us: Holder | None = None, *, pods_listed: bool = True
+) -> AsyncIterator[Ground]:
+    """Run a watch without pauses; `us` is the container of the watch itself."""
+    async with opened("a100-40gb:1") as (node, nvml, survey), anyio.create_task_group() as group:
+        machine, registry = SimHost(tmp_path), Registry()
+        it = Ground(node, registry, machine)
+        if us is not None:
+            machine.add_container_process(os.getpid(), us)
+        layout = layout_of(*survey.gpus)
+        registry.apply(GpusFound(survey.gpus, at=0))
+        registry.apply(layout.offer_fact)
+        it.leases = LeasesObserved({layout.shares[0].id: ALICE}, at=1)
+        if pods_listed:
+            registry.apply(it.leases)
+
+        class Counted(UsageCollector):
+            """A collector that counts its calls."""
+
+            async def collect_gpu(self, gpu: Any) -> Any:  # noqa: ANN401 - as the class's own
+                """Count the call, and collect."""
+                it.looks += 1
+                return await super().collect_gpu(gpu)
+
+        quick = UsageTiming(unauthorized_period=0.01, admission_window=patience)
+        census = Counted(nvml, machine.host, registry)
+
+        class Watch(UnauthorizedUseWatch):
+            """A watch that counts its rounds."""
+
+            async def _check(self) -> Any:  # noqa: ANN401 - as the class's own
+                it.rounds += 1
+                return await super()._check()
+
+        group.start_soon(Watch(census, machine.host, registry, quick).run)
+        yield it
+        group.cancel_scope.cancel()
+
+
+async def wait_checks(it: Ground, times: int = 5) -> None:
+    """Wait until the watch has checked this many times from now on."""
+    wanted = it.looks + times
+    with anyio.fail_after(30):
+        while it.looks < wanted:  # noqa: ASYNC110 - a look has no event of its own
+            await anyio.sleep(0.005)
+
+
+async def wait_rounds(it: Ground, times: int = 5) -> None:
+    """Wait until the watch went round this many times from now on, also without a check."""
+    wanted = it.rounds + times
+    with anyio.fail_after(30):
+        while it.rounds < wanted:  # noqa: ASYNC110 - as above
+            await anyio.sleep(0.005)
+
+
+async def test_unauthorized_use_is_reported_once(tmp_path: Path) -> None:
+    """A pod that uses a GPU without a share is logged and published, once."""
+    with capture_module_logs(unauthorized_module) as entries:
+        async with watched(tmp_path) as it, running() as process, running() as second:
+            with it.registry.events.subscribe(UnauthorizedUseFound) as news, anyio.fail_after(30):
+                it.put(process, MALLORY)
+                found = await anext(aiter(news))
+            it.put(second, MALLORY)
+            await wait_checks(it)
+
+    container = container_of(MALLORY)
+    assert isinstance(found, UnauthorizedUseFound)
+    assert (found.holder, found.pid, found.memory) == (MALLORY, process.pid, 100 * MIB)
+    assert (found.container_id, found.pod_uid) == (container.id, container.pod_uid)
+    [entry] = entries
+    assert entry["event"] == "unauthorized gpu use"
+    assert entry["reason"] == "team/mallory (main) holds no share of this GPU"
+    assert entry["container"] == container.id[:12]
+
+
+async def test_no_process_is_unauthorized_before_the_kubelet_has_reported(tmp_path: Path) -> None:
+    """A daemon without the kubelet's list does not know holders, and reports nothing."""
+    with capture_module_logs(unauthorized_module) as entries:
+        async with (
+            watched(tmp_path, pods_listed=False) as it,
+            running() as alice,
+            running() as mallory,
+        ):
+            it.put(alice, ALICE)
+            it.put(mallory, MALLORY)
+            await wait_rounds(it, 20)
+            assert it.looks == 0
+            assert not entries
+
+            it.registry.apply(it.leases)
+            with anyio.fail_after(30):
+                while not entries:  # noqa: ASYNC110 - as above
+                    await anyio.sleep(0.005)
+            await wait_checks(it)
+
+    assert [entry["container"] for entry in entries] == [container_of(MALLORY).id[:12]]
+
+
+async def test_a_returning_process_is_reported_again(tmp_path: Path) -> None:
+    """A container whose processes had gone is reported again when it returns."""
+    with capture_module_logs(unauthorized_module) as entries:
+        async with watched(tmp_path) as it, running() as process:
+            for times in (1, 2):
+                it.put(process, MALLORY)
+                with anyio.fail_after(30):
+                    while len(entries) < times:  # noqa: ASYNC110 - as above
+                        await anyio.sleep(0.005)
+                it.node.end_process(it.node.gpu(0), process.pid)
+                await wait_checks(it)
+
+    assert len(entries) == 2
+
+
+async def test_a_failed_gpu_repeats_no_report(tmp_path: Path) -> None:
+    """A container that was there before and after NVML's silence is reported once."""
+    with capture_module_logs(unauthorized_module) as entries:
+        async with watched(tmp_path) as it, running() as process:
+            it.put(process, MALLORY)
+            with anyio.fail_after(30):
+                while not entries:  # noqa: ASYNC110 - as above
+                    await anyio.sleep(0.005)
+            it.node.lose_gpu(it.node.gpu(0))
+            await wait_checks(it)
+            it.node.reset_gpu(it.node.gpu(0))
+            await wait_checks(it)
+
+    assert len(entries) == 1
+
+
+async def test_holders_and_the_host_are_not_reported(tmp_path: Path) -> None:
+    """Holders of shares and processes of the host may use the GPU."""
+    with capture_module_logs(unauthorized_module) as entries:
+        async with watched(tmp_path) as it, running() as held, running() as of_the_host:
+            it.put(held, ALICE)
+            it.put(of_the_host, None)
+            await wait_checks(it)
+
+    assert entries == []
+
+
+async def test_our_own_container_is_not_reported(tmp_path: Path) -> None:
+    """Processes of our own container, such as MPS servers, may use GPUs."""
+    us = Holder("kube-system", "metagpu-x2x", "metagpu")
+    with capture_module_logs(unauthorized_module) as entries:
+        async with watched(tmp_path, us=us) as it, running() as server:
+            it.put(server, us)
+            await wait_checks(it)
+
+    assert entries == []
+
+
+async def test_a_pod_that_was_just_admitted_has_time(tmp_path: Path) -> None:
+    """A pod is not reported before the kubelet must have named it."""
+    with capture_module_logs(unauthorized_module) as entries:
+        async with watched(tmp_path, patience=3600) as it, running() as process:
+            it.put(process, MALLORY)
+            await wait_checks(it)
+
+    assert entries == []

@@ -1,0 +1,201 @@
+"""The status tables: the state of a GPU in a few words."""
+
+import pytest
+
+from metagpu.core.layout.layout import Layout
+from metagpu.core.reports.status import explain_report
+from metagpu.core.state.facts import GpuFaulted
+from metagpu.display.status import (
+    held_bars,
+    show,
+    show_explanation,
+    show_plan,
+    show_status,
+    table,
+)
+from tests.rigs.build import after
+from tests.rigs.reported import CORDON, HELD, SUSPENDED, A, gpu_report
+
+
+def test_bars_show_held_free_and_unavailable() -> None:
+    """Each resource has its bar, dotted where no pod can have the share."""
+    assert [line.text for line in held_bars(gpu_report(HELD)["shares"])] == [
+        "\u00b7" * 10 + " 0/4 metagpu",
+        "\u2588" * 5 + "\u2591" * 5 + " 1/2 mps",
+    ]
+    assert [line.text for line in held_bars({})] == ["-"]
+
+
+def test_a_status_names_owners(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has each GPU's owner, also of an idle GPU."""
+    one = gpu_report(HELD)
+    show_status({"resources": {}, "gpus": [one, {**gpu_report(), "index": 1}], "leases": []})
+
+    rows = capsys.readouterr().out
+    assert "OWNER" in rows
+    assert " mps " in rows
+    assert " idle " in rows
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_a_status_has_reasons_below_its_table(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table has a word, and a line below it the whole reason."""
+    monkeypatch.setenv("COLUMNS", columns)
+    ill = gpu_report(GpuFaulted(A.id, "XID 79: GPU has fallen off the bus", at=0), CORDON)
+    show_status({"resources": {}, "gpus": [ill, {**gpu_report(), "index": 1}], "leases": []})
+
+    out = capsys.readouterr().out
+    below = [line.rstrip() for line in out.splitlines() if line.startswith("GPU ")]
+    assert below == [
+        "GPU 0: XID 79: GPU has fallen off the bus, since 1970-01-01 00:00:00 UTC",
+        "GPU 0: cordoned: riser, since 1970-01-01 00:01:00 UTC",
+    ]
+    assert out.count("XID 79") == 1
+    assert all(len(line) <= int(columns) for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [("70", "MEMORY POOL"), ("80", "MEMORY"), ("120", "")]
+)
+def test_a_narrow_terminal_breaks_no_word(
+    columns: str, left_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a narrow terminal columns are left out, memory first; words and bars stay whole."""
+    monkeypatch.setenv("COLUMNS", columns)
+    one = {**gpu_report(SUSPENDED, HELD), "product": "NVIDIA A100-SXM4-40GB", "pool": "notebooks"}
+    status = {"resources": {}, "gpus": [one], "leases": [], "remarks": []}
+    show_explanation({**status, "gpus": [{**one, "poolReason": "matches product *A100*"}]})
+    explained = capsys.readouterr().out
+    show_status(status)
+    told_of = capsys.readouterr().out
+
+    assert {"A100-SXM4-40GB", "suspended", "matches", "*A100*"} <= set(explained.split())
+    assert {"A100-SXM4-40GB", "suspended", "1/2", "mps"} <= set(told_of.split())
+    assert [it for it in ("MEMORY", "POOL") if it not in told_of.split()] == left_out.split()
+    lines = [*explained.splitlines(), *told_of.splitlines()]
+    assert all(len(line) <= int(columns) for line in lines)
+
+
+def test_an_explanation_has_reasons_below_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Long reasons are below the table, as in a status."""
+    show_explanation({"resources": {}, "gpus": [gpu_report(SUSPENDED)], "remarks": []})
+
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "GPU 0: mps suspended: no daemon, since 1970-01-01 00:02:00 UTC" in lines
+
+
+def test_status_begins_with_a_configuration_that_was_not_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A refused configuration is the first line; without one there is no line."""
+    status = {"resources": {}, "gpus": [gpu_report()], "leases": []}
+    show_status({**status, "configuration": {"error": "new.yaml: 3: pools: wrong"}})
+    show_status({**status, "configuration": {"error": None}})
+
+    out = capsys.readouterr().out
+    assert out.startswith("configuration rejected: new.yaml: 3: pools: wrong")
+    assert out.count("configuration") == 1
+
+
+def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) -> None:
+    """Problems of the CDI file and of the libraries each have a line; otherwise none."""
+    well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
+    show_status({**well, "cdi": {"problem": "/cdi is full", "noLibraries": "no nvidia-ctk"}})
+    printed = capsys.readouterr().out
+    assert "containers may not start: /cdi is full" in printed
+    assert "containers get no libraries of the driver by CDI: no nvidia-ctk" in printed
+
+    show_status({**well, "cdi": {"problem": None, "noLibraries": None}})
+    assert "containers" not in capsys.readouterr().out
+
+
+def test_a_status_says_why_mgctl_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """A socket of containers that is not served has a line with the reason; otherwise none."""
+    well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
+    show_status({**well, "mgctl": {"inPods": True, "problem": "the relay of calls has ended"}})
+    expected = "containers get no answers from mgctl: the relay of calls has ended"
+    assert expected in capsys.readouterr().out
+
+    show_status({**well, "mgctl": {"inPods": True, "problem": None}})
+    assert "mgctl" not in capsys.readouterr().out
+
+
+def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pods with lost devices are above the tables, with the fix."""
+    one = {
+        "holder": "team/alice (main)",
+        "reason": "container main was given MIG-1, which is no more",
+    }
+    show_status({"resources": {}, "gpus": [gpu_report()], "leases": [], "lostDevices": [one]})
+
+    out = capsys.readouterr().out
+    assert out.startswith("team/alice: container main was given MIG-1, which is no more")
+
+
+def test_a_status_ends_with_the_backends_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each note of a backend is a line below the tables."""
+    remarks = ["GPU 0: the GPU is full", "if a/b (c) moved, there would be room"]
+    show_status({"resources": {}, "gpus": [gpu_report()], "leases": [], "remarks": remarks})
+
+    assert capsys.readouterr().out.splitlines()[-2:] == remarks
+
+
+def test_a_plan_names_the_pods_that_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan has arrows at differences, pods that it waits for, and settings."""
+    holding = {"holder": "team/old (main)", "resource": "a.b/c", "shares": 3}
+    one = {
+        "index": 0,
+        "uuid": A.id,
+        "product": "NVIDIA A100",
+        "change": "changed",
+        "poolBefore": "a",
+        "poolAfter": "a",
+        "backendsBefore": ["fraction"],
+        "backendsAfter": ["whole"],
+        "waitsFor": [holding, {**holding, "holder": None}],
+    }
+    show_plan({"resources": {}, "gpus": [one], "settings": ["health"]})
+
+    out = capsys.readouterr().out
+    assert "nothing is offered" in out
+    assert "fraction -> whole" in out
+    words = " ".join(out.split())
+    assert "team/old (main): 3 of a.b/c" in words
+    assert "settings that change at once: health" in words
+
+
+def test_lines_in_a_pipe_are_not_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pipe a line stays one line, however long, and complete."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    pool, reason = "p" * 90, f"a reason that is longer than a terminal is wide: {'x ' * 60}"
+    one = {**gpu_report(GpuFaulted(A.id, reason, at=0)), "product": "NVIDIA A100", "pool": pool}
+    show_status({"resources": {}, "gpus": [one], "leases": [], "remarks": ["words " * 40]})
+
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line for line in lines if line.lstrip().startswith("GPU ") and "PRODUCT" in line]
+    assert {"MEMORY", "POOL"} <= set(head.split())
+    assert [line for line in lines if pool in line and "A100" in line]
+    assert [line for line in lines if reason in line and "since 1970" in line]
+    assert lines[-1].split() == ["words"] * 40
+    assert max(map(len, lines)) < 1000  # nor is it filled up
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+def test_no_table_is_cut(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any terminal width names and numbers stay whole, and no line ends in blanks."""
+    monkeypatch.setenv("COLUMNS", columns)
+    drawn = table("POD", "RESOURCE", "GPU 0", whole=["GPU 0"])
+    slices = "3 3 3 3 2 2 1 ·"
+    drawn.add("a-pod-with-a-long-name", "example.com/a-long-resource", slices)
+    show("before", drawn)
+    printed = capsys.readouterr().out
+
+    for whole in ("a-pod-with-a-long-name", "example.com/a-long-resource", "3 3 3 3 2 2 1 ·"):
+        assert whole in printed
+    assert [line for line in printed.split("\n") if line.endswith(" ")] == []

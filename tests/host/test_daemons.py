@@ -1,0 +1,426 @@
+"""Daemons of the host: programs that outlive metagpu, found again and never mistaken."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import from_thread, to_thread
+from msgspec.structs import replace
+
+from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
+from metagpu.core.errors import ProgramError, ProgramMissing
+from metagpu.core.model.shares import Holder
+from metagpu.host import daemon_processes as running
+from metagpu.host import daemons
+from metagpu.host.daemons import HostDaemons
+from metagpu.host.programs import HostPrograms
+from metagpu.sim.machine.containers import SimHost
+from tests.host.test_programs import program
+from tests.rigs.daemons import DAEMONS, serving, stand_in
+from tests.rigs.waiting import until
+
+HERE = os.getpid()
+
+
+def sleeper(folder: Path, text: str = "print('up', flush=True); time.sleep(60)") -> DaemonSpec:
+    """Describe a daemon for tests, which sleeps by default."""
+    path = program(folder / "bin", text, name="sleeper")
+    (folder / "pipe").mkdir(exist_ok=True)
+    return DaemonSpec(
+        str(path),
+        ("-f",),
+        {"WHERE": str(folder)},
+        output=folder / "output",
+        pid_file=folder / "pid",
+        lock=folder / "pipe" / "lock",
+    )
+
+
+async def wait_output(spec: DaemonSpec, word: str) -> None:
+    """Wait until a daemon has printed a word."""
+
+    async def is_so() -> bool:
+        return word in await anyio.Path(spec.output).read_text()
+
+    await until(is_so)
+
+
+HOST = HostDaemons(HostPrograms(roots=()))
+
+
+async def test_a_daemon_has_a_session_of_its_own(tmp_path: Path) -> None:
+    """No signal to metagpu's terminal or group reaches the daemon, which is not our child."""
+    process = await HOST.start(sleeper(tmp_path))
+    try:
+        assert os.getsid(process.pid) != os.getsid(0)
+        assert os.getpgid(process.pid) != os.getpgid(0)
+        status = await anyio.Path(f"/proc/{process.pid}/stat").read_text()
+        assert int(status.rpartition(")")[2].split()[1]) != HERE
+    finally:
+        await HOST.kill(process)
+
+
+async def test_a_daemon_outlives_its_starter(tmp_path: Path) -> None:
+    """The next metagpu finds the daemon again, waits for its end and ends it."""
+    folder = str(tmp_path)
+    script = (
+        "import anyio\n"
+        "from pathlib import Path\n"
+        "from tests.host.test_daemons import HOST, sleeper\n"
+        f"print(anyio.run(HOST.start, sleeper(Path({folder!r}))).pid)\n"
+    )
+    starter = await anyio.run_process([sys.executable, "-c", script], stderr=None)
+    pid = int(starter.stdout)
+    await wait_output(
+        sleeper(tmp_path), "up"
+    )  # before that it is not itself yet, but its interpreter
+
+    found = await HOST.find(sleeper(tmp_path))
+    assert found is not None
+    assert found.pid == pid
+    await HOST.kill(found)
+    await HOST.wait_ended(found)
+    assert await HOST.find(sleeper(tmp_path)) is None
+
+
+async def test_a_pods_imitation_is_not_taken_for_the_daemon(tmp_path: Path) -> None:
+    """A look-alike in a container, whose pid is in the daemon's pid file, is not taken for it."""
+    place = tmp_path / "host"
+    place.mkdir()
+    seen = SimHost(place)
+    host = HostDaemons(HostPrograms(roots=()), proc=seen.proc)
+    process = await host.start(sleeper(tmp_path))
+    try:
+        await wait_output(sleeper(tmp_path), "up")
+        seen.add_process(HERE, "0::/system.slice/metagpu.service\n")
+        seen.add_container_process(process.pid, Holder("team", "mallory", "main"))
+        assert await host.find(sleeper(tmp_path)) is None
+
+        seen.add_container_process(HERE, Holder("team", "mallory", "main"))
+        assert await host.find(sleeper(tmp_path)) == process
+
+        seen.add_process(process.pid, "0::/system.slice/metagpu.service\n")
+        assert await host.find(sleeper(tmp_path)) == process
+    finally:
+        await host.kill(process)
+
+
+async def test_another_process_is_never_taken_for_the_daemon(tmp_path: Path) -> None:
+    """A pid alone is not enough: environment and command line have to be the same."""
+    async with serving(tmp_path) as it, stand_in(tmp_path, "GPU-1") as other:
+        process = await it.process()
+        assert process is not None
+        pid = process.pid
+        assert await DAEMONS.find(it.daemon) == process
+        assert await DAEMONS.find(replace(it.daemon, arguments=("-d",))) is None
+
+        async def taken(pid: int, spec: DaemonSpec) -> DaemonProcess | None:
+            spec = replace(spec, lock=tmp_path / "nowhere")
+            await anyio.Path(spec.pid_file).write_text(str(pid))
+            return await DAEMONS.find(spec)
+
+        assert await taken(pid, other.daemon) is None
+        with it.client():
+            [server] = await it.control.servers()
+            assert await taken(server, it.daemon) is None
+        assert await taken(HERE, it.daemon) is None
+        assert await taken(2**22 + 1, it.daemon) is None
+        assert await taken(pid, it.daemon) == process
+
+
+async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
+    """A process with the same pid and another start time is neither awaited nor killed."""
+    process = await HOST.start(sleeper(tmp_path))
+    before = replace(process, started=process.started - 1)
+
+    with anyio.fail_after(30):
+        await HOST.wait_ended(before)
+        await HOST.kill(before)
+    assert await to_thread.run_sync(running.read_process, process.pid) is not None
+    await HOST.kill(process)
+
+
+async def test_the_end_of_a_daemon_ends_the_wait(tmp_path: Path) -> None:
+    """A wait lasts as long as the process does."""
+    process = await HOST.start(sleeper(tmp_path))
+    over = anyio.Event()
+
+    async with anyio.create_task_group() as group:
+
+        async def wait() -> None:
+            await HOST.wait_ended(process)
+            over.set()
+
+        group.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert not over.is_set()
+        await HOST.kill(process)
+        with anyio.fail_after(30):
+            await over.wait()
+
+
+async def test_a_wait_that_is_given_up_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled wait closes the descriptor of the process."""
+    process = await HOST.start(sleeper(tmp_path))
+    opened, descriptors = running.open_pidfd, []
+    scope = anyio.CancelScope()
+
+    def late(wanted: DaemonProcess) -> int | None:
+        descriptors.append(opened(wanted))
+        from_thread.run_sync(scope.cancel)
+        return descriptors[-1]
+
+    monkeypatch.setattr(running, "open_pidfd", late)
+    with scope:
+        await HOST.wait_ended(process)
+    monkeypatch.undo()
+    await HOST.kill(process)
+
+    [descriptor] = descriptors
+    assert descriptor is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+async def test_an_ended_daemon_is_killed_without_an_error(tmp_path: Path) -> None:
+    """Killing a process that is gone is no error."""
+    process = await HOST.start(sleeper(tmp_path))
+
+    await HOST.kill(process)
+    await HOST.kill(process)
+
+
+async def test_the_output_of_a_daemon_is_kept(tmp_path: Path) -> None:
+    """The daemon's output file has the text of both streams."""
+    spec = sleeper(tmp_path, "print('one'); sys.stderr.write('no such GPU')")
+
+    with suppress(ProgramError):  # it may be seen before it has ended
+        await HOST.wait_ended(await HOST.start(spec))
+    assert "no such GPU" in await anyio.Path(spec.output).read_text()
+
+
+async def test_a_missing_program_is_an_error(tmp_path: Path) -> None:
+    """A missing program is an error that names the folders searched."""
+    spec = replace(sleeper(tmp_path), program="no-such-program")
+
+    with pytest.raises(ProgramMissing, match="there is no no-such-program here; looked in PATH"):
+        await HOST.start(spec)
+
+
+async def test_a_daemon_sees_its_own_folder(tmp_path: Path) -> None:
+    """Only the daemon sees its mounts; the host's folder stays unchanged."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount: run as root to see that a daemon has its own /dev/shm")
+    place, private = tmp_path / "place", tmp_path / "private"
+    place.mkdir()
+    private.mkdir()
+    text = f"open({str(place / 'mark')!r}, 'w').close(); print('done', flush=True); time.sleep(60)"
+    spec = replace(sleeper(tmp_path, text), mounts={place: private})
+
+    process = await HOST.start(spec)
+    try:
+        await wait_output(spec, "done")
+        assert [path.name for path in private.iterdir()] == ["mark"]
+        assert list(place.iterdir()) == []
+        assert await HOST.find(spec) == process
+    finally:
+        await HOST.kill(process)
+
+
+async def test_a_volume_is_bounded_and_mounted_once(tmp_path: Path) -> None:
+    """A volume is a tmpfs with a size and the folder's mode; the next start uses it again."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount: run as root to see that a volume has a size")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o1777)
+    spec = replace(sleeper(tmp_path), volumes={volume: 1 << 20})
+    try:
+        await HOST.kill(await HOST.start(spec))
+        size = os.statvfs(volume)
+        assert size.f_blocks * size.f_frsize == 1 << 20
+        assert size.f_files == 256
+        assert stat.S_IMODE(volume.stat().st_mode) == 0o1777
+        (volume / "file").touch()
+
+        await HOST.kill(await HOST.start(spec))
+        assert (volume / "file").exists()
+        mounts = await anyio.Path("/proc/self/mountinfo").read_text()
+        assert mounts.count(str(volume)) == 1
+    finally:
+        await HOST.unmount(spec)
+    assert not volume.is_mount()
+    await HOST.unmount(spec)
+
+
+IN_CONTAINER = """
+import sys
+from pathlib import Path
+import anyio
+from msgspec.structs import replace
+from metagpu.core.errors import ProgramError
+from tests.host.test_daemons import HOST, sleeper
+
+async def main(folder):
+    spec = replace(sleeper(folder), volumes={folder / "volume": 1 << 20})
+    try:
+        await HOST.kill(await HOST.start(spec))
+    except ProgramError as error:
+        print(error)
+    print((folder / "volume").is_mount())
+
+anyio.run(main, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("propagation", ["private", "shared"])
+async def test_a_volume_reaches_the_host_or_is_refused(tmp_path: Path, propagation: str) -> None:
+    """In a mount namespace of its own, as a container has, a volume is mounted for the host too.
+
+    Where mounts do not propagate to the host, the error has the fix, and no mount is left.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount: run as root to see that a volume reaches the host")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    run = HOST.programs.run
+    await run("mount", "--bind", str(tmp_path), str(tmp_path))
+    try:
+        await run("mount", f"--make-{propagation}", str(tmp_path))
+        container = ("unshare", "--mount", "--propagation", "unchanged", sys.executable)
+        printed = await run(*container, "-c", IN_CONTAINER, str(tmp_path))
+
+        reaches = propagation == "shared"
+        assert printed.splitlines()[-1] == str(reaches)
+        assert volume.is_mount() == reaches
+        assert ("`mountPropagation: Bidirectional`" in printed) == (not reaches)
+    finally:
+        await run("umount", "--recursive", "-l", str(tmp_path))
+
+
+async def test_a_volume_that_cannot_be_mounted_is_an_error(tmp_path: Path) -> None:
+    """Without the right to mount no daemon starts; the error names the capability."""
+    refusing = HostPrograms(roots=(), substitutes={"mount": ["sh", "-c", "echo no; exit 32"]})
+
+    with pytest.raises(ProgramError, match=r"give metagpu the capability CAP_SYS_ADMIN \(.*: no"):
+        await HostDaemons(refusing).start(replace(sleeper(tmp_path), volumes={tmp_path: 1 << 20}))
+
+
+async def test_the_lock_of_a_container_keeps_no_daemon_from_its_start(tmp_path: Path) -> None:
+    """A container that holds a daemon's lock loses it with the file; a host's process is named."""
+    place = tmp_path / "host"
+    place.mkdir()
+    seen = SimHost(place)
+    host = HostDaemons(HostPrograms(roots=()), proc=seen.proc)
+    spec = sleeper(tmp_path)
+    script = (
+        f"import fcntl; lock = open({str(spec.lock)!r}, 'w'); fcntl.lockf(lock, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); input()\n"
+    )
+    seen.add_process(HERE, "0::/system.slice/metagpu.service\n")
+
+    async with await anyio.open_process([sys.executable, "-c", script]) as holder:
+        assert holder.stdout is not None
+        assert (await holder.stdout.receive()).startswith(b"locked")
+        try:
+            seen.add_process(holder.pid, "0::/user.slice\n")
+            assert await host.find(spec) is None
+            with pytest.raises(ProgramError, match=rf"process {holder.pid} holds .*end it"):
+                await host.start(spec)
+
+            seen.add_container_process(holder.pid, Holder("team", "mallory", "main"))
+            process = await host.start(spec)
+            await host.kill(process)
+        finally:
+            holder.kill()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "socket", "missing"])
+def test_only_a_regular_file_has_a_lock(tmp_path: Path, kind: str) -> None:
+    """Whatever a container shows in place of the lock has no holder, and is not waited for."""
+    place = tmp_path / "lock"
+    if kind == "link":
+        place.symlink_to("/dev/zero")
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(str(place))
+
+    assert running.lock_holder(place) is None
+
+
+async def test_long_output_is_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that writes on and on keeps its process and takes a limited part of the disk."""
+    monkeypatch.setattr(daemons, "LONGEST_OUTPUT", 1000)
+    text = (
+        "print('x' * 2000, flush=True)\n"
+        "while os.stat(1).st_size: time.sleep(0.01)\n"
+        "print('again', flush=True); time.sleep(60)"
+    )
+    spec = sleeper(tmp_path, text)
+    process = await HOST.start(spec)
+    try:
+        await wait_output(spec, "x" * 2000)
+        assert (await HOST.last_output_line(spec)) == "x" * 2000
+        await HOST.limit_output(spec)
+        await wait_output(spec, "again")
+
+        assert await anyio.Path(spec.output).read_text() == "again\n"
+    finally:
+        await HOST.kill(process)
+
+
+async def test_refused_mounts_are_in_the_output(tmp_path: Path) -> None:
+    """A mount that fails ends the start, with the reason in the daemon's output."""
+    spec = replace(sleeper(tmp_path), mounts={tmp_path / "nowhere": tmp_path / "missing"})
+
+    with suppress(ProgramError):  # it may be seen before it has ended
+        await HOST.wait_ended(await HOST.start(spec))
+    assert "mount" in await anyio.Path(spec.output).read_text()
+
+
+def test_processes_are_identified_by_their_start() -> None:
+    """Our pid with another start time is not a running process."""
+    ourselves = running.read_process(HERE)
+    assert ourselves is not None
+    assert ourselves.process.pid == HERE
+
+    assert running.open_pidfd(DaemonProcess(HERE, ourselves.process.started - 1)) is None
+    descriptor = running.open_pidfd(ourselves.process)
+    assert descriptor is not None
+    os.close(descriptor)
+
+
+@pytest.mark.timeout(30)  # the kernel ends such a lease after 45 s
+def test_a_lease_on_the_lock_holds_nobody(tmp_path: Path) -> None:
+    """A container's lease on its file, which makes an open wait for 45 s, tells of no holder."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    holder = subprocess.Popen(  # noqa: S603 - a program of the test
+        [sys.executable, "-c", LEASE, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"leased\n"
+        assert running.lock_holder(lock) is None
+        holder.communicate(b"")
+
+
+LEASE = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("leased", flush=True)
+sys.stdin.read()
+"""

@@ -1,0 +1,165 @@
+"""The configuration that the cluster chooses, at a simulated API server."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.core.model.shares import ProvisionedState
+from metagpu.core.state.facts import BackendResumed, BackendSuspended, Fact, ProvisioningReported
+from metagpu.plugins.cluster import config_follower
+from metagpu.plugins.cluster.settings import Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import CONFIG_MAP, NODE, cluster_at_work
+from tests.rigs.build import gpu
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
+
+
+async def test_label_and_config_map_choose_the_configuration(tmp_path: Path) -> None:
+    """A label, its change, and a changed profile are each applied once."""
+    server = SimApiServer()
+    server.configure(*CONFIG_MAP, {"a": "A", "b": "B"})
+
+    async with cluster_at_work(
+        tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP
+    ) as it:
+        await becomes(it.cluster.config_follower.decided.is_set)
+        assert it.choices[0].profile is None
+
+        server.label(NODE, {"metagpu.io/config": "b"})
+        await becomes(lambda: len(it.choices) == 2)
+        assert (it.choices[1].profile, it.choices[1].label) == ("b", "metagpu.io/config")
+
+        server.configure(*CONFIG_MAP, {"a": "A", "b": "B2"})
+        await becomes(lambda: len(it.choices) == 3)
+        assert it.choices[2].profiles == {"a": "A", "b": "B2"}
+
+        server.label(NODE, {"team": "vision"})
+        server.label(NODE, {"metagpu.io/config": "a"})
+        await becomes(lambda: len(it.choices) == 4)
+        assert it.choices[3].source == "ConfigMap kube-system/metagpu"
+
+
+async def test_rejected_profile_is_reported_once_and_the_next_is_applied(tmp_path: Path) -> None:
+    """A wrong profile makes one Event, and a good one afterwards is applied."""
+    server = SimApiServer()
+    server.add_node(NODE, {"metagpu.io/config": "bad"})
+    server.configure(*CONFIG_MAP, {"bad": "x", "good": "y"})
+
+    async with cluster_at_work(
+        tmp_path, Feature.CONFIG, Feature.EVENTS, server=server, config_map=CONFIG_MAP
+    ) as it:
+        it.refusal = "bad: 1: no"
+        await server.until(lambda: len(server.events()) == 1)
+        first = server.events()[0]
+        assert first["reason"] == "ConfigRejected"
+        assert first["note"] == "bad: 1: no; the last good configuration stays"
+        assert first["regarding"]["uid"] == server.node(NODE)["metadata"]["uid"]
+        assert it.cluster.report()["refusal"] == "bad: 1: no"
+
+        it.refusal = None
+        server.label(NODE, {"metagpu.io/config": "good"})
+        await server.until(lambda: len(server.events()) == 2)
+        assert server.events()[1]["note"] == "profile good, chosen by the label metagpu.io/config"
+
+
+async def test_config_map_that_is_deleted_changes_nothing(tmp_path: Path) -> None:
+    """The last content of a deleted ConfigMap stays in force, and an Event says so."""
+    server = SimApiServer()
+    server.configure(*CONFIG_MAP, {"default": "A"})
+
+    async with cluster_at_work(
+        tmp_path, Feature.CONFIG, Feature.EVENTS, server=server, config_map=CONFIG_MAP
+    ) as it:
+        await becomes(lambda: len(it.choices) == 1)
+        server.store.delete(("configmaps", *CONFIG_MAP))
+        await server.until(server.events)
+
+        assert server.events()[0]["note"] == (
+            "ConfigMap kube-system/metagpu is gone; the last good configuration stays"
+        )
+        assert len(it.choices) == 1
+        assert it.cluster.report()["features"]["config"].startswith(
+            "ConfigMap kube-system/metagpu is"
+        )
+
+        server.configure(*CONFIG_MAP, {"default": "B"})
+        await becomes(lambda: len(it.choices) == 2)
+
+
+@pytest.mark.parametrize(("refusal", "state"), [(None, "success"), ("no layout 'x'", "failed")])
+async def test_mig_managers_label_is_answered(
+    tmp_path: Path, refusal: str | None, state: str
+) -> None:
+    """The answer to mig-manager's label uses its words, and ends with the label."""
+    server = SimApiServer()
+    server.add_node(NODE)
+
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as it:
+        it.refusal = refusal
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2", nvidia_com__mig_config_state=None)
+        server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+        await it.has_labels(nvidia_com__mig_config_state=state)
+        assert it.choices[-1].mig_config == "all-1g.5gb"
+
+        server.label(NODE, {"nvidia.com/mig.config": None})
+        await it.has_labels(nvidia_com__mig_config_state=None)
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_there"),
+    [
+        (
+            BackendSuspended(gpu(0).id, "whole", "the layout waits", at=1),
+            BackendResumed(gpu(0).id, "whole", at=2),
+        ),
+        (
+            ProvisioningReported(
+                gpu(0).id, "whole", ProvisionedState(blocked={"whole": "not there"}), at=1
+            ),
+            ProvisioningReported(gpu(0).id, "whole", ProvisionedState(), at=2),
+        ),
+    ],
+)
+async def test_mig_managers_label_waits_for_the_instances(
+    tmp_path: Path, waits: Fact, is_there: Fact
+) -> None:
+    """The answer is pending while a GPU's layout is incomplete."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as it:
+        it.offer("version: metagpu/v1\npools: [{name: a, backends: [{backend: whole}]}]")
+        it.registry.apply(waits)
+        await it.has_labels(nvidia_com__mig_config_state="pending")
+        it.registry.apply(is_there)
+        await it.has_labels(nvidia_com__mig_config_state="success")
+
+
+async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """A silent API server delays the first offer by its timeout only."""
+    server = SimApiServer()
+    server.denied.append(("GET", "/nodes"))
+
+    with capture_module_logs(config_follower) as lines:
+        async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
+            with anyio.fail_after(30):
+                await it.cluster.config_follower.wait_for_choice()
+
+    assert lines[0]["event"] == "cluster choice timed out; going on without it"
+
+
+async def test_node_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    """The problem names the missing Node."""
+    server = SimApiServer()
+
+    async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
+        await becomes(it.cluster.config_follower.decided.is_set)
+        server.store.delete(("nodes", "", NODE))
+        await becomes(lambda: it.cluster.report()["features"]["config"])
+
+        assert (
+            it.cluster.report()["features"]["config"] == f"there is no Node {NODE}; see --node-name"
+        )

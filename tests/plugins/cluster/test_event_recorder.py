@@ -1,0 +1,254 @@
+"""Events: each event written once, repeated ones counted, within a rate limit."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from msgspec.structs import replace
+
+from metagpu.plugins.cluster import event_recorder as events
+from metagpu.plugins.cluster.event_recorder import EventData, EventRecorder, ObjectReference
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import QUICK, client_of
+
+HOT = EventData(
+    ObjectReference("Node", "n", "uid"), "GPUUnhealthy", "GPU 0: hot", "Judge", warning=True
+)
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+@asynccontextmanager
+async def recording(
+    server: SimApiServer, tmp_path: Path, clock: Clock
+) -> AsyncIterator[EventRecorder]:
+    """Run a recorder that writes to a server until the block ends."""
+    async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
+        recorder = EventRecorder(client, "metagpu-x", clock, clock)
+        group.start_soon(recorder.reconciler.run)
+        yield recorder
+        group.cancel_scope.cancel()
+
+
+async def test_event_has_all_that_kubernetes_wants(tmp_path: Path) -> None:
+    """An Event has reporter, action, reason and object; a pod's is in its namespace."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.record(
+            EventData(ObjectReference("Pod", "p", "u", "team"), "OverLimit", "x" * 2000, "Warn")
+        )
+        await server.until(server.events)
+
+    event = server.events()[0]
+    assert event["metadata"]["namespace"] == "team"
+    assert event["regarding"] == {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "name": "p",
+        "uid": "u",
+        "namespace": "team",
+    }
+    assert event["eventTime"] == "1970-01-01T00:16:40.000000Z"
+    assert (event["reportingInstance"], event["type"]) == ("metagpu-x", "Normal")
+    assert len(event["note"]) == 1024
+
+
+async def test_repeated_events_become_a_count(tmp_path: Path) -> None:
+    """A repeated event raises the count of its Event at intervals; later a new Event begins."""
+    server, clock = SimApiServer(), Clock()
+    async with recording(server, tmp_path, clock) as recorder:
+        recorder.record(HOT)
+        await server.until(server.events)
+        for _ in range(3):
+            recorder.record(HOT)
+        clock.now += QUICK.count_interval
+        recorder.record(HOT)
+        await server.until(lambda: "series" in server.events()[0])
+        await anyio.wait_all_tasks_blocked()
+        assert server.events()[0]["series"]["count"] >= 2
+
+        clock.now += events.DEDUP_WINDOW
+        recorder.record(HOT)
+        await server.until(lambda: len(server.events()) == 2)
+
+
+async def test_a_node_whose_uid_is_known_later_has_one_event(tmp_path: Path) -> None:
+    """The same event of a Node before and after its uid is known is one Event."""
+    server = SimApiServer()
+    cold = EventData(HOT.subject, "GPURecovered", "GPU 0: cold", "Judge")
+    unknown = EventData(
+        ObjectReference("Node", "n"), HOT.reason, HOT.note, HOT.action, warning=True
+    )
+
+    async with recording(server, tmp_path, Clock()) as recorder:
+        for event in (unknown, HOT, cold):
+            recorder.record(event)
+        await server.until(lambda: any("cold" in each["note"] for each in server.events()))
+
+        assert [each["note"] for each in server.events()] == ["GPU 0: hot", "GPU 0: cold"]
+
+
+async def test_event_that_was_deleted_is_created_again(tmp_path: Path) -> None:
+    """A count without its Event becomes a new one: Kubernetes deletes Events after an hour."""
+    server, clock = SimApiServer(), Clock()
+    async with recording(server, tmp_path, clock) as recorder:
+        recorder.record(HOT)
+        await server.until(server.events)
+        server.store.delete(next(key for key in server.store.objects if key[0] == "events"))
+        clock.now += QUICK.count_interval
+        recorder.record(HOT)
+        await server.until(server.events)
+
+
+async def test_flood_is_limited_and_counted(tmp_path: Path) -> None:
+    """Different Events beyond the burst are dropped and counted; later Events pass again."""
+    server, clock = SimApiServer(), Clock()
+    async with recording(server, tmp_path, clock) as recorder:
+        for number in range(events.BURST + 5):
+            recorder.record(EventData(HOT.subject, "R", str(number), "Judge"))
+        await server.until(lambda: len(server.events()) == events.BURST)
+        with anyio.fail_after(30):
+            while recorder.dropped < 5:  # noqa: ASYNC110 - what it asks has no event
+                await anyio.sleep(0.005)
+
+        clock.now += events.REFILL
+        recorder.record(HOT)
+        await server.until(lambda: len(server.events()) == events.BURST + 1)
+
+
+async def test_events_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
+    """Events of an outage are written later, in order; the oldest are dropped at the limit."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        server.fail(503, times=3)
+        for number in range(events.QUEUE_LIMIT + 2):
+            recorder.record(EventData(HOT.subject, "R", str(number), "Judge"))
+        await server.until(lambda: len(server.events()) == events.BURST)
+
+    assert [each["note"] for each in server.events()][:2] == ["2", "3"]
+    assert recorder.dropped >= 2
+
+
+async def test_refused_event_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    """An Event that the server refuses is dropped."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.record(EventData(HOT.subject, "", "no reason", "Judge"))
+        recorder.record(HOT)
+        await server.until(lambda: [each["note"] for each in server.events()] == ["GPU 0: hot"])
+
+
+async def test_one_subject_does_not_use_up_what_all_have(tmp_path: Path) -> None:
+    """One noisy object has a part of the rate; other objects keep theirs."""
+    server, clock = SimApiServer(), Clock()
+    loud, quiet = (ObjectReference("Pod", name, name, "team") for name in ("loud", "quiet"))
+    async with recording(server, tmp_path, clock) as recorder:
+        recorder.per_subject = 3
+        for number in range(30):
+            recorder.record(EventData(loud, "R", str(number), "Judge"))
+        recorder.record(EventData(quiet, "R", "quiet", "Judge"))
+        await server.until(lambda: any(each["note"] == "quiet" for each in server.events()))
+        assert [each["note"] for each in server.events()] == ["0", "1", "2", "quiet"]
+        assert recorder.dropped == 27
+
+        clock.now += events.DEDUP_WINDOW
+        recorder.record(EventData(loud, "R", "30", "Judge"))
+        await server.until(lambda: len(server.events()) == 5)
+
+
+def rejected(namespace: str, number: int) -> EventData:
+    """Build an Event that a pod's author may repeat at will, of one pod for each number."""
+    pod = ObjectReference("Pod", f"noisy-{number}", f"u{number}", namespace)
+    return EventData(pod, "GPUMemoryAnnotationRejected", f"no {number}", "Configure", minor=True)
+
+
+def killed(namespace: str, number: int = 0) -> EventData:
+    """Build the Event of an ended process."""
+    pod = ObjectReference("Pod", f"greedy-{number}", f"g{number}", namespace)
+    return EventData(pod, "GPUProcessSignaled", f"process {number} ended", "End", warning=True)
+
+
+async def test_a_tenants_noise_hides_no_end_of_another_tenants_process(tmp_path: Path) -> None:
+    """Rates count for a namespace: what one tenant repeats costs no other an Event."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        for number in range(60):
+            recorder.record(rejected("evil", number))
+        await server.until(lambda: len(server.events()) == events.BURST // 2)
+        for number in range(10):
+            recorder.record(killed("victim", number))
+        await server.until(lambda: len(server.events()) == events.BURST // 2 + 10)
+
+
+async def test_rejected_annotations_leave_a_part_of_the_limits(tmp_path: Path) -> None:
+    """Minor Events use half of a namespace's rate and half of a pod's Events."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.per_subject = 4
+        pod = killed("team").subject
+        for number in range(60):
+            recorder.record(replace(rejected("team", number), subject=pod))
+        for number in range(20):
+            recorder.record(rejected("team", number))
+        for number in range(4):
+            recorder.record(replace(killed("team", number), subject=pod))
+        await server.until(
+            lambda: sum(each["reason"] == "GPUProcessSignaled" for each in server.events()) >= 2
+        )
+
+
+async def test_an_ended_process_is_written_before_rejected_annotations(tmp_path: Path) -> None:
+    """After an outage the end of a process comes first, however much noise came before it."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        server.fail(503, times=3)
+        recorder.record(killed("victim", 1))
+        for number in range(events.QUEUE_LIMIT * 3):
+            recorder.record(rejected("evil", number))
+        recorder.record(killed("victim", 2))
+        await server.until(lambda: len(server.events()) > 2)
+
+        assert [each["note"] for each in server.events()][:2] == [
+            "process 1 ended",
+            "process 2 ended",
+        ]
+
+
+async def test_a_namespace_that_takes_no_events_holds_up_no_other(tmp_path: Path) -> None:
+    """Events wait for a namespace that answers 403; those of others do not."""
+    server = SimApiServer()
+    server.denied.append(("POST", "/namespaces/ending/"))
+    async with recording(server, tmp_path, Clock()) as recorder:
+        for namespace in ("ending", "team"):
+            recorder.record(
+                EventData(ObjectReference("Pod", "p", "u", namespace), "R", namespace, "Judge")
+            )
+        await server.until(lambda: [each["note"] for each in server.events()] == ["team"])
+        with anyio.fail_after(30):
+            while "/namespaces/ending/" not in recorder.reconciler.problem:  # noqa: ASYNC110 - no event
+                await anyio.sleep(0.005)
+
+        server.denied.clear()
+        await server.until(lambda: [each["note"] for each in server.events()] == ["team", "ending"])
+
+
+async def test_long_texts_are_truncated_as_kubernetes_counts(tmp_path: Path) -> None:
+    """A note has at most 1024 bytes of UTF-8; a name does not end with a dash."""
+    server = SimApiServer()
+    pod = ObjectReference("Pod", "p" * 229 + "-0", "u", "team")
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.record(EventData(pod, "R", "x" + "\u00e9" * 2000, "Judge"))
+        await server.until(server.events)
+
+    [event] = server.events()
+    assert len(event["note"].encode()) == 1023
+    assert event["metadata"]["name"].startswith("p" * 229 + ".")

@@ -1,0 +1,99 @@
+"""Taint, condition and free amounts of the Node, at a simulated API server."""
+
+from pathlib import Path
+
+from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed, SharesReleased
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
+from tests.rigs.build import METAGPU, gpu
+
+
+async def test_startup_taint_goes_when_every_resource_is_shown(tmp_path: Path) -> None:
+    """Our taint leaves once the node has all shares, and other taints stay."""
+    server = SimApiServer()
+    other = {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"}
+    ours = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
+    server.add_node(NODE, taints=[other, ours])
+
+    async with cluster_at_work(tmp_path, Feature.TAINT, Feature.LABELS, server=server) as it:
+        it.offer()
+        server.report(NODE, {METAGPU: 10}, {METAGPU: 10})
+        await it.has_labels(nvidia_com__gpu_count="2")
+        assert ours in server.node(NODE)["spec"]["taints"]
+
+        server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+        await server.until(lambda: server.node(NODE)["spec"]["taints"] == [other])
+
+
+async def test_taints_that_others_change_meanwhile_are_kept(tmp_path: Path) -> None:
+    """The list of taints replaces the version that was read, or is read again."""
+    server = SimApiServer()
+    server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
+    server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+
+    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as it:
+        await server.until(lambda: any("?watch" in each.target for each in server.requests))
+        server.fail(409, reason="Conflict")
+        it.offer()
+        await server.until(lambda: [each.method for each in server.requests].count("PATCH") >= 1)
+        server.label(NODE, {"team": "vision"})
+        await server.until(lambda: "taints" not in server.node(NODE)["spec"])
+        assert it.cluster.report()["features"]["taint"] == ""
+        assert [each.method for each in server.requests].count("PATCH") >= 2
+
+
+async def test_condition_says_which_gpu_is_out_and_why(tmp_path: Path) -> None:
+    """A GPU that leaves service is a problem of the node until its recovery."""
+    async with cluster_at_work(tmp_path, Feature.CONDITION) as it:
+        it.offer()
+
+        def said() -> tuple[str, str]:
+            found = it.server.node(NODE)["status"].get("conditions") or [{}]
+            return found[0].get("status", ""), found[0].get("message", "")
+
+        await it.server.until(lambda: said() == ("False", "all 2 GPUs are in service"))
+        it.registry.apply(GpuFaulted(gpu(1).id, "XID 79: fallen off the bus", at=5))
+        await it.server.until(lambda: said()[0] == "True")
+        assert said()[1] == f"GPU {gpu(1)}: XID 79: fallen off the bus"
+
+        it.registry.apply(GpuRecovered(gpu(1).id, "quiet", at=9))
+        await it.server.until(lambda: said()[0] == "False")
+
+
+async def test_amounts_fall_at_once_and_rise_when_the_kubelet_knows(tmp_path: Path) -> None:
+    """A grant lowers the node's allocatable number before the kubelet does."""
+    timing = ClusterTiming(raise_delay=0.02)
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20, SLICED: 8}, {METAGPU: 20, SLICED: 8})
+
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
+        it.offer(SIDE_BY_SIDE)
+        share = next(iter(it.registry.snapshot.offers[SLICED].shares.values()))
+
+        def free() -> dict[str, str]:
+            return dict(server.node(NODE)["status"]["allocatable"])
+
+        it.registry.apply(SharesClaimed((share,), at=1))
+        await server.until(lambda: free() == {METAGPU: "10", SLICED: "8"})
+
+        it.registry.apply(SharesReleased((share,), at=2))
+        await server.until(lambda: free() == {METAGPU: "20", SLICED: "8"})
+
+
+async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -> None:
+    """Only numbers that we lowered are ours to raise."""
+    timing = ClusterTiming(raise_delay=0.01)
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20}, {METAGPU: 0})
+
+    features = (Feature.ALLOCATABLE, Feature.LABELS)
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+
+        assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "0"}

@@ -1,0 +1,187 @@
+"""A watched object: no change is missed, whatever happens to lists and watches."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.core.runtime.backoff import Backoff
+from metagpu.plugins.cluster import watch
+from metagpu.plugins.cluster.client import KubeClient
+from metagpu.plugins.cluster.watch import WatchedObject
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import NODE, client_of
+from tests.rigs.logs import capture_module_logs
+
+NODES = "/api/v1/nodes"
+
+
+@dataclass
+class Reader:
+    """A subscriber of the Node that counts its changes."""
+
+    client: KubeClient
+    changes: int = 0
+    changed: anyio.Event = field(default_factory=anyio.Event)
+
+    def __post_init__(self) -> None:
+        self.it = WatchedObject(self.client, NODES, NODE, self.count_change)
+
+    def count_change(self) -> None:
+        """Count a change."""
+        self.changes += 1
+        changed, self.changed = self.changed, anyio.Event()
+        changed.set()
+
+    def says(self) -> str | None:
+        """Return the label that the tests change, `None` without a Node."""
+        return self.it.object["metadata"]["labels"].get("it", "") if self.it.object else None
+
+    async def until(self, value: str | None) -> None:
+        """Wait until the label has a value."""
+        with anyio.fail_after(30):
+            while not self.it.known or self.says() != value:
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def reading(server: SimApiServer, tmp_path: Path) -> AsyncIterator[Reader]:
+    """Watch the Node of a server until the block ends."""
+    async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
+        reader = Reader(client)
+        group.start_soon(reader.it.run)
+        yield reader
+        group.cancel_scope.cancel()
+
+
+def watches(server: SimApiServer) -> int:
+    """Return the number of watch requests."""
+    return sum(each.target == f"{NODES}?watch" for each in server.requests)
+
+
+def lists(server: SimApiServer) -> int:
+    """Return the number of list requests."""
+    return sum(each.target == NODES for each in server.requests)
+
+
+async def test_object_is_followed_from_its_birth_to_its_end(tmp_path: Path) -> None:
+    """One watch shows the absence, creation, changes and end of the object."""
+    server = SimApiServer()
+    async with reading(server, tmp_path) as reader:
+        await reader.until(None)
+        server.add_node(NODE, {"it": "1"})
+        server.add_node("another", {"it": "9"})
+        await reader.until("1")
+        server.label(NODE, {"it": "2"})
+        await reader.until("2")
+        server.store.delete(("nodes", "", NODE))
+        await reader.until(None)
+
+    assert lists(server) == 1
+    assert reader.changes == 4
+
+
+async def test_watch_that_ends_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A server that ends a watch costs another watch, no list, and no change in between."""
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+
+    async with reading(server, tmp_path) as reader:
+        await server.until(lambda: watches(server) == 1)
+        server.end_watches()
+        server.label(NODE, {"it": "2"})
+        await reader.until("2")
+
+    assert lists(server) == 1
+    assert watches(server) == 2
+
+
+async def test_bookmark_is_no_change_but_moves_the_watch_on(tmp_path: Path) -> None:
+    """A watch resumes after a bookmark, even if all before it is forgotten."""
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+
+    async with reading(server, tmp_path) as reader:
+        await server.until(lambda: watches(server) == 1)
+        server.add_node("another")
+        server.bookmark()
+        await anyio.wait_all_tasks_blocked()
+        server.end_watches()
+        await server.until(lambda: watches(server) == 2)
+        server.label(NODE, {"it": "2"})
+        await reader.until("2")
+
+    assert reader.changes == 2
+
+
+async def test_forgotten_history_costs_a_list(tmp_path: Path) -> None:
+    """A version that the server has forgotten (410) costs a silent list."""
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+
+    with capture_module_logs(watch) as lines:
+        async with reading(server, tmp_path) as reader:
+            await server.until(lambda: watches(server) == 1)
+            server.label(NODE, {"it": "2"})
+            server.label(NODE, {"it": "3"})
+            server.store.compact()
+            server.end_watches()
+            await reader.until("3")
+            server.label(NODE, {"it": "4"})
+            await reader.until("4")
+
+    assert lines == []
+
+
+async def test_server_that_goes_away_leaves_what_was_known(tmp_path: Path) -> None:
+    """During an outage the known state stays, and one line reports it."""
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+
+    with capture_module_logs(watch) as lines:
+        async with reading(server, tmp_path) as reader:
+            await reader.until("1")
+            server.fail(500, times=6)
+            server.end_watches()
+            await server.until(lambda: len(server.failures) < 3)
+            assert reader.says() == "1"
+            assert "answers 500" in reader.it.problem
+
+            server.label(NODE, {"it": "2"})
+            await reader.until("2")
+            assert reader.it.problem == ""
+
+    assert [line["event"] for line in lines] == [
+        "watch failed; the last known state stays",
+        "watch recovered",
+    ]
+
+
+async def test_watches_that_break_at_once_are_delayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delays grow where only watches fail: lists cost the server most."""
+    delays: list[float] = []
+
+    class Recorded(Backoff):
+        """A back-off whose delays are recorded, and skipped."""
+
+        def next(self, at_least: float = 0.0) -> float:
+            """Record the delay."""
+            delays.append(super().next(at_least))
+            return 0.0
+
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+    server.store.oldest = server.store.version + 1000
+    backoff = Recorded(first=1.0, longest=1000.0, jitter=True)
+    monkeypatch.setattr(watch, "backoff_of", lambda _: backoff)
+    async with reading(server, tmp_path):
+        await server.until(lambda: watches(server) >= 6)
+
+    assert all(later >= sooner for sooner, later in pairwise(delays))
+    assert delays[4] >= 4 * delays[0]

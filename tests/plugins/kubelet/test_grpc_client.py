@@ -1,0 +1,73 @@
+"""Calls to the kubelet: what is left of a call whose connection is lost."""
+
+import asyncio
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.plugins.kubelet.grpc_client import call_alone
+from metagpu.plugins.kubelet.pb import v1beta1
+from metagpu.sim.kubelet.registration import RegistrationService
+from tests.plugins.kubelet.rig import FOUR_RESOURCES, RESOURCES, gpu, node
+
+
+async def test_kubelet_dies_in_a_registration_and_the_resource_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registration that dies with its kubelet leaves no trace: removing it ends no other one."""
+    gone, *kept = RESOURCES
+    waits = anyio.Event()
+    register = RegistrationService.register
+
+    async def never_answers_the_first(
+        self: RegistrationService, message: v1beta1.RegisterRequest
+    ) -> v1beta1.Empty:
+        if message.resource_name == gone and not waits.is_set():
+            waits.set()
+            await anyio.sleep_forever()
+        return await register(self, message)
+
+    monkeypatch.setattr(RegistrationService, "register", never_answers_the_first)
+
+    gpus = [gpu(n) for n in range(4)]
+    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
+        await waits.wait()
+        await it.kubelet.restart()
+        for resource in RESOURCES:
+            await it.until(100, 100, resource)
+
+        it.offer(FOUR_RESOURCES.replace(gone, "example.com/other"))
+        for resource in ("example.com/other", *kept):
+            await it.until(100, 100, resource)
+        await it.kubelet.wait_for(lambda: it.kubelet.open_streams[gone] == 0)
+        await it.kubelet.restart()
+
+        for resource in ("example.com/other", *kept):
+            await it.until(100, 100, resource)
+
+
+async def test_cancelled_caller_ends_its_call() -> None:
+    """A cancelled caller returns when its call has ended, and its scope is left as always."""
+    ended = False
+
+    async def wait() -> None:
+        nonlocal ended
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended = True
+
+    with anyio.move_on_after(0.01) as scope:
+        await call_alone(wait())
+    assert (scope.cancelled_caught, ended) == (True, True)
+
+
+async def test_call_that_cancels_itself_is_an_error() -> None:
+    """A call that was cancelled by its library is a lost connection, not our cancellation."""
+
+    async def give_up() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ConnectionAbortedError):
+        await call_alone(give_up())

@@ -1,0 +1,379 @@
+"""Holders of shares, read from the kubelet, and the kubelet's refusals."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+from grpclib.server import Server
+from msgspec.structs import replace
+
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import Holder
+from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
+from metagpu.plugins.kubelet import pod_resources
+from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.pb import v1
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower, read_leases
+from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
+from metagpu.sim.kubelet.pod_resources import PodResourcesSource
+from tests.plugins.kubelet.rig import METAGPU, Node, gpu, ids, node, pod
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import skip
+
+SHARED_POOL = f"""
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {{backend: fraction, resource: {METAGPU}, sharesPerGpu: 10}}
+      - {{backend: whole}}
+"""
+
+
+SLOW = KubeletTiming(poll_period=1e9, contended_period=1e9, settle=0.01)
+"""The kubelet is asked after a trigger alone."""
+QUICK = KubeletTiming(poll_period=0.01, contended_period=0.01, settle=0.01)
+
+
+@asynccontextmanager
+async def following(it: Node, tmp_path: Path, timing: KubeletTiming = QUICK) -> AsyncIterator[None]:
+    """Follow the leases while the block lasts."""
+    async with anyio.create_task_group() as group:
+        socket, directory = tmp_path / "pod-resources.sock", tmp_path / "device-plugins"
+        follower = LeaseFollower(
+            it.registry, socket, directory=directory, node="node-1", timing=timing
+        )
+        group.start_soon(follower.run)
+        yield
+        group.cancel_scope.cancel()
+
+
+async def held(it: Node, count: int) -> None:
+    """Wait until so many shares have a holder."""
+    with anyio.fail_after(30):
+        async for snapshot in it.registry.watch(lambda now: now):
+            leases = [i for state in snapshot.gpus.values() for i in state.leases.values()]
+            if len(leases) == count and all(lease.holder for lease in leases):
+                return
+
+
+async def test_every_share_has_its_holder(tmp_path: Path) -> None:
+    """Each held share has namespace, pod and container of its holder."""
+    two = SimPod(
+        "two",
+        namespace="research",
+        containers=(SimContainer("a", {METAGPU: 1}), SimContainer("b", {METAGPU: 2})),
+    )
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(two)
+        seen = await read_leases(tmp_path / "pod-resources.sock", 1.0)
+
+    assert set(seen.resources.values()) == {METAGPU}
+    assert seen.holders == {
+        ids((0, 0))[0]: Holder("research", "two", "a"),
+        ids((0, 1))[0]: Holder("research", "two", "b"),
+        ids((0, 2))[0]: Holder("research", "two", "b"),
+    }
+
+
+async def test_grant_wakes_the_reader(tmp_path: Path) -> None:
+    """A grant triggers a query soon, before the next periodic one."""
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
+        await it.until(20, 20)
+        await anyio.wait_all_tasks_blocked()
+        await it.kubelet.admit(pod("train", 3))
+        await held(it, 3)
+
+        assert it.registry.snapshot.gpus[gpu(0).id].owner == "fraction"
+
+
+async def test_released_when_the_pod_is_gone(tmp_path: Path) -> None:
+    """A share is free again once the kubelet no longer lists it."""
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        await it.kubelet.delete(train)
+        await held(it, 0)
+
+
+async def test_released_soon_where_others_want_the_gpu(tmp_path: Path) -> None:
+    """While a lease makes other shares unavailable, its end is polled more often."""
+    timing = KubeletTiming(poll_period=1e9, contended_period=0.01, settle=0.01)
+
+    async with (
+        node(tmp_path, config=SHARED_POOL) as it,
+        it.kubelet.running(),
+        following(it, tmp_path, timing),
+    ):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        await anyio.wait_all_tasks_blocked()
+        await it.kubelet.delete(train)
+        await held(it, 0)
+
+
+async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's end at the API server triggers a query, if the pod held a share."""
+    looks: list[Fact] = []
+
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+        known = KnownPod("t", "default", "train", "Running")
+        others = KnownPod("o", "default", "other", "Running")
+        it.registry.apply(PodsListed((known, others)))
+        apply = it.registry.apply
+
+        def look(fact: Fact) -> bool:
+            looks.append(fact)
+            return apply(fact)
+
+        async def query_count() -> int:
+            await anyio.sleep(0.05)
+            await anyio.wait_all_tasks_blocked()
+            return len(looks)
+
+        monkeypatch.setattr(it.registry, "apply", look)
+        before = -1
+        while before < (before := await query_count()):
+            pass  # the pod's own grant may trigger one more query
+        apply(PodsListed((known,)))
+        assert await query_count() == before
+
+        await it.kubelet.delete(train)
+        apply(PodsListed((replace(known, phase="Succeeded"),)))
+        await held(it, 0)
+
+
+async def test_throttled_reader_keeps_its_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leases stay while the kubelet refuses queries, over 100 a second, until it answers."""
+    take, refused, refusing = PodResourcesSource.check_rate, 0, False
+
+    def throttle(source: PodResourcesSource) -> None:
+        nonlocal refused
+        if refusing:  # others ask it more than a hundred times a second
+            refused += 1
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        take(source)
+
+    monkeypatch.setattr(PodResourcesSource, "check_rate", throttle)
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        await held(it, 3)
+
+        refusing = True
+        await it.kubelet.delete(train)
+        with anyio.fail_after(30):
+            while refused < 3:
+                await anyio.lowlevel.checkpoint()
+        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+
+        refusing = False
+        await held(it, 0)
+
+
+async def test_absent_kubelet_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the kubelet is down the leases stay; afterwards they are read again."""
+    looks: list[Fact] = []
+
+    async with node(tmp_path) as it, following(it, tmp_path):
+        async with it.kubelet.running():
+            await it.until(20, 20)
+            await it.kubelet.admit(pod("train", 3))
+            await held(it, 3)
+
+        apply = it.registry.apply
+
+        def look(fact: Fact) -> bool:
+            looks.append(fact)
+            return apply(fact)
+
+        monkeypatch.setattr(it.registry, "apply", look)
+        await anyio.sleep(0.05)
+
+        assert not any(isinstance(fact, LeasesObserved) for fact in looks)
+        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+
+
+@dataclass
+class Answering:
+    """A kubelet with these pods, none with a share, that may hang or send wrong answers."""
+
+    socket: Path
+    pods: tuple[str, ...] = ()
+    answers: int = 0
+    fails: Exception | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer while the block lasts."""
+        outer = self
+
+        class Lister(v1.PodResourcesListerBase):
+            async def list(
+                self,
+                message: v1.ListPodResourcesRequest,  # noqa: ARG002 - it is empty
+            ) -> v1.ListPodResourcesResponse:
+                outer.answers += 1
+                if outer.fails is not None:
+                    raise outer.fails
+                pods = [v1.PodResources(name=name, namespace="n") for name in outer.pods]
+                return v1.ListPodResourcesResponse(pod_resources=pods)
+
+        server = Server([Lister()])
+        await server.start(path=str(self.socket))
+        try:
+            yield
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    async def asked(self, times: int = 3) -> None:
+        """Wait until the kubelet has answered so many more queries."""
+        until = self.answers + times + 1
+        with anyio.fail_after(30):
+            while self.answers < until:
+                await anyio.lowlevel.checkpoint()
+
+
+@asynccontextmanager
+async def restarted(
+    it: Node,
+    tmp_path: Path,
+    *pods: str,
+    timing: KubeletTiming = QUICK,
+) -> AsyncIterator[Answering]:
+    """Grant a pod three shares, then replace the kubelet by another one."""
+    async with following(it, tmp_path, timing):
+        async with it.kubelet.running():
+            await it.until(20, 20)
+            await it.kubelet.admit(pod("train", 3))
+            await held(it, 3)
+        new = Answering(tmp_path / "pod-resources.sock", pods)
+        async with new.running():
+            yield new
+
+
+CHECKPOINT = f"device-plugins/{CHECKPOINT_FILE}"
+
+
+@pytest.mark.parametrize("pods", [(), ("kube-proxy-node-1",)], ids=["none", "static"])
+async def test_a_new_kubelet_that_knows_no_pods_yet_ends_nothing(
+    tmp_path: Path, pods: tuple[str, ...]
+) -> None:
+    """Leases last while a new kubelet's checkpoint names pods that it does not list."""
+    timing = replace(QUICK, readiness=0.0)
+    async with node(tmp_path) as it, restarted(it, tmp_path, *pods, timing=timing) as new:
+        await new.asked()
+        await held(it, 3)
+
+
+async def test_a_new_kubelet_is_believed_once_it_knows_its_pods(tmp_path: Path) -> None:
+    """A new kubelet that lists the API server's pods, and had time for all, ends other leases."""
+    async with node(tmp_path) as it, restarted(it, tmp_path, "web-7f9c") as new:
+        await new.asked()
+        await held(it, 3)
+        skip(QUICK.readiness)
+        await held(it, 0)
+
+
+EMPTY = json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1})
+
+
+async def test_a_checkpoint_without_a_pod_does_not_end_its_leases(tmp_path: Path) -> None:
+    """A kubelet that lost its checkpoint, and waits for the API server, ends no lease."""
+    async with node(tmp_path) as it, restarted(it, tmp_path, "etcd-node-1") as new:
+        await anyio.Path(tmp_path / CHECKPOINT).write_text(EMPTY)
+        await new.asked()
+        skip(1000)
+        await new.asked()
+        await held(it, 3)
+
+
+async def test_without_a_checkpoint_only_unbroken_answers_count(tmp_path: Path) -> None:
+    """The time of a new kubelet starts again after each answer that fails."""
+    async with node(tmp_path) as it, restarted(it, tmp_path, "web-7f9c") as new:
+        await anyio.Path(tmp_path / CHECKPOINT).write_text("damaged")
+        await new.asked()
+        new.fails = GRPCError(Status.UNAVAILABLE, "not now")
+        await new.asked()
+        skip(1000)
+        new.fails = None
+        await new.asked()
+        await held(it, 3)
+        skip(QUICK.readiness)
+        await held(it, 0)
+
+
+async def test_an_unexpected_answer_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unexpected answer is logged once, with its traceback, and the kubelet is asked again."""
+    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
+        await it.until(20, 20)
+        await it.kubelet.admit(pod("train", 3))
+        await held(it, 3)
+
+        parse = v1.ListPodResourcesResponse.parse
+        asked = 0
+
+        def mad(data: bytes) -> v1.ListPodResourcesResponse:
+            nonlocal asked
+            asked += 1
+            if asked > 3:
+                return parse(data)
+            raise ValueError("garbage")
+
+        with capture_module_logs(pod_resources) as logs:
+            monkeypatch.setattr(v1.ListPodResourcesResponse, "parse", mad)
+            with anyio.fail_after(30):
+                while asked <= 3:
+                    await anyio.lowlevel.checkpoint()
+            await held(it, 3)
+        [entry] = logs
+        assert entry["error"] == "garbage"
+        assert isinstance(entry["exc_info"], ValueError)
+
+
+async def test_a_daemon_that_starts_beside_a_new_kubelet_takes_nothing_for_free(
+    tmp_path: Path,
+) -> None:
+    """Without an API server, pods of a new kubelet's checkpoint keep their shares."""
+    async with node(tmp_path) as it:
+        async with it.kubelet.running():
+            await it.until(20, 20)
+            await it.kubelet.admit(pod("train", 3))
+        new = Answering(tmp_path / "pod-resources.sock")
+        async with new.running(), following(it, tmp_path):
+            await new.asked()
+            assert it.registry.snapshot.gpus[gpu(0).id].mig_devices_of_other_plugins is None
+            empty = {"Data": {"PodDeviceEntries": None}, "Checksum": 1}
+            await anyio.Path(tmp_path / CHECKPOINT).write_text(json.dumps(empty))
+            with anyio.fail_after(30):
+                async for update in it.registry.watch(
+                    lambda now: now.gpus[gpu(0).id].mig_devices_of_other_plugins
+                ):
+                    if update is not None:
+                        break

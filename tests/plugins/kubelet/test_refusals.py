@@ -1,0 +1,146 @@
+"""Refused pods and the texts of their refusals."""
+
+from pathlib import Path
+
+import grpclib
+import pytest
+from grpclib.const import Status
+
+from metagpu.backends.fraction.backend import FractionBackend
+from metagpu.core.model.shares import ResourceName
+from metagpu.sim.kubelet.kubelet import AdmissionError
+from tests.plugins.kubelet.rig import (
+    CONFIG,
+    METAGPU,
+    VISIBLE,
+    allocate,
+    endpoint_of,
+    gpu,
+    ids,
+    node,
+    pod,
+    simulated_kubelet,
+)
+
+
+async def test_the_three_refusals_of_the_kubelet(tmp_path: Path) -> None:
+    """Held but faulty, nothing healthy, and unregistered have different texts (case 31)."""
+    now = [1000.0]
+    kubelet = simulated_kubelet(tmp_path, clock=lambda: now[0])
+
+    async with kubelet.running(), node(tmp_path, kubelet=kubelet) as it:
+        await it.until(20, 20)
+        held, kept = pod("held", 3), pod("kept", 10)
+        await kubelet.admit(held)
+        await kubelet.admit(kept)
+        await kubelet.start_container(kept, "main")
+        it.fault(0)
+        await it.until(20, 10)
+        await kubelet.restart()
+        await it.until(20, 10)
+        lost = await kubelet.readmit()
+
+        assert list(lost) == [held.uid]
+        assert "previously allocated devices are no longer healthy" in lost[held.uid].message
+
+        it.fault(1)
+        await it.until(20, 0)
+
+        with pytest.raises(AdmissionError, match="no healthy devices present"):
+            await kubelet.admit(pod("late", 1))
+
+    async with kubelet.running():
+        now[0] += 301
+        await kubelet.tick()
+
+        with pytest.raises(AdmissionError, match="cannot allocate unregistered device"):
+            await kubelet.admit(pod("later", 1))
+
+
+async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
+    """An unknown id is refused with a text, after the list is sent (case 40)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError) as refused:
+                await allocate(stub, ["GPU-gone::m01"])
+
+        assert (
+            it.record.of_resource(ResourceName(METAGPU)).lists == 2
+        )  # sent before the refusal came
+        assert refused.value.status is Status.NOT_FOUND
+        assert "no share has the id 'GPU-gone::m01'" in str(refused.value.message)
+        await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 2)
+
+
+async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """A share of a faulty GPU is refused with the fault's reason (case 40)."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        it.fault(0, "XID 79: GPU has fallen off the bus")
+
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError, match="fallen off the bus") as refused:
+                await allocate(stub, ids((0, 1)))
+
+        assert refused.value.status is Status.FAILED_PRECONDITION
+        assert it.counts() == (20, 10)
+
+
+async def test_refused_pod_gets_the_free_shares_of_each_gpu(tmp_path: Path) -> None:
+    """A fraction that fits on no GPU fails with the free shares of each GPU."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(pod("one", 6))
+        await it.kubelet.admit(pod("two", 6))
+
+        with pytest.raises(AdmissionError) as refused:
+            await it.kubelet.admit(pod("three", 8))
+
+        assert refused.value.reason == "UnexpectedAdmissionError"
+        assert "8 shares do not fit" in refused.value.message
+        assert "free now: GPU 0: 4, GPU 1: 4" in refused.value.message
+
+        await it.kubelet.admit(pod("small", 4))
+
+
+async def test_split_may_be_accepted(tmp_path: Path) -> None:
+    """A configuration that accepts splits gives such a pod both GPUs."""
+    config = CONFIG + "        split: accept\n"
+
+    async with node(tmp_path, config=config) as it, it.kubelet.running():
+        await it.until(20, 20)
+        await it.kubelet.admit(pod("one", 6))
+        await it.kubelet.admit(pod("two", 6))
+        options = await it.kubelet.admit(pod("three", 8))
+
+        assert options["main"].envs[VISIBLE] == f"{gpu(0).id},{gpu(1).id}"
+        assert options["main"].envs["METAGPU_MAX_MEM"] == str(8 * 4096)
+
+
+async def test_refused_container_gives_the_others_back(tmp_path: Path) -> None:
+    """After the refusal of one container of a call, no container of the call holds anything."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError):
+                await allocate(stub, ids((0, 0)), ["GPU-gone::m01"])
+
+        assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+
+
+async def test_foreign_error_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An internal error reaches the pod with its name, not as Internal Server Error."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(FractionBackend, "check", broken)
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+
+        with pytest.raises(AdmissionError, match="ZeroDivisionError: a bug"):
+            await it.kubelet.admit(pod("train", 2))

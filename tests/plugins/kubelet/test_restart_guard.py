@@ -1,0 +1,189 @@
+"""Judgement of a kubelet's answers, case by case."""
+
+import pytest
+
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import Holder, ResourceName, ShareId
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import (
+    GpusFound,
+    KubeletStarted,
+    LeasesObserved,
+    PodsListed,
+    SharesClaimed,
+)
+from metagpu.plugins.kubelet.checkpoint import AllocatedIds
+from metagpu.plugins.kubelet.pod_resources import parse_leases
+from metagpu.plugins.kubelet.restart_guard import KubeletReadiness
+from metagpu.plugins.kubelet.timing import TIMING
+from tests.rigs.build import after, gpu, layout_of
+
+GPU = gpu(0)
+LAYOUT = layout_of(GPU)
+SHARE, OTHER = LAYOUT.shares[:2]
+NODE = after(GpusFound((GPU,), at=0), LAYOUT.offer_fact)
+ALICE = Holder("team", "alice", "main")
+HELD = after(LeasesObserved({SHARE.id: ALICE}, at=1), since=NODE)
+CLAIMED = after(SharesClaimed((SHARE,), at=1), since=NODE)
+KUBELET = (0, 0, 100)
+
+
+def answer(at: float, *holders: ShareId, pods: tuple[str, ...] = ("web",)) -> LeasesObserved:
+    """Return a list of alice's shares, and of pods without any."""
+    listed = frozenset(("team", name) for name in (*pods, *(["alice"] if holders else [])))
+    return LeasesObserved(dict.fromkeys(holders, ALICE), at, pods=listed)
+
+
+def file(written_at: int, *ids: ShareId, uid: str = "uid") -> AllocatedIds:
+    """Return a checkpoint that names ids of a pod."""
+    names = dict.fromkeys(ids, ResourceName("cnvrg.io/metagpu"))
+    return AllocatedIds({uid: frozenset(ids)} if ids else {}, names, 7, written_at)
+
+
+def judged(
+    judge: KubeletReadiness,
+    at: float,
+    answered: LeasesObserved | None,
+    allocated: AllocatedIds | None,
+    snapshot: Snapshot = HELD,
+) -> LeasesObserved:
+    """Return the judgement of a look."""
+    return judge.judge(answered, at, allocated, snapshot, kubelet=KUBELET)
+
+
+def ready() -> KubeletReadiness:
+    """Return the judge of a kubelet that knows its pods."""
+    judge = KubeletReadiness("node-1")
+    assert judged(judge, 2, answer(2, SHARE.id), file(200, SHARE.id)).kubelet_ready
+    return judge
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\x01garbage", b"\n\x05abc", b"\n\x02\n\x09", b"\x08\x01", b"\x00\xff"]
+)
+def test_bytes_that_are_no_list_are_an_error(data: bytes) -> None:
+    """Bytes that the generated classes take for an empty list are refused."""
+    with pytest.raises(ValueError, match=r"field|number|kind|type"):
+        parse_leases(data, 1)
+
+
+def test_a_field_of_a_newer_kubelet_is_no_error() -> None:
+    """A well-formed field that is not known is passed over."""
+    assert parse_leases(b"\x7a\x01x", 1) == LeasesObserved({}, 1)
+
+
+def test_an_answer_that_would_end_all_leases_is_not_believed_at_once() -> None:
+    """An empty list counts when it comes three times, while the checkpoint names a holder."""
+    judge = ready()
+    looks = [judged(judge, at, answer(at), file(200, SHARE.id)) for at in (3, 4, 5)]
+
+    assert [it.kubelet_ready for it in looks] == [False, False, True]
+
+
+def test_the_checkpoint_confirms_that_all_leases_ended() -> None:
+    """An empty list counts at once where the checkpoint names no holder either."""
+    assert judged(ready(), 3, answer(3), file(300)).kubelet_ready
+
+
+def test_another_list_ends_the_doubt() -> None:
+    """Empty lists count only one after the other."""
+    judge, looks = ready(), []
+    for at, ids in enumerate(((), (), (SHARE.id,), ()), start=3):
+        looks.append(judged(judge, at, answer(at, *ids), file(200, SHARE.id)).kubelet_ready)
+
+    assert looks == [False, False, True, False]
+
+
+def test_a_claim_that_two_checkpoints_dropped_has_ended() -> None:
+    """A checkpoint that named a claim, and two that do not, show that its pod is gone."""
+    judge = ready()
+    files = [file(200, SHARE.id), file(300), file(300), file(400)]
+    looks = [judged(judge, at, answer(at), it, CLAIMED) for at, it in enumerate(files, start=3)]
+
+    assert [it.released for it in looks] == [set(), set(), set(), {SHARE.id}]
+
+
+def test_a_claim_of_an_ended_pod_has_ended() -> None:
+    """Three checkpoints that name a claim for a pod that the API server reports as ended count."""
+    judge, files = ready(), [file(100 * at, SHARE.id) for at in (3, 4, 4, 5)]
+    snapshot = after(PodsListed((KnownPod("uid", "team", "alice", "Succeeded"),)), since=CLAIMED)
+    judged(judge, 2, answer(2), file(150), NODE)  # the claim is a new one
+    looks = [judged(judge, at, answer(at), it, snapshot) for at, it in enumerate(files, start=3)]
+
+    assert [it.released for it in looks] == [set(), set(), set(), {SHARE.id}]
+
+
+def test_a_claim_that_was_not_named_yet_has_not_ended() -> None:
+    """Checkpoints without a claim show nothing before one has named it."""
+    judge = KubeletReadiness("node-1")
+    looks = [judged(judge, at, answer(at), file(100 * at), CLAIMED) for at in (3, 4, 5, 6)]
+
+    assert not any(it.released for it in looks)
+
+
+def test_a_claim_that_waits_for_hardware_is_not_released() -> None:
+    """While Allocate waits, a checkpoint that drops the last holder says nothing."""
+    judge = ready()
+    waiting = after(SharesClaimed((SHARE,), at=1, unanswered=True), since=NODE)
+    judged(judge, 3, answer(3), file(200, SHARE.id), waiting)
+    looks = [judged(judge, at, answer(at), file(100 * at), waiting) for at in (4, 5, 6)]
+
+    assert not any(it.released for it in looks)
+
+
+def test_a_file_that_the_kubelet_did_not_write_releases_no_holder() -> None:
+    """The file of an earlier kubelet may be one that this kubelet does not take."""
+    judge = KubeletReadiness("node-1")
+    files = [file(50, SHARE.id), file(200), file(300), file(400)]
+    looks = [judged(judge, at, answer(at), it) for at, it in enumerate(files, start=3)]
+
+    assert not any(it.released or it.kubelet_ready for it in looks)
+    assert [it.confirms for it in looks] == [False, True, True, True]
+
+
+def test_a_waiting_allocate_delays_the_belief_in_a_new_kubelet() -> None:
+    """Pods are admitted one by one: the time counts from the end of a wait in Allocate."""
+    judge, long = KubeletReadiness("node-1"), TIMING.readiness
+    waiting = after(SharesClaimed((OTHER,), at=1, unanswered=True), since=HELD)
+    looks = [(3, waiting), (3 + long, waiting), (4 + long, HELD), (3 + 2 * long, HELD)]
+    believed = [
+        judged(judge, at, answer(at), file(200, SHARE.id), snapshot).kubelet_ready
+        for at, snapshot in looks
+    ]
+
+    assert believed == [False, False, False, True]
+
+
+def test_an_ended_pod_is_not_missing() -> None:
+    """A pod that the API server reports as ended needs not be listed."""
+    ended = PodsListed((KnownPod("uid", "team", "alice", "Failed"),))
+    snapshot = after(ended, since=HELD)
+
+    judge = KubeletReadiness("node-1")
+    assert judged(judge, 3, answer(3), file(200, SHARE.id), snapshot).kubelet_ready
+
+
+def test_an_init_container_of_a_listed_pod_is_not_missing() -> None:
+    """A pod is listed although its init containers' shares are not."""
+    judge = KubeletReadiness("node-1")
+
+    assert judged(judge, 3, answer(3, SHARE.id), file(200, SHARE.id, OTHER.id)).kubelet_ready
+
+
+def test_a_running_pod_keeps_its_init_containers_shares() -> None:
+    """The API server knows that the pod behind a claim runs."""
+    running = PodsListed((KnownPod("uid", "team", "alice", "Pending"),))
+    fact = judged(ready(), 3, answer(3), file(200, SHARE.id), after(running, since=CLAIMED))
+
+    assert fact.running == {SHARE.id}
+
+
+def test_a_container_that_ran_and_runs_no_more_has_stopped() -> None:
+    """A forgotten holder whose container is seen to end does not hold its shares."""
+    snapshot = after(KubeletStarted((0, 0, 1)), since=HELD)
+    judge = KubeletReadiness("node-1")
+    unseen = judge.judge(answer(2), 2, None, snapshot)
+    seen = judge.judge(answer(3), 3, None, snapshot, running={ALICE})
+    stopped = judge.judge(answer(4), 4, None, snapshot)
+
+    assert [it.stopped for it in (unseen, seen, stopped)] == [set(), set(), {ALICE}]

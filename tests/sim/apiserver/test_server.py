@@ -1,0 +1,109 @@
+"""The simulated API server answers metagpu's requests as Kubernetes does."""
+
+from typing import Any
+
+import pytest
+
+from metagpu.sim.apiserver.objects import ApiError, Key, Object, ObjectStore
+
+NODE: Key = ("nodes", "", "n")
+
+
+def store(**labels: str) -> ObjectStore:
+    """Create a store with one Node."""
+    made = ObjectStore()
+    made.put(NODE, {"metadata": {"labels": labels}, "spec": {}, "status": {}})
+    return made
+
+
+def applied(it: ObjectStore, manager: str, *, force: bool = False, **labels: str) -> Object:
+    """Apply labels of the Node in a manager's name."""
+    said = {"metadata": {"labels": labels}}
+    return it.apply(NODE, said, status=False, manager=manager, force=force)
+
+
+def labels_of(it: ObjectStore) -> dict[str, str]:
+    """Return the Node's labels."""
+    return dict(it.get_object(NODE)["metadata"]["labels"])
+
+
+def test_a_label_that_is_left_out_is_removed() -> None:
+    """A manager that leaves a label out removes it, unless other managers apply it too."""
+    it = store(hostname="n")
+    applied(it, "a", x="1", y="1")
+    applied(it, "b", y="1")
+    applied(it, "a")
+
+    assert labels_of(it) == {"hostname": "n", "y": "1"}
+
+
+def test_conflict_names_the_label_and_force_wins() -> None:
+    """Another value of another manager's label is refused; the same value is shared."""
+    it = store()
+    applied(it, "a", x="1")
+    applied(it, "b", x="1")
+    with pytest.raises(ApiError) as refusal:
+        applied(it, "b", x="2")
+
+    assert refusal.value.code == 409
+    assert refusal.value.status["details"]["causes"] == [
+        {"reason": "FieldManagerConflict", "field": ".metadata.labels.x"}
+    ]
+    applied(it, "b", force=True, x="2")
+    assert labels_of(it) == {"x": "2"}
+
+
+def test_nothing_new_makes_no_version() -> None:
+    """A write that changes nothing creates no version and no watch event."""
+    it = store()
+    applied(it, "a", x="1")
+    version = it.version
+    applied(it, "a", x="1")
+
+    assert it.version == version
+
+
+def test_merge_wants_the_version_it_was_made_for() -> None:
+    """A patch with an old version is refused; null removes a key."""
+    it = store(x="1")
+    old = it.get_object(NODE)["metadata"]["resourceVersion"]
+    it.merge(NODE, {"metadata": {"labels": {"x": None}}}, status=False, manager="m")
+    assert labels_of(it) == {}
+
+    patch: dict[str, Any] = {"metadata": {"resourceVersion": old}}
+    with pytest.raises(ApiError, match="has been modified"):
+        it.merge(NODE, patch, status=False, manager="m")
+
+
+def test_status_is_written_through_its_own_door() -> None:
+    """A patch of the object leaves its status alone, and one of the status the rest."""
+    it = store()
+    both = {"spec": {"a": 1}, "status": {"b": 2}}
+    it.merge(NODE, both, status=False, manager="m")
+    assert (it.get_object(NODE)["spec"], it.get_object(NODE)["status"]) == ({"a": 1}, {})
+
+    it.merge(NODE, {"spec": {"a": 3}, "status": {"b": 2}}, status=True, manager="m")
+    assert (it.get_object(NODE)["spec"], it.get_object(NODE)["status"]) == ({"a": 1}, {"b": 2})
+
+
+def test_conditions_of_others_stay() -> None:
+    """Conditions are applied by type; the manager's own go when the manager applies none."""
+    it = store()
+    it.merge(NODE, {"status": {"conditions": [{"type": "Ready"}]}}, status=True, manager="kubelet")
+    for conditions in ([{"type": "Ours", "status": "True"}], []):
+        said = {"status": {"conditions": conditions}}
+        it.apply(NODE, said, status=True, manager="m", force=True)
+        found = [each["type"] for each in it.get_object(NODE)["status"]["conditions"]]
+        assert found == ["Ready", *(each["type"] for each in conditions)]
+
+
+def test_another_object_of_the_same_name_is_not_touched() -> None:
+    """A uid in an apply request has to be the object's."""
+    with pytest.raises(ApiError, match="UID"):
+        store().apply(NODE, {"metadata": {"uid": "other"}}, status=False, manager="m", force=True)
+
+
+def test_an_invalid_label_is_refused() -> None:
+    """A label value that Kubernetes refuses is refused here too."""
+    with pytest.raises(ApiError, match="Invalid value"):
+        applied(store(), "a", x="not a label")

@@ -1,0 +1,71 @@
+"""Locks in requirements/: complete, hashed, and of one mind."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).parents[1]
+PINNED = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;\\]+)", re.MULTILINE)
+LOCKS = ("run", "package", "build", "dev")
+MEND = "run `make locks`"
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Return the version of each package in a lock."""
+    text = (REPOSITORY / "requirements" / f"{lock}.lock").read_text()
+    return {canonicalize_name(it["name"]): it["version"] for it in PINNED.finditer(text)}
+
+
+def wanted() -> dict[str, list[Requirement]]:
+    """Return what each lock must satisfy: pyproject.toml and requirements/package.in."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    run = [Requirement(it) for it in project["dependencies"]]
+    extras = {
+        name: [Requirement(it) for it in items if not it.startswith("metagpu[")]
+        for name, items in project["optional-dependencies"].items()
+    }
+    lines = (REPOSITORY / "requirements" / "package.in").read_text().splitlines()
+    package = [Requirement(it) for it in lines if not it.startswith("#")]
+    return {
+        "run": run,
+        "package": package,
+        "build": [*run, *package, *extras["build"]],
+        "dev": [*run, *package, *(it for items in extras.values() for it in items)],
+    }
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_satisfies_what_the_project_asks_for(lock: str) -> None:
+    """Every requirement is in its lock, at a version within its bounds."""
+    pinned = pins(lock)
+    for requirement in wanted()[lock]:
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not in {lock}.lock: {MEND}"
+        assert version in requirement.specifier, f"{requirement} but {version} is locked: {MEND}"
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_everything_in_a_lock_has_hashes(lock: str) -> None:
+    """A package without a hash would be whatever the index serves under its version."""
+    text = (REPOSITORY / "requirements" / f"{lock}.lock").read_text()
+    entries = re.split(r"\n(?=[A-Za-z0-9])", text)
+    named = [entry for entry in entries if PINNED.match(entry)]
+    assert len(named) == len(pins(lock))
+    assert [entry for entry in named if "--hash=sha256:" not in entry] == []
+
+
+@pytest.mark.parametrize("lock", [it for it in LOCKS if it != "dev"])
+def test_what_is_shipped_is_what_was_tested(lock: str) -> None:
+    """Every lock has the versions of dev.lock, with which the tests run."""
+    tested = pins("dev")
+    assert {name: tested.get(name) for name in pins(lock)} == pins(lock)
+
+
+def test_the_compiler_has_one_version() -> None:
+    """The compiler's version is no range: what it builds is mounted into every pod."""
+    (compiler,) = (it for it in wanted()["build"] if it.name == "ziglang")
+    assert str(compiler.specifier).startswith("==")
