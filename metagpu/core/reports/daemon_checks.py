@@ -1,6 +1,7 @@
 """Checks of the daemon's own status, for `mgctl doctor`.
 
-The status is that of `metagpu status --json`. A daemon of an earlier version may lack a part: a check of that part finds no problem.
+The status is that of `metagpu status --json`. A daemon of an earlier version may lack a part:
+a check of that part finds no problem.
 """
 
 from collections.abc import Callable, Mapping

@@ -77,7 +77,9 @@ class SimMpsControl:
 
         while not (self._quitting and not self._clients):
             for key, _ in self._selector.select():
-                self._serve(key)
+                # An earlier event of the same batch may have closed this connection.
+                if self._selector.get_map().get(key.fd) is key:
+                    self._serve(key)
 
         self._stop_server()
         fifo.unlink(missing_ok=True)
@@ -99,7 +101,7 @@ class SimMpsControl:
             else:
                 self._selector.register(connection, selectors.EVENT_READ, "asker")
         elif key.data == "client":
-            if not found.recv(_LONGEST):
+            if not self._read(found):
                 self._forget(found)
         else:
             self._receive(found)
@@ -119,7 +121,7 @@ class SimMpsControl:
         self._log(f"NEW CLIENT {pid} from user {uid}")
 
     def _receive(self, asker: socket.socket) -> None:
-        text = asker.recv(_LONGEST).decode()
+        text = self._read(asker).decode(errors="replace")
         if not text:
             self._forget(asker)
             return
@@ -142,6 +144,13 @@ class SimMpsControl:
                     self._forget(client)
             return
         self._answer(asker, self._do(command, words))
+
+    @staticmethod
+    def _read(connection: socket.socket) -> bytes:
+        """Return what was sent; nothing of a connection that is closed or reset."""
+        with suppress(ConnectionError):
+            return connection.recv(_LONGEST)
+        return b""
 
     def _do(self, command: str, words: list[str]) -> str:
         answer = f'Unknown command "{command}"'
@@ -203,6 +212,10 @@ class SimMpsControl:
             self._server = None
 
     def _forget(self, connection: socket.socket) -> None:
+        if (
+            connection.fileno() < 0
+        ):  # forgotten already: who sent `quit` may not wait for its answer
+            return
         self._clients.pop(connection, None)
         self._selector.unregister(connection)
         connection.close()
@@ -210,8 +223,7 @@ class SimMpsControl:
     def _answer(self, asker: socket.socket, text: str) -> None:
         with suppress(OSError):  # who asked may have gone
             asker.sendall(f"{text}\n".encode())
-        with suppress(KeyError):
-            self._forget(asker)
+        self._forget(asker)
 
     def _listen(self, name: str, mode: int) -> None:
         path = self._pipes / name
