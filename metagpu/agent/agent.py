@@ -163,8 +163,8 @@ class Agent:
             timing=self.timing.config_watch,
         )
         self.cluster = self._cluster(settings) if settings else None
-        self.usage_service = self._usage_service(self.host)
         self._running_holders = partial(_running_holders, self.host)
+        self.usage_service = self._usage_service(self.host)
         self.pod_server = PodMgctlServer(
             pod_folder,
             self._node,
@@ -324,6 +324,7 @@ class Agent:
         return {
             **status_report(self.registry.snapshot, self.layout),
             "enforcement": self.usage_service.enforcement_report,
+            "leaseDifferences": [it.to_dict() for it in self.usage_service.lease_differences],
             "lostDevices": self.usage_service.lost_devices,
             "configuration": self.config_loader.report(),
             "cluster": self.cluster.report() if self.cluster else None,
@@ -373,6 +374,7 @@ class Agent:
             self.registry,
             lambda gpu: enforcement_settings(self.config, self.layout, gpu),
             _Guards(self._backends),
+            running=self._running_holders,
             read_allocated=partial(
                 to_thread.run_sync, checkpoint.read_allocated_devices, self.paths.kubelet_dir
             ),
@@ -393,6 +395,7 @@ class Agent:
             usage=self.usage_service.latest,
             configuration=self.config_loader.to_metrics,
             driver=lambda: NvmlStatus(self.health.unusable, len(self.driver.unanswered_calls)),
+            lease_differences=lambda: self.usage_service.lease_differences,
             driver_limits=lambda: self.usage_service.driver_limits,
             cluster=lambda: self.cluster.report() if self.cluster else None,
             ended=lambda: self.main_tasks.problems,
@@ -402,4 +405,4 @@ class Agent:
 
 async def _running_holders(host: Host, holders: Collection[Holder]) -> Collection[Holder]:
     """Return those of some holders whose containers are seen to run."""
-    return {it.holder for it in await host.cgroups(holders)}
+    return {it.holder for it in await host.cgroups(holders) if it.populated}

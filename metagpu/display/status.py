@@ -96,7 +96,8 @@ def show_status(status: Report) -> None:
             Cell(f"the main task {task} of the daemon ended: {why}", "bold red")
             for task, why in status.get("endedTasks", {}).items()
         ),
-        *(Cell(line, "bold red") for line in _lost_devices(status.get("lostDevices", ()))),
+        *(Cell(line, "bold red") for line in _of_holders(status.get("lostDevices", ()))),
+        *(Cell(line, "yellow") for line in _of_holders(status.get("leaseDifferences", ()))),
         *(Cell(line, "yellow") for line in cluster_problems(status.get("cluster"))),
         *(Cell(line, "yellow") for line in _cdi_problems(status.get("cdi"))),
         *(Cell(line, "yellow") for line in _mgctl_problems(status.get("mgctl"))),
@@ -146,8 +147,8 @@ def _competing_plugins(sockets: Mapping[str, str]) -> Iterable[str]:
     return (f"{name} is served by another plugin on {it}" for name, it in sockets.items())
 
 
-def _lost_devices(lost: Sequence[Report]) -> Iterable[str]:
-    return (f"{it['holder'].partition(' ')[0]}: {it['reason']}" for it in lost)
+def _of_holders(problems: Sequence[Report]) -> Iterable[str]:
+    return (f"{it['holder'].partition(' ')[0]}: {it['reason']}" for it in problems)
 
 
 def cluster_problems(cluster: Report | None) -> Iterable[str]:

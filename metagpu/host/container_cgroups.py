@@ -14,6 +14,8 @@ from typing import Final
 from metagpu.core.contracts.host import Container
 from metagpu.host.cgroups import find_container, parse_pod_uid
 
+_EMPTY: Final = "populated 0"
+"""A line of `cgroup.events`, of a cgroup without a process in it or below (cgroups(7))."""
 _DEEPEST: Final = 8
 _LEADS: Final = re.compile(
     r"kube.*|.*-kube.*|burstable|besteffort|docker.*|system\.slice|[0-9a-f]{64}"
@@ -41,6 +43,14 @@ def find_container_cgroups(
         if container in wanted and container not in found:
             found[container] = root / folder
     return found
+
+
+def is_populated(cgroup: Path) -> bool:
+    """Return whether a process is in a cgroup or below, as far as known; blocks."""
+    try:
+        return _EMPTY not in (cgroup / "cgroup.events").read_text().splitlines()
+    except OSError:
+        return True
 
 
 def _walked(root: Path, folder: str, uids: Collection[str], depth: int = 0) -> Iterator[str]:

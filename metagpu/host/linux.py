@@ -20,7 +20,11 @@ from metagpu.core.errors import HostError
 from metagpu.core.model.privileges import Privilege, privileges_in
 from metagpu.core.model.shares import Holder
 from metagpu.host.cgroups import DEFAULT_ROOT
-from metagpu.host.container_cgroups import find_container_cgroups, is_cgroup_v2
+from metagpu.host.container_cgroups import (
+    find_container_cgroups,
+    is_cgroup_v2,
+    is_populated,
+)
 from metagpu.host.container_names import DEFAULT_FOLDER, read_containers, read_holders
 from metagpu.host.process import (
     read_boot_time,
@@ -172,7 +176,10 @@ class LinuxHost:
         except OSError:
             return ()  # `hints` says so
         found = find_container_cgroups(self._cgroups, containers)
-        return [ContainerCgroup(it, containers[it], str(folder)) for it, folder in found.items()]
+        return [
+            ContainerCgroup(it, containers[it], str(folder), is_populated(folder))
+            for it, folder in found.items()
+        ]
 
     def _remember(self, found: Mapping[Container, Holder]) -> None:
         self._holders.update(found)

@@ -68,11 +68,16 @@ class ProcessDetails(msgspec.Struct, frozen=True):
 
 
 class ContainerCgroup(msgspec.Struct, frozen=True):
-    """The cgroup folder (version 2) of a container that holds shares."""
+    """The cgroup folder (version 2) of a container that holds shares.
+
+    Attributes:
+        populated: whether a process is in it or below; an ended container may leave it empty.
+    """
 
     container: Container
     holder: Holder
     cgroup: str
+    populated: bool = True
 
 
 class Host(Protocol):

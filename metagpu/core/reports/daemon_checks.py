@@ -96,6 +96,15 @@ def check_events(status: Status) -> Finding:
     return WARNING, f"XIDs are not heard: {'; '.join(unheard)}", fix
 
 
+def check_leases(status: Status) -> Finding:
+    """Check that processes and cgroups show what the leases say."""
+    differences = status.get("leaseDifferences") or ()
+    if not differences:
+        return OK, "no container uses a GPU without a lease, or holds a lease and does not run"
+    fix = "look at these pods with `kubectl describe pod`; docs/doctor.md has the causes of each"
+    return WARNING, "; ".join(f"{it['holder']}: {it['reason']}" for it in differences), fix
+
+
 def check_lost_devices(status: Status) -> Finding:
     """Check that the MIG devices of all containers exist."""
     lost = status.get("lostDevices") or ()

@@ -295,6 +295,7 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG404": _of_status(daemon.check_lost_devices),
     "MG405": _of_status(daemon.check_main_tasks),
     "MG406": _of_status(daemon.check_events),
+    "MG407": _of_status(daemon.check_leases),
     "MG501": _mgctl_in_containers,
     "MG601": _toolkit,
     "MG602": _cdi,

@@ -1,5 +1,7 @@
 """Events on the bus: facts that changed the snapshot, and other messages."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from metagpu.core.model.gpu import GpuId
@@ -61,6 +63,22 @@ class UnauthorizedUseFound(msgspec.Struct, frozen=True):
     pod_uid: str
     pid: int
     memory: int | None
+    at: float
+
+
+class ContainerAbsent(msgspec.Struct, frozen=True):
+    """A container holds shares and runs no longer: one event for each absence.
+
+    Attributes:
+        pod_uid: the uid of its pod, `None` where it is unknown.
+        shares: the number of its shares on each GPU.
+        seconds: since it was last seen to run.
+    """
+
+    holder: Holder
+    pod_uid: str | None
+    shares: Mapping[GpuId, int]
+    seconds: float
     at: float
 
 
@@ -128,6 +146,7 @@ Event = (
     | MemoryExceeded
     | ProcessSignalled
     | UnauthorizedUseFound
+    | ContainerAbsent
     | ConfigRejected
     | XidReported
     | MemoryErrorReported

@@ -22,6 +22,9 @@ class UsageTiming(msgspec.Struct, frozen=True):
             a row have found it: in between, a pod may have come.
         unauthorized_period: between two checks of all GPUs for unauthorized use.
         admission_window: from a pod's admission until the kubelet has surely listed the pod.
+        absent_period: between two checks for leases whose containers do not run.
+        absent_after: without a process, after which a container is reported. The kubelet waits for
+            5 min at most before it starts a container that fails.
         cache_age: for which callers share one collection of all GPUs.
     """
 
@@ -33,6 +36,8 @@ class UsageTiming(msgspec.Struct, frozen=True):
     lost_period: float = 10.0
     unauthorized_period: float = 10.0
     admission_window: float = 15.0
+    absent_period: float = 30.0
+    absent_after: float = 600.0
     cache_age: float = 0.9
 
 

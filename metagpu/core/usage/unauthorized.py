@@ -43,7 +43,11 @@ def by_container(
 
 
 class UnauthorizedUseWatch:
-    """A watch on all GPUs for processes of containers that hold no share."""
+    """A watch on all GPUs for processes of containers that hold no share.
+
+    Attributes:
+        found: the use that was reported and lasts, by GPU and container.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class UnauthorizedUseWatch:
         registry: Registry,
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
+        self.found: dict[ContainerOnGpu, UnauthorizedUseFound] = {}
         self._collector = collector
         self._host = host
         self._registry = registry
@@ -60,7 +65,6 @@ class UnauthorizedUseWatch:
     async def run(self) -> None:
         """Check all GPUs periodically, until cancelled."""
         since: dict[ContainerOnGpu, float] = {}
-        reported: set[ContainerOnGpu] = set()
         own_identities = await self._host.identify([os.getpid()])
         # The MPS servers that the daemon starts run in the daemon's own container.
         own = {identity.container for identity in own_identities.values()}
@@ -76,12 +80,11 @@ class UnauthorizedUseWatch:
                 for place in {*since, *seen}
                 if place in seen or place[0] in unknown
             }
-            reported &= since.keys()
-            for place in seen.keys() - reported:
+            self.found = {place: use for place, use in self.found.items() if place in since}
+            for place in seen.keys() - self.found.keys():
                 admitted = now - since[place] >= self._timing.admission_window
                 if place[1] not in own and admitted:
-                    reported.add(place)
-                    self._report_use(seen[place], place[1])
+                    self.found[place] = self._report_use(seen[place], place[1])
 
     async def _check(
         self,
@@ -106,7 +109,9 @@ class UnauthorizedUseWatch:
                     group.start_soon(ask, gpu)
         return seen, unknown
 
-    def _report_use(self, unauthorized: UnauthorizedProcess, container: Container) -> None:
+    def _report_use(
+        self, unauthorized: UnauthorizedProcess, container: Container
+    ) -> UnauthorizedUseFound:
         log.warning(
             "unauthorized gpu use",
             gpu=str(self._registry.snapshot.gpus[unauthorized.gpu].gpu),
@@ -116,14 +121,14 @@ class UnauthorizedUseWatch:
             used_mib=(unauthorized.process.memory or 0) // MIB,
             reason=unauthorized.reason,
         )
-        self._registry.events.publish(
-            UnauthorizedUseFound(
-                unauthorized.gpu,
-                unauthorized.holder,
-                container.id,
-                container.pod_uid,
-                unauthorized.process.pid,
-                unauthorized.process.memory,
-                at=time(),
-            )
+        use = UnauthorizedUseFound(
+            unauthorized.gpu,
+            unauthorized.holder,
+            container.id,
+            container.pod_uid,
+            unauthorized.process.pid,
+            unauthorized.process.memory,
+            at=time(),
         )
+        self._registry.events.publish(use)
+        return use

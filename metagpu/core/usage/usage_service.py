@@ -13,12 +13,14 @@ from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.absent_containers import AbsentContainerWatch, RunningHolders
 from metagpu.core.usage.accounting import PromisedMemory
 from metagpu.core.usage.annotation_watch import AnnotationWatch
 from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
 from metagpu.core.usage.driver_limits import DriverLimits
 from metagpu.core.usage.enforcement_stats import enforcement_report
 from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer
+from metagpu.core.usage.lease_differences import LeaseDifference, difference_of
 from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
@@ -41,6 +43,7 @@ class UsageService:
     Args:
         settings: returns the present memory settings of a GPU's pool.
         guards: the guard of each backend's containers, by the backend's name.
+        running: finds the containers that run.
         read_allocated: reads the allocations of MIG devices that the kubelet keeps.
     """
 
@@ -52,6 +55,7 @@ class UsageService:
         settings: EnforcementSettings,
         guards: Mapping[str, Guard],
         *,
+        running: RunningHolders,
         read_allocated: AllocationReader,
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
@@ -70,15 +74,17 @@ class UsageService:
         )
         self._cache = CachedUsage(self._collector, timing.cache_age)
         self._unauthorized = UnauthorizedUseWatch(self._collector, host, registry, timing)
+        self._absent = AbsentContainerWatch(registry, running, timing)
         self._annotations = AnnotationWatch(registry, settings, guards)
         self._lost = LostDeviceWatch(driver, registry, read_allocated, timing)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        """Tasks to run: enforcement, and the watches for use, annotations and devices."""
+        """Tasks to run: enforcement, and the watches."""
         return (
             self._enforcer.run,
             partial(run_with_restart, self._unauthorized.run, "watch for unauthorized use"),
+            partial(run_with_restart, self._absent.run, "watch for absent containers"),
             partial(run_with_restart, self._annotations.run, "watch for annotations"),
             partial(run_with_restart, self._lost.run, "watch for lost devices"),
         )
@@ -87,6 +93,13 @@ class UsageService:
     def enforcement_report(self) -> dict[str, Any]:
         """Counters since the daemon's start, and the containers above their limit now."""
         return enforcement_report(self._enforcer.stats, self._registry.snapshot, self._limits.count)
+
+    @property
+    def lease_differences(self) -> list[LeaseDifference]:
+        """The differences between the leases and what processes and cgroups show."""
+        snapshot = self._registry.snapshot
+        found = [difference_of(it, snapshot) for it in self._unauthorized.found.values()]
+        return found + [difference_of(it, snapshot) for it in self._absent.found.values()]
 
     @property
     def lost_devices(self) -> list[dict[str, Any]]:

@@ -20,12 +20,9 @@ from metagpu.core.state.facts import (
     RegistrationProblemFound,
     UnreadableGpusFound,
 )
+from metagpu.core.usage.lease_differences import describe_unauthorized_use
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
-from metagpu.plugins.cluster.pod_events import (
-    UNAUTHORIZED_USE,
-    describe_unauthorized_use,
-    pod_event_of,
-)
+from metagpu.plugins.cluster.pod_events import UNAUTHORIZED_USE, pod_event_of
 
 NODE_EVENT_KINDS: Final = (
     *(GpuFaulted, GpuRecovered, GpuUnheard, InstanceFaulted, InstanceRecovered),

@@ -2,16 +2,22 @@
 
 from typing import Final
 
-from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import (
     AnnotationRejected,
+    ContainerAbsent,
     DevicesLost,
     Event,
     MemoryExceeded,
     ProcessSignalled,
     UnauthorizedUseFound,
+)
+from metagpu.core.usage.lease_differences import (
+    describe_absence,
+    describe_gpu,
+    describe_unauthorized_use,
 )
 from metagpu.core.usage.lost_devices import describe_loss
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
@@ -20,6 +26,7 @@ POD_EVENT_KINDS: Final = (
     MemoryExceeded,
     ProcessSignalled,
     UnauthorizedUseFound,
+    ContainerAbsent,
     AnnotationRejected,
     DevicesLost,
 )
@@ -39,8 +46,8 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
             return EventData(
                 _pod(event.holder.namespace, event.holder.pod, event.pod_uid),
                 "GPUMemoryExceeded",
-                f"container {_name(event.holder)} uses more memory of {_gpu(event, snapshot)} "
-                f"than it may: {_amounts(event)}; {then}",
+                f"container {_name(event.holder)} uses more memory of "
+                f"{describe_gpu(event.gpu, snapshot)} than it may: {_amounts(event)}; {then}",
                 "EnforceMemory",
                 warning=True,
                 key=f"{event.holder.container} {event.gpu}",
@@ -51,7 +58,8 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
                 "GPUProcessSignaled",
                 f"process {event.pid} (on the node) of container {_name(event.holder)} "
                 f"was sent {event.signal}: it had {event.memory // MIB} MiB of "
-                f"{_gpu(event, snapshot)}, and the container more than it may: {_amounts(event)}",
+                f"{describe_gpu(event.gpu, snapshot)}, and the container more than it may: "
+                f"{_amounts(event)}",
                 "EnforceMemory",
                 warning=True,
                 key=f"{event.holder.container} {event.gpu} {event.signal}",
@@ -68,17 +76,26 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
                 warning=True,
                 minor=True,
             )
-        case DevicesLost():
-            holder = event.holder
-            return EventData(
-                _pod(holder.namespace, holder.pod, event.pod_uid),
-                "GPUDeviceLost",
-                describe_loss(holder.container, event.devices, event.fix),
-                "CheckUsage",
-                warning=True,
-                key=holder.container,
-            )
+        case ContainerAbsent() | DevicesLost():
+            return _holder_event(event, snapshot)
     return None
+
+
+def _holder_event(event: ContainerAbsent | DevicesLost, snapshot: Snapshot) -> EventData:
+    holder = event.holder
+    if isinstance(event, DevicesLost):
+        reason, note = "GPUDeviceLost", describe_loss(holder.container, event.devices, event.fix)
+    else:
+        reason, note = "GPUShareWithoutContainer", describe_absence(event, snapshot)
+    return EventData(
+        _pod(holder.namespace, holder.pod, event.pod_uid),
+        reason,
+        note,
+        "CheckUsage",
+        warning=True,
+        key=holder.container,
+        minor=isinstance(event, ContainerAbsent),
+    )
 
 
 def _unauthorized_use(event: UnauthorizedUseFound, snapshot: Snapshot) -> EventData | None:
@@ -101,26 +118,8 @@ def _unauthorized_use(event: UnauthorizedUseFound, snapshot: Snapshot) -> EventD
     )
 
 
-def describe_unauthorized_use(event: UnauthorizedUseFound, snapshot: Snapshot) -> str:
-    """Describe the use of a GPU by a container that holds no share of the GPU."""
-    name = (event.holder.container if event.holder else "") or event.container_id[:12]
-    uses = "some memory" if event.memory is None else f"{event.memory // MIB} MiB"
-    return (
-        f"container {name} uses {uses} of {_gpu(event, snapshot)} and holds no share of it: "
-        "Kubernetes did not allocate this GPU to it"
-    )
-
-
 def _pod(namespace: str, name: str, uid: str | None) -> ObjectReference:
     return ObjectReference("Pod", name, uid or "", namespace)
-
-
-def _gpu(
-    event: MemoryExceeded | ProcessSignalled | UnauthorizedUseFound, snapshot: Snapshot
-) -> str:
-    gpu: GpuId = event.gpu
-    known = snapshot.gpus.get(gpu)
-    return f"GPU {known.gpu if known else gpu}"
 
 
 def _amounts(event: MemoryExceeded | ProcessSignalled) -> str:

@@ -3,7 +3,7 @@
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from metagpu import __version__
@@ -14,6 +14,7 @@ from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid import DEFAULT_XIDS
 from metagpu.core.state.call_stats import BUCKET_BOUNDS, KubeletCallStats, ResourceCallStats
+from metagpu.core.usage.lease_differences import LeaseDifference, LeaseDifferenceKind
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.gpus import gpu_label_values
@@ -37,12 +38,19 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
         Sample(f.BUS_EVENTS_LOST, (), sources.registry.events.lost),
         Sample(f.LAG, (), lag),
         Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
+        *_lease_differences(sources.lease_differences()),
         *_driver(sources.driver(), snapshot),
         *_configuration(sources.configuration()),
         *_cluster(sources.cluster()),
         *_kubelet(sources.kubelet, snapshot),
         *_counted(counts, snapshot),
     ]
+
+
+def _lease_differences(differences: Sequence[LeaseDifference]) -> Iterator[Sample]:
+    found = Counter(it.kind for it in differences)
+    for kind in LeaseDifferenceKind:
+        yield Sample(f.LEASE_DIFFERENCES, (kind,), found[kind])
 
 
 def _driver(driver: NvmlStatus, snapshot: Snapshot) -> Iterator[Sample]:

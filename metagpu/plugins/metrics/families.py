@@ -189,6 +189,11 @@ GPU_MEMORY_USED: Final = _gpu_gauge(
 GPU_UTILIZATION: Final = _gpu_gauge(
     "gpu_utilization_ratio", "Recent utilization of the GPU, from 0 to 1."
 )
+LEASE_DIFFERENCES: Final = _gauge(
+    "lease_differences",
+    "Containers that use a GPU without a lease, or hold leases and do not run.",
+    "difference",
+)
 GPU_UNAUTHORIZED: Final = _gpu_gauge(
     "gpu_unauthorized_processes",
     "Processes on the GPU that belong to no container with a share of the GPU.",

@@ -11,6 +11,7 @@ from metagpu.core.model.backend_metrics import MetricKind
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
+from metagpu.core.usage.lease_differences import LeaseDifference
 from metagpu.core.usage.report import ReportRules
 
 
@@ -51,6 +52,7 @@ class MetricSources(msgspec.Struct, frozen=True):
         kinds: the metrics of the installed backends.
         usage: the usage of the GPUs; callers within one second share one collection.
         driver_limits: the number of memory limits that the driver enforces.
+        lease_differences: between the leases and what processes and cgroups show.
         cluster: the report of `Cluster`, `None` where no API server is used.
         ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
@@ -64,5 +66,6 @@ class MetricSources(msgspec.Struct, frozen=True):
     configuration: Callable[[], ConfigStatus]
     driver: Callable[[], NvmlStatus]
     driver_limits: Callable[[], int]
+    lease_differences: Callable[[], Sequence[LeaseDifference]]
     cluster: Callable[[], Mapping[str, Any] | None]
     ended: Callable[[], Mapping[str, str]]

@@ -57,6 +57,10 @@ DIFFERING = {
     **(SOUND.status or {}),
     "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
 }
+UNUSED = {
+    **(SOUND.status or {}),
+    "leaseDifferences": [{"holder": "team/alice (main)", "reason": "container main holds 3"}],
+}
 LOST = {
     **(SOUND.status or {}),
     "lostDevices": [{"holder": "team/alice (main)", "fix": "kubectl delete pod -n team alice"}],
@@ -139,6 +143,7 @@ def test_a_sound_node_is_ok() -> None:
         ),
         ("MG304", CheckResult.ERROR, {"status": UNREGISTERED}, "x/y: the kubelet counts 0"),
         ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
+        ("MG407", CheckResult.WARNING, {"status": UNUSED}, "team/alice (main): container main"),
         ("MG402", CheckResult.ERROR, {"status": NOTHING}, "no resource is offered"),
         ("MG402", CheckResult.ERROR, {"status": SHUT}, "nothing is allocatable: 0 of 7 a/b"),
         ("MG403", CheckResult.ERROR, {"status": BROKEN}, "GPU 0: XID 79"),
@@ -224,6 +229,7 @@ def test_without_a_daemon_the_daemons_facts_are_unknown() -> None:
         "MG404": CheckResult.WARNING,
         "MG405": CheckResult.WARNING,
         "MG406": CheckResult.WARNING,
+        "MG407": CheckResult.WARNING,
     }
     assert troubles["MG401"].fix == "no daemon answers on /x"
 
