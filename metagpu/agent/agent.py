@@ -251,7 +251,7 @@ class Agent:
         """
         async with self.driver.session():
             await self.health.survey()
-            layout = await self.layout_manager.prepare(self.config)
+            layout = await self.layout_manager.prepare()
         self.registry.apply(layout.offer_fact)
         for assignment in layout.backend_assignments:
             gpu, backend = assignment.gpu, assignment.backend

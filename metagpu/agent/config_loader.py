@@ -92,6 +92,7 @@ class ConfigLoader:
         self._logged: frozenset[str] = frozenset()
         self._reading = anyio.Lock()
 
+        self._formats = initial.loaded.formats
         self._take(initial.loaded)
         if initial.error is None:
             self._count_accepted()
@@ -116,6 +117,7 @@ class ConfigLoader:
                     return None
                 self._texts = texts
                 loaded = await to_thread.run_sync(self._source.parse, texts, self._backends)
+                self._formats = loaded.formats
                 await self._layout_manager.apply(loaded.config)
             except ConfigError as error:
                 known, self._texts = self.error, None
@@ -146,10 +148,16 @@ class ConfigLoader:
             self._texts = None  # the same files mean something else now
         self._source = source
         await self._reload(again=False)
-        lays_mig = any(form.startswith("mig-parted") for form in self.loaded.formats)
+        lays_mig = any(form.startswith("mig-parted") for form in self._formats)
         pools = self.loaded.config.root.pools
-        kept = "; ".join(dict.fromkeys(filter(None, (pool.reason for pool in pools))))
-        return ConfigOutcome(self.error, lays_mig, kept if lays_mig else "")
+        missing = [*filter(None, (pool.reason for pool in pools)), *self._misfits]
+        reason = "; ".join(dict.fromkeys(missing))
+        return ConfigOutcome(self.error, lays_mig, reason if lays_mig else "")
+
+    @property
+    def _misfits(self) -> list[str]:
+        """The GPUs that can have nothing of their pool, each with the reason."""
+        return list(map(str, self._layout_manager.layout.misfits))
 
     async def follow_files(self) -> None:
         """Apply the files as soon as their texts change, until cancelled."""
@@ -165,6 +173,7 @@ class ConfigLoader:
             "notes": [str(note) for note in self.loaded.notes],
             "deviceListStrategy": [str(it) for it in self.loaded.config.root.strategies],
             "error": self.error,
+            "misfits": self._misfits,
         }
 
     def to_metrics(self) -> ConfigStatus:

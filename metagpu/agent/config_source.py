@@ -301,9 +301,11 @@ def _foreign_config(converted: ConvertedConfig, document: Document, backends: Ba
     if (missing := converted.missing_backend(backends)) is not None:
         raise missing
     try:
-        return _own_config(document, backends)
+        config = _own_config(document, backends)
     except ConfigError as error:
         raise converted.at_origin(error) from None
+    config.at_origin = converted.at_origin
+    return config
 
 
 @lru_cache(maxsize=4)

@@ -20,7 +20,7 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
-from metagpu.core.layout.layout import Layout, build_layout
+from metagpu.core.layout.layout import Layout, build_layout, check_fit
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.shares import ResourceName
@@ -77,35 +77,47 @@ class LayoutManager:
     async def apply(self, config: Config | None = None) -> None:
         """Apply a configuration, by default the present one, and run its backends.
 
+        The present one is applied as far as the GPUs can have it: there is none to keep instead.
+
         Raises:
             ConfigError: if it does not fit the GPUs; everything stays as it was.
         """
         async with self._lock:  # a caller that waited here applies to what the first one left
-            self.backend_runner.apply(await self.prepare(config or self.config))
+            self.backend_runner.apply(await self.prepare(config))
             self.health.settings = self.config.root.health
 
-    async def prepare(self, config: Config) -> Layout:
-        """Put a configuration in force without running any backend; return the layout.
+    async def prepare(self, new: Config | None = None) -> Layout:
+        """Put a configuration in force without running any backend, as `apply` does.
 
         Raises:
             ConfigError: if it does not fit the GPUs; everything stays as it was.
         """
+        config = new or self.config
         nodes = await self._scan_nodes()
         pod_dir = await self.pod_folder.prepare()
         self._pod_dir = str(pod_dir.absolute()) if pod_dir else ""
         existing = await self.read_existing(config)
         # In a thread: thousands of shares must not keep the kubelet waiting.
         layout = await to_thread.run_sync(self._lay_out, config, nodes, existing)
+        if new is not None:
+            check_fit(new, layout)
         try:
             await self.cdi_file.update(config.root.injection(self._injection(nodes)))
         except CdiError as error:
             problem, path = str(error), "deviceListStrategy"
             raise ConfigError(problem, file=config.file, path=path) from error
 
+        self._log_misfits(layout)
         self._nodes, self.config, self.layout = nodes, config, layout
         self._existing = existing
         self._backends.update(layout.backends)
         return layout
+
+    def _log_misfits(self, layout: Layout) -> None:
+        """Log the GPUs that can have nothing of their pool, once each."""
+        for misfit in layout.misfits:
+            if misfit not in self.layout.misfits:
+                log.warning("configuration does not fit some gpus", reason=str(misfit))
 
     async def reapply(self) -> None:
         """Apply the present configuration to new GPUs and device nodes; log what fails."""
@@ -138,6 +150,7 @@ class LayoutManager:
         """
         before = before or ConfiguredLayout(self.layout, self.config)
         after = ConfiguredLayout(self._lay_out(config, self._nodes, existing), config)
+        check_fit(config, after.layout)
         return to_dict(diff_layouts(self.registry.snapshot, before, after))
 
     async def _scan_nodes(self) -> DeviceNodes:

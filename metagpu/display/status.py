@@ -80,9 +80,14 @@ def show_explanation(explained: Report, *, topology: bool = False) -> None:
 
 def show_status(status: Report) -> None:
     """Print the daemon's `status`, problems first."""
-    problem = status.get("configuration", {}).get("error")
+    configuration = status.get("configuration", {})
+    problem = configuration.get("error")
     show(
         *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
+        *(
+            Cell(f"configuration does not fit {misfit}", "yellow")
+            for misfit in configuration.get("misfits", ())
+        ),
         *_unreadable_gpus(status),
         *(
             Cell(line, "bold red")

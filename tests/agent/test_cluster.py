@@ -224,6 +224,78 @@ mig-configs:
         await server.until(lambda: server.labels(NODE).get(state) == "success")
 
 
+async def test_a_layout_that_no_gpu_can_have_changes_nothing(tmp_path: Path) -> None:
+    """The last good layout stays, the state is failed, and every report has the same reason."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "seven"})
+    layouts = """
+version: v1
+mig-configs:
+  seven: [{devices: [0], mig-enabled: true, mig-devices: {1g.5gb: 7}}]
+  other-model: [{devices: [0], mig-enabled: true, mig-devices: {1g.18gb: 7}}]
+  too-many: [{devices: [0], mig-enabled: true, mig-devices: {1g.5gb: 8}}]
+"""
+    server.configure(*PLACE, {"default": layouts})
+    state, small = "nvidia.com/mig.config.state", "nvidia.com/mig-1g.5gb"
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}, {model: a100-40gb}")
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(7, 7, small)
+        await server.until(lambda: server.labels(NODE).get(state) == "success")
+
+        for wrong, reason in (
+            ("other-model", "has no profile 1g.18gb"),
+            ("too-many", "8 x 1g.5gb wanted, room for 7"),
+        ):
+            server.label(NODE, {"nvidia.com/mig.config": wrong})
+            await server.until(lambda: server.labels(NODE).get(state) == "failed")
+            await it.until(7, 7, small)
+            await it.until(1, 1, "nvidia.com/gpu")
+
+            report = it.agent.config_loader.report()
+            place = f"ConfigMap kube-system/metagpu: default: 5: mig-configs.{wrong}[0]: "
+            place = place.replace("5:", "5:" if wrong == "other-model" else "6:")
+            assert report["error"].startswith(place)
+            assert reason in report["error"]
+            notes = [each["note"] for each in server.events() if "Rejected" in each["reason"]]
+            assert notes[-1] == f"{report['error']}; the last good configuration stays"
+            gpus = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
+            assert [gpu["poolReason"] for gpu in gpus if "no shares" in gpu["poolReason"]] == []
+            assert [gpu["suspended"] for gpu in gpus] == [{}, {}]
+
+            server.label(NODE, {"nvidia.com/mig.config": "seven"})
+            await server.until(lambda: server.labels(NODE).get(state) == "success")
+
+
+async def test_a_layout_that_some_gpus_can_have_is_theirs(tmp_path: Path) -> None:
+    """The GPUs that can have a layout get it; the state is failed, with the others named."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-18"})
+    layouts = """
+version: v1
+mig-configs:
+  all-18: [{devices: all, mig-enabled: true, mig-devices: {1g.5gb: 7}}]
+"""
+    server.configure(*PLACE, {"default": layouts})
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}, {model: h100-80gb, mig: true}")
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(7, 7, "nvidia.com/mig-1g.5gb")
+        await server.until(
+            lambda: server.labels(NODE).get("nvidia.com/mig.config.state") == "failed"
+        )
+        notes = [each["note"] for each in server.events() if "MIGLayout" in each["reason"]]
+        [misfit] = it.agent.config_loader.report()["misfits"]
+        assert misfit.startswith("GPU 1: the layout 7x1g.5gb does not fit: the GPU has no profile")
+        assert notes == [misfit]
+
+
 async def test_running_pods_keep_what_they_hold(tmp_path: Path) -> None:
     """A change by label waits for the pods on a GPU, as a change by file does."""
     server = SimApiServer()

@@ -212,17 +212,33 @@ async def test_a_layout_that_does_not_fit_changes_nothing(tmp_path: Path) -> Non
 
 async def test_a_layout_that_does_not_fit_leaves_the_gpu_idle(tmp_path: Path) -> None:
     """After the last pod of an earlier layout the GPU is idle; no instance changes."""
-    async with mig_at_work(tmp_path, layout="{3g.20gb: 2}") as it:
+    gpus = "{model: a100-40gb, mig: true}, {model: h100-80gb, mig: true}"
+    async with mig_at_work(tmp_path, gpus=gpus, layout="{3g.20gb: 2}") as it:
         await it.until(2, 2, THREE)
         last = pod("last", "3g.20gb")
         await it.kubelet.admit(last)
         await it.wait_holders()
-        await change(it, mig_pool("layout: {3g.20gb: 3}"))
+        await change(it, mig_pool("layout: {3g.40gb: 2}"))  # the other GPU can have it
         await until(lambda: "does not fit" in blocker(it))
 
         await it.kubelet.delete(last)
         await until(lambda: it.state(0).owner is None)
         assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+
+
+async def test_a_layout_that_no_gpu_can_have_is_refused(tmp_path: Path) -> None:
+    """The layout of before stays on offer, on this GPU and on others; an error says why."""
+    async with mig_at_work(tmp_path, layout="{3g.20gb: 2}") as it:
+        await it.until(2, 2, THREE)
+        await change(it, mig_pool("layout: {3g.20gb: 3}"))
+
+        error = it.agent.config_loader.error or ""
+        assert error.endswith(
+            "pools[0]: no GPU can have this: GPU 0: the layout 3x3g.20gb does not fit: "
+            "3 x 3g.20gb wanted, room for 2"
+        )
+        await it.kubelet.admit(pod("next", "3g.20gb"))
+        assert not blocker(it)
 
 
 async def test_mig_mode_without_instances(tmp_path: Path) -> None:

@@ -87,19 +87,23 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu):
         # Two digits at least and never more than needed: an id outlives a change of count.
         return self.equal_shares(gpu, (f"m{number:02d}" for number in range(number_of)), memory)
 
+    def misfit_reason(self, gpu: Gpu) -> str:
+        """Return why a GPU is too small for one share."""
+        total, unit = gpu.memory or self.options.gpu_memory, self.options.memory_unit
+        if total is None or unit is None or unit <= total:
+            return ""
+        return f"a share is {unit // MIB} MiB, and the GPU has {total // MIB}"
+
     def no_shares_reason(self, gpu: Gpu) -> str:
         """Return why a GPU has no share."""
-        total, unit = gpu.memory or self.options.gpu_memory, self.options.memory_unit
         if gpu.mig_enabled:
             return super().no_shares_reason(gpu)
-        if total is None:
+        if gpu.memory is None and self.options.gpu_memory is None:
             return (
                 "the driver reports no memory for this GPU: set gpuMemory, as 100Gi, to the part "
                 "of the machine's memory that its pods may use"
             )
-        if unit is None:
-            return super().no_shares_reason(gpu)
-        return f"a share is {unit // MIB} MiB, and the GPU has {total // MIB}"
+        return self.misfit_reason(gpu) or super().no_shares_reason(gpu)
 
     def prefer(
         self,

@@ -160,6 +160,18 @@ class MigBackend(
         uses = "MIG instances, and MPS on them" if self._options.mps else "MIG instances"
         return {Privilege.SYS_ADMIN: uses}
 
+    def misfit_reason(self, gpu: Gpu) -> str:
+        """Return why a GPU can have none of the instances, in MIG mode or not."""
+        if self._options.existing is not False or not self._options.profile_names:
+            return ""
+        if not gpu.mig_profiles:
+            # A GPU that supports MIG has profiles, which NVML may fail to list.
+            return "it does not support MIG" if gpu.mig_enabled is None else ""
+        placed = self._placed_profiles(gpu)
+        if isinstance(placed, UnplaceableLayout):
+            return self._layout_problem(placed)
+        return "" if placed else self._profiles_problem(gpu)
+
     def no_shares_reason(self, gpu: Gpu) -> str:
         """Return why a GPU has no instances."""
         if self._options.disable_mig:
@@ -170,6 +182,9 @@ class MigBackend(
             return self._layout_problem(placed)
         if not self._options.profile_names:
             return "it has no MIG instances, or under one name instances of several sizes"
+        return self._profiles_problem(gpu)
+
+    def _profiles_problem(self, gpu: Gpu) -> str:
         has = ", ".join(profile.name for profile in gpu.mig_profiles)
         wanted = ", ".join(self._options.profile_names)
         return f"it has none of the MIG profiles {wanted}; it has {has}"

@@ -4,7 +4,7 @@ The options of a backend are described by that backend.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -131,12 +131,14 @@ class Config:
         file: the name of the file, for messages.
         envelope: the file's own keys.
         options: for each pool, the options of its backends, in order.
+        at_origin: returns an error as one about the file that this text was converted from.
     """
 
     def __init__(self, document: Document, backends: Mapping[str, type[Backend]]) -> None:
         self._document = document
         self._backends = backends
         self.file = document.file
+        self.at_origin: Callable[[ConfigError], ConfigError] = lambda error: error
         self.root = document.decode(RootConfig)
         self.options: dict[str, tuple[Options, ...]] = {}
 
@@ -163,7 +165,7 @@ class Config:
         """Return the error for a problem at `path`; an empty path means the whole file."""
         if not path:
             return ConfigError(problem, file=self.file)
-        return self._document.error(path, problem)
+        return self.at_origin(self._document.error(path, problem))
 
     def _check_injection(self) -> None:
         """Reject settings with which containers would get no GPU, or get one twice."""

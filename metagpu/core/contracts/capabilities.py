@@ -73,6 +73,18 @@ def sharing_strategy_of(kind: type[Backend]) -> SharingStrategy:
 class DiagnosesGpu(Backend):
     """A backend that knows why a GPU has none of its shares, or will give none."""
 
+    def misfit_reason(
+        self,
+        gpu: Gpu,  # noqa: ARG002 - for backends whose options name what a GPU must have
+    ) -> str:
+        """Return why a GPU can have none of the shares, in any state or mode.
+
+        Empty if it may have some.
+
+        A configuration of which no GPU can have anything is refused; one that waits is not.
+        """
+        return ""
+
     def no_shares_reason(self, gpu: Gpu) -> str:
         """Return why a GPU has none of this backend's shares."""
         return _no_shares_reason(gpu)
@@ -87,6 +99,11 @@ class DiagnosesGpu(Backend):
         agent serves the node, `ManagesGpu.serve` reports the same by `GpuContext.suspend`.
         """
         return ""
+
+
+def misfit_reason(backend: Backend, gpu: Gpu) -> str:
+    """Return why a GPU can never have a share of a backend; empty if it may."""
+    return backend.misfit_reason(gpu) if isinstance(backend, DiagnosesGpu) else ""
 
 
 def no_shares_reason(backend: Backend, gpu: Gpu) -> str:

@@ -15,6 +15,7 @@ from metagpu.core.contracts.capabilities import (
     HasMetrics,
     OffersExisting,
     ReportsCapacity,
+    misfit_reason,
     no_shares_reason,
 )
 from metagpu.core.grants.injection import Injection
@@ -55,6 +56,25 @@ class BackendAssignment(msgspec.Struct, frozen=True):
     backend: Backend
 
 
+class PoolMisfit(msgspec.Struct, frozen=True):
+    """GPUs of a pool that can have none of its shares, in any state or mode.
+
+    Attributes:
+        pool: the pool's position in the configuration.
+        complete: whether these are all GPUs of the pool.
+    """
+
+    pool: int
+    gpus: tuple[Gpu, ...]
+    reason: str
+    complete: bool
+
+    def __str__(self) -> str:
+        """Return the GPUs and the reason, for people."""
+        plural = "s" if len(self.gpus) > 1 else ""
+        return f"GPU{plural} {', '.join(str(gpu.index) for gpu in self.gpus)}: {self.reason}"
+
+
 class Layout(msgspec.Struct, frozen=True):
     """The offer of the node: the result of one configuration and one set of GPUs.
 
@@ -64,6 +84,7 @@ class Layout(msgspec.Struct, frozen=True):
         shares: all shares, of all GPUs.
         backend_assignments: each GPU with each backend of its pool.
         unused_pools: the pools without a GPU, each with the reason.
+        misfits: the pools with GPUs that can have none of their shares.
     """
 
     pool_assignments: tuple[PoolAssignment, ...]
@@ -71,6 +92,7 @@ class Layout(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...]
     backend_assignments: tuple[BackendAssignment, ...] = ()
     unused_pools: Mapping[str, str] = {}
+    misfits: tuple[PoolMisfit, ...] = ()
 
     @property
     def offer_fact(self) -> SharesOffered:
@@ -153,7 +175,19 @@ def build_layout(
         tuple(shares),
         tuple(backend_assignments),
         _unused_pools([pool for pool, _ in pools], pool_assignments),
+        tuple(_misfits(pools, pool_assignments)),
     )
+
+
+def check_fit(config: Config, layout: Layout) -> None:
+    """Check that each pool has a GPU that can have some of its shares, if it has GPUs.
+
+    Raises:
+        ConfigError: with the pool, and the reason of its GPUs.
+    """
+    for misfit in layout.misfits:
+        if misfit.complete:
+            raise config.error(f"pools[{misfit.pool}]", f"no GPU can have this: {misfit}")
 
 
 def check_layout(config: Config) -> None:
@@ -267,6 +301,22 @@ def _unused_pools(
             taken = "a pool before it has the GPUs that it selects"
             unused[pool.name] = taken if None in exclusions else _first_few(exclusions)
     return unused
+
+
+def _misfits(
+    pools: Sequence[tuple[Pool, list[Backend]]], assignments: Sequence[PoolAssignment]
+) -> Iterator[PoolMisfit]:
+    """Yield the pools with GPUs of which no backend can have a share."""
+    for number, (pool, backends) in enumerate(pools):
+        gpus = [each.gpu for each in assignments if each.pool == pool.name]
+        reasons: dict[Gpu, str] = {}
+        for gpu in gpus:
+            of_gpu = [misfit_reason(backend, gpu) for backend in backends]
+            if of_gpu and all(of_gpu):
+                reasons[gpu] = "; ".join(dict.fromkeys(of_gpu))
+        if reasons:
+            reason = _first_few(dict.fromkeys(reasons.values()))
+            yield PoolMisfit(number, tuple(reasons), reason, len(reasons) == len(gpus))
 
 
 def _first_few(reasons: Iterable[object]) -> str:

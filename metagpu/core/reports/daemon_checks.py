@@ -105,6 +105,18 @@ def check_leases(status: Status) -> Finding:
     return WARNING, "; ".join(f"{it['holder']}: {it['reason']}" for it in differences), fix
 
 
+def check_configuration(status: Status) -> Finding:
+    """Check that the configuration of now is in force, on all GPUs that it names."""
+    configuration = status.get("configuration") or {}
+    if error := configuration.get("error"):
+        fix = "correct the place that the message names; the last good configuration stays"
+        return ERROR, f"the configuration was rejected: {error}", fix
+    if misfits := configuration.get("misfits"):
+        fix = "give these GPUs a pool, or a layout, that they can have; the other GPUs have theirs"
+        return WARNING, f"GPUs can have nothing of their pool: {'; '.join(misfits)}", fix
+    return OK, "the configuration is in force"
+
+
 def check_lost_devices(status: Status) -> Finding:
     """Check that the MIG devices of all containers exist."""
     lost = status.get("lostDevices") or ()

@@ -296,6 +296,7 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG405": _of_status(daemon.check_main_tasks),
     "MG406": _of_status(daemon.check_events),
     "MG407": _of_status(daemon.check_leases),
+    "MG408": _of_status(daemon.check_configuration),
     "MG501": _mgctl_in_containers,
     "MG601": _toolkit,
     "MG602": _cdi,

@@ -13,6 +13,7 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import PoolAssignment, build_layout, check_layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import Share
+from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import BACKENDS, METAGPU, config, gpu, layout_of, pool
 
 T4 = "Tesla T4"
@@ -234,3 +235,32 @@ def test_no_gpu_is_a_layout_too() -> None:
     assert (layout.pool_assignments, layout.shares) == ((), ())
     assert layout.offer_fact.resources == (METAGPU,)
     assert config().options.keys() == {"all"}
+
+
+MIG_AND_REST = """\
+version: metagpu/v1
+pools:
+  - {name: mig, gpus: {index: 0-1}, backends: [{backend: mig, layout: {1g.5gb: 7}}]}
+  - {name: rest, backends: [{backend: fraction, memoryUnit: 30Gi}]}
+"""
+
+
+def test_a_pool_that_none_of_its_gpus_can_have_is_a_misfit() -> None:
+    """The misfit names GPUs and reason once; a pool that one GPU can have is no complete one."""
+    a100, h100 = mig_gpu(0), mig_gpu(1, "h100-80gb")
+
+    [some] = layout_of(a100, h100, text=MIG_AND_REST).misfits
+    assert (some.pool, some.gpus, some.complete) == (0, (h100,), False)
+    assert str(some).startswith("GPU 1: the layout 7x1g.5gb does not fit: the GPU has no profile 1")
+
+    [none] = layout_of(h100, text=MIG_AND_REST).misfits
+    assert (none.gpus, none.complete) == ((h100,), True)
+    [small] = layout_of(gpu(2, memory_mib=16_000), text=MIG_AND_REST).misfits
+    assert str(small) == "GPU 2: a share is 30720 MiB, and the GPU has 16000"
+
+
+def test_a_backend_that_serves_makes_up_for_one_that_does_not_fit() -> None:
+    """A pool of several backends is a misfit only where none of them has a share."""
+    text = MIG_AND_REST.replace("7}}]", "7}}, {backend: fraction}]")
+
+    assert layout_of(mig_gpu(0, "h100-80gb"), text=text).misfits == ()

@@ -74,6 +74,8 @@ UNHEARD = {
     **(SOUND.status or {}),
     "gpus": [{**GPU, "unheard": {"reason": "Unknown Error", "since": "2026-01-01T00:00:00+00:00"}}],
 }
+REFUSED = {**(SOUND.status or {}), "configuration": {"error": "f: 4: pools[0]: no GPU can"}}
+MISFIT = {**(SOUND.status or {}), "configuration": {"error": None, "misfits": ["GPU 1: too small"]}}
 NO_LIBRARIES = {
     **(SOUND.status or {}),
     "cdi": {"problem": None, "noLibraries": "there is no nvidia-ctk here"},
@@ -161,6 +163,8 @@ def test_a_sound_node_is_ok() -> None:
             {"status": UNHEARD},
             "GPU 0: Unknown Error",
         ),
+        ("MG408", CheckResult.ERROR, {"status": REFUSED}, "f: 4: pools[0]: no GPU can"),
+        ("MG408", CheckResult.WARNING, {"status": MISFIT}, "GPU 1: too small"),
         ("MG501", CheckResult.WARNING, {"has_mgctl": False}, "/pod/mgctl does not exist"),
         ("MG501", CheckResult.ERROR, {"noexec": True}, "noexec"),
         (
@@ -230,6 +234,7 @@ def test_without_a_daemon_the_daemons_facts_are_unknown() -> None:
         "MG405": CheckResult.WARNING,
         "MG406": CheckResult.WARNING,
         "MG407": CheckResult.WARNING,
+        "MG408": CheckResult.WARNING,
     }
     assert troubles["MG401"].fix == "no daemon answers on /x"
 
