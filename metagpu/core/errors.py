@@ -32,6 +32,8 @@ MetagpuError
 └── ClusterError            the API server: it refused a request, or cannot be reached
 """
 
+from typing import ClassVar
+
 
 def describe_error(error: BaseException) -> str:
     """Return the cause of an error in words, else the name of its class."""
@@ -59,7 +61,15 @@ class ConfigError(MetagpuError):
 
 
 class RequestError(MetagpuError):
-    """Raised when a pod's request cannot be met; the pod's owner reads the message."""
+    """Raised when a pod's request cannot be met; the pod's owner reads the message.
+
+    Attributes:
+        remedy: what would help, where the message does not say so; for Kubernetes Events.
+        never: whether the request itself has to change: no end of another pod would help.
+    """
+
+    remedy: ClassVar[str] = ""
+    never: bool = False
 
 
 class UnknownShare(RequestError):
@@ -74,6 +84,8 @@ class UnknownShare(RequestError):
 
 class GpuUnhealthy(RequestError):
     """Raised when a pod asks for a share of a GPU that is out of service."""
+
+    remedy = "a new pod gets shares of another GPU, as soon as one has enough of them free"
 
     def __init__(self, resource: str, gpu: str, reason: str) -> None:
         super().__init__(f"{resource}: GPU {gpu} is unhealthy: {reason}")
@@ -92,12 +104,16 @@ class InstanceUnhealthy(RequestError):
 class GpuPaused(RequestError):
     """Raised when a GPU has no new shares for now; `reason` names what must end."""
 
+    remedy = "a new pod gets shares of another GPU, as soon as one has enough of them free"
+
     def __init__(self, resource: str, gpu: str, reason: str) -> None:
         super().__init__(f"{resource}: GPU {gpu} gives no new shares: {reason}")
 
 
 class ShareTaken(RequestError):
     """Raised when a share conflicts with a share that is held already."""
+
+    remedy = "a new pod gets other shares, as soon as enough of them are free"
 
     def __init__(self, share: str, reason: str) -> None:
         super().__init__(f"share {share} cannot be granted: {reason}")
@@ -106,12 +122,16 @@ class ShareTaken(RequestError):
 class ProvisioningFailed(RequestError):
     """Raised when the hardware device of a share could not be created."""
 
+    remedy = "`metagpu status` on the node shows what the driver answers"
+
     def __init__(self, resource: str, share: str, reason: str) -> None:
         super().__init__(f"{resource}: {share} could not be created: {reason}")
 
 
 class CdiNameMissing(RequestError):
     """Raised when a grant would name a CDI device that no specification has."""
+
+    remedy = "`mgctl doctor` on the node (MG602) checks the CDI specification"
 
     def __init__(self, names: str, reason: str) -> None:
         super().__init__(f"CDI has no {names}: {reason}")
@@ -141,7 +161,8 @@ class FractionSplit(RequestError):
 class MultipleDevices(RequestError):
     """Raised when a container would be an MPS client on several devices.
 
-    `kind` names the devices, `larger` the resource to ask for instead.
+    `kind` names the devices, `larger` the resource to ask for instead, and `most` the units of the
+    largest device: a request of more can never be met.
     """
 
     def __init__(
@@ -153,7 +174,16 @@ class MultipleDevices(RequestError):
         *,
         kind: str = "GPU",
         larger: str = "whole GPUs",
+        most: int,
     ) -> None:
+        self.never = wanted > most
+        if self.never:
+            super().__init__(
+                f"{resource}: no {kind} of this node can ever give {wanted} units: MPS serves a "
+                f"container on one {kind}, and the largest has {most}; ask for at most {most}, or "
+                f"for {larger}"
+            )
+            return
         super().__init__(
             f"{resource}: {wanted} units do not fit: MPS serves a container on one {kind}, and the "
             f"kubelet chose {chosen}; free now: {free}. Ask for less, wait for a pod to end, or "
@@ -176,6 +206,9 @@ class TooManyReplicas(RequestError):
 
     The message is that of NVIDIA's device plugin: runbooks and users know it.
     """
+
+    remedy = "ask for 1: several replicas of one GPU give a container no more of it"
+    never = True
 
     def __init__(self, resource: str, wanted: int) -> None:
         super().__init__(

@@ -63,6 +63,11 @@ def check_units(shares: Sequence[Share], snapshot: Snapshot, options: MigMpsOpti
             _format_counts(_free_units(shares[0], snapshot), snapshot),
             kind="MIG instance",
             larger="larger instances",
+            most=max(
+                len(units)
+                for offered in snapshot.offers[shares[0].resource].by_gpu.values()
+                for units in _by_instance(offered).values()
+            ),
         )
 
     for instance, units in by_instance.items():

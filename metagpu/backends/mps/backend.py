@@ -164,7 +164,11 @@ class MpsBackend(
                 if state.gpu.id in offered
             }
             raise MultipleDevices(
-                self.resource, len(shares), _format_counts(chosen), _format_counts(free)
+                self.resource,
+                len(shares),
+                _format_counts(chosen),
+                _format_counts(free),
+                most=max(map(len, offered.values())),
             )
 
         for gpu, units in taken.items():

@@ -12,6 +12,22 @@ ENDED_PHASES: Final = frozenset({"Succeeded", "Failed"})
 """The phases of a pod whose containers have ended for good."""
 
 
+class Rejection(msgspec.Struct, frozen=True):
+    """The kubelet did not admit a pod, because of a device plugin.
+
+    Such a pod has failed, and none of its containers has run.
+
+    Attributes:
+        message: the kubelet's message, with the device plugin's reason in it.
+        resources: the names of all extended resources that the pod requests.
+        version: the pod's resource version as it was read; empty while it is being deleted.
+    """
+
+    message: str
+    resources: frozenset[str] = frozenset()
+    version: str = ""
+
+
 class KnownPod(msgspec.Struct, frozen=True):
     """A pod as the API server lists it.
 
@@ -19,6 +35,8 @@ class KnownPod(msgspec.Struct, frozen=True):
         phase: the pod's phase, as `Running`.
         owner: kind and name of its controller, as `ReplicaSet/train-7d9f`; empty without one.
         memory_annotations: its annotations about GPU memory (`core/usage/annotations.py`).
+        owner_uid: uid of its controller; `owner_api` is the controller's API, as `apps/v1`.
+        rejection: why the kubelet did not admit it, `None` for all other pods.
     """
 
     uid: str
@@ -27,6 +45,9 @@ class KnownPod(msgspec.Struct, frozen=True):
     phase: str = ""
     owner: str = ""
     memory_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
+    owner_uid: str = ""
+    owner_api: str = ""
+    rejection: Rejection | None = None
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder
+from metagpu.core.model.shares import Holder, ResourceName
 from metagpu.core.state.facts import Fact
 
 
@@ -141,6 +142,28 @@ class DevicesLost(msgspec.Struct, frozen=True):
     at: float
 
 
+class AllocationRefused(msgspec.Struct, frozen=True):
+    """Allocate refused a request. It names no pod: the pod's status has the reason.
+
+    Attributes:
+        cause: the class of the error; refusals of one cause are alike.
+        reason: the sentence that the kubelet copies into the pod's status.
+        remedy: what would help, where the reason does not say so.
+        never: whether the request itself has to change.
+    """
+
+    resource: ResourceName
+    cause: str
+    reason: str
+    remedy: str = ""
+    never: bool = False
+
+    @classmethod
+    def of(cls, resource: ResourceName, error: RequestError) -> "AllocationRefused":
+        """Return the event of an error that refuses a request."""
+        return cls(resource, type(error).__name__, str(error), error.remedy, error.never)
+
+
 Event = (
     Fact
     | MemoryExceeded
@@ -154,5 +177,6 @@ Event = (
     | PodEnded
     | AnnotationRejected
     | DevicesLost
+    | AllocationRefused
 )
 """Everything that the bus carries."""

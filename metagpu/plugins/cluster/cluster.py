@@ -23,6 +23,11 @@ from metagpu.plugins.cluster.competing_pods import (
     describe_competing_pod,
 )
 from metagpu.plugins.cluster.config_follower import ConfigFollower
+from metagpu.plugins.cluster.event_feeds import (
+    record_node_events,
+    record_pod_events,
+    record_refusals,
+)
 from metagpu.plugins.cluster.event_recorder import (
     PER_POD,
     EventData,
@@ -32,16 +37,10 @@ from metagpu.plugins.cluster.event_recorder import (
 from metagpu.plugins.cluster.gpu_labels import Strategies
 from metagpu.plugins.cluster.label_sync import LabelSync
 from metagpu.plugins.cluster.node_comparison import NodeComparison
-from metagpu.plugins.cluster.node_events import (
-    COMPETING_PLUGIN,
-    NODE_EVENT_KINDS,
-    node_event_of,
-    standing_problems,
-)
+from metagpu.plugins.cluster.node_events import COMPETING_PLUGIN
 from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
-from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
 from metagpu.plugins.cluster.pods import PodInformer
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
@@ -221,9 +220,18 @@ class Cluster:
                 group.start_soon(self._comparing.run)
             group.start_soon(self._trigger_on_change)
             if self._recorder is not None and Feature.EVENTS in self._settings.features:
-                group.start_soon(self._record_node_events, self._recorder)
+                group.start_soon(
+                    record_node_events,
+                    self._registry,
+                    self._recorder,
+                    lambda: self._node_reference,
+                    self._name_competitor,
+                )
             if self._pod_recorder is not None:
-                group.start_soon(self._record_pod_events, self._pod_recorder)
+                group.start_soon(record_pod_events, self._registry, self._pod_recorder)
+                group.start_soon(
+                    record_refusals, self._registry, self._pod_recorder, self._settings.node
+                )
 
     def _trigger(self) -> None:
         if self._comparing is not None:
@@ -235,22 +243,6 @@ class Cluster:
     async def _trigger_on_change(self) -> None:
         async for _ in self._registry.watch(watched_state):
             self._trigger()
-
-    async def _record_node_events(self, recorder: EventRecorder) -> None:
-        with self._registry.events.subscribe(*NODE_EVENT_KINDS) as events:
-            for data in standing_problems(self._registry.snapshot, self._node_reference):
-                recorder.record(data)
-            async for event in events:
-                snapshot, node = self._registry.snapshot, self._node_reference
-                found = node_event_of(event, snapshot, node, self._name_competitor)
-                if found is not None:
-                    recorder.record(found)
-
-    async def _record_pod_events(self, recorder: EventRecorder) -> None:
-        with self._registry.events.subscribe(*POD_EVENT_KINDS) as events:
-            async for event in events:
-                if (data := pod_event_of(event, self._registry.snapshot)) is not None:
-                    recorder.record(data)
 
     def _record_competing_pod(self, pod: CompetingPod) -> None:
         log.warning("competing device plugin found", program=pod.program, pod=pod.pod)

@@ -37,8 +37,8 @@ MINOR: Final = 0.5
 """The part of each limit that minor Events may use."""
 PER_POD: Final = 8
 """Events of one pod within `DEDUP_WINDOW`: it must not use up the limits of its namespace."""
-QUEUE_LIMIT: Final = 64
-"""Events that may wait for an API server that does not answer."""
+QUEUE_LIMIT: Final = 256
+"""Events that may wait for an API server that does not answer: more than a node has pods."""
 NOTE_LIMIT: Final = 1024
 """Bytes of UTF-8."""
 _NAME_LIMIT: Final = 230
@@ -51,12 +51,16 @@ log = structlog.get_logger()
 
 
 class ObjectReference(msgspec.Struct, frozen=True):
-    """The object that an Event is about: a Node, which has no namespace, or a Pod."""
+    """The object that an Event is about: a Node, a Pod, or its controller.
+
+    A Node has no namespace.
+    """
 
     kind: str
     name: str
     uid: str = ""
     namespace: str = ""
+    api_version: str = "v1"
 
     @property
     def identity(self) -> "ObjectReference":
@@ -79,6 +83,10 @@ class EventData(msgspec.Struct, frozen=True):
         key: distinguishes data of one reason; the note does, where the key is empty.
         minor: whether the author of a pod may repeat it at will, in ever new words. All others are
             written first, and have a part of the limits for themselves.
+        once_for: an object for which one subject alone gets this Event, without a count: of many
+            pods of one controller the first.
+        unlimited: whether the rates do not apply: each pod of a GPU hears of its fault. Only for
+            what hardware and operators cause, and no pod can.
     """
 
     subject: ObjectReference
@@ -88,11 +96,13 @@ class EventData(msgspec.Struct, frozen=True):
     warning: bool = False
     key: str = ""
     minor: bool = False
+    once_for: ObjectReference | None = None
+    unlimited: bool = False
 
     @property
     def dedup_key(self) -> DedupKey:
         """The key of data that become one Event with a count."""
-        return self.subject.identity, self.reason, self.key or self.note
+        return (self.once_for or self.subject).identity, self.reason, self.key or self.note
 
 
 @dataclass(slots=True)
@@ -203,6 +213,8 @@ class EventRecorder:
                 self.dropped += 1
             return
 
+        if data.once_for is not None:
+            return
         series.count += 1
         if now - series.written >= self.client.timing.count_interval:
             try:
@@ -214,7 +226,9 @@ class EventRecorder:
                 await self._create(data, now)  # Kubernetes deletes Events after an hour
 
     def _may_create(self, data: EventData, now: float) -> bool:
-        existing = sum(about == data.subject.identity for about, _, _ in self._series)
+        if data.unlimited:
+            return True
+        existing = sum(about == data.dedup_key[0] for about, _, _ in self._series)
         limit = self.per_subject * (MINOR if data.minor else 1)
         rates = self._rates[data.subject.namespace].of(data)
         return existing < limit and all(rate.wait(now) == 0 for rate in rates)
@@ -244,7 +258,7 @@ class EventRecorder:
             "type": "Warning" if data.warning else "Normal",
             "note": data.note.encode(errors="replace")[:NOTE_LIMIT].decode(errors="ignore"),
             "regarding": {
-                "apiVersion": "v1",
+                "apiVersion": subject.api_version,
                 "kind": subject.kind,
                 "name": subject.name,
                 **({"uid": subject.uid} if subject.uid else {}),
@@ -252,8 +266,9 @@ class EventRecorder:
             },
         }
         await self.client.call("POST", _PATH.format(namespace), body=body)
-        for rate in self._rates[subject.namespace].of(data):
-            rate.reserve(now)
+        if not data.unlimited:
+            for rate in self._rates[subject.namespace].of(data):
+                rate.reserve(now)
         self._series.pop(data.dedup_key, None)
         self._series[data.dedup_key] = _EventSeries(name, now, now)
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.state.events import ConfigRejected, Event, UnauthorizedUseFound
+from metagpu.core.state.events import AllocationRefused, ConfigRejected, Event, UnauthorizedUseFound
 from metagpu.core.state.facts import (
     BackendSuspended,
     CompetingPluginFound,
@@ -23,11 +23,12 @@ from metagpu.core.state.facts import (
 from metagpu.core.usage.lease_differences import describe_unauthorized_use
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 from metagpu.plugins.cluster.pod_events import UNAUTHORIZED_USE, pod_event_of
+from metagpu.plugins.cluster.refusals import node_refusal_event
 
 NODE_EVENT_KINDS: Final = (
     *(GpuFaulted, GpuRecovered, GpuUnheard, InstanceFaulted, InstanceRecovered),
     *(GpuCordoned, GpuUncordoned, CompetingPluginFound, BackendSuspended, UnauthorizedUseFound),
-    *(ConfigRejected, RegistrationProblemFound, UnreadableGpusFound),
+    *(ConfigRejected, RegistrationProblemFound, UnreadableGpusFound, AllocationRefused),
 )
 """The events that become Events of the node."""
 COMPETING_PLUGIN: Final = "CompetingDevicePlugin"
@@ -56,6 +57,8 @@ def node_event_of(  # noqa: PLR0911 - one return for each kind of event
         case UnreadableGpusFound(reasons) if reasons:
             note = f"NVML counts GPUs that cannot be read: {'; '.join(reasons.values())}"
             return EventData(node, "GPUUnreadable", note, "CheckHealth", warning=True)
+        case AllocationRefused():
+            return node_refusal_event(event, node)
         case UnauthorizedUseFound() if pod_event_of(event, snapshot) is None:
             use = describe_unauthorized_use(event, snapshot)
             note = f"{use}; its pod has the uid {event.pod_uid}"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.annotations import memory_annotations
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
 PODS: Final = "/api/v1/pods"
+REJECTED: Final = "UnexpectedAdmissionError"
+"""The kubelet's reason where a device plugin, or the kubelet's device manager, rejects a pod."""
 
 
 class PodInformer(Informer):
@@ -49,12 +51,32 @@ def known_pod(item: KubeObject) -> KnownPod:
     """Return the needed fields of a Pod: the rest is large, and changes often."""
     metadata = item["metadata"]
     owners = [owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")]
+    owner = owners[0] if owners else {}
 
     return KnownPod(
         uid=str(metadata["uid"]),
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
         phase=str((item.get("status") or {}).get("phase") or ""),
-        owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else "",
+        owner=f"{owner['kind']}/{owner['name']}" if owner else "",
         memory_annotations=memory_annotations(metadata.get("annotations") or {}),
+        owner_uid=str(owner.get("uid") or ""),
+        owner_api=str(owner.get("apiVersion") or ""),
+        rejection=_rejection(item),
+    )
+
+
+def _rejection(item: KubeObject) -> Rejection | None:
+    status, metadata = item.get("status") or {}, item["metadata"]
+    if status.get("phase") != "Failed" or status.get("reason") != REJECTED:
+        return None
+    spec = item.get("spec") or {}
+    requests = [
+        (it.get("resources") or {}).get("limits") or {}
+        for it in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
+    ]
+    return Rejection(
+        str(status.get("message") or ""),
+        frozenset(name for request in requests for name in request if "/" in name),
+        "" if metadata.get("deletionTimestamp") else str(metadata.get("resourceVersion") or ""),
     )

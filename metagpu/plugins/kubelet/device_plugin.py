@@ -22,7 +22,7 @@ from metagpu.core.grants.grant import Grant
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import CallOutcome, KubeletCall, ResourceCallStats
-from metagpu.core.state.events import CheckpointRequested
+from metagpu.core.state.events import AllocationRefused, CheckpointRequested
 from metagpu.core.state.facts import (
     KubeletStarted,
     SharesClaimed,
@@ -293,6 +293,7 @@ class DevicePluginService:
             self._take_back(claims)
             if isinstance(error, RequestError):
                 self._log.warning("allocation refused", error=str(error))
+                self._registry.events.publish(AllocationRefused.of(self.resource, error))
                 await self._flush_lists()
             raise
         return fast_codec.encode_allocate_response(grants)

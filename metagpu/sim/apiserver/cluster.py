@@ -62,6 +62,7 @@ class SimCluster:
         uid: str = "",
         phase: str = "Running",
         owner: tuple[str, str] | None = None,
+        requests: Mapping[str, int] | None = None,
     ) -> Object:
         """Add a Pod that is bound to a node, or replace one."""
         metadata: Object = {"annotations": dict(annotations or {})}
@@ -69,10 +70,27 @@ class SimCluster:
             metadata["uid"] = uid
         if owner is not None:
             metadata["ownerReferences"] = [
-                {"kind": owner[0], "name": owner[1], "controller": True, "uid": "of-the-owner"}
+                {
+                    "apiVersion": "batch/v1" if owner[0] == "Job" else "apps/v1",
+                    "kind": owner[0],
+                    "name": owner[1],
+                    "controller": True,
+                    "uid": "of-the-owner",
+                }
             ]
-        content = {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": phase}}
+        limits = {it: str(count) for it, count in (requests or {}).items()}
+        spec = {
+            "nodeName": node,
+            "containers": [{"name": "main", "resources": {"limits": limits}}],
+        }
+        content = {"metadata": metadata, "spec": spec, "status": {"phase": phase}}
         return self.store.put(("pods", namespace, name), content)
+
+    def reject_pod(self, namespace: str, name: str, message: str) -> None:
+        """Fail a Pod as its kubelet does where a device plugin refuses the request."""
+        status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message}
+        patch = {"status": status}
+        self.store.merge(("pods", namespace, name), patch, status=True, manager="kubelet")
 
     def delete_pod(self, namespace: str, name: str) -> None:
         """Delete a Pod, as the API server does once its kubelet has ended it."""

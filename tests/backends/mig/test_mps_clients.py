@@ -132,6 +132,18 @@ def test_units_of_two_instances_are_refused() -> None:
     )
 
 
+def test_more_units_than_any_instance_has_can_never_be_had() -> None:
+    """A request above an instance's units is refused with the most that can be had."""
+    snapshot = node(A)
+    asked = [
+        *units(snapshot, A, "3g.20gb@0", *range(10)),
+        *units(snapshot, A, "3g.20gb@4", 0),
+    ]
+
+    with pytest.raises(MultipleDevices, match=r"can ever give 11 units: .* at most 10, or for"):
+        backend().check(asked, snapshot)
+
+
 def test_one_container_too_many_is_refused() -> None:
     """An instance refuses one container too many; another instance has its own clients."""
     cutter = backend(MigMpsOptions(units_per_instance=10, max_clients=3))

@@ -211,6 +211,20 @@ def test_units_of_two_gpus_are_refused() -> None:
     )
 
 
+def test_more_units_than_any_gpu_has_can_never_be_had() -> None:
+    """A request above the largest GPU's units is refused with the most that can be had."""
+    snapshot = offered(A, B)
+    chosen = [*units(snapshot.gpus[A.id], *range(100)), *units(snapshot.gpus[B.id], *range(20))]
+
+    with pytest.raises(MultipleDevices) as caught:
+        backend().check(chosen, snapshot)
+    assert str(caught.value) == (
+        f"{NAME}: no GPU of this node can ever give 120 units: MPS serves a container on one GPU, "
+        "and the largest has 100; ask for at most 100, or for whole GPUs"
+    )
+    assert caught.value.never
+
+
 def test_one_container_too_many_is_refused() -> None:
     """A GPU serves a limited number of containers, however many units are left."""
     snapshot = offered(OLD)

@@ -3,10 +3,11 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 
-from metagpu.core.model.pods import KnownPod, PodIndex
+from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.state.events import PodEnded
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.pods import PodInformer, known_pod
@@ -111,6 +112,40 @@ def test_of_a_pod_we_keep_what_we_use() -> None:
     )
     bare = {"uid": "u", "namespace": "team", "name": "alice"}
     assert known_pod({"metadata": bare}) == KnownPod("u", "team", "alice")
+
+
+def test_of_a_rejected_pod_we_keep_why_and_whose_it_is() -> None:
+    """A pod that the kubelet rejected has its message, its resources, version and controller."""
+    item: dict[str, Any] = {
+        "metadata": {
+            "uid": "u",
+            "namespace": "team",
+            "name": "alice",
+            "resourceVersion": "7",
+            "ownerReferences": [
+                {
+                    "apiVersion": "apps/v1",
+                    "kind": "ReplicaSet",
+                    "name": "r",
+                    "uid": "o",
+                    "controller": True,
+                }
+            ],
+        },
+        "spec": {
+            "containers": [{"resources": {"limits": {"cnvrg.io/metagpu": "5", "cpu": "1"}}}, {}],
+            "initContainers": [{"resources": {"limits": {"example.com/nic": "1"}}}],
+        },
+        "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "m"},
+    }
+    resources = frozenset(("cnvrg.io/metagpu", "example.com/nic"))
+
+    pod = known_pod(item)
+    assert pod.rejection == Rejection("m", resources, "7")
+    assert (pod.owner, pod.owner_uid, pod.owner_api) == ("ReplicaSet/r", "o", "apps/v1")
+    assert known_pod({**item, "status": {"phase": "Failed", "reason": "Evicted"}}).rejection is None
+    deleting = {**item, "metadata": {**item["metadata"], "deletionTimestamp": "now"}}
+    assert known_pod(deleting).rejection == Rejection("m", resources)
 
 
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:

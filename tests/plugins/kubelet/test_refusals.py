@@ -8,6 +8,7 @@ from grpclib.const import Status
 
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.events import AllocationRefused
 from metagpu.sim.kubelet.kubelet import AdmissionError
 from tests.plugins.kubelet.rig import (
     CONFIG,
@@ -80,10 +81,14 @@ async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:
         await it.until(20, 20)
         it.fault(0, "XID 79: GPU has fallen off the bus")
 
-        async with endpoint_of(it) as stub:
-            with pytest.raises(grpclib.GRPCError, match="fallen off the bus") as refused:
-                await allocate(stub, ids((0, 1)))
+        with it.registry.events.subscribe(AllocationRefused) as refusals:
+            async with endpoint_of(it) as stub:
+                with pytest.raises(grpclib.GRPCError, match="fallen off the bus") as refused:
+                    await allocate(stub, ids((0, 1)))
+            [event] = [await anext(aiter(refusals))]
 
+        assert isinstance(event, AllocationRefused)
+        assert (event.cause, event.reason) == ("GpuUnhealthy", refused.value.message)
         assert refused.value.status is Status.FAILED_PRECONDITION
         assert it.counts() == (20, 10)
 

@@ -1,0 +1,50 @@
+"""Tasks that feed the Event recorders; pure functions choose each Event."""
+
+from collections.abc import Callable
+
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.events import AllocationRefused
+from metagpu.core.state.facts import PodsListed
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.event_recorder import EventRecorder, ObjectReference
+from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of, standing_problems
+from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
+from metagpu.plugins.cluster.refusals import RefusalMatcher, pod_refusal_events
+
+
+async def record_node_events(
+    registry: Registry,
+    recorder: EventRecorder,
+    node: Callable[[], ObjectReference],
+    name_competitor: Callable[[ResourceName], str],
+) -> None:
+    """Record Events of the Node until cancelled, first those of standing problems."""
+    with registry.events.subscribe(*NODE_EVENT_KINDS) as events:
+        for data in standing_problems(registry.snapshot, node()):
+            recorder.record(data)
+        async for event in events:
+            found = node_event_of(event, registry.snapshot, node(), name_competitor)
+            if found is not None:
+                recorder.record(found)
+
+
+async def record_pod_events(registry: Registry, recorder: EventRecorder) -> None:
+    """Record Events about the memory and the MIG devices of pods until cancelled."""
+    with registry.events.subscribe(*POD_EVENT_KINDS) as events:
+        async for event in events:
+            if (data := pod_event_of(event, registry.snapshot)) is not None:
+                recorder.record(data)
+
+
+async def record_refusals(registry: Registry, recorder: EventRecorder, node: str) -> None:
+    """Record Events of pods that Allocate refused, and of their controllers."""
+    matcher = RefusalMatcher()
+    with registry.events.subscribe(AllocationRefused, PodsListed) as events:
+        async for event in events:
+            match event:
+                case AllocationRefused():
+                    matcher.remember(event)
+                case PodsListed(pods):
+                    for pod, refusal in matcher.match(pods):
+                        for data in pod_refusal_events(pod, refusal, node):
+                            recorder.record(data)

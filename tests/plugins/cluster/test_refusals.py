@@ -1,0 +1,146 @@
+"""Refused requests: Events of the pod, its controller and the Node, and no storm of them."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from metagpu.core.errors import FractionSplit, GpuUnhealthy, RequestError, TooManyReplicas
+from metagpu.core.model.pods import KnownPod, Rejection
+from metagpu.core.state.events import AllocationRefused
+from metagpu.plugins.cluster import event_recorder
+from metagpu.plugins.cluster.refusals import RefusalMatcher, pod_refusal_events
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import NODE, cluster_at_work
+from tests.rigs.build import METAGPU
+from tests.rigs.waiting import becomes
+
+REPLICA_SET: Final = ("ReplicaSet", "train-7d9f")
+SPLIT: Final = FractionSplit(METAGPU, 60, "GPU 0: 50, GPU 1: 10", "GPU 0: 50, GPU 1: 10")
+FEATURES: Final = (Feature.EVENTS, Feature.PODS, Feature.POD_EVENTS)
+
+
+def kubelets(error: RequestError) -> str:
+    """Return the kubelet's message of a pod that our error rejected."""
+    return (
+        "Pod was rejected: Allocate failed due to rpc error: code = FailedPrecondition desc = "
+        f"{error}, which is unexpected"
+    )
+
+
+def reject(server: SimApiServer, name: str, error: RequestError = SPLIT, **pod: Any) -> None:  # noqa: ANN401 - any field
+    """Create a pod that asks for our shares, and reject it for our error."""
+    server.add_pod("team", name, NODE, phase="Pending", requests={METAGPU: 60}, **pod)
+    server.reject_pod("team", name, kubelets(error))
+
+
+def seen(server: SimApiServer) -> list[tuple[str, str, int]]:
+    """Return kind, name and count of each Event's object."""
+    return [
+        (it["regarding"]["kind"], it["regarding"]["name"], it.get("series", {}).get("count", 1))
+        for it in server.events()
+    ]
+
+
+async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
+    """A controller's refused pods are one Event each of the first pod, controller and Node."""
+    timing = ClusterTiming(count_interval=0.0)
+    async with cluster_at_work(tmp_path, *FEATURES, timing=timing) as it:
+        await it.server.until(
+            lambda: [each.target for each in it.server.requests].count("/api/v1/pods?watch") == 1
+        )
+        for number in range(40):
+            it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
+            reject(it.server, f"train-{number}", owner=REPLICA_SET)
+            await it.server.until(
+                lambda so_far=number + 1: {
+                    ("ReplicaSet", "train-7d9f", so_far), ("Node", NODE, so_far)
+                } <= set(seen(it.server))
+            )  # fmt: skip
+
+        assert sorted(seen(it.server)) == [
+            ("Node", NODE, 40),
+            ("Pod", "train-0", 1),
+            ("ReplicaSet", "train-7d9f", 40),
+        ]
+        by_kind = {each["regarding"]["kind"]: each for each in it.server.events()}
+        assert by_kind["Pod"]["note"] == str(SPLIT)
+        assert by_kind["ReplicaSet"]["note"] == f"pod train-0 on node {NODE}: {SPLIT}"
+        assert by_kind["ReplicaSet"]["regarding"] == {
+            "apiVersion": "apps/v1",
+            "kind": "ReplicaSet",
+            "name": "train-7d9f",
+            "uid": "of-the-owner",
+            "namespace": "team",
+        }
+        assert {each["reason"] for each in it.server.events()} == {"GPURequestRefused"}
+        assert it.cluster.report()["podEventsDropped"] == 0
+
+
+async def test_each_controller_hears_of_its_own(tmp_path: Path) -> None:
+    """Two controllers have an Event each, a bare pod its own, another plugin's pod none."""
+    async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as it:
+        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
+        reject(it.server, "one", owner=REPLICA_SET)
+        reject(it.server, "two", owner=("Job", "batch"))
+        reject(it.server, "bare")
+        it.server.add_pod("team", "other", NODE, phase="Pending")
+        it.server.reject_pod("team", "other", "Pod was rejected: another plugin's reason")
+        await it.server.until(lambda: len(it.server.events()) == 5)
+
+        assert {(kind, name) for kind, name, _ in seen(it.server)} == {
+            *(("Pod", "one"), ("ReplicaSet", "train-7d9f")),
+            *(("Pod", "two"), ("Job", "batch"), ("Pod", "bare")),
+        }
+
+
+async def test_one_storm_leaves_room_for_other_events(tmp_path: Path) -> None:
+    """Refusals of a controller's many causes use a part of its limits alone."""
+    async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as it:
+        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        limit = int(event_recorder.PER_POD * event_recorder.MINOR)
+        for number in range(3 * limit):
+            refusal = AllocationRefused(METAGPU, f"Cause{number}", f"cause <{number}>")
+            it.registry.events.publish(refusal)
+            it.server.add_pod("team", f"p{number}", NODE, owner=REPLICA_SET)
+            it.server.reject_pod("team", f"p{number}", f"desc = {refusal.reason}, which is")
+        await becomes(lambda: it.cluster.report()["podEventsDropped"] == 5 * limit)
+
+        assert len(it.server.events()) == limit
+
+
+def test_what_helps_is_in_the_note() -> None:
+    """The note has the reason and, where the reason has none, what would help."""
+    pod = KnownPod("u", "team", "alice", "Failed")
+    refusal = AllocationRefused.of(METAGPU, GpuUnhealthy(METAGPU, "0", "XID 79"))
+    [event] = pod_refusal_events(pod, refusal, NODE)
+
+    assert event.note == (
+        "cnvrg.io/metagpu: GPU 0 is unhealthy: XID 79; a new pod gets shares of another GPU, as "
+        "soon as one has enough of them free"
+    )
+
+
+def test_a_request_that_can_never_be_met_has_its_own_reason() -> None:
+    """A request that no end of a pod would help has another reason than one that waits."""
+    refusal = AllocationRefused.of(METAGPU, TooManyReplicas(METAGPU, 2))
+    [event] = pod_refusal_events(KnownPod("u", "team", "alice", "Failed"), refusal, NODE)
+
+    assert event.reason == "GPURequestTooLarge"
+    assert "ask for 1" in event.note
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_rejected_pod_is_matched_once(again: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """A pod's status may come again, and a pod of the same name may be another pod."""
+    matcher = RefusalMatcher()
+    refusal = AllocationRefused.of(METAGPU, SPLIT)
+    matcher.remember(refusal)
+    pod = KnownPod("u-1", "team", "web-0", "Failed", rejection=Rejection(kubelets(SPLIT)))
+    other = KnownPod("u-2", "team", "web-0", "Failed", rejection=Rejection(kubelets(SPLIT)))
+
+    assert list(matcher.match([pod])) == [(pod, refusal)]
+    expected = [] if again else [(other, refusal)]
+    assert list(matcher.match([pod] if again else [other])) == expected
