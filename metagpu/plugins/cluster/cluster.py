@@ -24,6 +24,7 @@ from metagpu.plugins.cluster.competing_pods import (
 )
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.event_feeds import (
+    record_gpu_events,
     record_node_events,
     record_pod_events,
     record_refusals,
@@ -229,6 +230,7 @@ class Cluster:
                 )
             if self._pod_recorder is not None:
                 group.start_soon(record_pod_events, self._registry, self._pod_recorder)
+                group.start_soon(record_gpu_events, self._registry, self._pod_recorder)
                 group.start_soon(
                     record_refusals, self._registry, self._pod_recorder, self._settings.node
                 )

@@ -7,6 +7,7 @@ from metagpu.core.state.events import AllocationRefused
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.event_recorder import EventRecorder, ObjectReference
+from metagpu.plugins.cluster.held_gpus import Troubles, gpu_events_between, troubles_of
 from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of, standing_problems
 from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
 from metagpu.plugins.cluster.refusals import RefusalMatcher, pod_refusal_events
@@ -48,3 +49,12 @@ async def record_refusals(registry: Registry, recorder: EventRecorder, node: str
                     for pod, refusal in matcher.match(pods):
                         for data in pod_refusal_events(pod, refusal, node):
                             recorder.record(data)
+
+
+async def record_gpu_events(registry: Registry, recorder: EventRecorder) -> None:
+    """Record Events of pods whose GPU or MIG device leaves service or returns."""
+    before: Troubles = {}
+    async for troubles in registry.watch(troubles_of):
+        for data in gpu_events_between(before, troubles, registry.snapshot):
+            recorder.record(data)
+        before = troubles

@@ -1,0 +1,157 @@
+"""Kubernetes Events of pods whose GPU or MIG device leaves service or returns.
+
+By level: what the pods of a snapshot hold and cannot use is compared with the snapshot before. So a
+pod in admission gets its Event when the kubelet names it, and a later pod of the GPU none.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Fault, Holder
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
+
+_GPU: Final = "gpu"
+_CORDON: Final = "cordon"
+_ANOTHER: Final = "The pod must be created again, to get another GPU"
+_FAILED: Final = (
+    "Programs on it have probably failed, and the pod keeps it: create the pod again to get "
+    "another GPU, and if the GPU has to be reset"
+)
+_ADVICE: Final[Mapping[Fault, str]] = {
+    Fault.RECOVERY_ACTION: "The pod must be created again: nobody may use the GPU meanwhile",
+    Fault.NO_ANSWER: _ANOTHER,
+    Fault.NOT_LISTED: _ANOTHER,
+    Fault.DRIVER: (
+        "The pod need not be created again: restart its containers once the driver is back"
+    ),
+}
+_RESTART: Final = (
+    "The pod need not be created again; programs that failed must be started again, as by a "
+    "restart of their container"
+)
+
+
+class HeldPart(msgspec.Struct, frozen=True):
+    """Something that a pod holds, and why it is not as it should be.
+
+    Attributes:
+        about: `gpu` for a GPU out of service, `cordon`, or the uuid of a MIG device.
+    """
+
+    namespace: str
+    pod: str
+    gpu: GpuId
+    about: str
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """The reason of a fault or cordon, and the kind of the fault."""
+
+    reason: str
+    fault: Fault | None = None
+
+
+Troubles = Mapping[HeldPart, Trouble]
+_NONE: Final[Troubles] = MappingProxyType({})
+
+
+def troubles_of(snapshot: Snapshot) -> Troubles:
+    """Return what pods hold and cannot use as before; cheap while all is well."""
+    states = [
+        state
+        for state in snapshot.gpus.values()
+        if not state.verdict.healthy or state.cordon is not None or state.mig_faults
+    ]
+    if not states:
+        return _NONE
+    return {part: trouble for state in states for part, trouble in _troubles_of(state)}
+
+
+def _troubles_of(state: GpuState) -> Iterator[tuple[HeldPart, Trouble]]:
+    for share, lease in state.leases.items():
+        if lease.holder is None:
+            continue
+        if not state.verdict.healthy:
+            trouble = Trouble(state.verdict.reason, state.verdict.fault)
+            yield _part(lease.holder, state, _GPU), trouble
+        if state.cordon is not None:
+            yield _part(lease.holder, state, _CORDON), Trouble(state.cordon.reason)
+        for provisioned in state.provisioned.values():
+            device = provisioned.devices.get(share)
+            if device is not None and (fault := state.mig_faults.get(device.device)) is not None:
+                yield _part(lease.holder, state, device.device), Trouble(fault.reason)
+
+
+def _part(holder: Holder, state: GpuState, about: str) -> HeldPart:
+    return HeldPart(holder.namespace, holder.pod, state.gpu.id, about)
+
+
+def gpu_events_between(before: Troubles, after: Troubles, snapshot: Snapshot) -> list[EventData]:
+    """Return the Events of pods for what began and what ended, as of a snapshot."""
+    begun = [
+        _begun(part, trouble, snapshot) for part, trouble in after.items() if part not in before
+    ]
+    ended = [
+        _ended(part, snapshot)
+        for part in before
+        if part not in after and _still_holds(part, snapshot)
+    ]
+    return begun + ended
+
+
+def _still_holds(part: HeldPart, snapshot: Snapshot) -> bool:
+    state = snapshot.gpus.get(part.gpu)
+    return state is not None and any(
+        it.holder is not None and (it.holder.namespace, it.holder.pod) == (part.namespace, part.pod)
+        for it in state.leases.values()
+    )
+
+
+def _begun(part: HeldPart, trouble: Trouble, snapshot: Snapshot) -> EventData:
+    gpu = f"GPU {snapshot.gpus[part.gpu].gpu}"
+    if part.about == _CORDON:
+        note = (
+            f"{gpu} gets no new pods: {trouble.reason}. The pod keeps it and need not be created "
+            "again"
+        )
+        return _event(part, "GPUCordoned", note, snapshot)
+    if part.about == _GPU:
+        advice = _ADVICE.get(trouble.fault, _FAILED) if trouble.fault else _FAILED
+        note = f"{gpu} is out of service: {trouble.reason}. {advice}"
+        return _event(part, "GPUUnhealthy", note, snapshot, warning=True)
+    note = (
+        f"MIG device {part.about} of {gpu} is out of service: {trouble.reason}. The pod must be "
+        "created again: the device is made again once no pod holds it"
+    )
+    return _event(part, "MIGDeviceUnhealthy", note, snapshot, warning=True)
+
+
+def _ended(part: HeldPart, snapshot: Snapshot) -> EventData:
+    gpu = f"GPU {snapshot.gpus[part.gpu].gpu}"
+    if part.about == _CORDON:
+        return _event(part, "GPUUncordoned", f"{gpu} accepts new pods again", snapshot)
+    if part.about == _GPU:
+        return _event(part, "GPURecovered", f"{gpu} is in service again. {_RESTART}", snapshot)
+    note = f"MIG device {part.about} of {gpu} is in service again. {_RESTART}"
+    return _event(part, "MIGDeviceRecovered", note, snapshot)
+
+
+def _event(
+    part: HeldPart, reason: str, note: str, snapshot: Snapshot, *, warning: bool = False
+) -> EventData:
+    known = snapshot.pods.by_name.get((part.namespace, part.pod))
+    return EventData(
+        ObjectReference("Pod", part.pod, known.uid if known else "", part.namespace),
+        reason,
+        note,
+        "CheckHealth",
+        warning=warning,
+        key=f"{part.gpu} {part.about}",
+        # A program may break its own MIG device again and again, and no other pod's.
+        unlimited=part.about in (_GPU, _CORDON),
+    )

@@ -1,0 +1,169 @@
+"""Pods hear what becomes of the GPU or MIG device that they hold, and no other pods do."""
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import pytest
+
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import Fault, HardwareDevice, Holder, ProvisionedState, ShareId
+from metagpu.core.state.facts import (
+    BackendAttached,
+    Fact,
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpusFound,
+    GpuUncordoned,
+    InstanceFaulted,
+    InstanceRecovered,
+    LeasesObserved,
+    PodsListed,
+    ProvisioningReported,
+    SharesReleased,
+)
+from metagpu.plugins.cluster import event_recorder
+from metagpu.plugins.cluster.event_recorder import EventData
+from metagpu.plugins.cluster.held_gpus import gpu_events_between, troubles_of
+from metagpu.plugins.cluster.settings import Feature
+from tests.plugins.cluster.rig import cluster_at_work
+from tests.rigs.build import after, gpu, layout_of
+
+FIRST, SECOND = gpu(0), gpu(1)
+NODE: Final = after(GpusFound((FIRST, SECOND), at=0), layout_of(FIRST, SECOND).offer_fact)
+SHARES: Final = [share for state in NODE.gpus.values() for share in state.shares]
+FAULT: Final = GpuFaulted(FIRST.id, "XID 79: fallen off the bus", at=2, fault=Fault.XID)
+
+
+def held(**holders: int) -> LeasesObserved:
+    """Return the kubelet's list: each pod of `team` holds the share of that number."""
+    return LeasesObserved(
+        {SHARES[number].id: Holder("team", pod, "main") for pod, number in holders.items()}, at=1
+    )
+
+
+def written(*facts: Fact) -> list[EventData]:
+    """Return the Events of a node where alice holds a part of a GPU and bob of another."""
+    snapshot = after(held(alice=0, bob=10), since=NODE)
+    found: list[EventData] = []
+    for fact in facts:
+        following = after(fact, since=snapshot)
+        found += gpu_events_between(troubles_of(snapshot), troubles_of(following), following)
+        snapshot = following
+    return found
+
+
+def test_the_pods_of_a_faulty_gpu_hear_of_it() -> None:
+    """The pod that holds the GPU has reason and remedy; the pod of another GPU has nothing."""
+    [event] = written(FAULT)
+
+    assert (event.subject.kind, event.subject.namespace, event.subject.name) == (
+        *("Pod", "team", "alice"),
+    )
+    assert (event.reason, event.warning) == ("GPUUnhealthy", True)
+    assert event.note == (
+        f"GPU {FIRST} is out of service: XID 79: fallen off the bus. Programs on it have probably "
+        "failed, and the pod keeps it: create the pod again to get another GPU, and if the GPU has "
+        "to be reset"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault.MEMORY, "and if the GPU has to be reset"),
+        (Fault.RECOVERY_ACTION, "The pod must be created again: nobody may use the GPU meanwhile"),
+        (Fault.NO_ANSWER, "The pod must be created again, to get another GPU"),
+        (Fault.NOT_LISTED, "The pod must be created again, to get another GPU"),
+        (Fault.DRIVER, "The pod need not be created again: restart its containers"),
+    ],
+)
+def test_each_fault_says_whether_the_pod_must_be_created_again(fault: Fault, words: str) -> None:
+    """Each kind of fault has its own advice."""
+    [event] = written(GpuFaulted(FIRST.id, "broken", at=2, fault=fault))
+    assert words in event.note
+
+
+def test_the_return_of_a_gpu_is_an_event_of_its_pods() -> None:
+    """A pod that still holds the GPU hears of the return, with what remains to be done."""
+    _, event = written(FAULT, GpuRecovered(FIRST.id, "quiet", at=3))
+
+    assert (event.reason, event.warning) == ("GPURecovered", False)
+    assert event.note == (
+        f"GPU {FIRST} is in service again. The pod need not be created again; programs that failed "
+        "must be started again, as by a restart of their container"
+    )
+
+
+def test_a_pod_that_came_after_hears_nothing() -> None:
+    """The return is no Event of a pod that did not hold the GPU, or holds it no more."""
+    events = written(
+        FAULT,
+        SharesReleased((SHARES[0],), at=3),
+        GpuRecovered(FIRST.id, "quiet", at=4),
+        held(carol=1),
+    )
+    assert [event.subject.name for event in events] == ["alice"]
+
+
+def test_a_pod_in_admission_hears_once_its_name_is_known() -> None:
+    """A fault between the grant and the kubelet's list is an Event as soon as there is a name."""
+    events = written(FAULT, held(alice=0, bob=10, carol=1))
+    assert [event.subject.name for event in events] == ["alice", "carol"]
+
+
+def test_a_cordon_is_nothing_to_act_on() -> None:
+    """A cordon and its end are normal Events: the pod keeps the GPU."""
+    cordoned, ended = written(GpuCordoned(FIRST.id, "new fan", at=2), GpuUncordoned(FIRST.id, at=3))
+
+    assert (cordoned.reason, cordoned.warning) == ("GPUCordoned", False)
+    assert cordoned.note == (
+        f"GPU {FIRST} gets no new pods: new fan. The pod keeps it and need not be created again"
+    )
+    assert (ended.reason, ended.warning) == ("GPUUncordoned", False)
+
+
+def test_a_mig_device_concerns_its_own_pod() -> None:
+    """A fault of a MIG device is an Event of its pod, not of the GPU's other pods."""
+    devices = {SHARES[number].id: HardwareDevice(f"MIG-{number}", number, 0) for number in (0, 1)}
+    provisioned = ProvisionedState(MappingProxyType[ShareId, HardwareDevice](devices))
+    attached = BackendAttached(FIRST.id, "fraction", needs_setup=False, needs_cleanup=False, at=1)
+    fault, back = written(
+        held(alice=0, bob=1),
+        attached,
+        ProvisioningReported(FIRST.id, "fraction", provisioned, at=1),
+        InstanceFaulted(FIRST.id, "MIG-0", "XID 94", at=2),
+        InstanceRecovered(FIRST.id, "MIG-0", "acknowledged", at=3),
+    )
+
+    assert (fault.subject.name, fault.reason) == ("alice", "MIGDeviceUnhealthy")
+    assert fault.note == (
+        f"MIG device MIG-0 of GPU {FIRST} is out of service: XID 94. The pod must be created "
+        "again: the device is made again once no pod holds it"
+    )
+    assert (back.subject.name, back.reason) == ("alice", "MIGDeviceRecovered")
+
+
+async def test_every_pod_of_a_gpu_hears(tmp_path: Path) -> None:
+    """The limits that hold for what pods cause do not hide a fault from any of its pods."""
+    many = event_recorder.BURST + 10
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
+        text = f"""
+version: metagpu/v1
+pools: [{{name: all, backends: [{{backend: fraction, sharesPerGpu: {many}}}]}}]
+"""
+        it.offer(text, count=1)
+        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        shares = it.registry.snapshot.gpus[FIRST.id].shares
+        holders = {each.id: Holder("team", f"p{each.number}", "main") for each in shares}
+        pods = tuple(KnownPod(f"u{n}", "team", f"p{n}", "Running") for n in range(many))
+        it.registry.apply(PodsListed(pods))
+        it.registry.apply(LeasesObserved(holders, at=1))
+        it.registry.apply(FAULT)
+        await it.server.until(lambda: len(it.server.events()) == many)
+
+        assert {each["regarding"]["uid"] for each in it.server.events()} == {p.uid for p in pods}
+        it.registry.apply(GpuRecovered(FIRST.id, "quiet", at=3))
+        await it.server.until(lambda: len(it.server.events()) == 2 * many)
+        assert it.cluster.report()["podEventsDropped"] == 0
