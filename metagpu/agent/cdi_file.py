@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.mig_reading import read_instances
 from metagpu.core.contracts.programs import Programs
 from metagpu.core.errors import CdiError, CdiNameMissing, DriverError, ProgramError
 from metagpu.core.grants import cdi
@@ -200,17 +201,20 @@ class CdiFile:
 
         Older containers have these names, and may restart at this moment.
         """
-        for gpu, state in self.registry.snapshot.gpus.items():
-            if gpu in self._listed or state.provisioned or not state.gpu.mig_enabled:
-                continue
-            try:
-                instances = await self.driver.mig.instances(gpu)
-            except DriverError as error:
-                log.warning("listing of mig devices failed", gpu=str(state.gpu), error=str(error))
+        gpus = self.registry.snapshot.gpus
+        unlisted = [
+            gpu
+            for gpu, state in gpus.items()
+            if gpu not in self._listed and not state.provisioned and state.gpu.mig_enabled
+        ]
+        for gpu, answer in (await read_instances(self.driver.mig, unlisted)).items():
+            if isinstance(answer, DriverError):
+                name = str(gpus[gpu].gpu)
+                log.warning("listing of mig devices failed", gpu=name, error=str(answer))
                 continue
             self._listed[gpu] = {
                 part.uuid: HardwareDevice(part.uuid, instance.number, part.number)
-                for instance in instances
+                for instance in answer
                 for part in instance.compute_instances
                 if part.uuid
             }

@@ -15,6 +15,7 @@ from metagpu.agent.paths import AgentPaths
 from metagpu.core.config.config import Config
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import OffersExisting
+from metagpu.core.contracts.mig_reading import read_instances
 from metagpu.core.errors import CdiError, ConfigError, DriverError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.health.watch import HealthWatch
@@ -165,15 +166,15 @@ class LayoutManager:
             for backend in backends
         ):
             return {}
+        gpus = self.registry.snapshot.gpus
+        divided = [gpu for gpu, state in gpus.items() if state.gpu.mig_enabled]
         found: dict[GpuId, Sequence[MigInstance]] = {}
-        for state in self.registry.snapshot.gpus.values():
-            if not state.gpu.mig_enabled:
-                continue
-            try:
-                found[state.gpu.id] = await self.health.driver.mig.instances(state.gpu.id)
-            except DriverError as error:
-                log.warning("mig instances not read", gpu=str(state.gpu), error=str(error))
-                found[state.gpu.id] = self._existing.get(state.gpu.id, ())
+        for gpu, answer in (await read_instances(self.health.driver.mig, divided)).items():
+            if isinstance(answer, DriverError):
+                log.warning("mig instances not read", gpu=str(gpus[gpu].gpu), error=str(answer))
+                found[gpu] = self._existing.get(gpu, ())
+            else:
+                found[gpu] = answer
         return found
 
     def _lay_out(self, config: Config, nodes: DeviceNodes, existing: Existing) -> Layout:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.mig_reading import read_instances
 from metagpu.core.errors import DriverError, DriverUnavailable
 from metagpu.core.health.rules import FaultAssessment, MigInstanceRef
 from metagpu.core.model.gpu import GpuId
@@ -76,15 +77,15 @@ class MigHealth:
 
     async def recover_removed(self) -> None:
         """End the verdicts on MIG devices that no longer exist."""
-        for gpu, state in self.registry.snapshot.gpus.items():
-            if not state.mig_faults:
-                continue
-            try:
-                instances = await self.driver.mig.instances(gpu)
-            except DriverError:
+        gpus = self.registry.snapshot.gpus
+        faulty = [gpu for gpu, state in gpus.items() if state.mig_faults]
+        if not faulty:
+            return
+        for gpu, answer in (await read_instances(self.driver.mig, faulty)).items():
+            if isinstance(answer, DriverError):
                 continue  # the GPU's own verdict has the reason
-            existing = {compute.uuid for each in instances for compute in each.compute_instances}
-            for device in state.mig_faults.keys() - existing:
+            existing = {compute.uuid for each in answer for compute in each.compute_instances}
+            for device in gpus[gpu].mig_faults.keys() - existing:
                 self._recovered(gpu, device, "the MIG device no longer exists")
 
     def acknowledge(self, gpu: GpuId, only: str | None = None) -> None:

@@ -17,6 +17,9 @@ async def serve(
 ) -> None:
     """Run all tasks until SIGTERM or SIGINT; SIGHUP reloads.
 
+    Signals that come during a reload are heard: a reload that waits delays no end, and is followed
+    by one more for all SIGHUPs that came meanwhile.
+
     At the end all tasks are cancelled together; each leaves its blocks in order, so the kubelet
     sees its streams end before the process ends. A task that fails ends the others, and its error
     is raised.
@@ -24,14 +27,23 @@ async def serve(
     Raises:
         MetagpuError: all tasks were cancelled, and not by a signal.
     """
+    wanted = anyio.Event()
+
+    async def reload_when_wanted() -> None:
+        nonlocal wanted
+        while True:
+            await wanted.wait()
+            wanted = anyio.Event()
+            await reload()
+
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with anyio.create_task_group() as group:
-            for task in tasks:
+            for task in (reload_when_wanted, *tasks):
                 group.start_soon(task)
 
             async for received in signals:
                 if received is signal.SIGHUP:
-                    await reload()
+                    wanted.set()
                 else:
                     log.info("stopping", signal=received.name)
                     group.cancel_scope.cancel()

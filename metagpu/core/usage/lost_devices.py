@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.mig_reading import read_instances
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
@@ -156,15 +157,12 @@ class LostDeviceWatch:
             return None
 
         existing, unknown = set[str](), set[GpuId]()
-        for gpu in {gpu_of(share) for share in before}:
-            try:
-                instances = await self._driver.mig.instances(gpu)
-            except DriverError:
+        leased = {gpu_of(share) for share in before}
+        for gpu, answer in (await read_instances(self._driver.mig, leased)).items():
+            if isinstance(answer, DriverError):
                 unknown.add(gpu)  # the health watch reports the error
             else:
-                existing |= {
-                    part.uuid for instance in instances for part in instance.compute_instances
-                }
+                existing |= {part.uuid for it in answer for part in it.compute_instances}
         still = {
             share: lease
             for share, lease in self._held_leases().items()

@@ -68,6 +68,44 @@ async def test_a_hangup_reloads_and_goes_on() -> None:
     assert task.ended
 
 
+async def test_a_reload_that_hangs_delays_no_end() -> None:
+    """SIGTERM ends all tasks while a reload waits, for a GPU that hangs for instance."""
+    reloading = anyio.Event()
+
+    async def reload() -> None:
+        reloading.set()
+        await anyio.sleep_forever()
+
+    async def steer() -> None:
+        signal.raise_signal(signal.SIGHUP)
+        await reloading.wait()
+        signal.raise_signal(signal.SIGTERM)
+
+    with anyio.fail_after(30):
+        await serve(steer, reload=reload)
+
+
+async def test_a_hangup_during_a_reload_reloads_again() -> None:
+    """The files of the last SIGHUP are read, however many came during a reload."""
+    began, proceed = anyio.Semaphore(0), anyio.Semaphore(0)
+
+    async def reload() -> None:
+        began.release()
+        await proceed.acquire()
+
+    async def steer() -> None:
+        signal.raise_signal(signal.SIGHUP)
+        await began.acquire()
+        signal.raise_signal(signal.SIGHUP)
+        await anyio.wait_all_tasks_blocked()
+        proceed.release()
+        await began.acquire()
+        signal.raise_signal(signal.SIGTERM)
+
+    with anyio.fail_after(30):
+        await serve(steer, reload=reload)
+
+
 async def test_a_failing_task_ends_the_others_and_raises() -> None:
     """The first failure of a task ends the process."""
     task = Task()
