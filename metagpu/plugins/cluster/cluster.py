@@ -36,6 +36,7 @@ from metagpu.plugins.cluster.event_recorder import (
     ObjectReference,
 )
 from metagpu.plugins.cluster.gpu_labels import Strategies
+from metagpu.plugins.cluster.janitor import Janitor
 from metagpu.plugins.cluster.label_sync import LabelSync
 from metagpu.plugins.cluster.node_comparison import NodeComparison
 from metagpu.plugins.cluster.node_events import COMPETING_PLUGIN
@@ -44,7 +45,7 @@ from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
 from metagpu.plugins.cluster.pods import PodInformer
 from metagpu.plugins.cluster.reconciler import Reconciler
-from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.plugins.cluster.settings import JANITORS, ClusterSettings, Feature
 from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Cluster:
         self._competing_pods = CompetingPodWatch(registry, self._record_competing_pod)
         self._pod_recorder: EventRecorder | None = None
         self._pods: PodInformer | None = None
+        self._janitor: Janitor | None = None
         self._dropped = self._pods_dropped = 0
 
     async def run(self) -> None:
@@ -169,6 +171,14 @@ class Cluster:
             self._pod_recorder = EventRecorder(
                 client, instance, name=Feature.POD_EVENTS, per_subject=PER_POD
             )
+            if features & JANITORS:
+                self._janitor = Janitor(
+                    client,
+                    self._registry,
+                    self._pod_recorder.record,
+                    settings.node,
+                    dry_run=Feature.JANITOR_DRY_RUN in features,
+                )
         self._reconcilers = [
             it for it in self._all_reconcilers(status, self._label_sync) if it[0] in features
         ]
@@ -204,6 +214,8 @@ class Cluster:
             yield Feature.EVENTS, self._recorder.reconciler
         if self._pod_recorder is not None:
             yield Feature.POD_EVENTS, self._pod_recorder.reconciler
+        if self._janitor is not None:
+            yield self._janitor.feature, self._janitor.reconciler
 
     async def _run_tasks(self) -> None:
         assert self._node is not None  # noqa: S101 - `_build_reconcilers` has set it
@@ -234,6 +246,8 @@ class Cluster:
                 group.start_soon(
                     record_refusals, self._registry, self._pod_recorder, self._settings.node
                 )
+            if self._janitor is not None:
+                group.start_soon(self._janitor.watch)
 
     def _trigger(self) -> None:
         if self._comparing is not None:

@@ -34,9 +34,13 @@ class Feature(StrEnum):
     PODS = "pods"
     POD_EVENTS = "pod-events"
     COMPETING_PLUGINS = "competing-plugins"
+    JANITOR = "janitor"
+    JANITOR_DRY_RUN = "janitor-dry-run"
 
 
-ALL_FEATURES: Final = frozenset(Feature)
+JANITORS: Final = frozenset((Feature.JANITOR, Feature.JANITOR_DRY_RUN))
+"""Features that `all` does not include: they delete."""
+ALL_FEATURES: Final = frozenset(Feature) - JANITORS
 
 
 class ClusterTiming(msgspec.Struct, frozen=True):
@@ -56,6 +60,8 @@ class ClusterTiming(msgspec.Struct, frozen=True):
             clouds take one to five seconds.
         nfd_timeout: for NFD's master to put labels on the Node; later metagpu patches them.
         count_interval: between two updates of an Event's count.
+        janitor_delay: between the rejection of a pod and its deletion: controllers count it, and
+            people may look at it.
         difference_after: before a number of the Node that differs from ours is reported; the
             kubelet writes its numbers every 10 s.
     """
@@ -71,6 +77,7 @@ class ClusterTiming(msgspec.Struct, frozen=True):
     credentials_timeout: float = 10.0
     nfd_timeout: float = 60.0
     count_interval: float = 30.0
+    janitor_delay: float = 30.0
     difference_after: float = 60.0
 
 
@@ -104,7 +111,7 @@ def parse_features(text: str) -> frozenset[Feature]:
     A `-` before a name removes the feature.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or a feature needs another one.
     """
     chosen: set[Feature] = set()
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -125,6 +132,9 @@ def parse_features(text: str) -> frozenset[Feature]:
             chosen.add(Feature(name))
         else:
             chosen.discard(Feature(name))
+    if chosen & JANITORS and not {Feature.PODS, Feature.POD_EVENTS} <= chosen:
+        problem = "the janitor watches pods and reports by Events; add pods,pod-events"
+        raise ConfigError(problem, file="--cluster")
     return frozenset(chosen)
 
 

@@ -24,6 +24,7 @@ MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 _NODE: Final = "/api/v1/nodes"
 _PODS: Final = "/api/v1/pods"
+_POD: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 _CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
@@ -112,6 +113,7 @@ class SimApiServer(SimCluster):
             app.router.add_get(path, self._list)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
+        app.router.add_delete(_POD, self._delete_pod)
         app.router.add_post(_EVENTS, self._create)
         app.router.add_patch(_EVENTS + "/{name}", self._patch)
         add_routes(app, self.store)
@@ -235,6 +237,17 @@ class SimApiServer(SimCluster):
             it = self.store.merge(key, body, status=status, manager=manager)
         else:
             raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is not known here")
+        return web.json_response(it)
+
+    async def _delete_pod(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
+        key = ("pods", request.match_info["namespace"], request.match_info["name"])
+        it = self.store.get_object(key)
+        for name, wanted in body.get("preconditions", {}).items():
+            if it["metadata"][name] != wanted:
+                raise ApiError(409, "Conflict", f"Precondition failed: {name} in precondition")
+        if body.get("dryRun") != ["All"]:
+            self.store.delete(key)
         return web.json_response(it)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:

@@ -26,6 +26,11 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
         ("all,-taint", ALL_FEATURES - {Feature.TAINT}),
         ("-taint,-events", ALL_FEATURES - {Feature.TAINT, Feature.EVENTS}),
         ("", frozenset()),
+        ("all,janitor", ALL_FEATURES | {Feature.JANITOR}),
+        (
+            "pods,pod-events,janitor-dry-run",
+            {Feature.PODS, Feature.POD_EVENTS, Feature.JANITOR_DRY_RUN},
+        ),
     ],
 )
 def test_features_are_named_or_left_out(text: str, features: frozenset[Feature]) -> None:
@@ -39,8 +44,16 @@ def test_unknown_feature_is_named() -> None:
         parse_features("all,-taints")
     assert str(refusal.value) == (
         "--cluster: 'taints' is no feature of the API server; allowed: all, none, config, labels, "
-        "nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins"
+        "nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins, "
+        "janitor, janitor-dry-run"
     )
+
+
+def test_the_janitor_deletes_only_where_it_is_named() -> None:
+    """No list of all features has the janitor, and it needs the features that it reports by."""
+    assert not {Feature.JANITOR, Feature.JANITOR_DRY_RUN} & ALL_FEATURES
+    with pytest.raises(ConfigError, match="add pods,pod-events"):
+        parse_features("labels,janitor")
 
 
 @pytest.mark.parametrize("text", ["metagpu", "a/b/c", "/b", "A/b", "a/"])
