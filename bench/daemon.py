@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Final, Self
 
 from metagpu.plugins.control.client import send_request
 
+HERE: Final = Path(__file__).parents[1]
+"""The root of this source tree."""
 GPUS: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
 POOL: Final = """\
@@ -122,12 +125,14 @@ def start(
     pod_resources: Path | None = None,
     kubelet: bool = True,
     further: Mapping[str, object] | None = None,
+    root: Path = HERE,
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
     Without `kubelet`, the caller has its own: the daemon serves nothing before a kubelet answers.
-    `further` are options beside the usual ones. The daemon's log goes to a file there, at the
-    default level: logging on a measured path is measured.
+    `further` are options beside the usual ones; `root` is the source tree, another commit's where
+    two are compared. The daemon's log goes to a file there, at the default level: logging on a
+    measured path is measured.
     """
     file = directory / "config.yaml"
     file.write_text(config)
@@ -145,14 +150,33 @@ def start(
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]
     with (directory / "log").open("ab") as log:
         other = subprocess.Popen(beside, stdout=log, stderr=log) if kubelet else None
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=_as_installed(directory))
+        environment = _as_installed(directory, root)
+        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=log, env=environment)
     return Daemon(process, directory, other)
 
 
-def _as_installed(directory: Path) -> dict[str, str]:
-    """Return an environment in which Python keeps its bytecode, as when installed.
+def _as_installed(directory: Path, root: Path) -> dict[str, str]:
+    """Return an environment in which a source tree runs as when installed.
 
-    The first start writes the bytecode.
+    Python keeps its bytecode, which the first start writes, and finds the tree's own entry points:
+    those of another commit may name other modules.
     """
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    groups = project["entry-points"].items()
+    lines = [
+        line
+        for group, entries in groups
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    distribution = directory / f"installed-{root.name}" / f"{project['name']}-0.dist-info"
+    distribution.mkdir(parents=True, exist_ok=True)
+    (distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\n")
+    (distribution / "entry_points.txt").write_text("\n".join(lines))
+
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPYCACHEPREFIX": str(directory / "bytecode")}
+    paths = [str(distribution.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPYCACHEPREFIX": str(directory / "bytecode"),
+    }

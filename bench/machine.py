@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def cpu_seconds(pid: int) -> float:
     process.
     """
     return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+
+
+def cpu_seconds_of_tree(pid: int) -> float:
+    """Return the CPU time of a process and of its children that run, in seconds."""
+    spent = cpu_seconds(pid)
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread or a child that has ended meanwhile
+            spent += sum(cpu_seconds(int(child)) for child in file.read_text().split())
+    return spent
 
 
 def _cpu() -> str:

@@ -16,7 +16,6 @@ from bench import daemon
 from bench.figures import Figure, Samples
 from bench.plan import Plan
 
-HERE: Final = Path(__file__).parents[2]
 COMMANDS: Final = ("mgctl get devices", "metagpu --help")
 HALF: Final = 0.5
 """The target: at most this part of the other commit's CPU time."""
@@ -43,7 +42,7 @@ def commands(plan: Plan) -> list[Figure]:
 def _compare(plan: Plan, folder: Path, name: str, command: list[str]) -> list[Figure]:
     now, before = Samples(), Samples()
     for number in range(-1, plan.count(30, 2)):  # the first run writes the bytecode
-        for root, samples in ((HERE, now), (plan.before, before)):
+        for root, samples in ((daemon.HERE, now), (plan.before, before)):
             if root is not None:
                 spent = _cpu_seconds(root, command, folder)
                 if number >= 0:

@@ -1,13 +1,17 @@
 """From a kubelet's or the daemon's start to the registered resources."""
 
+import os
+import subprocess
+import sys
 import time
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import anyio
 from anyio import to_thread
 
-from bench import daemon, kubelets
+from bench import daemon, kubelets, machine
 from bench.figures import Figure, Samples
 from bench.kubelets import Kubelet, MinimalKubelet, TimedSimKubelet
 from bench.plan import Plan
@@ -15,6 +19,17 @@ from metagpu.sim.kubelet.kubelet import SimKubelet
 
 _DOWN: Final = 0.1
 """Seconds that a kubelet stays away."""
+_CPU_RATIO: Final = 0.6
+"""The target: at most this part of the other commit's CPU time."""
+_LIBRARIES: Final = """
+import gc, os, sys
+gc.disable()  # as the daemon does, and structlog without rich
+sys.modules["rich"] = None
+import structlog
+import anyio, asyncinotify, betterproto2, grpclib.client, grpclib.server, msgspec, pynvml, yaml
+import anyio._backends._asyncio
+os._exit(0)
+"""
 
 
 def restarts(plan: Plan) -> list[Figure]:
@@ -55,32 +70,63 @@ async def _restarts(plan: Plan, kind: type[Kubelet], name: str) -> Samples:
 
 
 def starts(plan: Plan) -> list[Figure]:
-    """Measure the time from the daemon's start to its registration."""
-    samples = anyio.run(_starts, plan)
-    return [samples.figure("process start to registered", unit="s", target=0.5)]
+    """Measure wall and CPU time from the daemon's start to its registration."""
+    now, before = anyio.run(_starts, plan)
+    libraries = Samples([_cpu_of_libraries() for _ in range(plan.count(30, 3))])
+    figures = [
+        now.wall.figure("process start to registered", unit="s", target=0.5),
+        now.cpu.figure("process start to registered, CPU"),
+        libraries.figure("process start to registered, CPU of Python and the libraries alone"),
+    ]
+    if before.cpu.seconds:
+        name = "process start to registered, CPU, to the commit before"
+        figures.append(now.cpu.ratio(name, before.cpu, target=_CPU_RATIO))
+    return figures
 
 
-async def _starts(plan: Plan) -> Samples:
-    samples = Samples()
+class _Starts(NamedTuple):
+    wall: Samples
+    cpu: Samples
+
+
+async def _starts(plan: Plan) -> tuple[_Starts, _Starts]:
+    now, before = _Starts(Samples(), Samples()), _Starts(Samples(), Samples())
+    trees = [(daemon.HERE, now), *([(plan.before, before)] if plan.before else [])]
 
     with daemon.folder() as folder:
         async with kubelets.simulated(folder / "kubelet") as kubelet:
             for number in range(-1, plan.count(30, 3)):
                 plan.report(f"starts: {number}")
-                wanted = kubelet.registrations[daemon.RESOURCE] + 1
-                began = time.perf_counter()
-                subject = daemon.start(folder, config=daemon.POOL.format(shares=100), kubelet=False)
-                try:
-                    await kubelet.wait_for(partial(_registered, kubelet, wanted))
-                    took = time.perf_counter() - began
-                except TimeoutError as error:
-                    error.add_note(subject.log_tail)
-                    raise
-                finally:
-                    await to_thread.run_sync(subject.stop)
-                if number >= 0:
-                    samples.seconds.append(took)
-    return samples
+                for root, samples in trees:
+                    wall, cpu = await _start(kubelet, folder, root)
+                    if number >= 0:
+                        samples.wall.seconds.append(wall)
+                        samples.cpu.seconds.append(cpu)
+    return now, before
+
+
+async def _start(kubelet: SimKubelet, folder: Path, root: Path) -> tuple[float, float]:
+    """Start the daemon of a source tree; return its wall and CPU time to the registration."""
+    wanted = kubelet.registrations[daemon.RESOURCE] + 1
+    began = time.perf_counter()
+    subject = daemon.start(folder, config=daemon.POOL.format(shares=100), kubelet=False, root=root)
+    try:
+        await kubelet.wait_for(partial(_registered, kubelet, wanted))
+        return time.perf_counter() - began, machine.cpu_seconds_of_tree(subject.pid)
+    except TimeoutError as error:
+        error.add_note(subject.log_tail)
+        raise
+    finally:
+        await to_thread.run_sync(subject.stop)
+
+
+def _cpu_of_libraries() -> float:
+    """Return the CPU time of a Python that imports the daemon's libraries, and no more."""
+    process = subprocess.Popen([sys.executable, "-c", _LIBRARIES])
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
 
 
 def _registered(kubelet: SimKubelet, wanted: int) -> bool:

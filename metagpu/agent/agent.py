@@ -226,7 +226,7 @@ class Agent:
             *(self.main_tasks.keep(name, work) for name, work in main.items()),
             *self.usage_service.tasks,
             partial(run_with_restart, self.config_loader.follow_files, "watch of files"),
-            partial(run_with_restart, self.pod_server.run, "mgctl in containers"),
+            partial(run_with_restart, self._serve_pods, "mgctl in containers"),
             partial(run_with_restart, self.cdi_file.run, "CDI specification"),
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
             *((self.cluster.run,) if self.cluster else ()),
@@ -319,6 +319,12 @@ class Agent:
             timing=self.timing.kubelet,
             running=self._running_holders,
         ).run(self._leases_observed)
+
+    async def _serve_pods(self) -> None:
+        # The server starts a process, a tenth of the daemon's start: the kubelet comes first.
+        with anyio.move_on_after(self.timing.first_registration):
+            await self.call_stats.accepted.wait()
+        await self.pod_server.run()
 
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {

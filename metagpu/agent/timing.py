@@ -19,12 +19,15 @@ class AgentTiming(msgspec.Struct, frozen=True):
     Attributes:
         first_leases: the longest wait for the kubelet's list of leases before the first offer,
             where several backends share a GPU. A kubelet that is up answers at once.
+        first_registration: the longest wait for the kubelet's first answer before `mgctl` is served
+            in containers.
         main_tasks: restarts of main tasks that end.
         layout, config_watch, cdi, kubelet, usage, health, metrics, pod_api: timing of the agent's
             parts.
     """
 
     first_leases: float = 1.0
+    first_registration: float = 1.0
     main_tasks: MainTaskTiming = MainTaskTiming()
     layout: LayoutTiming = LayoutTiming()
     config_watch: ConfigWatchTiming = ConfigWatchTiming()

@@ -5,7 +5,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -64,8 +63,7 @@ Lines = tuple[Cell, ...]
 """The lines of one table cell."""
 
 
-@dataclass(slots=True)
-class TextTable:
+class TextTable(msgspec.Struct):
     """A table: columns, rows, and sums below them.
 
     Attributes:
@@ -75,7 +73,7 @@ class TextTable:
     """
 
     columns: tuple[str, ...]
-    rows: list[Sequence[Lines]] = field(default_factory=list)
+    rows: list[Sequence[Lines]] = msgspec.field(default_factory=list)
     foot: Sequence[str] = ()
     folded: frozenset[str] | None = None
     droppable: Sequence[str] = ()

@@ -5,9 +5,9 @@ UNKNOWN where others say NOT_SUPPORTED.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 
 from metagpu.core.runtime.log_once import LogOnce
@@ -16,8 +16,7 @@ from metagpu.nvml.errors import FAILURES, LOST, NOT_REPORTED, error_code
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class NvmlAnswers:
+class NvmlAnswers(msgspec.Struct):
     """The latest answers about one GPU, by function; the methods block.
 
     Errors are pynvml's. A failure is logged once, unless the driver or the GPU lacks the value.
@@ -29,8 +28,8 @@ class NvmlAnswers:
 
     name: str = ""
     raised: frozenset[int] = LOST
-    _latest: dict[str, Any] = field(default_factory=dict)
-    _logged: LogOnce = field(default_factory=LogOnce)
+    _latest: dict[str, Any] = msgspec.field(default_factory=dict)
+    _logged: LogOnce = msgspec.field(default_factory=LogOnce)
 
     def ask(self, function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - pynvml ships no types
         """Return a function's answer, the latest one after a failure, `None` without any."""

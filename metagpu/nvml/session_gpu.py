@@ -1,7 +1,8 @@
 """One GPU of an NVML session: its handle, its worker, its registration for events."""
 
 import ctypes
-from dataclasses import dataclass, field
+
+import msgspec
 
 from metagpu.core.model.mig import MigProfile
 from metagpu.nvml.answers import NvmlAnswers
@@ -14,8 +15,7 @@ def address_of(handle: Handle) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-@dataclass(slots=True)
-class Registration:
+class Registration(msgspec.Struct):
     """The registration of one GPU with the event set.
 
     Attributes:
@@ -33,8 +33,7 @@ class Registration:
         self.types, self.problem, self.refused = 0, problem, False
 
 
-@dataclass(slots=True)
-class SessionGpu:
+class SessionGpu(msgspec.Struct):
     """A GPU of this session.
 
     Attributes:
@@ -52,8 +51,8 @@ class SessionGpu:
     index: int
     handle: Handle
     worker: NvmlWorker
-    registration: Registration = field(default_factory=Registration)
+    registration: Registration = msgspec.field(default_factory=Registration)
     lost: bool = False
     needs_recovery: bool = False
-    answers: NvmlAnswers = field(default_factory=NvmlAnswers)
+    answers: NvmlAnswers = msgspec.field(default_factory=NvmlAnswers)
     mig_profiles: tuple[bool, tuple[MigProfile, ...]] | None = None

@@ -17,6 +17,7 @@ from metagpu.core.state.facts import SharesReleased
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.plugins.pod_api.server import PodMgctlServer
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
@@ -241,6 +242,31 @@ async def test_shares_that_may_conflict_are_offered_once_holders_are_known(
             assert any(
                 state.unavailable_shares for state in it.agent.registry.snapshot.gpus.values()
             )
+
+
+@pytest.mark.parametrize("has_kubelet", [True, False])
+async def test_the_kubelet_comes_before_mgctl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_kubelet: bool
+) -> None:
+    """`mgctl` in containers starts after the first registration, or after a wait for it."""
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    begun = anyio.Event()
+    registered: list[int] = []
+
+    async def run(_: PodMgctlServer) -> None:
+        registered.append(sum(kubelet.registrations.values()))
+        begun.set()
+
+    monkeypatch.setattr(PodMgctlServer, "run", run)
+    timing = AgentTiming(first_registration=1e9 if has_kubelet else 0.01)
+    async with kubelet.running():
+        if not has_kubelet:
+            await kubelet.crash()
+        async with agent_at_work(tmp_path, kubelet=kubelet, timing=timing):
+            with anyio.fail_after(30):
+                await begun.wait()
+
+    assert registered == [int(has_kubelet)]
 
 
 async def test_whole_gpus_are_the_best_connected(tmp_path: Path) -> None:

@@ -25,12 +25,14 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.display.usage import FORMATS, KINDS
+from metagpu.plugins.pod_api.folder import SOCKET_NAME
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mgctl import PROGRAM, Pods, assert_built, wait_ended
+from tests.rigs.waiting import until
 
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
 
@@ -57,7 +59,9 @@ class Node(Pods):
 
 
 @asynccontextmanager
-async def node(tmp_path: Path, config: str = QUICK) -> AsyncIterator[Node]:
+async def node(
+    tmp_path: Path, config: str = QUICK, *, has_socket: bool = True
+) -> AsyncIterator[Node]:
     """Serve a node while the block lasts: Alice holds 3 shares, Bob 2."""
     machine, folder = SimHost(tmp_path), tmp_path / "pod"
     async with (
@@ -67,6 +71,8 @@ async def node(tmp_path: Path, config: str = QUICK) -> AsyncIterator[Node]:
         anyio.create_task_group() as group,
     ):
         await scene.until(20, 20)
+        if has_socket:
+            await until(anyio.Path(folder / SOCKET_NAME).exists)
         for name, shares in (("alice", 3), ("bob", 2)):
             await scene.kubelet.admit(SimPod.single(name, {METAGPU: shares}))
         await scene.wait_holders()
@@ -258,7 +264,8 @@ async def test_a_pod_without_shares_sees_empty_tables(tmp_path: Path) -> None:
 
 async def test_mgctl_can_be_switched_off(tmp_path: Path) -> None:
     """Switched off, no grant mounts the folder, and an older pod finds no socket."""
-    async with node(tmp_path, "mgctl: {inPods: false}\n" + QUICK.lstrip()) as it:
+    config = "mgctl: {inPods: false}\n" + QUICK.lstrip()
+    async with node(tmp_path, config, has_socket=False) as it:
         assert it.scene
         options = await it.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
         assert options["main"].mounts == ()

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
+import msgspec
 import structlog
 
 from metagpu.core.contracts.driver import DriverEvent, EccError, Xid
@@ -20,21 +20,19 @@ CORRECTED_EVERY: Final = 60.0
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class _CorrectedErrors:
+class _CorrectedErrors(msgspec.Struct):
     """Corrected memory errors of one GPU: the last log entry, and errors since then."""
 
     logged_at: float = -math.inf
     unlogged: int = 0
 
 
-@dataclass(slots=True)
-class FaultLog:
+class FaultLog(msgspec.Struct):
     """Publication and log of NVML's events; the health watch decides about them."""
 
     bus: EventBus[Event]
     clock: Callable[[], float]
-    _corrected: dict[GpuId | None, _CorrectedErrors] = field(default_factory=dict)
+    _corrected: dict[GpuId | None, _CorrectedErrors] = msgspec.field(default_factory=dict)
 
     def publish(self, event: DriverEvent) -> None:
         """Publish an XID or a memory error on the bus."""

@@ -1,7 +1,6 @@
 """Rules from events and conditions to verdicts on GPUs: pure, without a clock."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -97,8 +96,7 @@ def fault_kind(condition: GpuCondition) -> Fault:
     return Fault.RECOVERY_ACTION if asked else Fault.MEMORY
 
 
-@dataclass(slots=True)
-class GpuRecovery:
+class GpuRecovery(msgspec.Struct):
     """Recovery of one GPU that is out of service.
 
     Attributes:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import anyio
 import msgspec
@@ -47,8 +46,7 @@ class BackendRunnerTiming(msgspec.Struct, frozen=True):
     longest_delay: float = 60.0
 
 
-@dataclass(eq=False, slots=True)
-class _Run:
+class _Run(msgspec.Struct, eq=False):
     """One call of `ManagesGpu.serve`, running or ended.
 
     Attributes:
@@ -58,8 +56,8 @@ class _Run:
     """
 
     assignment: BackendAssignment
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    ended: anyio.Event = field(default_factory=anyio.Event)
+    scope: anyio.CancelScope = msgspec.field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = msgspec.field(default_factory=anyio.Event)
     dismissed: bool = False
     draining: bool = False
 

@@ -1,11 +1,11 @@
 """Exponential back-off: the delay doubles after each failure, up to a limit."""
 
 import random
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(slots=True)
-class Backoff:
+class Backoff(msgspec.Struct):
     """The delays between the attempts of one task.
 
     Attributes:

@@ -1,14 +1,14 @@
 """A filter for repeated problems: each is logged when it begins, changes and ends."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(slots=True)
-class LogOnce:
+class LogOnce(msgspec.Struct):
     """The problem last logged for each subject: a GPU, a file, a resource."""
 
-    _logged: dict[Hashable, str] = field(default_factory=dict)
+    _logged: dict[Hashable, str] = msgspec.field(default_factory=dict)
 
     def is_new(self, subject: Hashable, problem: str) -> bool:
         """Record a problem; return whether it differs from the last one of its subject."""

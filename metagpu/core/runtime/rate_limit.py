@@ -1,10 +1,9 @@
 """Rate limits: a token bucket without a clock of its own."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(slots=True)
-class TokenBucket:
+class TokenBucket(msgspec.Struct):
     """A bucket of at most `burst` tokens, refilled at `rate` a second; full at first."""
 
     burst: float

@@ -5,9 +5,11 @@ The kubelet waits while a call is counted: two additions and a search among a fe
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
+
+import anyio
+import msgspec
 
 from metagpu.core.errors import RequestError
 from metagpu.core.model.shares import ResourceName
@@ -43,8 +45,7 @@ class CallOutcome(StrEnum):
     ABANDONED = "abandoned"
 
 
-@dataclass(slots=True)
-class CallStats:
+class CallStats(msgspec.Struct):
     """Counters of one kind of call: outcomes and durations.
 
     Attributes:
@@ -53,8 +54,10 @@ class CallStats:
         seconds: the duration of all calls together.
     """
 
-    outcomes: dict[CallOutcome, int] = field(default_factory=lambda: dict.fromkeys(CallOutcome, 0))
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKET_BOUNDS) + 1))
+    outcomes: dict[CallOutcome, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(CallOutcome, 0)
+    )
+    buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKET_BOUNDS) + 1))
     seconds: float = 0.0
 
     def record(self, outcome: CallOutcome, seconds: float) -> None:
@@ -64,8 +67,7 @@ class CallStats:
         self.seconds += seconds
 
 
-@dataclass(slots=True)
-class ResourceCallStats:
+class ResourceCallStats(msgspec.Struct):
     """Counters of one resource at the kubelet.
 
     Attributes:
@@ -78,10 +80,10 @@ class ResourceCallStats:
     listed: bool = False
     registrations: int = 0
     lists: int = 0
-    calls: dict[KubeletCall, CallStats] = field(
+    calls: dict[KubeletCall, CallStats] = msgspec.field(
         default_factory=lambda: {call: CallStats() for call in KubeletCall}
     )
-    refusals: Counter[type[RequestError]] = field(default_factory=Counter)
+    refusals: Counter[type[RequestError]] = msgspec.field(default_factory=Counter)
 
     def record_failure(self, call: KubeletCall, seconds: float, error: BaseException) -> None:
         """Count a call that ended with an error."""
@@ -93,16 +95,17 @@ class ResourceCallStats:
         self.calls[call].record(outcome, seconds)
 
 
-@dataclass(slots=True)
-class KubeletCallStats:
+class KubeletCallStats(msgspec.Struct):
     """Counters of all resources, former ones included: a counter never falls.
 
     Attributes:
         restarts: the restarts of the kubelet that were seen.
+        accepted: set once a kubelet has accepted a resource.
     """
 
-    resources: dict[ResourceName, ResourceCallStats] = field(default_factory=dict)
+    resources: dict[ResourceName, ResourceCallStats] = msgspec.field(default_factory=dict)
     restarts: int = 0
+    accepted: anyio.Event = msgspec.field(default_factory=anyio.Event)
     _kubelet: object = None
 
     def of_resource(self, resource: ResourceName) -> ResourceCallStats:
@@ -111,6 +114,7 @@ class KubeletCallStats:
 
     def record_kubelet(self, kubelet: object) -> None:
         """Record the kubelet that accepted a resource; `None` if it is unknown."""
+        self.accepted.set()
         if kubelet is None:
             return
         self.restarts += self._kubelet not in (None, kubelet)

@@ -1,10 +1,10 @@
 """Collection of usage: processes from NVML, their containers from the host."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from time import time
 
 import anyio
+import msgspec
 import structlog
 
 from metagpu.core.contracts.driver import Driver
@@ -24,8 +24,7 @@ from metagpu.core.usage.timing import DEFAULT_TIMING
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class NodeUsage:
+class NodeUsage(msgspec.Struct):
     """Usage of all GPUs at about one moment.
 
     Attributes:
@@ -38,10 +37,10 @@ class NodeUsage:
     """
 
     at: float = 0.0
-    gpus: Mapping[GpuId, GpuUsage] = field(default_factory=dict)
-    failures: dict[GpuId, str] = field(default_factory=dict)
-    utilization: dict[GpuId, Mapping[int, int]] = field(default_factory=dict)
-    process_details: Mapping[ProcessIdentity, ProcessDetails] = field(default_factory=dict)
+    gpus: Mapping[GpuId, GpuUsage] = msgspec.field(default_factory=dict)
+    failures: dict[GpuId, str] = msgspec.field(default_factory=dict)
+    utilization: dict[GpuId, Mapping[int, int]] = msgspec.field(default_factory=dict)
+    process_details: Mapping[ProcessIdentity, ProcessDetails] = msgspec.field(default_factory=dict)
     warnings: Sequence[str] = ()
 
 

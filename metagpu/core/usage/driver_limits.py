@@ -7,9 +7,9 @@ had before its limit.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import anyio
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -31,8 +31,7 @@ from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class _GpuLimits:
+class _GpuLimits(msgspec.Struct):
     """The driver's limits on one GPU, and the search for containers to limit.
 
     Attributes:
@@ -47,14 +46,14 @@ class _GpuLimits:
         inherit_until: the end of the search for such limits.
     """
 
-    limits: dict[Container, tuple[Holder, int | None]] = field(default_factory=dict)
+    limits: dict[Container, tuple[Holder, int | None]] = msgspec.field(default_factory=dict)
     cgroups: Sequence[ContainerCgroup] = ()
     leases: Mapping[ShareId, Lease] | None = None
     searched_at: float = 0.0
     leases_since: float = 0.0
     unsupported_by: Versions | None = None
-    retry_at: dict[Container, float] = field(default_factory=dict)
-    checked_for_inherited: set[Container] = field(default_factory=set)
+    retry_at: dict[Container, float] = msgspec.field(default_factory=dict)
+    checked_for_inherited: set[Container] = msgspec.field(default_factory=set)
     inherited_leases: Mapping[ShareId, Lease] | None = None
     inherit_until: float | None = None
 

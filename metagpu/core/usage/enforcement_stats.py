@@ -1,17 +1,17 @@
 """Counters of memory enforcement since the daemon's start, as plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
+
+import msgspec
 
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import Snapshot
 
 
-@dataclass(slots=True)
-class EnforcementStats:
+class EnforcementStats(msgspec.Struct):
     """Counters of memory enforcement since the daemon's start.
 
     Attributes:
@@ -20,10 +20,10 @@ class EnforcementStats:
     """
 
     warnings: int = 0
-    signals: dict[Signals, int] = field(
+    signals: dict[Signals, int] = msgspec.field(
         default_factory=lambda: {Signals.SIGTERM: 0, Signals.SIGKILL: 0}
     )
-    over_limit: dict[GpuId, Mapping[Holder, int]] = field(default_factory=dict)
+    over_limit: dict[GpuId, Mapping[Holder, int]] = msgspec.field(default_factory=dict)
 
 
 def enforcement_report(

@@ -19,8 +19,8 @@ _SHORT: Final = 0x80
 _ONE_BYTE: Final = tuple(bytes((value,)) for value in range(_SHORT))
 _WIDEST: Final = 70
 """Bits in ten bytes, the longest varint there is."""
-_PATHS: Final = 1024
-"""Mounts and device nodes with a cached encoding: a node has the same few in every answer."""
+_CACHED: Final = 1024
+"""Mounts, device nodes and devices' states with a cached encoding: a node has a few of each."""
 _FIELD_1_TAG: Final = 0x0A
 _FRAMED: Final = 2
 """The wire type of messages and texts."""
@@ -100,12 +100,7 @@ def encode_device(share_id: str, *, healthy: bool, numa_node: int | None) -> byt
     Without a NUMA node there is no TopologyInfo at all: an empty one makes the kubelet drop the
     device from PodResources.
     """
-    body = _text(_FIELD_1, share_id) + _text(_FIELD_2, "Healthy" if healthy else "Unhealthy")
-    if numa_node is not None:
-        node = b"\x08" + _varint(numa_node) if numa_node else b""
-        body += _framed(_FIELD_3, _framed(_FIELD_1, node))
-
-    return _framed(_FIELD_1, body)
+    return _framed(_FIELD_1, _text(_FIELD_1, share_id) + _device_state(healthy, numa_node))
 
 
 def check_message(data: bytes, messages: Messages) -> None:
@@ -288,13 +283,23 @@ def _map(tag: bytes, entries: Mapping[str, str]) -> bytes:
     )
 
 
-@lru_cache(maxsize=_PATHS)
+@lru_cache(maxsize=_CACHED)
+def _device_state(healthy: bool, numa_node: int | None) -> bytes:  # noqa: FBT001 - of a cached function
+    """Encode health and NUMA node, which the devices of a GPU have in common."""
+    body = _text(_FIELD_2, "Healthy" if healthy else "Unhealthy")
+    if numa_node is not None:
+        node = b"\x08" + _varint(numa_node) if numa_node else b""
+        body += _framed(_FIELD_3, _framed(_FIELD_1, node))
+    return body
+
+
+@lru_cache(maxsize=_CACHED)
 def _mount(container_path: str, host_path: str, read_only: bool) -> bytes:  # noqa: FBT001 - as above
     body = _text(_FIELD_1, container_path) + _text(_FIELD_2, host_path)
     return _framed(_FIELD_2, body + (b"\x18\x01" if read_only else b""))
 
 
-@lru_cache(maxsize=_PATHS)
+@lru_cache(maxsize=_CACHED)
 def _node(container_path: str, host_path: str, permissions: str) -> bytes:
     body = _text(_FIELD_1, container_path) + _text(_FIELD_2, host_path)
     return _framed(_FIELD_3, body + _text(_FIELD_3, permissions))

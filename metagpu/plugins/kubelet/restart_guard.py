@@ -5,9 +5,9 @@ its checkpoint. Nothing here waits, reads a file or a clock.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -33,8 +33,7 @@ class _Naming(NamedTuple):
     absences: int
 
 
-@dataclass(slots=True)
-class KubeletReadiness:
+class KubeletReadiness(msgspec.Struct):
     """The judge of the kubelets that follow each other on a node.
 
     Attributes:
@@ -48,12 +47,12 @@ class KubeletReadiness:
 
     node: str
     timing: KubeletTiming = TIMING
-    ready: bool = field(init=False, default=False)
-    since: float | None = field(init=False, default=None)
-    doubted: int = field(init=False, default=0)
-    logged: bool = field(init=False, default=False)
-    _named: dict[tuple[ShareId, float], _Naming] = field(init=False, default_factory=dict)
-    _ran: frozenset[Holder] = field(init=False, default=frozenset())
+    ready: bool = False
+    since: float | None = None
+    doubted: int = 0
+    logged: bool = False
+    _named: dict[tuple[ShareId, float], _Naming] = msgspec.field(default_factory=dict)
+    _ran: frozenset[Holder] = frozenset()
 
     def restart(self) -> None:
         """Note that another kubelet runs: nothing that the last one said counts for it."""

@@ -9,7 +9,6 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -86,8 +85,7 @@ class CallerRefused(MetagpuError):
     """Raised when a caller gets no answer; the text is for the caller."""
 
 
-@dataclass(slots=True)
-class CallerConnection:
+class CallerConnection(msgspec.Struct):
     """One caller's connection: its standard output and error output.
 
     Attributes:
@@ -120,8 +118,7 @@ RequestHandler = Callable[[Container, PodRequest, CallerConnection], Awaitable[i
 """Answers a container's request; returns the exit status."""
 
 
-@dataclass(slots=True)
-class _PodUsage:
+class _PodUsage(msgspec.Struct):
     """The open connections and the recent requests of one pod."""
 
     requests: TokenBucket

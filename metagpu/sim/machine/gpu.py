@@ -3,9 +3,10 @@
 The caller holds `SimNode.changed`.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from metagpu.core.contracts.driver import ComputeMode, RecoveryAction
 from metagpu.core.errors import MetagpuError
@@ -21,8 +22,7 @@ class SimError(MetagpuError):
     """Raised when a simulated node refuses a change; the text lists what is possible."""
 
 
-@dataclass(slots=True)
-class SimProcess:
+class SimProcess(msgspec.Struct):
     """A process on a GPU; `memory` in bytes, `None` when NVML does not know it.
 
     Attributes:
@@ -39,8 +39,7 @@ class SimProcess:
     cgroup: str = ""
 
 
-@dataclass(slots=True)
-class SimGpu:
+class SimGpu(msgspec.Struct):
     """One GPU with all of its state.
 
     Attributes:
@@ -60,14 +59,16 @@ class SimGpu:
     nvswitch_links: int = 0
     ecc_corrected: int = 0
     ecc_uncorrected: int = 0
-    rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    rows: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0, 0])
     recovery_action: RecoveryAction = RecoveryAction.NONE
     compute_mode: ComputeMode = ComputeMode.DEFAULT
-    mig: SimMigState = field(default_factory=lambda: SimMigState(()))
+    mig: SimMigState = msgspec.field(default_factory=lambda: SimMigState(()))
     failure: int | None = None
     hung_until: float = 0.0
-    processes: dict[tuple[int, int | None, int | None], SimProcess] = field(default_factory=dict)
-    memory_limits: dict[Path, int] = field(default_factory=dict)
+    processes: dict[tuple[int, int | None, int | None], SimProcess] = msgspec.field(
+        default_factory=dict
+    )
+    memory_limits: dict[Path, int] = msgspec.field(default_factory=dict)
 
     @property
     def handle(self) -> int:

@@ -1,13 +1,13 @@
 """MIG on one simulated GPU: mode, instances, and how provisioning goes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from metagpu.sim.machine.mig_profiles import MediaEngines, SimProfile
 
 
-@dataclass(eq=False, slots=True)
-class SimComputeInstance:
+class SimComputeInstance(msgspec.Struct, eq=False):
     """A compute instance; `handle` is its own, `device` that of its MIG device."""
 
     number: int
@@ -19,15 +19,14 @@ class SimComputeInstance:
     device: int
 
 
-@dataclass(eq=False, slots=True)
-class SimGpuInstance:
+class SimGpuInstance(msgspec.Struct, eq=False):
     """A GPU instance whose first memory slice is `start`."""
 
     number: int
     profile: SimProfile
     start: int
     handle: int
-    compute_instances: dict[int, SimComputeInstance] = field(default_factory=dict)
+    compute_instances: dict[int, SimComputeInstance] = msgspec.field(default_factory=dict)
 
     @property
     def slices(self) -> range:
@@ -35,8 +34,7 @@ class SimGpuInstance:
         return range(self.start, self.start + self.profile.memory_slices)
 
 
-@dataclass(slots=True)
-class SimProvisioning:
+class SimProvisioning(msgspec.Struct):
     """Delays and failures of creating instances on a GPU.
 
     Attributes:
@@ -54,15 +52,14 @@ class SimProvisioning:
     compute_duration: float = 0.0
 
 
-@dataclass(slots=True)
-class SimMigState:
+class SimMigState(msgspec.Struct):
     """MIG of one GPU: `enabled` is the mode now, `pending` the mode after a reset."""
 
     profiles: tuple[SimProfile, ...]
     enabled: bool = False
     pending: bool = False
-    instances: dict[int, SimGpuInstance] = field(default_factory=dict)
-    provisioning: SimProvisioning = field(default_factory=SimProvisioning)
+    instances: dict[int, SimGpuInstance] = msgspec.field(default_factory=dict)
+    provisioning: SimProvisioning = msgspec.field(default_factory=SimProvisioning)
 
     @property
     def compute_instances(self) -> Iterator[tuple[SimGpuInstance, SimComputeInstance]]:

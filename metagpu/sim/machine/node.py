@@ -10,7 +10,6 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -54,16 +53,15 @@ class SimEvent(msgspec.Struct, frozen=True):
     ci: int | None = None
 
 
-@dataclass(eq=False, slots=True)
-class SimEventSet:
+class SimEventSet(msgspec.Struct, eq=False):
     """One NVML event set: registered event types by slot, and undelivered events.
 
     Attributes:
         interrupted: whether the current wait, or else the next one, ends at once.
     """
 
-    registered: dict[int, int] = field(default_factory=dict)
-    queue: deque[SimEvent] = field(default_factory=deque)
+    registered: dict[int, int] = msgspec.field(default_factory=dict)
+    queue: deque[SimEvent] = msgspec.field(default_factory=deque)
     interrupted: bool = False
 
 
