@@ -36,6 +36,7 @@ from metagpu.core.contracts.programs import Programs
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
+from metagpu.core.layout.turn_runner import TurnRunner
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.privileges import needed_privileges, privileges_report
@@ -230,6 +231,7 @@ class Agent:
             partial(run_with_restart, self.cdi_file.run, "CDI specification"),
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
             *((self.cluster.run,) if self.cluster else ()),
+            *self._turns,
         )
 
     @property
@@ -359,6 +361,21 @@ class Agent:
             "node": self._node,
             **await self.usage_service.report(),
         }
+
+    @property
+    def _turns(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
+        """The turns of backends, where metagpu writes the Node's numbers as they change.
+
+        The kubelet writes them every 10 s: most pods would be bound by those of another turn.
+        """
+        settings = self.cluster_settings
+        if settings is not None and Feature.ALLOCATABLE in settings.features:
+            turns = TurnRunner(
+                self.registry,
+                lambda: self.layout.gpus_in_turns(self.config),
+                timing=self.timing.turns,
+            )
+            yield partial(run_with_restart, turns.run, "turns of idle GPUs")
 
     def _cluster(self, settings: ClusterSettings) -> "Cluster":
         """Build the API server's side; it is loaded only where it is used."""

@@ -6,6 +6,7 @@ from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
 from metagpu.agent.layout_manager import LayoutTiming
 from metagpu.core.health.watch import HealthTiming
+from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.runtime.main_tasks import MainTaskTiming
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming
@@ -22,6 +23,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
         first_registration: the longest wait for the kubelet's first answer before `mgctl` is served
             in containers.
         main_tasks: restarts of main tasks that end.
+        turns: the turns of backends that share idle GPUs.
         layout, config_watch, cdi, kubelet, usage, health, metrics, pod_api: timing of the agent's
             parts.
     """
@@ -29,6 +31,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
     first_leases: float = 1.0
     first_registration: float = 1.0
     main_tasks: MainTaskTiming = MainTaskTiming()
+    turns: TurnTiming = TurnTiming()
     layout: LayoutTiming = LayoutTiming()
     config_watch: ConfigWatchTiming = ConfigWatchTiming()
     cdi: CdiTiming = CdiTiming()

@@ -109,6 +109,7 @@ def show_status(status: Report) -> None:
         resources_table(status["resources"]),
         gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
         *reasons(status["gpus"]),
+        *_turns(status["gpus"]),
         leases_table(status["leases"]),
         *map(Cell, format_enforcement(status.get("enforcement"))),
         *map(Cell, status.get("remarks", ())),
@@ -247,6 +248,23 @@ def _mixed_gpus(gpus: Sequence[Report]) -> Sequence[Cell]:
             "backend that a pod asks, until its last pod has ended."
         )
         for backends, indices in found.items()
+    ]
+
+
+def _turns(gpus: Sequence[Report]) -> Sequence[Cell]:
+    """Return a line for the idle GPUs of each turn: who offers them now, and who next."""
+    found: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if (turn := gpu.get("turn")) is None:
+            continue
+        text = f"offered by {turn['backend']} now"
+        if turn["next"] not in ("", turn["backend"]):
+            text += f", by {turn['next']} in {turn['nextIn']:g} s"
+        found.setdefault(text, []).append(str(gpu["index"]))
+
+    return [
+        Cell(f"GPU {', '.join(indices)}: idle, {text}, as several backends share it")
+        for text, indices in found.items()
     ]
 
 

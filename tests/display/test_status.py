@@ -1,10 +1,14 @@
 """The status tables: the state of a GPU in a few words."""
 
+import re
+import time
+
 import pytest
 
 from metagpu.core.layout.layout import Layout
+from metagpu.core.model.shares import OfferTurn
 from metagpu.core.reports.status import explain_report
-from metagpu.core.state.facts import GpuFaulted
+from metagpu.core.state.facts import GpuFaulted, TurnsChanged
 from metagpu.display.status import (
     held_bars,
     show,
@@ -35,6 +39,24 @@ def test_a_status_names_owners(capsys: pytest.CaptureFixture[str]) -> None:
     assert "OWNER" in rows
     assert " mps " in rows
     assert " idle " in rows
+
+
+def test_a_status_names_who_offers_idle_gpus_and_who_is_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """GPUs of one turn share a line, and a GPU in use has none."""
+    at = time.monotonic() + 600
+    idle = gpu_report(TurnsChanged({A.id: OfferTurn("fraction", 0, next="mps", until=at)}))
+    used = gpu_report(TurnsChanged({A.id: OfferTurn("mps", 0)}), HELD)
+    gpus = [idle, {**idle, "index": 1}, {**used, "index": 2}]
+    show_status({"resources": {}, "gpus": gpus, "leases": []})
+
+    out = capsys.readouterr().out
+    said = re.search(r"GPU (.*): idle, offered by fraction now, by mps in (\d+)", out)
+    assert said is not None
+    assert said[1] == "0, 1"
+    assert 500 <= int(said[2]) <= 600
+    assert out.count("offered by") == 1
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])

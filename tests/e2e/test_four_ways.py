@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.e2e.cluster import NAMESPACE, RESOURCE, Cluster, idle_pod
+from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 
 SHARED, MPS, WHOLE = "nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu"
@@ -37,6 +39,8 @@ pools:
 """
 
 ARRIVALS = 200
+MAY_LOSE = 0.01
+"""The part of the pods that may lose a race."""
 SETTLED_S = 60.0
 
 LOST_RACE = re.compile(
@@ -66,6 +70,20 @@ def node_of_four(cluster: Cluster) -> Iterator[Cluster]:
     cluster.daemon.configure()
 
 
+@pytest.fixture
+def node_with_turns(node: Node, daemon: Daemon) -> Iterator[Cluster]:
+    """Offer the same on a Node that metagpu writes: backends take turns with idle GPUs."""
+    cluster = Cluster(node, daemon)
+    joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig)
+    cluster.repair(*joined, "--cluster", "allocatable,pods")
+    daemon.configure(configuration(shared_gpus=2))
+    cluster.await_amounts(200, 200)
+    await_what_owners_leave(cluster)
+    yield cluster
+    cluster.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
+    daemon.configure()
+
+
 def offer(cluster: Cluster, *, shared_gpus: int) -> None:
     """Configure the node, and wait until every resource is there."""
     cluster.daemon.configure(configuration(shared_gpus))
@@ -82,18 +100,26 @@ def await_offer(cluster: Cluster, owners: dict[str | None, int]) -> None:
 
 
 def await_what_owners_leave(cluster: Cluster) -> None:
-    """Wait until the node's amounts are those that the GPUs' owners leave."""
+    """Wait until the node counts what owners leave, and no idle GPU twice."""
 
     def probe() -> bool:
-        gpus = [gpu for gpu in cluster.daemon.status()["gpus"] if gpu["pool"] == "shared"]
-        for resource, each in EACH.items():
-            free = sum(gpu["owner"] in (None, NAMES[resource]) for gpu in gpus)
-            seen = cluster.node.resource(resource)
-            if seen != (each * len(gpus), each * free):
-                raise RigError(f"{resource} is {seen}, owners are {[g['owner'] for g in gpus]}")
+        owners = Counter(gpu["owner"] for gpu in shared_gpus_of(cluster))
+        seen = {resource: cluster.node.resource(resource) for resource in EACH}
+        idle = {
+            NAMES[resource]: (allocatable or 0) / EACH[resource] - owners[NAMES[resource]]
+            for resource, (_, allocatable) in seen.items()
+        }
+        whole = all(seen[resource][0] == each * owners.total() for resource, each in EACH.items())
+        if not whole or min(idle.values()) < 0 or sum(idle.values()) > owners[None]:
+            raise RigError(f"the node has {seen}, owners are {owners}")
         return True
 
     wait_for("the node's amounts to follow the owners", probe, within_s=SETTLED_S)
+
+
+def shared_gpus_of(cluster: Cluster) -> list[Document]:
+    """Return the daemon's status of the GPUs of the shared pool."""
+    return [gpu for gpu in cluster.daemon.status()["gpus"] if gpu["pool"] == "shared"]
 
 
 def test_four_ways_at_once(node_of_four: Cluster) -> None:
@@ -145,38 +171,39 @@ def test_an_idle_gpu_changes_its_owner(node_of_four: Cluster) -> None:
     await_offer(node_of_four, {None: 2})
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_two_hundred_pods_come_and_go(
-    node_of_four: Cluster, record_property: Callable[[str, object], None]
+    node_with_turns: Cluster, record_property: Callable[[str, object], None]
 ) -> None:
-    """No GPU ever has two owners, amounts follow the owners, and failed pods lost a race."""
-    chance = random.Random(3)  # noqa: S311 - the same pods every time
+    """One of a hundred pods is refused at most, and no GPU is idle while a pod could have it."""
+    cluster, chance = node_with_turns, random.Random(3)  # noqa: S311 - the same pods every time
     arrived, lost = 0, Counter[str]()
 
     while arrived < ARRIVALS:
         batch = [random_pod(chance, arrived + number) for number in range(chance.randint(3, 8))]
         arrived += len(batch)
-        node_of_four.kubectl.apply(*batch)
-        pods = await_settled(node_of_four)
+        cluster.kubectl.apply(*batch)
+        pods = await_settled(cluster)
 
         gone = [name for name, document in pods.items() if failure(document)]
         for name in gone:
             why = failure(pods[name])
             assert LOST_RACE.search(why), why
             lost[re.sub(r"[^a-z ]+", " ", why)[:80]] += 1
-        assert_one_owner_each(node_of_four.daemon.status())
-        await_what_owners_leave(node_of_four)
+        assert_one_owner_each(cluster.daemon.status())
+        await_what_owners_leave(cluster)
 
         keep = chance.sample(sorted(set(pods) - set(gone)), k=min(2, len(pods) - len(gone)))
-        node_of_four.delete(*sorted(set(pods) - set(keep)))
+        cluster.delete(*sorted(set(pods) - set(keep)))
 
     record_property("arrived", arrived)
     record_property("lost a race", dict(lost))
     print(f"{arrived} pods came, {lost.total()} lost a race: {dict(lost)}")
+    assert lost.total() <= MAY_LOSE * arrived
 
-    node_of_four.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
-    await_offer(node_of_four, {None: 2})
-    node_of_four.await_amounts(200, 200)
+    cluster.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
+    cluster.await_amounts(200, 200)
+    await_what_owners_leave(cluster)
 
 
 def random_pod(chance: random.Random, number: int) -> Document:
@@ -197,23 +224,41 @@ def random_pod(chance: random.Random, number: int) -> Document:
 
 
 def await_settled(cluster: Cluster) -> dict[str, Document]:
-    """Wait until each pod runs, has failed, or is unschedulable; return the pods by name."""
+    """Wait until each pod runs, has failed, or cannot have a GPU; return the pods by name.
+
+    A pod that waits for its turn while a GPU is idle has not settled.
+    """
 
     def probe() -> dict[str, Document]:
         pods = {it["metadata"]["name"]: it for it in cluster.kubectl.list("pods", NAMESPACE)}
+        idle = [gpu["index"] for gpu in shared_gpus_of(cluster) if gpu["owner"] is None]
         for name, document in pods.items():
             if not (settled(document) or failure(document)):
                 raise RigError(f"{name} is {document['status']['phase']}")
+            if idle and is_unschedulable(document) and requested(document) in EACH:
+                raise RigError(f"{name} waits, and the GPUs {idle} are idle")
         return pods
 
     return wait_for("every pod to settle", probe, within_s=SETTLED_S)
 
 
+def requested(document: Document) -> str:
+    """Return the resource that a pod requests."""
+    (container,) = document["spec"]["containers"]
+    return str(next(iter(container["resources"]["limits"])))
+
+
+def is_unschedulable(document: Document) -> bool:
+    """Return whether the scheduler has no place for a pod."""
+    conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
+    return bool(conditions.get("PodScheduled", {}).get("reason") == "Unschedulable")
+
+
 def settled(document: Document) -> bool:
     """Return whether a pod runs or is unschedulable."""
     conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
-    is_unschedulable = conditions.get("PodScheduled", {}).get("reason") == "Unschedulable"
-    return bool(is_unschedulable or conditions.get("Ready", {}).get("status") == "True")
+    ready = conditions.get("Ready", {}).get("status") == "True"
+    return ready or is_unschedulable(document)
 
 
 def failure(document: Document) -> str:

@@ -73,7 +73,8 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     """A set of GPUs and the backends that may share them.
 
     A GPU is in the first pool that selects it. A pool without backends offers none of its GPUs, and
-    no other pool does; `reason` explains that to people.
+    no other pool does; `reason` explains that to people. `offer` states whether several backends
+    take turns in offering an idle GPU, or all offer it at once.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     gpus: Literal["all"] | GpuSelector = "all"
     memory_enforcement: MemoryEnforcement = MemoryEnforcement()
     reason: str = ""
+    offer: Literal["turns", "all"] = "turns"
 
     def __post_init__(self) -> None:
         if not self.name.strip():

@@ -99,6 +99,13 @@ class Layout(msgspec.Struct, frozen=True):
         """The fact that puts the shares on offer."""
         return SharesOffered(tuple(self.backends), self.shares)
 
+    def gpus_in_turns(self, config: Config) -> Sequence[Sequence[GpuId]]:
+        """Return the GPUs of each pool whose backends take turns with idle GPUs."""
+        pools = [pool.name for pool in config.root.pools if pool.offer == "turns"]
+        return [
+            [each.gpu.id for each in self.pool_assignments if each.pool == name] for name in pools
+        ]
+
     def free_capacity(self, snapshot: Snapshot) -> list[FreeCapacity]:
         """Return the free capacity of the backends that report it. Pure."""
         states = self._states_by_backend(snapshot)

@@ -154,6 +154,22 @@ class Pause(msgspec.Struct, frozen=True):
     until_reset: bool = False
 
 
+class OfferTurn(msgspec.Struct, frozen=True):
+    """The backend that offers an idle GPU now, where several take turns.
+
+    Attributes:
+        since: the event loop's time of its beginning.
+        withdrawn: whether the turn ends: bound pods are still admitted, and no others are bound.
+        next: the backend that follows, at `until`; the same one where it goes on.
+    """
+
+    backend: str
+    since: float
+    withdrawn: bool = False
+    next: str = ""
+    until: float = 0.0
+
+
 class HardwareDevice(msgspec.Struct, frozen=True):
     """The hardware device of a share: a MIG device.
 

@@ -11,6 +11,7 @@ from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     Lease,
+    OfferTurn,
     Pause,
     ProvisionedState,
     ResourceName,
@@ -37,6 +38,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         needs_cleanup: the backends that clean the GPU up when their last lease has ended.
         cleaning: the backends that clean it up now, and since when.
         provisioned: by backend, all that backends have created on the GPU.
+        turn: the backend that offers the GPU while it is idle, `None` where all do.
         mig_faults: the MIG devices that are out of service; `faulty_shares` are their shares.
         mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
             the same for every GPU, `None` until the kubelet has reported.
@@ -54,6 +56,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     needs_cleanup: frozenset[str] = frozenset()
     cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
     provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
+    turn: OfferTurn | None = None
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
     faulty_shares: frozenset[ShareId] = frozenset()
     mig_devices_of_other_plugins: frozenset[str] | None = None
@@ -69,6 +72,16 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         return backend in self.cleaning or any(
             lease.share.backend == backend for lease in self.leases.values()
         )
+
+    @cached_property
+    def backends(self) -> tuple[str, ...]:
+        """The backends with shares on this GPU, in the pool's order."""
+        return tuple(dict.fromkeys(share.backend for share in self.shares))
+
+    @property
+    def idle_turn(self) -> OfferTurn | None:
+        """The turn that decides who offers this GPU, `None` while a backend has it."""
+        return None if self.owner is not None else self.turn
 
     @property
     def orphaned_leases(self) -> tuple[Lease, ...]:
@@ -87,7 +100,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         Under a cordon a leased share stays listed as it was: a kubelet that restarts fails pods
         whose devices are not healthy.
         """
-        unhealthy = self.unavailable_shares
+        unhealthy = self.unavailable_shares | self.shares_out_of_turn
         if self.provisioned:  # only created devices are faulty or paused; every list asks for this
             unhealthy = unhealthy | self.faulty_shares | self.paused_shares.keys()
         if not self.suspended and self.cordon is None:
@@ -99,6 +112,23 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             if share.backend in self.suspended
             or (self.cordon is not None and share.id not in self.leases)
         }
+
+    @cached_property
+    def shares_out_of_turn(self) -> frozenset[ShareId]:
+        """The shares of this idle GPU that other backends offer at their turn.
+
+        A share that was offered a moment ago may still be asked for: it is granted.
+        """
+        if (turn := self.idle_turn) is None:
+            return frozenset()
+        return frozenset(share.id for share in self.shares if share.backend != turn.backend)
+
+    @cached_property
+    def withdrawn_shares(self) -> frozenset[ShareId]:
+        """The shares that are listed Healthy and counted no more: their turn ends."""
+        if (turn := self.idle_turn) is None or not turn.withdrawn:
+            return frozenset()
+        return frozenset(share.id for share in self.shares if share.backend == turn.backend)
 
     def device_fault(self, share: ShareId) -> Verdict | None:
         """Return the fault of the MIG device of a share, `None` for a healthy one."""

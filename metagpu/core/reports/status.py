@@ -14,6 +14,7 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.reasons import iso_time, unavailable_reason
 from metagpu.core.model.shares import (
     HardwareDevice,
+    OfferTurn,
     Pause,
     Recovery,
     ResourceName,
@@ -131,6 +132,7 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
         "recovery": _recovery_report(state.verdict.recovery),
         "backends": list(dict.fromkeys(share.backend for share in state.shares)),
         "owner": state.owner,
+        "turn": _turn_report(state.idle_turn) if state.idle_turn else None,
         "cleaning": {it: iso_time(_time_of_day(at)) for it, at in state.cleaning.items()},
         "suspended": {backend: _pause_report(pause) for backend, pause in state.suspended.items()},
         "cordon": _pause_report(state.cordon) if state.cordon else None,
@@ -152,6 +154,15 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
             }
         ),
         "waitsFor": unavailable_reason(state) if state.orphaned_leases else None,
+    }
+
+
+def _turn_report(it: OfferTurn) -> Mapping[str, str | float | bool]:
+    return {
+        "backend": it.backend,
+        "withdrawn": it.withdrawn,
+        "next": it.next,
+        "nextIn": round(max(0.0, it.until - time.monotonic()), 1),
     }
 
 

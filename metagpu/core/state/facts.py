@@ -12,6 +12,7 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
     Fault,
     Holder,
+    OfferTurn,
     ProvisionedState,
     Recovery,
     ResourceName,
@@ -161,6 +162,15 @@ class SharesOffered(msgspec.Struct, frozen=True):
 
     resources: tuple[ResourceName, ...]
     shares: tuple[Share, ...]
+
+
+class TurnsChanged(msgspec.Struct, frozen=True):
+    """Idle GPUs are offered by other backends from now on.
+
+    With `None` all backends of a GPU offer it. GPUs that are missing keep their turns.
+    """
+
+    turns: Mapping[GpuId, OfferTurn | None]
 
 
 class SharesClaimed(msgspec.Struct, frozen=True):
@@ -365,6 +375,7 @@ Fact = (
     | RegistrationProblemFound
     | RegistrationProblemGone
     | SharesOffered
+    | TurnsChanged
     | SharesClaimed
     | SharesPending
     | SharesReleased

@@ -41,6 +41,7 @@ from metagpu.core.state.facts import (
     SharesPending,
     SharesReleased,
     TopologyRead,
+    TurnsChanged,
     UnreadableGpusFound,
 )
 from metagpu.core.state.gpu_state import apply_gpu_fact
@@ -77,6 +78,8 @@ def reduce(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return _registration_problem(snapshot, fact)
         case SharesOffered():
             return _shares_offered(snapshot, fact)
+        case TurnsChanged():
+            return _turns_changed(snapshot, fact)
         case SharesClaimed():
             return apply_claimed(snapshot, fact)
         case SharesPending():
@@ -214,6 +217,15 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
         for resource, offer in offers.items()
     }
     return replace(with_states(snapshot, states), offers=MappingProxyType(reused)), (fact,)
+
+
+def _turns_changed(snapshot: Snapshot, fact: TurnsChanged) -> tuple[Snapshot, tuple[Fact, ...]]:
+    states = [
+        replace(state, turn=turn)
+        for gpu, turn in fact.turns.items()
+        if (state := snapshot.gpus.get(gpu)) is not None and state.turn != turn
+    ]
+    return (with_states(snapshot, states), (fact,)) if states else (snapshot, ())
 
 
 def _held(leases: Mapping[ShareId, Lease]) -> list[Share]:

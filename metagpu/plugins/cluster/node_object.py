@@ -185,17 +185,30 @@ def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
 
 
 def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
-    """Count the healthy shares, held or free, of each resource that metagpu serves."""
+    """Count the healthy shares, held or free, of each resource that metagpu serves.
+
+    Shares whose turn ends are not counted.
+    """
     return {
         resource: sum(
-            len(shares) - sum(share.id in unhealthy for share in shares)
+            len(shares) - sum(share.id in uncounted for share in shares)
             for gpu, shares in offer.by_gpu.items()
             if (state := snapshot.gpus[gpu]).verdict.healthy
-            for unhealthy in (state.unhealthy_shares,)
+            for uncounted in (state.unhealthy_shares | state.withdrawn_shares,)
         )
         for resource, offer in snapshot.offers.items()
         if resource not in snapshot.competing_plugins
     }
+
+
+def resources_in_turns(snapshot: Snapshot) -> frozenset[ResourceName]:
+    """Return the resources that idle GPUs offer in turns."""
+    return frozenset(
+        share.resource
+        for state in snapshot.gpus.values()
+        if state.turn is not None
+        for share in state.shares
+    )
 
 
 def conditions_of(snapshot: Snapshot) -> Sequence[Mapping[str, str]]:

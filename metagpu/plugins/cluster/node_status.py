@@ -17,6 +17,7 @@ from metagpu.plugins.cluster.node_object import (
     conditions_differ,
     conditions_of,
     remaining_taints,
+    resources_in_turns,
     stale_allocatable,
 )
 from metagpu.plugins.cluster.node_patch import CONFLICT, NodePatcher
@@ -79,8 +80,12 @@ class NodeStatusWriter:
         await self._write(amounts)
 
     async def restore_allocatable(self) -> None:
-        """Raise the numbers that metagpu lowered, once the kubelet knows the shares."""
-        if not self._lowered:
+        """Raise the numbers that metagpu lowered, once the kubelet knows the shares.
+
+        Those of resources in turns too: the kubelet may have lowered them first.
+        """
+        in_turns = resources_in_turns(self.registry.snapshot)
+        if not self._lowered and not in_turns:
             return
         await anyio.sleep(self.timing.raise_delay)
         if (node := self.node.object) is None:
@@ -88,7 +93,8 @@ class NodeStatusWriter:
         shown = _allocatable(node)
         self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
         amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), rising=True)
-        await self._write({it: n for it, n in amounts.items() if it in self._lowered})
+        ours = self._lowered.keys() | in_turns
+        await self._write({it: n for it, n in amounts.items() if it in ours})
 
     async def remove_conditions(self) -> None:
         """Remove our conditions.
@@ -124,6 +130,7 @@ def watched_state(snapshot: Snapshot) -> object:
                 state.unavailable_shares,
                 state.suspended,
                 state.paused_shares,
+                state.idle_turn,
             ),
             *(state.mig_faults, state.faulty_shares),
             (state.cordon, state.leases)

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed, SharesReleased
+from metagpu.core.model.shares import OfferTurn
+from metagpu.core.state.facts import (
+    GpuFaulted,
+    GpuRecovered,
+    SharesClaimed,
+    SharesReleased,
+    TurnsChanged,
+)
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
@@ -97,3 +104,31 @@ async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -
         await it.has_labels(nvidia_com__gpu_count="3")
 
         assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "0"}
+
+
+async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:
+    """The Node's number falls while the list is the same, and the next backend's rises."""
+    timing = ClusterTiming(raise_delay=0.02)
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 10, SLICED: 4}, {METAGPU: 10, SLICED: 0})
+
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
+        it.offer(SIDE_BY_SIDE, count=1)
+
+        def free() -> dict[str, str]:
+            return dict(server.node(NODE)["status"]["allocatable"])
+
+        def turn(of: OfferTurn) -> None:
+            it.registry.apply(TurnsChanged({gpu(0).id: of}))
+
+        turn(OfferTurn("fraction", since=0))
+        await server.until(lambda: free() == {METAGPU: "10", SLICED: "0"})
+        turn(OfferTurn("fraction", since=0, withdrawn=True, next="timeslice"))
+        await server.until(lambda: free() == {METAGPU: "0", SLICED: "0"})
+        assert not it.registry.snapshot.gpus[gpu(0).id].unhealthy_shares & {
+            share.id for share in it.registry.snapshot.offers[METAGPU].shares.values()
+        }
+
+        turn(OfferTurn("timeslice", since=1))
+        await server.until(lambda: free() == {METAGPU: "0", SLICED: "4"})

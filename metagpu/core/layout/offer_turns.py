@@ -1,0 +1,150 @@
+"""Turns of a pool's backends in offering its idle GPUs: decisions alone.
+
+The scheduler counts each resource by itself. An idle GPU that several backends offer counts several
+times, and of the pods that are bound for it in the same moment all but one fail.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import OfferTurn
+
+_PHASES: Final = 4
+"""Of a round. In the last one a single backend has all idle GPUs, for requests of several."""
+
+
+class TurnTiming(msgspec.Struct, frozen=True):
+    """Times of the turns, in seconds.
+
+    Attributes:
+        turn: the shortest turn, after each change of which GPUs are idle. A number of the Node
+            rises 0.3 s late, and a waiting pod is bound within milliseconds of that.
+        longest_turn: the longest turn. While nothing changes turns grow to it: each turn writes
+            the Node.
+        grace: the end of a turn, in which bound pods are still admitted and no others are bound:
+            the Node's number is lower already, the kubelet's list is not.
+    """
+
+    turn: float = 2.0
+    longest_turn: float = 6.0
+    grace: float = 0.5
+
+
+class TurnCandidate(msgspec.Struct, frozen=True):
+    """One GPU of a pool as the turns see it.
+
+    Attributes:
+        backends: those that could grant its shares now, in the pool's order.
+        owner: the backend that has the GPU, `None` while it is idle.
+    """
+
+    gpu: GpuId
+    backends: tuple[str, ...]
+    owner: str | None = None
+
+
+@dataclass(slots=True)
+class TurnSchedule:
+    """The turns of one pool. Times are those of the event loop.
+
+    While there are as many idle GPUs as backends, each backend has one: backend `i + phase` offers
+    the idle GPU number `i`. In every fourth phase one backend has them all. A GPU that has just
+    become idle is first offered by its last owner: the scheduler counts it there already.
+
+    Attributes:
+        turns: the present turn of each GPU.
+        phase: counts the turns of the pool.
+        phase_ends: when the next phase begins.
+        next_at: when `apply` has something new.
+    """
+
+    timing: TurnTiming = field(default_factory=TurnTiming)
+    turns: Mapping[GpuId, OfferTurn] = field(default_factory=dict)
+    phase: int = 0
+    phase_ends: float = float("-inf")
+    next_at: float = float("inf")
+    _quiet_phases: int = 0
+    _idle: tuple[GpuId, ...] = ()
+
+    def apply(self, gpus: Sequence[TurnCandidate], now: float) -> Mapping[GpuId, OfferTurn]:
+        """Return the turn of each GPU; of one in use its owner's.
+
+        A GPU that no pod can have keeps its turn.
+        """
+        idle = [it for it in gpus if it.owner is None and it.backends]
+        self._advance(idle, now)
+        self.next_at = self.phase_ends if idle else float("inf")
+        wanted, following = _offering(idle, self.phase), _offering(idle, self.phase + 1)
+
+        turns = {}
+        for it in gpus:
+            known = self.turns.get(it.gpu)
+            if it.owner is not None:
+                began = known.since if known and known.backend == it.owner else now
+                turns[it.gpu] = OfferTurn(it.owner, began)
+            elif it.gpu in wanted:
+                known = _started(it, known, wanted[it.gpu], now)
+                turns[it.gpu] = self._turn(known, wanted[it.gpu], following[it.gpu], now)
+            elif known is not None:
+                turns[it.gpu] = known
+        self.turns = turns
+        return turns
+
+    def seconds_to_next(self, now: float) -> float:
+        """Return the seconds until `apply` has something new, infinite if never."""
+        return max(0.0, self.next_at - now)
+
+    def _advance(self, idle: Sequence[TurnCandidate], now: float) -> None:
+        """Begin the next phase when its time has come, sooner after a change."""
+        timing, present = self.timing, tuple(it.gpu for it in idle)
+        if present != self._idle:
+            self._idle, self._quiet_phases = present, 0
+            self.phase_ends = min(self.phase_ends, now + timing.turn)
+        if now < self.phase_ends:
+            return
+        self.phase += 1
+        self._quiet_phases += 1
+        round_of_all = max((len(it.backends) for it in idle), default=1) * _PHASES
+        doubled = (self._quiet_phases - 1) // round_of_all
+        self.phase_ends = now + min(timing.longest_turn, timing.turn * 2.0 ** min(doubled, 10))
+
+    def _turn(self, known: OfferTurn, wanted: str, following: str, now: float) -> OfferTurn:
+        """Return the turn of an idle GPU: as it is, at its end, or the next one."""
+        timing = self.timing
+        if known.withdrawn:
+            self.next_at = min(self.next_at, known.until)
+            return known
+        if known.backend == wanted:
+            return OfferTurn(
+                wanted, known.since, next=following, until=self.phase_ends + timing.grace
+            )
+
+        due = known.since + timing.turn - timing.grace
+        if now < due:
+            self.next_at = min(self.next_at, due)
+            return OfferTurn(known.backend, known.since, next=wanted, until=due + timing.grace)
+        until = now + timing.grace
+        self.next_at = min(self.next_at, until)
+        return OfferTurn(known.backend, known.since, withdrawn=True, next=wanted, until=until)
+
+
+def _offering(idle: Sequence[TurnCandidate], phase: int) -> Mapping[GpuId, str]:
+    """Return the backend that a phase has for each idle GPU."""
+    rounds, place = divmod(phase, _PHASES)
+    if place == _PHASES - 1:
+        return {it.gpu: it.backends[rounds % len(it.backends)] for it in idle}
+    step = phase - rounds
+    return {it.gpu: it.backends[(i + step) % len(it.backends)] for i, it in enumerate(idle)}
+
+
+def _started(it: TurnCandidate, known: OfferTurn | None, wanted: str, now: float) -> OfferTurn:
+    """Return the turn that an idle GPU has now; a new one where the last has ended."""
+    if known is not None and known.withdrawn and now >= known.until:
+        return OfferTurn(known.next if known.next in it.backends else wanted, now)
+    if known is None or known.backend not in it.backends:
+        return OfferTurn(wanted, now)
+    return known
