@@ -17,7 +17,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.mig import a_node, hurry
+from tests.rigs.mig import a_node, hurry, on_demand_pool, pod
 
 NODE = "gpu-1"
 PLACE = ("kube-system", "metagpu")
@@ -354,6 +354,39 @@ async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> Non
             return [each["reason"] for each in server.events()]
 
         await server.until(lambda: reasons()[:2] == ["GPUUnhealthy", "GPURecovered"])
+
+
+async def test_the_nodes_amounts_follow_an_instance_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A MIG instance lowers every profile that it displaces at the Node, before any kubelet."""
+    hurry(monkeypatch)
+    server = SimApiServer()
+    server.add_node(NODE)
+    use: dict[str, object] = {"config_map": None, "features": frozenset({Feature.ALLOCATABLE})}
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path,
+            node,
+            on_demand_pool(),
+            cluster_settings=joined(server, tmp_path, **use),
+        ) as it,
+    ):
+        await it.until(1, 1, "nvidia.com/mig-7g.40gb")
+        await it.until(2, 2, "nvidia.com/mig-3g.20gb")
+        server.report(NODE, it.kubelet.capacity(), it.kubelet.allocatable())
+        before = dict(server.node(NODE)["status"]["allocatable"])
+        await it.kubelet.admit(pod("train", "3g.20gb"))
+        await it.until(1, 0, "nvidia.com/mig-7g.40gb")
+
+        def same() -> bool:
+            counted = {name: str(n) for name, n in it.kubelet.allocatable().items()}
+            return counted == dict(server.node(NODE)["status"]["allocatable"]) != before
+
+        await server.until(same)
 
 
 async def test_a_wrong_file_is_an_event_on_the_bus_and_in_the_cluster(tmp_path: Path) -> None:

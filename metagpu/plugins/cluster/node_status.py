@@ -123,19 +123,10 @@ def _allocatable(node: KubeObject) -> Mapping[str, str]:
 def watched_state(snapshot: Snapshot) -> object:
     """Return the state whose change triggers all reconcilers; cheap, as read often."""
     gpus = tuple(
+        # Whatever makes a share unhealthy, the Node's amounts follow: they count the same.
         (
-            *(
-                state.gpu,
-                state.verdict,
-                state.unavailable_shares,
-                state.suspended,
-                state.paused_shares,
-                state.idle_turn,
-            ),
-            *(state.mig_faults, state.faulty_shares),
-            (state.cordon, state.leases)
-            if state.cordon
-            else None,  # free shares are unhealthy then
+            *(state.gpu, state.verdict, state.suspended, state.mig_faults),
+            *(state.unhealthy_shares, state.withdrawn_shares),
         )
         for state in snapshot.gpus.values()
     )

@@ -2,10 +2,15 @@
 
 from pathlib import Path
 
-from metagpu.core.model.shares import OfferTurn
+import pytest
+
+from metagpu.core.model.shares import OfferTurn, ProvisionedState, ResourceName
 from metagpu.core.state.facts import (
+    BackendAttached,
+    GpuCordoned,
     GpuFaulted,
     GpuRecovered,
+    ProvisioningReported,
     SharesClaimed,
     SharesReleased,
     TurnsChanged,
@@ -14,6 +19,18 @@ from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
 from tests.rigs.build import METAGPU, gpu
+
+FOUR_BACKENDS = """
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {backend: fraction, sharesPerGpu: 10}
+      - {backend: timeslice, resource: nvidia.com/gpu.shared, replicas: 4}
+      - {backend: whole, resource: nvidia.com/gpu}
+      - {backend: mps, resource: example.com/mps, unitsPerGpu: 100}
+"""
+FOUR_NAMES = (METAGPU, SLICED, "nvidia.com/gpu", "example.com/mps")
 
 
 async def test_startup_taint_goes_when_every_resource_is_shown(tmp_path: Path) -> None:
@@ -87,6 +104,48 @@ async def test_amounts_fall_at_once_and_rise_when_the_kubelet_knows(tmp_path: Pa
 
         it.registry.apply(SharesReleased((share,), at=2))
         await server.until(lambda: free() == {METAGPU: "20", SLICED: "8"})
+
+
+@pytest.mark.parametrize("owner", FOUR_NAMES)
+async def test_a_grant_of_any_backend_lowers_all_others(tmp_path: Path, owner: str) -> None:
+    """After the grant of an idle GPU the Node has no share of it for other backends."""
+    server = SimApiServer()
+    server.add_node(NODE)
+
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as it:
+        it.offer(FOUR_BACKENDS)
+        offers = it.registry.snapshot.offers
+        assert {*offers} == {*FOUR_NAMES}
+        amounts = {str(name): len(offer.shares) for name, offer in offers.items()}
+        server.report(NODE, amounts, amounts)
+        [first, *_] = offers[ResourceName(owner)].shares.values()
+        it.registry.apply(SharesClaimed((first,), at=1))
+
+        left = {name: str(n if name == owner else n // 2) for name, n in amounts.items()}
+        await server.until(lambda: server.node(NODE)["status"]["allocatable"] == left)
+
+
+async def test_shares_that_a_backend_holds_back_are_no_amount(tmp_path: Path) -> None:
+    """A pause of single shares and a cordon lower the amounts as a grant does."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as it:
+        it.offer()
+
+        def free() -> str:
+            return str(server.node(NODE)["status"]["allocatable"][METAGPU])
+
+        [share, *_] = it.registry.snapshot.gpus[gpu(0).id].shares
+        paused = ProvisionedState(paused={share.id: "its control daemon fails"})
+        it.registry.apply(
+            BackendAttached(gpu(0).id, "fraction", needs_setup=False, needs_cleanup=False, at=1)
+        )
+        it.registry.apply(ProvisioningReported(gpu(0).id, "fraction", paused, at=1))
+        await server.until(lambda: free() == "19")
+        it.registry.apply(GpuCordoned(gpu(1).id, "new fan", at=2))
+        await server.until(lambda: free() == "9")
 
 
 async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -> None:
