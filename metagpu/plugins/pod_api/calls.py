@@ -17,7 +17,7 @@ from metagpu.core.errors import MetagpuError, describe_error
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.listener import remove_socket
 
-RELAY: Final = Path(__file__).with_name("relay.py")
+RELAY: Final = Path(__file__).with_name("relay")
 
 _MESSAGE: Final = 4096
 """Bytes of the longest message of the relay."""
@@ -33,11 +33,12 @@ class RelaySettings(msgspec.Struct, frozen=True):
 
     Attributes:
         request_limit: bytes of a caller.
-        reading_time: seconds that a caller has to read more of its answer.
+        reading_time: seconds that a caller has for each part of its answer, of 64 KiB at most.
         accept_burst: connections accepted at once.
         accepted: connections accepted a second, of all pods; the others wait in the kernel.
         call_burst: calls given to the daemon at once.
         calls: calls given to the daemon a second, in turns by pod.
+        pod_calls: calls of one pod that the daemon has at once; its others wait.
         beat: seconds between two signs of life.
         passrights: the socket option that refuses descriptors to their sender, when it is 0.
     """
@@ -48,6 +49,7 @@ class RelaySettings(msgspec.Struct, frozen=True):
     accepted: float
     call_burst: int
     calls: float
+    pod_calls: int
     beat: float
     passrights: int
 

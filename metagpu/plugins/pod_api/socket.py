@@ -38,12 +38,14 @@ class PodSocketLimits(msgspec.Struct, frozen=True):
         pod_burst: requests that one pod may make at once.
         pod_requests: requests of one pod a second.
         request_time: seconds that a caller has for its request.
-        reading_time: seconds that a caller has to read more of its answer.
+        reading_time: seconds that a caller has for each part of its answer.
         accept_burst: connections accepted at once.
         accepted: connections accepted a second, of all pods, by the relay; the others wait in the
             kernel, at no cost.
         call_burst: calls identified at once.
         calls: calls identified a second, of all pods, in turns by pod.
+        pod_calls: calls of one pod that the daemon has at once; more than `pod_connections`, so
+            that some are refused with the reason. Its others wait for their turn.
         remembered_pods: pods whose requests are counted, before silent ones are forgotten.
         passrights: the socket option SO_PASSRIGHTS; another number leaves it alone.
     """
@@ -57,6 +59,7 @@ class PodSocketLimits(msgspec.Struct, frozen=True):
     accepted: float = 4000.0
     call_burst: int = 50
     calls: float = 200.0
+    pod_calls: int = 8
     remembered_pods: int = 256
     passrights: int = SO_PASSRIGHTS
 
@@ -210,6 +213,7 @@ class PodSocket:
             accepted=limits.accepted,
             call_burst=limits.call_burst,
             calls=limits.calls,
+            pod_calls=limits.pod_calls,
             beat=self._timing.beat,
             passrights=limits.passrights,
         )

@@ -244,6 +244,25 @@ async def test_a_caller_that_does_not_read_is_dropped(tmp_path: Path) -> None:
             assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
+async def test_a_pod_whose_calls_do_not_end_waits_for_itself(tmp_path: Path) -> None:
+    """Beyond the calls that a pod may have at the daemon it waits, and another pod does not."""
+    async with pod_socket(tmp_path, PodSocketLimits(pod_calls=2)) as it, AsyncExitStack() as calls:
+        writers = []
+        for _ in range(3):
+            _, writer = await calls.enter_async_context(connected(it.path))
+            writer.write(pack_request("wait"))
+            writers.append(writer)
+        await it.until(2)
+
+        it.machine.add_container_process(os.getpid(), Holder("default", "bob", "main"))
+        assert await it.is_answered()
+        assert it.answerer.open == 2
+        writers[0].close()
+        await becomes(
+            lambda: sum(request.arguments == ("wait",) for _, request in it.answerer.asked) == 3
+        )
+
+
 @pytest.mark.parametrize("more", [b"", b"x"])
 async def test_a_caller_that_hangs_up_or_sends_more_is_answered_no_more(
     tmp_path: Path, more: bytes
