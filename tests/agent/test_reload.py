@@ -12,9 +12,10 @@ from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.errors import ConfigError
 from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.reports.status import explain_report
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
-from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 from tests.rigs.logs import capture_module_logs
@@ -98,42 +99,94 @@ async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:
         await it.until(10, 10)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        QUICK.replace("fraction,", "fraction, resource: example.com/new,"),
-        QUICK.replace("10}", "100}"),
-    ],
-    ids=["renamed", "cut anew"],
-)
-async def test_changed_backend_waits_for_the_holder_of_the_gpu(
-    tmp_path: Path, changed: str
-) -> None:
-    """A GPU of a pod from the old configuration is not given away under the new one."""
+async def test_another_name_waits_for_the_holder_of_the_gpu(tmp_path: Path) -> None:
+    """A GPU of a pod from the old configuration is not given away under the new name."""
     timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
-    resource = "example.com/new" if "new" in changed else METAGPU
-    shares = 100 if "100}" in changed else 10
+    resource = "example.com/new"
 
     async with agent_at_work(tmp_path, kubelet_timing=timing) as it:
         await it.until(20, 20)
         old = SimPod.single("old", {METAGPU: 3})
         await it.kubelet.admit(old)
         await it.wait_holders()
+        changed = QUICK.replace("fraction,", f"fraction, resource: {resource},")
         await anyio.Path(it.config_file).write_text(changed)
         await it.agent.reload()
-        await it.until(2 * shares, shares, resource)
+        await it.until(20, 10, resource)
 
         assert "held by default/old (main)" in unavailable_reason(it.state(0))
         assert it.state(0).count_free(ResourceName(resource)) == 0
 
-        await it.kubelet.admit(SimPod.single("new", {resource: shares}))
+        await it.kubelet.admit(SimPod.single("new", {resource: 10}))
 
-        assert len(it.state(1).leases) == shares
+        assert len(it.state(1).leases) == 10
 
         await it.kubelet.delete(old)
-        await it.until(2 * shares, 2 * shares, resource)
+        await it.until(20, 20, resource)
 
         assert it.state(0).orphaned_leases == ()
+
+
+async def test_smaller_shares_of_a_gpu_are_offered_beside_its_pods(tmp_path: Path) -> None:
+    """Of a GPU of which a pod holds 3 of 10 shares, 70 of 100 are free; the rest wait for it."""
+    timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
+
+    async with agent_at_work(tmp_path, "a100-40gb", kubelet_timing=timing) as it:
+        await it.until(10, 10)
+        old = SimPod.single("old", {METAGPU: 3})
+        await it.kubelet.admit(old)
+        await it.wait_holders()
+        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "100}"))
+        await it.agent.reload()
+        await it.until(100, 73)  # the kubelet counts the 3 held ids
+
+        [gpu] = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
+        assert gpu["waitsFor"].endswith(
+            "is held by default/old (main) under cnvrg.io/metagpu, which is not on offer as it was "
+            "granted; 27 free shares wait for the end of that pod"
+        )
+        await it.kubelet.admit(SimPod.single("new", {METAGPU: 70}))
+        with pytest.raises(AdmissionError):
+            await it.kubelet.admit(SimPod.single("more", {METAGPU: 1}))
+
+        await it.kubelet.delete(old)
+        await it.until(100, 100)
+        await it.kubelet.admit(SimPod.single("more", {METAGPU: 30}))
+
+
+async def test_more_replicas_are_there_at_once(tmp_path: Path) -> None:
+    """Of 10 replicas in place of 4 held ones, six are free; of 3 none is until two pods end."""
+    timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
+    slices = QUICK.replace("fraction, sharesPerGpu: 10", "timeslice, replicas: 4")
+    name = "nvidia.com/gpu.shared"
+
+    async with agent_at_work(tmp_path, "a100-40gb", slices, kubelet_timing=timing) as it:
+        await it.until(4, 4, name)
+        pods = [SimPod.single(f"old{number}", {name: 1}) for number in range(4)]
+        for pod in pods:
+            await it.kubelet.admit(pod)
+        await it.wait_holders()
+        await anyio.Path(it.config_file).write_text(slices.replace("replicas: 4", "replicas: 10"))
+        await it.agent.reload()
+        await it.until(10, 10, name)
+        assert it.state(0).orphaned_leases == ()
+        six = [SimPod.single(f"new{number}", {name: 1}) for number in range(6)]
+        for pod in six:
+            await it.kubelet.admit(pod)
+        await it.wait_holders()
+
+        for pod in six:
+            await it.kubelet.delete(pod)
+        await it.wait_snapshot(lambda now: all(len(i.leases) == 4 for i in now.gpus.values()))
+        await anyio.Path(it.config_file).write_text(slices.replace("replicas: 4", "replicas: 3"))
+        await it.agent.reload()
+        await it.until(3, 3, name)
+        assert it.state(0).count_free(ResourceName(name)) == 0
+        for pod in pods[:2]:
+            await it.kubelet.delete(pod)
+        await it.wait_snapshot(
+            lambda now: all(i.count_free(ResourceName(name)) == 1 for i in now.gpus.values())
+        )
 
 
 def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
@@ -182,4 +235,4 @@ async def test_an_internal_error_over_a_changed_file_ends_nothing(
         await it.kubelet.admit(SimPod.single("train", {METAGPU: 5}))
 
         await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
-        await it.until(40, 20)
+        await it.until(40, 35)  # 5 of 20 shares wait for the pod, which holds half of a GPU

@@ -237,6 +237,7 @@ class MigBackend(
                         number=counted[resource],
                         footprint=with_suffix(placed.footprint, suffix),
                         memory=sharing.memory,
+                        replica=sharing.replicas,
                     )
                 )
                 counted[resource] += 1

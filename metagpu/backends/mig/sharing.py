@@ -110,16 +110,20 @@ class MigMpsOptions(
 
 
 class InstanceSharing(msgspec.Struct, frozen=True):
-    """The shares of an instance: the suffixes of their ids, and the bytes of each."""
+    """The shares of an instance: the suffixes of their ids, and the bytes of each.
+
+    `replicas` is set where the containers take turns: see `Share.replica`.
+    """
 
     suffixes: tuple[str, ...]
     memory: int
+    replicas: bool = False
 
 
 def share_by_time_slicing(count: int, memory: int) -> InstanceSharing:
     """Share an instance among `count` containers by time-slicing; one has it whole."""
     suffixes = UNSHARED if count == 1 else tuple(f"{_REPLICA}{number}" for number in range(count))
-    return InstanceSharing(suffixes, memory // count)
+    return InstanceSharing(suffixes, memory // count, replicas=count > 1)
 
 
 def share_by_mps(options: MigMpsOptions, profile: MigProfile, gpu: Gpu) -> InstanceSharing:

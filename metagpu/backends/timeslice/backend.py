@@ -121,7 +121,10 @@ class TimesliceBackend(
 
         replicas = self.options.replicas
         return self.equal_shares(
-            gpu, (f"t{number}" for number in range(replicas)), (gpu.memory or 0) // replicas
+            gpu,
+            (f"t{number}" for number in range(replicas)),
+            (gpu.memory or 0) // replicas,
+            replica=True,
         )
 
     def prefer(

@@ -138,10 +138,12 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
         """The one resource name of this pool's shares."""
         return (self.resource,)
 
-    def equal_shares(self, gpu: Gpu, slots: Iterable[str], memory: int) -> list[Share]:
+    def equal_shares(
+        self, gpu: Gpu, slots: Iterable[str], memory: int, *, replica: bool = False
+    ) -> list[Share]:
         """Return one share of a GPU for each slot, all of `memory` bytes.
 
-        A share's id ends in its slot, and its footprint is this slot alone.
+        A share's id ends in its slot, and its footprint is this slot alone. `replica`: see `Share`.
         """
         return [
             Share(
@@ -152,6 +154,7 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
                 number=number,
                 footprint=frozenset((slot,)),
                 memory=memory,
+                replica=replica,
             )
             for number, slot in enumerate(slots)
         ]

@@ -11,7 +11,7 @@ from metagpu.core.config.config import Config
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import Lease, ResourceName, Share
-from metagpu.core.model.sharing import orphaned_leases
+from metagpu.core.model.sharing import orphaned_leases, shares_to_wait
 from metagpu.core.model.snapshot import Snapshot
 
 
@@ -50,8 +50,8 @@ class GpuChange(msgspec.Struct, frozen=True):
     Attributes:
         pool: the pool's name before and after; `None` without a pool.
         backends: the names of the backends before and after.
-        waits_for: leases on shares that are not on offer afterwards. No other container gets the
-            GPU before they end; a GPU without a pool is held by them alone.
+        waits_for: leases that keep the GPU, or a part of it, from other containers until they end;
+            a GPU without a pool is held by them alone.
     """
 
     gpu: Gpu
@@ -194,7 +194,9 @@ def _gpu_change(snapshot: Snapshot, gpu: GpuId, before: _Side, after: _Side) -> 
         same_options=before.options(gpu) == after.options(gpu)
         and before.rules.get(pools[0] or "") == after.rules.get(pools[1] or ""),
     )
-    return GpuChange(state.gpu, change, pools, backends, orphaned_leases(new, state.leases))
+    waits = shares_to_wait(new, state.leases) != frozenset()
+    waits_for = orphaned_leases(new, state.leases) if waits else ()
+    return GpuChange(state.gpu, change, pools, backends, waits_for)
 
 
 def _change_kind(*, was: bool, will: bool, same: bool, same_options: bool) -> ChangeKind:

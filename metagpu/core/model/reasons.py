@@ -1,21 +1,22 @@
 """Reasons why a share cannot be granted now, as texts for people."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from typing import Final
 
 from metagpu.core.model.shares import Lease, Share
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState
 
+_MAX_HOLDERS: Final = 5
+"""Pods that one reason lists; `metagpu status` lists every lease."""
+
 
 def unavailable_reason(state: GpuState, share: Share | None = None) -> str:
     """Return why shares of a GPU, or one share, are unavailable."""
-    for lease in state.orphaned_leases:
-        holder = lease.holder or "a pod that is being admitted"
-        return (
-            f"GPU {state.gpu} is held by {holder} under {lease.share.resource or 'another name'}, "
-            "which is not on offer as it was granted; the GPU waits for the end of that pod"
-        )
+    waiting = state.waiting_shares
+    if waiting is None or (waiting and (share is None or share.id in waiting)):
+        return _orphaned_reason(state)
     for reason in _slot_reasons(state, share):
         return f"GPU {state.gpu}: {reason}"
     if state.leases:
@@ -24,6 +25,27 @@ def unavailable_reason(state: GpuState, share: Share | None = None) -> str:
         if provisioned.exclusive:
             return f"GPU {state.gpu} is reserved by {backend}"
     return f"GPU {state.gpu} is being cleaned after its last lease by {state.owner}"
+
+
+def _orphaned_reason(state: GpuState) -> str:
+    """Return which pods a GPU, or a part of it, waits for."""
+    orphaned, waiting = state.orphaned_leases, state.waiting_shares
+    holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)
+    names = dict.fromkeys(it.share.resource or "another name" for it in orphaned)
+    what = "the GPU waits" if waiting is None else f"{len(waiting)} free shares wait"
+    if waiting is not None and len(waiting) == 1:
+        what = "1 free share waits"
+    pods = "that pod" if len(holders) == 1 else "these pods"
+    return (
+        f"GPU {state.gpu} is held by {_listed(holders)} under {', '.join(names)}, "
+        f"which is not on offer as it was granted; {what} for the end of {pods}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    given = list(names)
+    more = [f"{len(given) - _MAX_HOLDERS} more"] if len(given) > _MAX_HOLDERS else []
+    return ", ".join([*given[:_MAX_HOLDERS], *more])
 
 
 def _slot_reasons(state: GpuState, share: Share | None) -> Iterator[str]:

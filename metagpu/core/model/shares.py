@@ -29,6 +29,8 @@ class Share(msgspec.Struct, frozen=True):
         footprint: the slots of the GPU that it occupies; two shares of one backend with a slot in
             common exclude each other.
         memory: bytes of GPU memory that it stands for, 0 where the GPU's memory is unknown.
+        replica: whether it stands for one container of those that take turns, and not for a part:
+            the memory of a replica is nominal.
     """
 
     id: ShareId
@@ -38,6 +40,7 @@ class Share(msgspec.Struct, frozen=True):
     number: int
     footprint: frozenset[str]
     memory: int
+    replica: bool = False
 
     def __hash__(self) -> int:
         """Return the hash of the id: sets of shares are built while the kubelet waits."""

@@ -1,6 +1,7 @@
 """The one rule of sharing: which shares of a GPU exclude each other."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 from types import MappingProxyType
 
 from metagpu.core.model.shares import (
@@ -28,8 +29,53 @@ def orphaned_leases(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) ->
     """
     offered = {share.id: share for share in shares}
     return tuple(
-        lease for share_id, lease in leases.items() if offered.get(share_id) != lease.share
+        lease
+        for share_id, lease in leases.items()
+        if (now := offered.get(share_id)) != lease.share
+        and (now is None or not _means_the_same(now, lease.share))
     )
+
+
+def _means_the_same(now: Share, granted: Share) -> bool:
+    """Return whether two shares of one id are the same part of the GPU.
+
+    A replica stands for a container: more or fewer of them change its memory, and not what it is.
+    """
+    return (
+        (now.resource, now.backend, now.footprint)
+        == (granted.resource, granted.backend, granted.footprint)
+        and now.replica == granted.replica
+        and (now.replica or now.memory == granted.memory)
+    )
+
+
+def shares_to_wait(
+    shares: Sequence[Share], leases: Mapping[ShareId, Lease]
+) -> frozenset[ShareId] | None:
+    """Find the free shares of one GPU that wait for orphaned leases.
+
+    `None` stands for all of them. Where a backend divides the GPU into other equal parts than before, a lease of before takes as
+    many of the new parts as its memory needs, and a replica takes one. The free capacity beside
+    any other orphaned lease is unknown.
+    """
+    orphaned = [lease.share for lease in orphaned_leases(shares, leases)]
+    if not orphaned:
+        return frozenset()
+    kinds = {(it.backend, it.resource, it.replica) for it in orphaned}
+    parts = [it for it in shares if (it.backend, it.resource, it.replica) in kinds]
+    part = parts[0].memory if parts else 0
+    equal = all(len(it.footprint) == 1 for it in (*parts, *orphaned)) and part > 0
+    if len(kinds) > 1 or not equal or any(it.memory != part for it in parts):
+        return None
+
+    needed = len(orphaned)
+    if not parts[0].replica:
+        # Each part is rounded down to a byte: so many of them need no part more.
+        needed = ceil(sum(it.memory for it in orphaned) / (part + 1))
+    ids = {it.id for it in orphaned}
+    missing = needed - sum(it.id in ids for it in parts)
+    free = [it.id for it in parts if it.id not in leases]
+    return frozenset(free[max(0, len(free) - missing) :] if missing > 0 else ())
 
 
 def unavailable_shares(
@@ -43,11 +89,12 @@ def unavailable_shares(
     A device that no container holds makes the shares on its slots unavailable until it is known to
     be idle; a reusable one leaves its own share available. Delayed shares are unavailable.
 
-    While the GPU has orphaned leases, its free capacity is unknown: every share that is not leased
-    is unavailable. A backend that cleans the GPU up excludes all others, as one with leases does.
+    Orphaned leases make the shares unavailable that wait for them. A backend that cleans the GPU up
+    excludes all others, as one with leases does.
     """
     held = {lease.share for lease in leases.values()}
-    if orphaned_leases(shares, leases):
+    waiting = shares_to_wait(shares, leases)
+    if waiting is None:
         return frozenset(
             share.id
             for share in shares
@@ -77,6 +124,7 @@ def unavailable_shares(
             or not share.footprint.isdisjoint(taken)
             or (share.id not in reusable and not share.footprint.isdisjoint(being_released))
             or share.id in delayed
+            or share.id in waiting
         )
     )
 

@@ -19,7 +19,7 @@ from metagpu.core.model.shares import (
     ShareId,
     Verdict,
 )
-from metagpu.core.model.sharing import orphaned_leases
+from metagpu.core.model.sharing import orphaned_leases, shares_to_wait
 
 
 class GpuState(msgspec.Struct, frozen=True, dict=True):
@@ -85,8 +85,13 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def orphaned_leases(self) -> tuple[Lease, ...]:
-        """The leases that must end before the present configuration applies to this GPU."""
+        """The leases that end before the configuration applies to all of the GPU."""
         return orphaned_leases(self.shares, self.leases)
+
+    @cached_property
+    def waiting_shares(self) -> frozenset[ShareId] | None:
+        """The free shares that wait for orphaned leases, `None` for all of them."""
+        return shares_to_wait(self.shares, self.leases)
 
     @cached_property
     def paused_shares(self) -> Mapping[ShareId, str]:

@@ -93,7 +93,8 @@ GPU_READY: Final = _gpu_gauge(
 )
 GPU_ORPHANED: Final = _gpu_gauge(
     "gpu_orphaned_leases",
-    "Held shares no longer offered as they were granted; the GPU waits for their release.",
+    "Held shares no longer offered as they were granted; the GPU, or a part of it, waits for "
+    "their release.",
 )
 UNREADABLE_GPUS: Final = _gauge(
     "unreadable_gpus",

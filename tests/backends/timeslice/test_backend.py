@@ -75,6 +75,7 @@ def test_a_gpu_is_offered_as_often_as_it_has_replicas() -> None:
             number=number,
             footprint=frozenset({f"t{number}"}),
             memory=10240 * MIB,
+            replica=True,
         )
         for number in range(4)
     ]

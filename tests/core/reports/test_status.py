@@ -190,7 +190,7 @@ def test_a_blocker_names_the_pod_of_an_orphaned_lease(holder: Holder | None, who
     snapshot = after(
         SharesClaimed((held,), at=5),
         LeasesObserved(observed, at=6),
-        offer(share(A, 0, memory_mib=1)),
+        offer(share(A, 0, resource="a.b/c")),
         since=snapshot,
     )
 

@@ -220,8 +220,8 @@ def test_a_lease_under_another_name_keeps_the_gpu() -> None:
 
 
 def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:
-    """New shares of a GPU are unavailable until its old lease ends."""
-    new_shares = tuple(replace(part, memory=part.memory + 1) for part in A_SHARES)
+    """New shares of a GPU under another name are unavailable until its old lease ends."""
+    new_shares = tuple(replace(part, resource=ResourceName("a.b/c")) for part in A_SHARES)
     snapshot = after(offer(*new_shares, *B_SHARES), since=LEASED)
 
     assert snapshot.gpus[A.id].unavailable_shares == {part.id for part in new_shares}

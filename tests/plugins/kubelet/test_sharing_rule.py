@@ -274,6 +274,8 @@ class Sharing(RuleBasedStateMachine):
         }
         assert leases == self.held
         assert not any(conflicts(a, b) for a, b in combinations(self.held.values(), 2))
+        for one in GPUS:
+            assert self.held_memory(one.id) <= (one.memory or 0)
 
     @invariant()
     def every_share_is_listed_as_it_is(self) -> None:
@@ -292,7 +294,7 @@ class Sharing(RuleBasedStateMachine):
         healthy = {share_id for share_id, health in self.lists() if health == "Healthy"}
         for share in self.layout.shares:
             if share.id in healthy:
-                others = [it for it in self.held.values() if it != share]
+                others = [it for it in self.held.values() if it.id != share.id]
                 assert not any(conflicts(share, it) for it in others)
 
     @invariant()
@@ -325,10 +327,9 @@ class Sharing(RuleBasedStateMachine):
 
     def may_be_given(self, share: Share, *, listed: bool = False) -> bool:
         """Return whether a share may be given; `listed`, whether it is listed as healthy."""
-        others = [it for it in self.held.values() if it.gpu == share.gpu and it != share]
-        offered = set(self.layout.shares)
-        # A set finds a share by its id, and there may be another of that id from an old cut.
-        not_offered = [it for it in others if it not in offered]
+        held = [it for it in self.held.values() if it.gpu == share.gpu]
+        others = [it for it in held if it.id != share.id]
+        not_offered = [it for it in held if self.offered.get(it.id) != it]
         spared = listed and share.id in self.held
 
         return not (
@@ -337,9 +338,31 @@ class Sharing(RuleBasedStateMachine):
             or (share.backend == "careful" and share.gpu in self.suspended)
             or share.id in self.paused
             or (share.backend != "careful" and share.gpu in self.cleaning)
-            or not_offered
+            or (not_offered and not self.fits_beside(share, not_offered))
             or any(conflicts(share, it) for it in others)
         )
+
+    @property
+    def offered(self) -> dict[ShareId, Share]:
+        """Return the shares of the layout by id: an old cut may have another of the id."""
+        return {share.id: share for share in self.layout.shares}
+
+    def held_memory(self, one: GpuId) -> int:
+        """Return the memory of a GPU that fractions hold."""
+        return sum(
+            it.memory for it in self.held.values() if it.gpu == one and it.backend == "fraction"
+        )
+
+    def fits_beside(self, share: Share, old: Sequence[Share]) -> bool:
+        """Return whether a fraction is free beside fractions of an old cut; the last ones wait."""
+        if {it.backend for it in (*old, share)} != {"fraction"}:
+            return False
+        if share.id in self.held:
+            return True
+        mine = [it for it in self.layout.shares if (it.gpu, it.backend) == (share.gpu, "fraction")]
+        free = [it for it in mine if it.id not in self.held]
+        [total] = [it.memory or 0 for it in GPUS if it.id == share.gpu]
+        return free.index(share) < (total - self.held_memory(share.gpu)) // share.memory
 
     def hold(self, shares: Sequence[Share]) -> None:
         """Record that shares are held."""
