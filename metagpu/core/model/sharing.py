@@ -54,9 +54,9 @@ def shares_to_wait(
 ) -> frozenset[ShareId] | None:
     """Find the free shares of one GPU that wait for orphaned leases.
 
-    `None` stands for all of them. Where a backend divides the GPU into other equal parts than before, a lease of before takes as
-    many of the new parts as its memory needs, and a replica takes one. The free capacity beside
-    any other orphaned lease is unknown.
+    `None` stands for all of them. Where a backend divides the GPU into other equal parts than
+    before, a lease of before takes as many of the new parts as its memory needs, and a replica
+    takes one. The free capacity beside any other orphaned lease is unknown.
     """
     orphaned = [lease.share for lease in orphaned_leases(shares, leases)]
     if not orphaned:
