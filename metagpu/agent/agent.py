@@ -4,6 +4,7 @@ import gc
 import socket
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,7 @@ class Agent:
         host: processes of the host; this host's own by default.
         cluster_settings: the uses of the API server, `None` for none.
         metrics: the address of the metrics and probes, `None` for none.
+        beside: what runs around the agent's tasks, as a simulated cluster does.
     """
 
     source: ConfigSource
@@ -112,6 +114,7 @@ class Agent:
     host: Host | None = None
     cluster_settings: ClusterSettings | None = None
     metrics: ListenAddress | None = None
+    beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     timing: AgentTiming = field(default_factory=AgentTiming)
 
     def __post_init__(self) -> None:
@@ -207,6 +210,7 @@ class Agent:
         async with (
             control_server(self.paths.run_dir, {**self.commands, **self.handlers}),
             lock.held(),
+            self.beside(),
         ):
             await serve(*self.tasks, lock.run, reload=self.reload)
 

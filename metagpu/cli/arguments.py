@@ -14,12 +14,13 @@ from metagpu.cli.options import (
     add_metrics,
     add_run_dir,
     add_source,
+    flag,
 )
 from metagpu.cli.parser import Parser
 
 SIMULATE_HELP: Final = (
-    "simulate a node instead of reading NVML: models and counts, such as a100-40gb:4,t4:2, or a "
-    "YAML file that describes the node"
+    "simulate a node instead of reading NVML: models and counts, such as a100-40gb:4,t4:2, also "
+    "with driver=VERSION among them, or a YAML file that describes the node"
 )
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LOG_FORMATS: Final = ("auto", "json", "console")
@@ -52,7 +53,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "run",
         "serve this node: offer its GPUs to the kubelet until stopped",
         "metagpu run --config metagpu.yaml\n"
-        "  metagpu run --simulate a100-40gb:8 --kubelet-dir /tmp/kubelet --run-dir /tmp/run",
+        "  metagpu run --simulate a100-40gb:8 --with-kubelet --run-dir /tmp/run",
     )
     _add_node(it)
     it.add_argument(
@@ -105,6 +106,13 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
         choices=_LOG_FORMATS,
         help="json, or console for people; auto is console on a terminal (default: %(default)s)",
+    )
+    it.add_argument(
+        "--with-kubelet",
+        action="store_true",
+        default=flag("METAGPU_WITH_KUBELET"),
+        help="also simulate a cluster of this node: a kubelet, a scheduler and an API server, "
+        "which `metagpu sim pod add` and others use; needs --simulate",
     )
     add_run_dir(it)
     add_metrics(it)
@@ -237,8 +245,9 @@ def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
     it = _command(
         commands,
         "sim",
-        "change the simulated node of a running `metagpu run --simulate`",
-        "metagpu sim xid 0 79\n  metagpu sim reset 0\n  metagpu sim show",
+        "change the simulated node of a running `metagpu run --simulate`, and with "
+        "--with-kubelet its cluster",
+        "metagpu sim xid 0 79\n  metagpu sim show\n  metagpu sim pod add a cnvrg.io/metagpu=30",
     )
     add_run_dir(it)
     it.add_late = _add_sim_commands

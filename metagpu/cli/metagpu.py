@@ -15,6 +15,7 @@ from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import cluster_of, metrics_of, resolve_environment, source_of
 from metagpu.cli.parser import run_command
+from metagpu.cli.simulation import use_simulated_cluster
 from metagpu.core.errors import MetagpuError
 from metagpu.plugins.control.client import send_request
 
@@ -93,6 +94,7 @@ def _run(args: argparse.Namespace) -> int:
 
         from metagpu.plugins.kubelet.paths import check_kubelet_dir
 
+        use_simulated_cluster(args)
         cluster_settings, metrics = cluster_of(args), metrics_of(args)
         check_kubelet_dir(args.kubelet_dir)
         _configure_log(args.log_level, args.log_format)
@@ -104,7 +106,14 @@ def _run(args: argparse.Namespace) -> int:
             pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
             cdi_dir=args.cdi_dir,
         )
-        args.agent = _agent(source_of(args), args.simulate, paths, cluster_settings, metrics)
+        args.agent = _agent(
+            source_of(args),
+            args.simulate,
+            paths,
+            cluster_settings,
+            metrics,
+            cluster_node=args.node_name if args.with_kubelet else None,
+        )
     anyio.run(args.agent.run)
     return 0
 
@@ -187,19 +196,12 @@ def _order(args: argparse.Namespace, request: Mapping[str, str]) -> int:
 
 
 def _sim(args: argparse.Namespace) -> int:
-    import msgspec
-
-    from metagpu.sim.commands.node_commands import ShowCommand
     from metagpu.sim.commands.remote import send_command
-    from metagpu.sim.demo.drawing import show_node
+    from metagpu.sim.commands.tables import print_reply
 
-    reply = send_command(args.run_dir, args)
-    if getattr(args, "json", False):
-        _print_json(msgspec.to_builtins(reply.node))
-    elif args.command_type is ShowCommand:
-        show_node(reply.node)
-    else:
-        print(reply.message)  # noqa: T201
+    as_json = getattr(args, "json", False) or getattr(args, "output", "text") == "json"
+    as_table = getattr(args, "as_table", False)
+    print_reply(send_command(args.run_dir, args), as_json=as_json, as_table=as_table)
     return 0
 
 
@@ -226,7 +228,10 @@ def _agent(
     paths: AgentPaths | None = None,
     cluster_settings: "ClusterSettings | None" = None,
     metrics: "ListenAddress | None" = None,
+    *,
+    cluster_node: str | None = None,
 ) -> "Agent":
+    """Build the agent; `cluster_node` is the name of the Node of a simulated cluster."""
     with _loading():
         from metagpu.agent.agent import Agent
         from metagpu.nvml.driver import NvmlDriver
@@ -237,23 +242,10 @@ def _agent(
             source, NvmlDriver(), paths, cluster_settings=cluster_settings, metrics=metrics
         )
 
-    from metagpu.host.linux import LinuxHost
-    from metagpu.sim.commands.remote import COMMAND, command_handler
-    from metagpu.sim.machine.programs import SimPrograms, sim_daemons
-    from metagpu.sim.machine.spec import build_node
-    from metagpu.sim.nvml.library import SimLibrary
+    from metagpu.cli.simulation import simulated_agent
 
-    node = build_node(simulate)
-    return Agent(
-        source,
-        NvmlDriver(SimLibrary(node)),
-        paths,
-        {COMMAND: command_handler(node)},
-        programs=SimPrograms(),
-        daemons=sim_daemons(),
-        host=LinuxHost(own_pids=True),
-        cluster_settings=cluster_settings,
-        metrics=metrics,
+    return simulated_agent(
+        source, simulate, paths, cluster_settings, metrics, cluster_node=cluster_node
     )
 
 

@@ -69,6 +69,13 @@ class _ConfigVariable(Variable, frozen=True):
         return [*found, *(path for path in _path_list(layouts) if path not in found)]
 
 
+def flag(name: str) -> Variable:
+    """Return the default of a flag, whose variable is `true` or `false`."""
+    return Variable(
+        (name,), otherwise=False, convert=lambda text: text == "true", allowed=("true", "false")
+    )
+
+
 def resolve_environment(
     args: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> None:
@@ -156,12 +163,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove-labels-on-exit",
         action="store_true",
-        default=Variable(
-            ("METAGPU_REMOVE_LABELS_ON_EXIT",),
-            otherwise=False,
-            convert=lambda text: text == "true",
-            allowed=("true", "false"),
-        ),
+        default=flag("METAGPU_REMOVE_LABELS_ON_EXIT"),
         help="remove the node's labels and condition when the daemon ends",
     )
 

@@ -4,6 +4,7 @@
     nvml        NVML's C functions on that machine
     kubelet     the device manager of a kubelet
     apiserver   an API server with Nodes, Pods, ConfigMaps and Events
+    cluster     both together with a scheduler, for one node
     commands    `metagpu sim ...`
     demo        `metagpu demo`
 

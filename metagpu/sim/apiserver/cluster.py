@@ -96,6 +96,10 @@ class SimCluster:
         """Delete a Pod, as the API server does once its kubelet has ended it."""
         self.store.delete(("pods", namespace, name))
 
+    def pods(self) -> list[Object]:
+        """Return all Pods, the oldest first."""
+        return [it for key, it in self.store.objects.items() if key[0] == "pods"]
+
     def node_features(self) -> list[Object]:
         """Return all NodeFeatures."""
         return [it for key, it in self.store.objects.items() if key[0] == KIND]

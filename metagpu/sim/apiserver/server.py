@@ -6,7 +6,7 @@ throttling, watches that end, an expired history, renewed tokens.
 
 import json
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class SimApiServer(SimCluster):
 
     def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
         super().__init__()
-        self.store.changed = self._wake
+        self.store.changed = self.wake
         self.nfd: SimNfd | None = None
         self.nfd_active = True
         self.requests: list[RecordedRequest] = []
@@ -78,9 +78,13 @@ class SimApiServer(SimCluster):
         self.nfd, self.nfd_active = SimNfd(self.store), works
         return self.nfd
 
-    async def until(self, seen: Any) -> None:  # noqa: ANN401 - any predicate without arguments
-        """Wait until a predicate holds; each request and each change evaluates it again."""
-        with anyio.fail_after(30):
+    async def until(self, seen: Callable[[], object], *, within: float = 30.0) -> None:
+        """Wait until a predicate holds; each request and each change evaluates it again.
+
+        Raises:
+            TimeoutError: the predicate did not hold in time.
+        """
+        with anyio.fail_after(within):
             while not seen():
                 changed = self._changed
                 await changed.wait()
@@ -95,13 +99,13 @@ class SimApiServer(SimCluster):
     def bookmark(self) -> None:
         """Send every watch a bookmark."""
         self._bookmarks += 1
-        self._wake()
+        self.wake()
 
     def end_watches(self) -> None:
         """End all watches, as a server that restarts does."""
         ending, self._ending = self._ending, anyio.Event()
         ending.set()
-        self._wake()
+        self.wake()
 
     # --- serving ----------------------------------------------------------------------------------
 
@@ -143,9 +147,14 @@ class SimApiServer(SimCluster):
         path.write_text(yaml.safe_dump(content))
         return path
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wake all that wait for a change, as each request and each change does."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
+
+    def next_change(self) -> anyio.Event:
+        """Return the event of the next request or change; take it before looking."""
+        return self._changed
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401 - aiohttp's
@@ -153,7 +162,7 @@ class SimApiServer(SimCluster):
         body = json.loads(await request.read() or b"null")
         came = RecordedRequest(request.method, request.path + watching, body, request.content_type)
         self.requests.append(came)
-        self._wake()
+        self.wake()
 
         try:
             self._check(request)
@@ -163,7 +172,7 @@ class SimApiServer(SimCluster):
         except ApiError as refusal:
             headers = {"Retry-After": str(refusal.retry)} if refusal.retry else {}
             answer = web.json_response(refusal.status, status=refusal.code, headers=headers)
-        self._wake()
+        self.wake()
         return answer
 
     def _check(self, request: web.Request) -> None:
@@ -214,10 +223,11 @@ class SimApiServer(SimCluster):
                 if seen < self.store.oldest:
                     await send("ERROR", ApiError(410, "Expired", "too old resource version").status)
                     break
+                latest = self.store.version  # what comes while this sends is for the next round
                 for version, kind, about, it in list(self.store.history):
                     if version > seen and selection.contains(about, it):
                         await send(kind, it)
-                seen = self.store.version
+                seen = latest
                 if bookmarks != self._bookmarks:
                     bookmarks = self._bookmarks
                     await send("BOOKMARK", {"metadata": {"resourceVersion": str(seen)}})

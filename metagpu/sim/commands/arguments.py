@@ -8,6 +8,8 @@ import msgspec
 
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.errors import ConfigError
+from metagpu.sim.commands.cluster_arguments import add_cluster_arguments
+from metagpu.sim.commands.cluster_commands import AnyClusterCommand
 from metagpu.sim.commands.node_commands import AnySimCommand
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from metagpu.sim.machine.spec import RECOVERY_ACTIONS
@@ -120,14 +122,19 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         )
         if name == "show":
             parser.add_argument("--json", **_ARGUMENTS["--json"])
+            parser.set_defaults(as_table=True)
+    add_cluster_arguments(subparsers)
 
 
-def command_from(args: argparse.Namespace) -> AnySimCommand:
+def command_from(args: argparse.Namespace) -> AnySimCommand | AnyClusterCommand:
     """Return the command of a parsed command line.
 
     Raises:
-        ConfigError: an amount of memory or a time is not valid.
+        ConfigError: an amount of memory, a time, a request or a label is not valid.
     """
+    if hasattr(args, "build"):
+        cluster_command: AnyClusterCommand = args.build(args)
+        return cluster_command
     kind: type[AnySimCommand] = args.command_type
     values = {name: getattr(args, name) for name in kind.__struct_fields__}
 

@@ -1,12 +1,10 @@
-"""The tables of `metagpu demo` and `metagpu sim show`."""
+"""The tables of `metagpu demo`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from metagpu.core.model.gpu import MIB
 from metagpu.display.status import gpus_table, show, table
 from metagpu.display.table import Cell, TextTable
-from metagpu.sim.commands.view import NodeView
 
 
 def show_demo(story: Mapping[str, Any]) -> None:
@@ -85,19 +83,3 @@ def _owners(step: Mapping[str, Any]) -> Sequence[Cell]:
 def _slices(step: Mapping[str, Any]) -> Sequence[Cell]:
     """Return the memory slices of each GPU by their instance: `3 3 3 3 · · 1 ·`."""
     return [Cell(" ".join(str(n or "·") for n in sizes)) for sizes in step["slices"]]
-
-
-def show_node(node: NodeView) -> None:
-    """Print a simulated node."""
-    rows = table("GPU", "MODEL", "STATE", "RECOVERY", "MEMORY", "PROCESSES", "MIG")
-
-    for gpu in node.gpus:
-        processes = ", ".join(
-            f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
-        )
-        memory = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
-        mig = ", ".join(f"{it.gi}: {it.placement}" for it in gpu.instances) or gpu.mig
-        rows.add(
-            *(str(gpu.index), gpu.model, gpu.state, gpu.recovery_action, memory, processes, mig)
-        )
-    show(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}", rows)

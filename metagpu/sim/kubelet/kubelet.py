@@ -4,7 +4,7 @@ The simulated kubelet behaves as the device manager of Kubernetes v1.36.2 does, 
 far as a device plugin can see. "§" in this package is a section of docs/development/kubelet.md, and
 "case" is a number in docs/development/acceptance.md. The simulated kubelet has no cgroups, no
 container runtime and no API server: pods come by `admit`, go by `delete`, and their containers
-start by `start_container`.
+start by `start_container`. `metagpu.sim.cluster` calls these for the pods of an API server.
 """
 
 import random
@@ -142,6 +142,11 @@ class SimKubelet:
             self._allocatable = dict.fromkeys(self._allocatable, 0)
         self._process = process
         self._stats.changed()
+
+    @property
+    def is_up(self) -> bool:
+        """Return whether the kubelet runs."""
+        return self._process is not None
 
     # ---- the node's numbers ----------------------------------------------------------------
 

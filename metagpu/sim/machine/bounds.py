@@ -1,5 +1,6 @@
 """Limits of the numbers that users give to a simulated node."""
 
+import re
 from typing import Final
 
 from metagpu.sim.machine.gpu import SimError
@@ -13,6 +14,8 @@ MAX_SECONDS: Final = 1000 * 3600.0
 """Seconds that something may take."""
 MAX_PID: Final = 2**22
 """Linux' PID_MAX_LIMIT."""
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""An RFC 1123 label: every object of Kubernetes may have such a name."""
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
@@ -44,3 +47,15 @@ def check_instance(gi: int | None, ci: int | None) -> None:
     for option, number in (("--gi", gi), ("--ci", ci)):
         if number is not None:
             check_range(option, number, 0, MAX_INSTANCE)
+
+
+def check_name(about: str, name: str) -> None:
+    """Refuse a name that no object of Kubernetes can have.
+
+    Raises:
+        SimError: the name is not valid; the error states the rule.
+    """
+    if not _OBJECT_NAME.fullmatch(name):
+        raise SimError(
+            f"{about} cannot be named {name!r}: 1 to 63 of a-z 0-9 -, alphanumeric at both ends"
+        )

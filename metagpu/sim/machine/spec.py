@@ -1,7 +1,7 @@
 """The argument of `--simulate`, and the node that it describes.
 
-`a100-40gb:8` is a node with eight GPUs, `a100-40gb:4,t4:2` one with two models; anything else is
-the path of a YAML file:
+`a100-40gb:8` is a node with eight GPUs, `a100-40gb:4,t4:2` one with two models, and
+`driver=535.104.05,t4` one with another driver; anything else is the path of a YAML file:
 
     driver: "580.65.06"
     gpus:
@@ -47,6 +47,7 @@ from metagpu.sim.machine.node import DRIVER, SimNode
 from metagpu.sim.machine.persistence import persist
 
 _OPTION: Final = "--simulate"
+_DRIVER: Final = "driver="
 _PART: Final = re.compile(r"([a-z0-9][a-z0-9-]*)(?::(\d+))?")
 _UUID: Final = re.compile(r"GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
 _SUFFIXES: Final = {".yaml", ".yml", ".json"}
@@ -126,7 +127,7 @@ def build_node(argument: str) -> SimNode:
     if Path(argument).suffix in _SUFFIXES or "/" in argument:
         document = _document(argument)
     else:
-        text = msgspec.json.encode({"gpus": _inline(argument)}).decode()
+        text = msgspec.json.encode(_inline(argument)).decode()
         document = Document(text, _OPTION, first_line=0)
 
     spec = document.decode(NodeSpec)
@@ -165,19 +166,24 @@ def _document(path: str) -> Document:
         raise ConfigError("cannot be read: not a text in UTF-8", file=path) from error
 
 
-def _inline(argument: str) -> list[dict[str, object]]:
-    parts = []
+def _inline(argument: str) -> dict[str, object]:
+    gpus: list[dict[str, object]] = []
+    node: dict[str, object] = {"gpus": gpus}
 
-    for text in argument.split(","):
-        found = _PART.fullmatch(text.strip())
+    for part in argument.split(","):
+        text = part.strip()
+        if text.startswith(_DRIVER):
+            node["driver"] = text.removeprefix(_DRIVER)
+            continue
+        found = _PART.fullmatch(text)
         if found is None:
             raise ConfigError(
-                f"{text.strip()!r} is no MODEL:COUNT such as a100-40gb:8, and no path of a YAML "
-                f"file; models: {', '.join(GPU_MODELS)}",
+                f"{text!r} is no MODEL:COUNT such as a100-40gb:8, no driver=VERSION, and no path "
+                f"of a YAML file; models: {', '.join(GPU_MODELS)}",
                 file=_OPTION,
             )
-        parts.append({"model": found[1], "count": int(found[2] or 1)})
-    return parts
+        gpus.append({"model": found[1], "count": int(found[2] or 1)})
+    return node
 
 
 def _check(document: Document, spec: NodeSpec) -> None:

@@ -9,6 +9,7 @@ from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.errors import ConfigError
 from metagpu.core.model.gpu import MIB
 from metagpu.sim.commands.arguments import add_arguments, command_from
+from metagpu.sim.commands.cluster_commands import ClusterCommand
 from metagpu.sim.commands.node_commands import AnySimCommand, SimReply, apply_command
 from metagpu.sim.commands.view import view_node
 from metagpu.sim.machine.gpu import SimError
@@ -20,7 +21,9 @@ def command(line: str) -> AnySimCommand:
     """Return the command of a line as argparse reads it."""
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_subparsers(required=True))
-    return command_from(parser.parse_args(line.split()))
+    read = command_from(parser.parse_args(line.split()))
+    assert not isinstance(read, ClusterCommand)
+    return read
 
 
 def done(node: SimNode, line: str) -> SimReply:

@@ -31,6 +31,15 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
+def test_the_short_form_may_name_the_driver() -> None:
+    """`driver=VERSION` beside the models is the driver of the node, in any place."""
+    assert build_node("driver=535.104.05,t4:2").driver_branch == 535
+    node = build_node("t4:2,driver=570.86.15")
+
+    assert node.driver == "570.86.15"
+    assert len(node.gpus) == 2
+
+
 @pytest.mark.parametrize(
     ("argument", "models"),
     [

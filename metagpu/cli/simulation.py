@@ -1,0 +1,81 @@
+"""Agents on a simulated node, and in its cluster (`metagpu run --with-kubelet`)."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from metagpu.agent import paths
+from metagpu.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from metagpu.agent.agent import Agent
+    from metagpu.agent.config_source import ConfigSource
+    from metagpu.agent.paths import AgentPaths
+    from metagpu.plugins.cluster.settings import ClusterSettings
+    from metagpu.plugins.metrics.address import ListenAddress
+
+
+def use_simulated_cluster(args: argparse.Namespace) -> None:
+    """Name the simulated kubelet and API server in the arguments of `run`, if wanted.
+
+    Raises:
+        ConfigError: the GPUs are real, or another kubelet is named.
+    """
+    if not args.with_kubelet:
+        return
+    if args.simulate is None:
+        problem = "a simulated kubelet needs simulated GPUs; also give --simulate"
+        raise ConfigError(problem, file="--with-kubelet")
+    named = (args.kubelet_dir, args.pod_resources)
+    if named != (paths.KUBELET_DIR, paths.POD_RESOURCES):
+        problem = "the simulated kubelet has folders of its own; leave out --kubelet-dir and "
+        raise ConfigError(f"{problem}--pod-resources", file="--with-kubelet")
+
+    from metagpu.sim.cluster import paths as simulated
+
+    args.kubelet_dir = simulated.kubelet_dir(args.run_dir)
+    args.pod_resources = simulated.pod_resources(args.run_dir)
+    args.kubeconfig = simulated.kubeconfig(args.run_dir)
+    args.node_name = args.node_name or simulated.NODE_NAME
+
+
+def simulated_agent(
+    source: "ConfigSource",
+    simulate: str,
+    agent_paths: "AgentPaths",
+    cluster_settings: "ClusterSettings | None",
+    metrics: "ListenAddress | None",
+    *,
+    cluster_node: str | None = None,
+) -> "Agent":
+    """Build an agent on a simulated node; a `cluster_node` names that of its cluster.
+
+    Raises:
+        ConfigError: the description of the node is not valid.
+    """
+    from metagpu.agent.agent import Agent
+    from metagpu.host.linux import LinuxHost
+    from metagpu.nvml.driver import NvmlDriver
+    from metagpu.sim.commands.remote import COMMAND, command_handler
+    from metagpu.sim.machine.programs import SimPrograms, sim_daemons
+    from metagpu.sim.machine.spec import build_node
+    from metagpu.sim.nvml.library import SimLibrary
+
+    node, cluster = build_node(simulate), None
+    if cluster_node is not None:
+        from metagpu.sim.cluster.single_node import SingleNodeCluster
+
+        cluster = SingleNodeCluster(node, agent_paths.run_dir, cluster_node)
+    agent = Agent(
+        source,
+        NvmlDriver(SimLibrary(node)),
+        agent_paths,
+        {COMMAND: command_handler(node, cluster)},
+        programs=SimPrograms(),
+        daemons=sim_daemons(node.driver_branch),
+        host=LinuxHost(own_pids=True),
+        cluster_settings=cluster_settings,
+        metrics=metrics,
+    )
+    if cluster is not None:
+        agent.beside = cluster.running
+    return agent

@@ -1,0 +1,93 @@
+"""Objects of the simulated API server as values for users. Pure."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from metagpu.plugins.cluster.node_object import parse_quantity
+from metagpu.sim.apiserver.objects import Object
+from metagpu.sim.cluster.pod_objects import is_unschedulable, node_of, phase_of, requests_of
+from metagpu.sim.cluster.scheduler import requested_on
+from metagpu.sim.cluster.views import (
+    ClusterNodeView,
+    ConditionView,
+    EventView,
+    PodView,
+    ResourceView,
+)
+
+_SEPARATOR = "::"
+"""Between the GPU of a share id and the part of it."""
+
+
+def view_pod(pod: Object, held: Mapping[str, Collection[str]], gpus: Mapping[str, int]) -> PodView:
+    """Return the view of a Pod.
+
+    Args:
+        pod: the object.
+        held: the ids that the kubelet has allocated to it, by resource.
+        gpus: the indices of the node's GPUs by uuid.
+    """
+    metadata, status = pod["metadata"], pod["status"]
+    reason, message = status.get("reason") or "", status.get("message") or ""
+    if "deletionTimestamp" in metadata:
+        reason, message = "Terminating", "the pod was deleted; its kubelet ends it"
+    elif is_unschedulable(pod):
+        [condition] = status["conditions"]
+        reason, message = condition["reason"], condition["message"]
+    ids = {it.partition(_SEPARATOR)[0] for devices in held.values() for it in devices}
+    return PodView(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        phase=phase_of(pod),
+        node=node_of(pod),
+        resources=requests_of(pod),
+        devices={resource: tuple(sorted(devices)) for resource, devices in held.items()},
+        gpus=tuple(sorted(gpus[it] for it in ids if it in gpus)),
+        annotations=metadata.get("annotations") or {},
+        reason=reason,
+        message=message,
+    )
+
+
+def view_node(node: Object, pods: Iterable[Object], *, is_up: bool) -> ClusterNodeView:
+    """Return the view of the Node, with what its pods request."""
+    name, status = node["metadata"]["name"], node["status"]
+    requested = requested_on(name, pods)
+    allocatable = status.get("allocatable") or {}
+    return ClusterNodeView(
+        name=name,
+        kubelet_running=is_up,
+        resources={
+            resource: ResourceView(
+                parse_quantity(count) or 0,
+                parse_quantity(allocatable.get(resource)) or 0,
+                requested.get(resource, 0),
+            )
+            for resource, count in (status.get("capacity") or {}).items()
+        },
+        labels=dict(sorted((node["metadata"].get("labels") or {}).items())),
+        taints=tuple(f"{it['key']}:{it['effect']}" for it in node["spec"].get("taints") or ()),
+        conditions=tuple(
+            ConditionView(it["type"], it["status"], it["reason"], it["message"])
+            for it in status.get("conditions") or ()
+        ),
+    )
+
+
+def view_events(events: Iterable[Object]) -> Sequence[EventView]:
+    """Return the views of Events."""
+    return [
+        EventView(
+            type=it["type"],
+            reason=it["reason"],
+            object=_subject(it["regarding"]),
+            count=(it.get("series") or {}).get("count", 1),
+            note=it["note"],
+        )
+        for it in events
+    ]
+
+
+def _subject(regarding: Object) -> str:
+    names = regarding["kind"], regarding.get("namespace"), regarding["name"]
+    return "/".join(it for it in names if it)

@@ -1,0 +1,166 @@
+"""The simulated kubelet at the API server: pods, their status, the Node's numbers."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from metagpu.sim.apiserver.objects import Object
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.cluster import pod_objects
+from metagpu.sim.cluster.pod_objects import CONTAINER, key_of, kubelet_pod, phase_of
+from metagpu.sim.kubelet.kubelet import (
+    AdmissionError,
+    ContainerStartError,
+    KubeletDownError,
+    SimKubelet,
+    SimPod,
+)
+
+STATUS_PERIOD: Final = 10.0
+"""Seconds between two reports of the Node's numbers (nodeStatusUpdateFrequency)."""
+READMIT_AFTER: Final = 0.1
+"""Seconds from a kubelet's start to the admission of its earlier pods."""
+RETRY_START: Final = 1.0
+"""Seconds between two tries to start a container."""
+
+
+@dataclass(eq=False)
+class KubeletSync:
+    """Keeps a kubelet's pods as the API server has them, and the Node up to date.
+
+    Attributes:
+        record: writes a warning about a Pod: its reason and note.
+    """
+
+    api: SimApiServer
+    kubelet: SimKubelet
+    node: str
+    record: Callable[[Object, str, str], None]
+    _pods: dict[str, SimPod] = field(default_factory=dict)
+    _ends: dict[str, float] = field(default_factory=dict)
+    _syncing: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def run(self) -> None:
+        """Follow the API server until cancelled; without a kubelet nothing happens."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._report)
+            while True:
+                changed = self.api.next_change()
+                async with self._syncing:
+                    with suppress(KubeletDownError):
+                        await self._sync(group)
+                left = min(self._ends.values(), default=float("inf")) - anyio.current_time()
+                with anyio.move_on_after(max(0.0, left)):
+                    await changed.wait()
+
+    async def stop(self) -> None:
+        """Kill the kubelet, also while it waits for a plugin; containers go on."""
+        await self.kubelet.crash()
+        self.api.wake()
+
+    async def restart(self, *, forget: bool = False, reboot: bool = False) -> None:
+        """Start the kubelet again; it admits its pods as at any start."""
+        await self.kubelet.crash()  # before the lock: an admission may wait for a plugin
+        async with self._syncing:
+            await self.kubelet.restart(forget=forget, reboot=reboot)
+            await anyio.sleep(READMIT_AFTER)
+            for uid, error in (await self.kubelet.readmit()).items():
+                if pod := self._pods.get(uid):
+                    self._reject(pod, error)
+            for pod in self.kubelet.pods if reboot else ():
+                with suppress(ContainerStartError):
+                    await self.kubelet.start_container(pod, CONTAINER)
+        self.api.wake()
+
+    def held_devices(self, uid: str) -> Mapping[str, frozenset[str]]:
+        """Return the ids that a pod holds, by resource; none without a kubelet."""
+        pod = self._pods.get(uid)
+        if pod is None or not self.kubelet.is_up:
+            return {}
+        return self.kubelet.devices(pod).get(CONTAINER, {})
+
+    # ---- pods ------------------------------------------------------------------------------
+
+    async def _sync(self, group: TaskGroup) -> None:
+        """End, finish and admit pods, in the order of their creation."""
+        if not self.kubelet.is_up:
+            return
+        now = anyio.current_time()
+        bound = [it for it in self.api.pods() if pod_objects.node_of(it) == self.node]
+        for it in bound:
+            uid = it["metadata"]["uid"]
+            if "deletionTimestamp" in it["metadata"]:
+                await self._end(uid)
+                self.api.store.delete(key_of(it))
+            elif self._ends.get(uid, now + 1) <= now:
+                await self._end(uid)
+                self._set(it, pod_objects.phase("Succeeded"))
+            elif uid not in self._pods and phase_of(it) == "Pending":
+                await self._admit(it, group)
+
+    async def _admit(self, it: Object, group: TaskGroup) -> None:
+        pod = kubelet_pod(it)
+        try:
+            await self.kubelet.admit(pod)
+        except AdmissionError as error:
+            self._reject(pod, error)
+            return
+        self._pods[pod.uid] = pod
+        self._set(it, pod_objects.waiting("ContainerCreating"))
+        group.start_soon(self._start, it, pod)
+
+    async def _start(self, it: Object, pod: SimPod) -> None:
+        """Start a pod's container, again and again: PreStartContainer may take its time."""
+        while pod.uid in self._pods:
+            try:
+                await self.kubelet.start_container(pod, CONTAINER)
+            except ContainerStartError as error:
+                self._set(it, pod_objects.waiting(error.reason, error.message))
+            except KubeletDownError:
+                pass
+            else:
+                if pod.uid in self._pods:
+                    seconds = pod_objects.run_time_of(it)
+                    if seconds is not None:
+                        self._ends[pod.uid] = anyio.current_time() + seconds
+                    self._set(it, pod_objects.phase("Running"))
+                return
+            await anyio.sleep(RETRY_START)
+
+    async def _end(self, uid: str) -> None:
+        self._ends.pop(uid, None)
+        if pod := self._pods.pop(uid, None):
+            await self.kubelet.delete(pod)
+
+    def _reject(self, pod: SimPod, error: AdmissionError) -> None:
+        self._pods.pop(pod.uid, None)
+        self._ends.pop(pod.uid, None)
+        it = self.api.store.objects["pods", pod.namespace, pod.name]
+        self._set(it, pod_objects.rejected(error.reason, error.message))
+        self.record(it, error.reason, error.message)
+
+    def _set(self, it: Object, status: pod_objects.Patch) -> None:
+        """Write a Pod's status, unless it was deleted meanwhile."""
+        if key_of(it) in self.api.store.objects:
+            self.api.store.merge(key_of(it), status, status=True, manager="kubelet")
+
+    # ---- the Node --------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        """Report the Node's numbers every 10 s, and a new resource at once."""
+        while True:
+            with suppress(KubeletDownError):
+                await self.kubelet.tick()
+                self.api.report(self.node, self.kubelet.capacity(), self.kubelet.allocatable())
+            reported = self.kubelet.capacity().keys()
+            with suppress(TimeoutError):
+                has_more = partial(self._has_more_than, reported)
+                await self.kubelet.wait_for(has_more, within=STATUS_PERIOD)
+
+    def _has_more_than(self, reported: Collection[str]) -> bool:
+        return not self.kubelet.capacity().keys() <= set(reported)

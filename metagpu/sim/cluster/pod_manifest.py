@@ -1,0 +1,43 @@
+"""A pod of a simulated cluster, as a user requests it."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from metagpu.core.config.resource_names import name_problem
+from metagpu.sim.machine.bounds import check_duration, check_name, check_range
+from metagpu.sim.machine.gpu import SimError
+
+MAX_DEVICES: Final = 1_000_000
+"""Devices of a resource that one pod may request."""
+
+
+class PodManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pod as a user requests it.
+
+    Attributes:
+        resources: the number of devices by resource name.
+        seconds: after which the container ends by itself; `None` for never.
+    """
+
+    name: str
+    resources: Mapping[str, int]
+    namespace: str = "default"
+    annotations: Mapping[str, str] = {}
+    seconds: float | None = None
+
+    def check(self) -> None:
+        """Refuse what an API server would refuse.
+
+        Raises:
+            SimError: a name, a number or the duration is not valid; the error states the rule.
+        """
+        check_name("the pod", self.name)
+        check_name("the namespace", self.namespace)
+        for resource, count in self.resources.items():
+            if problem := name_problem(resource):
+                raise SimError(f"{resource!r} is no extended resource: {problem}")
+            check_range(f"the number of {resource}", count, 1, MAX_DEVICES)
+        if self.seconds is not None:
+            check_duration(self.seconds)

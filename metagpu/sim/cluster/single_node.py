@@ -1,0 +1,261 @@
+"""The simulated cluster of one node: what runs, and what a user may do with it."""
+
+import random
+import secrets
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import anyio
+from anyio import to_thread
+
+from metagpu.sim.apiserver.objects import ApiError, Object
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.cluster import pod_objects
+from metagpu.sim.cluster.inspection import view_events, view_node, view_pod
+from metagpu.sim.cluster.kubelet_sync import KubeletSync
+from metagpu.sim.cluster.paths import NODE_NAME, cluster_folder, kubelet_dir, pod_resources
+from metagpu.sim.cluster.pod_manifest import PodManifest
+from metagpu.sim.cluster.pod_objects import is_settled, key_of, title
+from metagpu.sim.cluster.scheduler import schedule
+from metagpu.sim.cluster.views import ClusterNodeView, EventView, PodView
+from metagpu.sim.kubelet.kubelet import SimKubelet
+from metagpu.sim.kubelet.other_plugin import other_plugin
+from metagpu.sim.machine.gpu import SimError
+from metagpu.sim.machine.node import SimNode
+
+_DECISION_TIMEOUT: Final = 20.0
+"""Seconds that a command waits for what becomes of its pods; the client waits 30."""
+_CLEAN_PERIOD: Final = 60.0
+_HISTORY: Final = 1000
+"""Changes that the API server keeps for watches, at least."""
+
+
+class SingleNodeCluster:
+    """An API server, a scheduler and a kubelet for one simulated node.
+
+    Attributes:
+        api: the API server, with the Node and all Pods.
+        kubelet: the node's kubelet.
+    """
+
+    def __init__(self, node: SimNode, run_dir: Path, name: str = NODE_NAME) -> None:
+        self.name = name
+        self.api = SimApiServer(secrets.token_hex())
+        numa_nodes = sorted({gpu.numa for gpu in node.gpus}) or (0,)
+        self.kubelet = SimKubelet(
+            kubelet_dir(run_dir), pod_resources=pod_resources(run_dir), numa_nodes=numa_nodes
+        )
+        self._machine = node
+        self._folder = cluster_folder(run_dir)
+        self._sync = KubeletSync(self.api, self.kubelet, name, self._record)
+        self._plugin: AsyncExitStack | None = None
+        self._bursts = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["SingleNodeCluster"]:
+        """Run everything while the block lasts.
+
+        Raises:
+            OSError: a socket or a file cannot be created.
+        """
+        await to_thread.run_sync(_make_folder, self._folder)
+        self.api.add_node(self.name, {"kubernetes.io/hostname": self.name})
+        async with self.api.running(), self.kubelet.running():
+            await to_thread.run_sync(self.api.kubeconfig, self._folder)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._schedule)
+                group.start_soon(self._sync.run)
+                group.start_soon(self._clean)
+                try:
+                    yield self
+                finally:
+                    await self._end_plugin()
+                    group.cancel_scope.cancel()
+
+    # ---- what a user may do ----------------------------------------------------------------
+
+    async def add_pods(self, requests: Sequence[PodManifest]) -> Sequence[PodView]:
+        """Create pods at once; return them when it is decided what becomes of each.
+
+        Raises:
+            SimError: a request is not valid, or a pod of its name exists.
+        """
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for request in requests:
+            request.check()
+            if ("pods", request.namespace, request.name) in self.api.store.objects:
+                raise SimError(
+                    f"pod {request.name} exists in namespace {request.namespace}; end it first, or "
+                    "take another name"
+                )
+        keys = [("pods", it.namespace, it.name) for it in requests]
+        for key, request in zip(keys, requests, strict=True):
+            self.api.store.put(key, pod_objects.pod_object(request, created))
+        objects = self.api.store.objects
+        with suppress(TimeoutError):
+            await self.api.until(
+                lambda: all(key not in objects or is_settled(objects[key]) for key in keys),
+                within=_DECISION_TIMEOUT,
+            )
+        return [self._view(objects[key]) for key in keys if key in objects]
+
+    async def burst(
+        self, count: int, resource: str, sizes: tuple[int, int], namespace: str, seed: int | None
+    ) -> Sequence[PodView]:
+        """Create pods of random sizes at once; return them as `add_pods` does."""
+        self._bursts += 1
+        draw = random.Random(seed)  # noqa: S311 - sizes of pods guard nothing
+        digits = len(str(count))
+        names = [f"burst-{self._bursts}-{number:0{digits}}" for number in range(1, count + 1)]
+        return await self.add_pods(
+            [PodManifest(name, {resource: draw.randint(*sizes)}, namespace) for name in names]
+        )
+
+    async def end_pod(self, name: str, namespace: str) -> bool:
+        """Delete a pod; return whether it is gone: while no kubelet runs, it is not.
+
+        Raises:
+            SimError: the pod does not exist.
+        """
+        key = ("pods", namespace, name)
+        objects = self.api.store.objects
+        if key not in objects:
+            known = ", ".join(title(it) for it in self.api.pods()) or "none"
+            raise SimError(f"no pod {name} in namespace {namespace}; there are: {known}")
+        if not pod_objects.node_of(objects[key]):
+            self.api.store.delete(key)
+            return True
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        patch = {"metadata": {"deletionTimestamp": now}}
+        uid = self.api.store.merge(key, patch, status=False, manager="kubectl")["metadata"]["uid"]
+
+        def is_gone() -> bool:
+            return key not in objects or objects[key]["metadata"]["uid"] != uid
+
+        with suppress(TimeoutError):
+            await self.api.until(
+                lambda: is_gone() or not self.kubelet.is_up, within=_DECISION_TIMEOUT
+            )
+        return is_gone()
+
+    def pods(self) -> Sequence[PodView]:
+        """Return all pods, the oldest first."""
+        return [self._view(it) for it in self.api.pods()]
+
+    def node(self) -> ClusterNodeView:
+        """Return the Node."""
+        return view_node(self.api.node(self.name), self.api.pods(), is_up=self.kubelet.is_up)
+
+    def events(self) -> Sequence[EventView]:
+        """Return all Events, the oldest first."""
+        return view_events(self.api.events())
+
+    def label_node(self, labels: Mapping[str, str | None]) -> None:
+        """Set labels of the Node; `None` removes a label.
+
+        Raises:
+            SimError: the API server does not accept a value.
+        """
+        try:
+            self.api.label(self.name, labels)
+        except ApiError as error:
+            raise SimError(str(error)) from error
+
+    def set_config_map(self, namespace: str, name: str, data: Mapping[str, str]) -> None:
+        """Create or replace a ConfigMap."""
+        self.api.configure(namespace, name, data)
+
+    async def restart_kubelet(self, *, forget: bool = False, reboot: bool = False) -> None:
+        """Start the kubelet again, whether it runs or not.
+
+        With `forget` it has lost its checkpoint; a `reboot` ended all containers.
+        """
+        await self._sync.restart(forget=forget, reboot=reboot)
+
+    async def stop_kubelet(self) -> None:
+        """Kill the kubelet; containers go on."""
+        await self._sync.stop()
+
+    async def start_plugin(self, resource: str, ids: Collection[str]) -> None:
+        """Register a second plugin for a resource, with devices of its own.
+
+        Raises:
+            SimError: one runs, or the kubelet does not.
+            KubeletError: the kubelet refuses.
+        """
+        if self._plugin is not None:
+            raise SimError("a second plugin runs already; end it first")
+        if not self.kubelet.is_up:
+            raise SimError("no plugin can register: the kubelet does not run")
+        async with AsyncExitStack() as stack:
+            plugin = other_plugin(self.kubelet.directory, resource, list(ids))
+            await stack.enter_async_context(plugin)
+            self._plugin = stack.pop_all()
+
+    async def end_plugin(self) -> None:
+        """Kill the second plugin.
+
+        Raises:
+            SimError: none runs.
+        """
+        if self._plugin is None:
+            raise SimError("no second plugin runs")
+        await self._end_plugin()
+
+    async def _end_plugin(self) -> None:
+        plugin, self._plugin = self._plugin, None
+        if plugin is not None:
+            with anyio.CancelScope(shield=True):
+                await plugin.aclose()
+
+    # ---- what runs -------------------------------------------------------------------------
+
+    async def _schedule(self) -> None:
+        """Bind pods; try those that wait again at each change."""
+        while True:
+            changed = self.api.next_change()
+            pods = {key_of(it): it for it in self.api.pods()}
+            for decision in schedule(self.api.node(self.name), list(pods.values())):
+                status = pod_objects.scheduled(decision.message)
+                if decision.node:
+                    patch = pod_objects.binding(decision.node)
+                    self.api.store.merge(
+                        decision.pod, patch, status=False, manager="kube-scheduler"
+                    )
+                elif (
+                    pods[decision.pod]["status"].get("conditions")
+                    != (status["status"]["conditions"])
+                ):
+                    note = decision.message
+                    self._record(pods[decision.pod], "FailedScheduling", note)
+                self.api.store.merge(decision.pod, status, status=True, manager="kube-scheduler")
+            await changed.wait()
+
+    async def _clean(self) -> None:
+        """Forget old requests and changes; a watch that lags behind lists again."""
+        while True:
+            await anyio.sleep(_CLEAN_PERIOD)
+            self.api.requests.clear()
+            if len(self.api.store.history) > _HISTORY:
+                self.api.store.compact()
+
+    def _record(self, pod: Object, reason: str, note: str) -> None:
+        """Write a warning about a pod; one of the same reason is replaced, and counted."""
+        metadata = pod["metadata"]
+        key = ("events", metadata["namespace"], f"{metadata['uid']}.{reason.lower()}")
+        before = self.api.store.objects.get(key)
+        count = before["series"]["count"] + 1 if before else 1
+        event = pod_objects.event_object(pod, reason, note)
+        self.api.store.put(key, {**event, "series": {"count": count}})
+
+    def _view(self, pod: Object) -> PodView:
+        gpus: dict[str, int] = {gpu.id: index for index, gpu in enumerate(self._machine.gpus)}
+        held = self._sync.held_devices(pod["metadata"]["uid"])
+        return view_pod(pod, held, gpus)
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,252 @@
+"""The command line of `metagpu sim` about a simulated cluster."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from metagpu.core.config.units import Duration
+from metagpu.core.errors import ConfigError, describe_error
+from metagpu.sim.cluster.pod_manifest import PodManifest
+from metagpu.sim.commands.cluster_commands import (
+    AnyClusterCommand,
+    BurstCommand,
+    ConfigMapCommand,
+    EventListCommand,
+    KubeletCommand,
+    NodeLabelCommand,
+    NodeShowCommand,
+    PluginCommand,
+    PodAddCommand,
+    PodEndCommand,
+    PodListCommand,
+)
+
+SubParsers = Any  # argparse names the type of its sub-parsers privately
+Builder = Callable[[argparse.Namespace], AnyClusterCommand]
+
+_REQUEST: Final = "RESOURCE=N"
+
+
+def add_cluster_arguments(subparsers: SubParsers) -> None:
+    """Add one parser per command; `args.build(args)` of their results is the command."""
+    for add in (_pod, _burst, _kubelet, _node, _event, _config_map, _plugin):
+        add(subparsers)
+
+
+def _pod(subparsers: SubParsers) -> None:
+    commands = _group(subparsers, "pod", "Create, end and list pods.")
+
+    add = _command(
+        commands, "pod add", PodAddCommand, _pod_add, "pod add train cnvrg.io/metagpu=30"
+    )
+    add.add_argument("name", metavar="NAME", help="name of the pod")
+    add.add_argument("requests", metavar=_REQUEST, nargs="+", help="resources, and how many")
+    _namespace(add)
+    add.add_argument(
+        "--annotation",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an annotation of the pod; repeat the option for more",
+    )
+    add.add_argument(
+        "--for",
+        dest="seconds",
+        metavar="TIME",
+        help="the pod succeeds after this time, such as 30s (default: it runs until ended)",
+    )
+
+    end = _command(commands, "pod end", PodEndCommand, _pod_end, "pod end train")
+    end.add_argument("name", metavar="NAME", help="name of the pod")
+    _namespace(end)
+
+    _output(_command(commands, "pod list", PodListCommand, lambda _: PodListCommand(), "pod list"))
+
+
+def _pod_add(args: argparse.Namespace) -> PodAddCommand:
+    counts = dict(_request(text) for text in args.requests)
+    annotations = {}
+    for text in args.annotation:
+        key, separator, value = text.partition("=")
+        if not (key and separator):
+            raise ConfigError(f"{text!r} is no annotation; write KEY=VALUE")
+        annotations[key] = value
+    seconds = None if args.seconds is None else _seconds(args.seconds)
+    return PodAddCommand(PodManifest(args.name, counts, args.namespace, annotations, seconds))
+
+
+def _pod_end(args: argparse.Namespace) -> PodEndCommand:
+    return PodEndCommand(args.name, args.namespace)
+
+
+def _burst(subparsers: SubParsers) -> None:
+    example = "burst 20 cnvrg.io/metagpu=30 --sizes 10..150"
+    it = _command(subparsers, "burst", BurstCommand, _burst_of, example)
+    it.add_argument("count", metavar="N", type=int, help="number of pods")
+    it.add_argument("request", metavar=_REQUEST, help="the resource, and how many for each pod")
+    it.add_argument(
+        "--sizes", metavar="MIN..MAX", help="a random number for each pod, in place of N"
+    )
+    it.add_argument("--seed", metavar="SEED", type=int, help="the same sizes for the same seed")
+    _namespace(it)
+    _output(it, as_table=False)
+
+
+def _burst_of(args: argparse.Namespace) -> BurstCommand:
+    resource, count = _request(args.request)
+    sizes = (count, count)
+    if args.sizes is not None:
+        least, separator, most = args.sizes.partition("..")
+        if not (separator and least.isdecimal() and most.isdecimal()):
+            raise ConfigError(f"{args.sizes!r} is no range of sizes; write one like 10..150")
+        sizes = (int(least), int(most))
+    return BurstCommand(args.count, resource, sizes, args.namespace, args.seed)
+
+
+def _kubelet(subparsers: SubParsers) -> None:
+    it = _command(subparsers, "kubelet", KubeletCommand, _kubelet_of, "kubelet restart")
+    changes = ("restart", "forget", "stop")
+    it.add_argument("change", metavar="|".join(changes), choices=changes, help="the change")
+
+
+def _kubelet_of(args: argparse.Namespace) -> KubeletCommand:
+    return KubeletCommand(args.change)
+
+
+def _node(subparsers: SubParsers) -> None:
+    commands = _group(subparsers, "node", "Show the Node object, and label it.")
+    label = _command(
+        commands, "node label", NodeLabelCommand, _node_label, "node label metagpu.io/config=large"
+    )
+    label.add_argument(
+        "labels", metavar="KEY=VALUE|KEY-", nargs="+", help="labels to set, or to remove"
+    )
+    example = "node show -o json"
+    _output(_command(commands, "node show", NodeShowCommand, lambda _: NodeShowCommand(), example))
+
+
+def _node_label(args: argparse.Namespace) -> NodeLabelCommand:
+    labels: dict[str, str | None] = {}
+    for text in args.labels:
+        key, separator, value = text.partition("=")
+        if separator and key:
+            labels[key] = value
+        elif text.endswith("-") and text != "-":
+            labels[text[:-1]] = None
+        else:
+            raise ConfigError(f"{text!r} is no label; write KEY=VALUE, or KEY- to remove it")
+    return NodeLabelCommand(labels)
+
+
+def _event(subparsers: SubParsers) -> None:
+    commands = _group(subparsers, "event", "List the Events of the Node and of pods.")
+    _output(
+        _command(
+            commands, "event list", EventListCommand, lambda _: EventListCommand(), "event list"
+        )
+    )
+
+
+def _config_map(subparsers: SubParsers) -> None:
+    it = _command(
+        subparsers,
+        "config-map",
+        ConfigMapCommand,
+        _config_map_of,
+        "config-map kube-system/metagpu large.yaml small.yaml",
+    )
+    it.add_argument("name", metavar="NAMESPACE/NAME", help="the ConfigMap")
+    it.add_argument(
+        "files", metavar="FILE", type=Path, nargs="+", help="files; their names are the keys"
+    )
+
+
+def _config_map_of(args: argparse.Namespace) -> ConfigMapCommand:
+    namespace, separator, name = args.name.partition("/")
+    if not separator:
+        raise ConfigError(f"{args.name!r} names no ConfigMap; write NAMESPACE/NAME")
+    return ConfigMapCommand(namespace, name, {file.name: _text(file) for file in args.files})
+
+
+def _plugin(subparsers: SubParsers) -> None:
+    example = "plugin start cnvrg.io/metagpu --devices 4"
+    it = _command(subparsers, "plugin", PluginCommand, _plugin_of, example)
+    changes = ("start", "end")
+    it.add_argument("change", metavar="|".join(changes), choices=changes, help="the change")
+    it.add_argument("resource", metavar="RESOURCE", nargs="?", default="", help="what it registers")
+    it.add_argument(
+        "--devices", metavar="N", type=int, default=1, help="number of its devices (default: 1)"
+    )
+
+
+def _plugin_of(args: argparse.Namespace) -> PluginCommand:
+    return PluginCommand(args.change, args.resource, args.devices)
+
+
+# ---- shared --------------------------------------------------------------------------------
+
+
+def _group(subparsers: SubParsers, name: str, summary: str) -> SubParsers:
+    it = subparsers.add_parser(name, help=summary, description=summary)
+    return it.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+
+def _command(
+    subparsers: SubParsers, path: str, kind: type, build: Builder, example: str
+) -> argparse.ArgumentParser:
+    summary = (kind.__doc__ or "").strip()
+    it: argparse.ArgumentParser = subparsers.add_parser(
+        path.rpartition(" ")[2],
+        help=summary,
+        description=summary,
+        epilog=f"example: metagpu sim {example}",
+    )
+    it.set_defaults(build=build)
+    # As behind `sim`; what is not given here does not replace what was given there.
+    it.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="the folder of the daemon's control socket",
+    )
+    return it
+
+
+def _namespace(it: argparse.ArgumentParser) -> None:
+    it.add_argument(
+        "--namespace", metavar="NAMESPACE", default="default", help="namespace (default: default)"
+    )
+
+
+def _output(it: argparse.ArgumentParser, *, as_table: bool = True) -> None:
+    it.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json for programs (default: text)",
+    )
+    it.set_defaults(as_table=as_table)
+
+
+def _request(text: str) -> tuple[str, int]:
+    resource, separator, count = text.partition("=")
+    if not (resource and separator and count.isdecimal()):
+        raise ConfigError(f"{text!r} is no request; write {_REQUEST}, as in cnvrg.io/metagpu=30")
+    return resource, int(count)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(Duration.parse(text))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {describe_error(error)}") from error

@@ -1,0 +1,195 @@
+"""The commands of `metagpu sim` about a simulated cluster.
+
+As the commands about the hardware, each is a value that a connection carries as JSON. The cluster
+itself is loaded where it runs, and not by the command line.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import msgspec
+
+from metagpu.core.config.resource_names import name_problem
+from metagpu.sim.cluster.pod_manifest import MAX_DEVICES, PodManifest
+from metagpu.sim.cluster.views import ClusterReply, PodView
+from metagpu.sim.machine.bounds import check_name, check_range
+from metagpu.sim.machine.gpu import SimError
+
+if TYPE_CHECKING:
+    from metagpu.sim.cluster.single_node import SingleNodeCluster
+
+__all__ = ["AnyClusterCommand", "ClusterCommand", "counted"]
+
+MAX_PODS: Final = 1000
+"""Pods of one burst."""
+
+
+class ClusterCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
+    """One request of a user to the cluster."""
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        """Carry the command out.
+
+        Raises:
+            MetagpuError: the cluster refuses; the error states why.
+        """
+        raise NotImplementedError
+
+
+class PodAddCommand(ClusterCommand, frozen=True, tag="pod-add"):
+    """Create a pod, and wait until scheduler and kubelet have decided on it."""
+
+    pod: PodManifest
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        pods = await cluster.add_pods([self.pod])
+        if not pods:
+            raise SimError(f"pod {self.pod.name} was deleted meanwhile")
+        return ClusterReply(describe_pod(pods[0]), pods=tuple(pods))
+
+
+class PodEndCommand(ClusterCommand, frozen=True, tag="pod-end"):
+    """Delete a pod, and wait until its kubelet has ended it."""
+
+    name: str
+    namespace: str = "default"
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        if await cluster.end_pod(self.name, self.namespace):
+            return ClusterReply(f"pod {self.name} has ended")
+        return ClusterReply(f"pod {self.name} is deleted, and ends when the kubelet can end it")
+
+
+class PodListCommand(ClusterCommand, frozen=True, tag="pod-list"):
+    """List the pods: phase, requests, devices, and why a pod waits or has failed."""
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        return ClusterReply("", pods=tuple(cluster.pods()))
+
+
+class BurstCommand(ClusterCommand, frozen=True, tag="burst"):
+    """Create many pods at once, and count what becomes of them."""
+
+    count: int
+    resource: str
+    sizes: tuple[int, int]
+    namespace: str = "default"
+    seed: int | None = None
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        check_range("the number of pods", self.count, 1, MAX_PODS)
+        check_range("the smallest size", self.sizes[0], 1, MAX_DEVICES)
+        check_range("the largest size", self.sizes[1], self.sizes[0], MAX_DEVICES)
+        pods = await cluster.burst(self.count, self.resource, self.sizes, self.namespace, self.seed)
+        phases = Counter(pod.phase for pod in pods)
+        counts = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
+        return ClusterReply(f"{len(pods)} pods: {counts}", pods=tuple(pods))
+
+
+class KubeletCommand(ClusterCommand, frozen=True, tag="kubelet"):
+    """Restart the kubelet, stop it, or restart it without its checkpoint (forget)."""
+
+    change: Literal["restart", "forget", "stop"]
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        if self.change == "stop":
+            await cluster.stop_kubelet()
+            return ClusterReply("the kubelet is stopped")
+        await cluster.restart_kubelet(forget=self.change == "forget")
+        lost = " without its checkpoint" if self.change == "forget" else ""
+        return ClusterReply(f"the kubelet was restarted{lost}")
+
+
+class NodeLabelCommand(ClusterCommand, frozen=True, tag="node-label"):
+    """Set labels of the Node, or remove them (KEY-)."""
+
+    labels: Mapping[str, str | None]
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        cluster.label_node(self.labels)
+        said = ", ".join(
+            f"{name} removed" if value is None else f"{name}={value}"
+            for name, value in self.labels.items()
+        )
+        return ClusterReply(f"labels of node {cluster.name}: {said}")
+
+
+class NodeShowCommand(ClusterCommand, frozen=True, tag="node-show"):
+    """Show the Node: resources with requests, labels, taints and conditions."""
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        return ClusterReply("", node=cluster.node())
+
+
+class EventListCommand(ClusterCommand, frozen=True, tag="event-list"):
+    """List the Events of the Node and of pods, the oldest first."""
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        return ClusterReply("", events=tuple(cluster.events()))
+
+
+class ConfigMapCommand(ClusterCommand, frozen=True, tag="config-map"):
+    """Create or replace a ConfigMap."""
+
+    namespace: str
+    name: str
+    data: Mapping[str, str]
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        check_name("the namespace", self.namespace)
+        check_name("the ConfigMap", self.name)
+        cluster.set_config_map(self.namespace, self.name, self.data)
+        keys = ", ".join(self.data)
+        return ClusterReply(f"ConfigMap {self.namespace}/{self.name} has the keys: {keys}")
+
+
+class PluginCommand(ClusterCommand, frozen=True, tag="plugin"):
+    """Start a second device plugin for a resource, or end it."""
+
+    change: Literal["start", "end"]
+    resource: str = ""
+    devices: int = 1
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        if self.change == "end":
+            await cluster.end_plugin()
+            return ClusterReply("the second plugin has ended")
+        if problem := name_problem(self.resource):
+            raise SimError(f"{self.resource!r} is no extended resource: {problem}")
+        check_range("--devices", self.devices, 0, MAX_DEVICES)
+        ids = [f"other-{number}" for number in range(self.devices)]
+        await cluster.start_plugin(self.resource, ids)
+        return ClusterReply(
+            f"a second plugin registered {self.resource} with {self.devices} devices"
+        )
+
+
+AnyClusterCommand: TypeAlias = (
+    PodAddCommand
+    | PodEndCommand
+    | PodListCommand
+    | BurstCommand
+    | KubeletCommand
+    | NodeLabelCommand
+    | NodeShowCommand
+    | EventListCommand
+    | ConfigMapCommand
+    | PluginCommand
+)
+"""Any of the commands, for `msgspec.json.decode(data, type=AnyClusterCommand)`."""
+
+
+def describe_pod(pod: PodView) -> str:
+    """Return what became of a pod, in one line."""
+    why = ": ".join(it for it in (pod.reason, pod.message) if it)
+    if pod.gpus:
+        gpus = "GPU" if len(pod.gpus) == 1 else "GPUs"
+        why = why or f"{counted(pod.resources)} on {gpus} {', '.join(map(str, pod.gpus))}"
+    return f"pod {pod} is {pod.phase}{f': {why}' if why else ''}"
+
+
+def counted(resources: Mapping[str, int]) -> str:
+    """Return numbers of devices with their resources' names, as people write them."""
+    names: Sequence[str] = [f"{resource}={count}" for resource, count in resources.items()]
+    return ", ".join(names)

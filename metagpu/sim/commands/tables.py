@@ -1,0 +1,108 @@
+"""The output of `metagpu sim`: one line, a table, or JSON."""
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from metagpu.core.model.gpu import MIB
+from metagpu.display.status import show, table
+from metagpu.display.table import Cell
+from metagpu.sim.cluster.views import ClusterNodeView, ClusterReply, EventView, PodView
+from metagpu.sim.commands.cluster_commands import counted
+from metagpu.sim.commands.node_commands import SimReply
+from metagpu.sim.commands.view import NodeView
+
+_FEW: Final = 2
+"""Devices of a pod that are named; of more, their number is shown."""
+
+
+def print_reply(reply: SimReply | ClusterReply, *, as_json: bool, as_table: bool) -> None:
+    """Print a reply: a table or JSON for what was listed, else a line."""
+    if isinstance(reply, SimReply):
+        shown: object = reply.node
+    else:
+        shown = next((it for it in (reply.pods, reply.node, reply.events) if it is not None), None)
+
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(shown), indent=2))  # noqa: T201 - the output of a command
+    elif not as_table:
+        print(reply.message)  # noqa: T201 - as above
+    elif isinstance(shown, NodeView):
+        show_node(shown)
+    elif isinstance(shown, ClusterNodeView):
+        show_cluster_node(shown)
+    elif isinstance(reply, ClusterReply) and reply.events is not None:
+        show_events(reply.events)
+    elif isinstance(reply, ClusterReply):
+        show_pods(reply.pods or ())
+
+
+def show_pods(pods: Sequence[PodView]) -> None:
+    """Print pods, with the reason of each that does not run."""
+    rows = table("POD", "PHASE", "REQUEST", "GPU", "DEVICES", "REASON")
+    for pod in pods:
+        why = ": ".join(it for it in (pod.reason, pod.message) if it)
+        rows.add(
+            str(pod),
+            Cell(pod.phase, "red" if pod.phase == "Failed" else ""),
+            [Cell(it) for it in counted(pod.resources).split(", ")],
+            ", ".join(map(str, pod.gpus)) or "-",
+            [Cell(_devices(ids)) for ids in pod.devices.values()] or "-",
+            why,
+        )
+    if not pods:
+        rows.add("no pod", "", "", "", "", "")
+    show(rows)
+
+
+def show_cluster_node(node: ClusterNodeView) -> None:
+    """Print the Node: resources, conditions, taints and labels."""
+    resources = table("RESOURCE", "CAPACITY", "ALLOCATABLE", "REQUESTED")
+    for name, it in node.resources.items():
+        resources.add(name, str(it.capacity), str(it.allocatable), str(it.requested))
+    conditions = table("CONDITION", "STATUS", "REASON", "MESSAGE")
+    for condition in node.conditions:
+        conditions.add(condition.type, condition.status, condition.reason, condition.message)
+    labels = table("LABEL", "VALUE")
+    for name, value in node.labels.items():
+        labels.add(name, value)
+    state = "its kubelet runs" if node.kubelet_running else "its kubelet does not run"
+    taints = f"; taints: {', '.join(node.taints)}" if node.taints else ""
+    show(f"node {node.name}: {state}{taints}", resources, conditions, labels)
+
+
+def show_events(events: Sequence[EventView]) -> None:
+    """Print Events, the oldest first."""
+    rows = table("TYPE", "REASON", "OBJECT", "COUNT", "NOTE")
+    for it in events:
+        style = "yellow" if it.type == "Warning" else ""
+        rows.add(Cell(it.type, style), it.reason, it.object, str(it.count), it.note)
+    if not events:
+        rows.add("no Event", "", "", "", "")
+    show(rows)
+
+
+def _devices(ids: Sequence[str]) -> str:
+    """Return the parts of GPUs that some ids name, or how many they are."""
+    if len(ids) > _FEW:
+        return f"{len(ids)} shares"
+    parts = ("whole" if it.startswith("GPU-") and "::" not in it else it for it in ids)
+    return ", ".join(it.rpartition("::")[2] for it in parts)
+
+
+def show_node(node: NodeView) -> None:
+    """Print a simulated node."""
+    rows = table("GPU", "MODEL", "STATE", "RECOVERY", "MEMORY", "PROCESSES", "MIG")
+
+    for gpu in node.gpus:
+        processes = ", ".join(
+            f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
+        )
+        memory = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
+        mig = ", ".join(f"{it.gi}: {it.placement}" for it in gpu.instances) or gpu.mig
+        rows.add(
+            *(str(gpu.index), gpu.model, gpu.state, gpu.recovery_action, memory, processes, mig)
+        )
+    show(f"driver {node.driver}, {'loaded' if node.driver_loaded else 'not loaded'}", rows)

@@ -1,0 +1,201 @@
+"""`metagpu run --with-kubelet` in one process, `metagpu sim` in others, as users have them."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metagpu.cli.metagpu import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
+METAGPU = "cnvrg.io/metagpu"
+TWO_POOLS = """\
+version: metagpu/v1
+pools:
+  - {name: whole, gpus: {index: 0}, backends: [{backend: whole}]}
+  - {name: slices, backends: [{backend: timeslice, replicas: 4}]}
+"""
+
+
+def command(line: str) -> tuple[int, str, str]:
+    """Run a command line of metagpu; return its status and what it printed."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(shlex.split(line)[1:])
+    return status, out.getvalue(), err.getvalue()
+
+
+@dataclass
+class Node:
+    """A running daemon with its simulated cluster, asked by command lines."""
+
+    run_dir: Path
+
+    @property
+    def log(self) -> Path:
+        """The daemon's log."""
+        return self.run_dir / "log"
+
+    def sim(self, line: str) -> str:
+        """Run a command of `metagpu sim` that succeeds; return its output."""
+        status, out, err = command(f"metagpu sim --run-dir {self.run_dir} {line}")
+        assert status == 0, err
+        return out.rstrip("\n")
+
+    def fails(self, line: str) -> str:
+        """Run a command of `metagpu sim` that is refused; return its one line."""
+        status, out, err = command(f"metagpu sim --run-dir {self.run_dir} {line}")
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        return err.rstrip("\n")
+
+    def json(self, line: str) -> Any:  # noqa: ANN401 - JSON
+        """Run a command and return its JSON."""
+        return json.loads(self.sim(f"{line} -o json"))
+
+    def pods(self) -> dict[str, str]:
+        """Return the phase of each pod."""
+        return {pod["name"]: pod["phase"] for pod in self.json("pod list")}
+
+    def status(self) -> str:
+        """Return what `metagpu status` prints."""
+        return command(f"metagpu status --run-dir {self.run_dir}")[1]
+
+    def allocatable(self) -> dict[str, int]:
+        """Return the Node's allocatable numbers."""
+        return {name: it["allocatable"] for name, it in self.json("node show")["resources"].items()}
+
+
+@contextmanager
+def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
+    """Run `metagpu run` with a simulated cluster until the block ends, as by Ctrl-C."""
+    options = ("--with-kubelet", "--run-dir", str(run_dir), "--log-format", "json")
+    node = Node(run_dir)
+    with node.log.open("w") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            [sys.executable, "-m", "metagpu", "run", *options, *arguments], stderr=log
+        )
+    try:
+        until((run_dir / "cluster" / "kubeconfig").exists)
+        until(node.allocatable)
+        yield node
+    finally:
+        process.terminate()
+        status = process.wait(timeout=30)
+    assert status == 0, node.log.read_text()
+    assert "Traceback" not in node.log.read_text()
+
+
+def until(is_so: Any) -> None:  # noqa: ANN401 - any predicate
+    """Poll until a predicate holds."""
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def tour() -> list[tuple[str, str]]:
+    """Return the commands of the page's tour, each with the output that the page shows."""
+    text = PAGE.read_text(encoding="utf-8")
+    block = text[text.index("## A tour") :].split("```console\n", 1)[1].split("```", 1)[0]
+    steps = [step.partition("\n") for step in block.split("$ ")[1:]]
+    return [(line.partition(" #")[0].strip(), shown.rstrip("\n")) for line, _, shown in steps]
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Return whether an output is as shown; `…` stands for any text, on a line alone for any."""
+    pattern = re.escape(shown).replace("\n…\n", "\n(?s:.*)\n").replace("…", "(?s:.*)")
+    return re.fullmatch(pattern, printed) is not None
+
+
+def test_the_tour_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of the tour prints what the page shows; lists may need a moment."""
+    (first, _), (run, _), *steps = tour()
+    assert first == "export METAGPU_RUN_DIR=/tmp/run"
+    monkeypatch.setenv("METAGPU_RUN_DIR", str(tmp_path))
+    words = shlex.split(run)
+    assert (words[:2], words[-1]) == (["metagpu", "run"], "&")
+
+    assert len(steps) >= 9
+    with daemon(tmp_path, *(it for it in words[2:-1] if it != "--with-kubelet")):
+        for line, shown in steps:
+            status, out, err = command(line)
+            if line.split()[-1] in {"list", "show"}:
+                until(lambda line=line, shown=shown: matches(shown, command(line)[1].rstrip("\n")))
+            else:
+                assert matches(shown, out.rstrip("\n")), f"{line}\n{out}{err}"
+            assert status == 0
+
+
+def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
+    """Pods of two resources, a kubelet that forgets, Events and profiles, without a cluster."""
+    config = tmp_path / "metagpu.yaml"
+    config.write_text(TWO_POOLS)
+    arguments = ("--config", str(config), "--config-map", "kube-system/metagpu")
+    with daemon(tmp_path, "--simulate", "driver=535.104.05,a100-40gb:2", *arguments) as node:
+        assert node.sim("pod add a nvidia.com/gpu=1 --annotation k=v").endswith(
+            "a is Running: nvidia.com/gpu=1 on GPU 0"
+        )
+        assert node.json("pod list")[0]["annotations"] == {"k": "v"}
+
+        # A kubelet that forgets its pods takes their devices for free; metagpu keeps them held.
+        node.sim("pod add b nvidia.com/gpu.shared=1 --namespace team")
+        until(lambda: "team/b (main)" in node.status())
+        assert node.sim("kubelet forget") == "the kubelet was restarted without its checkpoint"
+        assert [pod["devices"] for pod in node.json("pod list")] == [{}, {}]
+        until(lambda: "kubelet forgot devices" in node.log.read_text())
+        assert "default/a (main)" in node.status()
+        assert node.sim("pod end b --namespace team") == "pod b has ended"
+        until(lambda: "team/b (main)" not in node.status())
+
+        # A profile that the cluster chooses.
+        profile = tmp_path / "fractions.yaml"
+        profile.write_text(
+            "version: metagpu/v1\npools: [{name: x, backends: [{backend: fraction}]}]\n"
+        )
+        node.sim(f"config-map kube-system/metagpu {profile}")
+        node.sim("node label metagpu.io/config=fractions")
+        until(lambda: METAGPU in node.allocatable())
+        reasons = {event["reason"] for event in node.json("event list")}
+        assert "ConfigApplied" in reasons
+
+
+def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
+    """Refused commands say in one line what is wrong."""
+    with daemon(tmp_path, "--simulate", "t4:1") as node:
+        node.sim(f"pod add train {METAGPU}=30")
+
+        assert "pod train exists in namespace default" in node.fails(f"pod add train {METAGPU}=1")
+        assert "there are: train" in node.fails("pod end tarin")
+        assert "is no extended resource" in node.fails("pod add x gpu=1")
+        assert "no second plugin runs" in node.fails("plugin end")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--with-kubelet"], "also give --simulate"),
+        (
+            ["--with-kubelet", "--simulate", "t4:1", "--kubelet-dir", "/tmp/x"],  # noqa: S108 - unused
+            "leave out --kubelet-dir and --pod-resources",
+        ),
+    ],
+)
+def test_a_simulated_kubelet_stands_alone(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--with-kubelet` needs simulated GPUs, and takes no other kubelet's folder."""
+    assert main(["run", *arguments]) == 1
+
+    err = capsys.readouterr().err
+    assert problem in err
+    assert err.count("\n") == 1

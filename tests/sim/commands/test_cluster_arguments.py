@@ -1,0 +1,101 @@
+"""The commands of `metagpu sim` about a cluster, as users write them."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.sim.cluster.pod_manifest import PodManifest
+from metagpu.sim.commands.arguments import add_arguments, command_from
+from metagpu.sim.commands.cluster_commands import (
+    AnyClusterCommand,
+    BurstCommand,
+    NodeLabelCommand,
+    PodAddCommand,
+)
+from metagpu.sim.commands.remote import command_handler
+from metagpu.sim.machine.spec import build_node
+
+COMMANDS = (
+    *("pod add", "pod end", "pod list", "burst", "kubelet", "node label", "node show"),
+    *("event list", "config-map", "plugin"),
+)
+
+
+def command(line: str) -> AnyClusterCommand:
+    """Return the command of a line as argparse reads it."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_subparsers(required=True))
+    read: AnyClusterCommand = command_from(parser.parse_args(line.split()))  # type: ignore[assignment]
+    return read
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command's help ends with an example line that the command accepts, also over JSON."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("large.yaml", "small.yaml"):
+        (tmp_path / file).write_text("")
+    with pytest.raises(SystemExit):
+        command(f"{name} --help")
+
+    _, _, line = capsys.readouterr().out.partition("example: metagpu sim ")
+    read = command(line)
+    assert line.startswith(name)
+    assert msgspec.json.decode(msgspec.json.encode(read), type=AnyClusterCommand) == read
+
+
+def test_a_pod_is_read() -> None:
+    """A pod has its resources, namespace, annotations and time."""
+    line = "pod add a x.y/z=2 x.y/w=3 --namespace team --annotation k=v=w --for 2m"
+
+    assert command(line) == PodAddCommand(
+        PodManifest("a", {"x.y/z": 2, "x.y/w": 3}, "team", {"k": "v=w"}, 120.0)
+    )
+
+
+def test_labels_are_set_and_removed() -> None:
+    """`KEY=VALUE` sets a label, `KEY-` removes it, and a value may be empty."""
+    assert command("node label a/b=c d- e=") == NodeLabelCommand({"a/b": "c", "d": None, "e": ""})
+
+
+def test_sizes_replace_the_number() -> None:
+    """A burst has pods of one size, or of sizes in a range."""
+    assert command("burst 3 x.y/z=5") == BurstCommand(3, "x.y/z", (5, 5))
+    assert command("burst 3 x.y/z=5 --sizes 1..9 --seed 4") == BurstCommand(
+        3, "x.y/z", (1, 9), seed=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("pod add a x.y/z", "'x.y/z' is no request; write RESOURCE=N"),
+        ("pod add a x.y/z=-1", "'x.y/z=-1' is no request"),
+        ("pod add a x.y/z=1 --annotation k", "'k' is no annotation; write KEY=VALUE"),
+        ("pod add a x.y/z=1 --for soon", "'soon' is no duration"),
+        ("node label k", "'k' is no label; write KEY=VALUE, or KEY- to remove it"),
+        ("burst 3 x.y/z=1 --sizes 5", "'5' is no range of sizes; write one like 10..150"),
+        ("config-map metagpu a.yaml", "'metagpu' names no ConfigMap; write NAMESPACE/NAME"),
+        ("config-map a/b missing.yaml", "cannot read missing.yaml: No such file or directory"),
+    ],
+)
+def test_a_mistake_is_one_line(line: str, problem: str) -> None:
+    """A mistake is an error of one line that shows the right form."""
+    with pytest.raises(ConfigError) as error:
+        command(line)
+
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+async def test_a_node_without_a_cluster_says_so() -> None:
+    """Without `--with-kubelet`, a command about pods is refused with the option to give."""
+    handle = command_handler(build_node("t4:1"))
+
+    with pytest.raises(MetagpuError, match="--with-kubelet"):
+        await handle({"change": {"do": "pod-list"}})
