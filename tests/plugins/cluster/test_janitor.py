@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod, Rejection
@@ -19,6 +20,7 @@ from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
 from tests.rigs.build import METAGPU, after, gpu, offered
 from tests.rigs.waiting import becomes
 
+DEPLOY: Final = Path(__file__).parents[3] / "deploy"
 FEATURES: Final = (Feature.PODS, Feature.POD_EVENTS)
 OWNER: Final = ("ReplicaSet", "train-7d9f")
 MESSAGE: Final = "Pod was rejected: Allocate failed due to no healthy devices present"
@@ -63,6 +65,19 @@ def deletions(server: SimApiServer) -> list[RecordedRequest]:
     return [each for each in server.requests if each.method == "DELETE"]
 
 
+def rules(name: str) -> list[dict[str, list[str]]]:
+    """Return all rules of a file of `deploy/`."""
+    documents = yaml.safe_load_all((DEPLOY / name).read_text())
+    return [rule for it in documents for rule in it.get("rules") or ()]
+
+
+def is_deletion_of_pods(rule: dict[str, list[str]]) -> bool:
+    """Return whether a rule allows the deletion of pods."""
+    return "pods" in rule["resources"] and bool(
+        {"delete", "deletecollection", "*"} & {*rule["verbs"]}
+    )
+
+
 def snapshot_of(pod: KnownPod) -> Snapshot:
     """Return the snapshot of a node that offers shares, with a pod."""
     return after(PodsListed((pod,)), since=offered(gpu(0))[1])
@@ -92,6 +107,12 @@ def test_pods_of_a_competing_plugins_resource_stay() -> None:
     """While another plugin serves the resource, its rejections are not ours."""
     snapshot = after(CompetingPluginFound(METAGPU, "a.sock"), since=snapshot_of(REJECTED))
     assert removable_pods(snapshot) == ()
+
+
+def test_the_right_to_delete_pods_is_apart() -> None:
+    """The janitor's file alone has the right to delete pods."""
+    assert not [rule for rule in rules("rbac.yaml") if is_deletion_of_pods(rule)]
+    assert [is_deletion_of_pods(rule) for rule in rules("janitor.yaml")] == [True]
 
 
 async def test_rejected_pods_go_and_their_controller_hears(tmp_path: Path) -> None:
