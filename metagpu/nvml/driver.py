@@ -10,7 +10,8 @@ other. An idle daemon has one thread for all GPUs, which waits for events.
     session      the GPUs seen so far
     session_gpu  one GPU of a session
     timing       deadlines of long calls
-    events       the event set: registrations, the wait, events
+    event_set    the event set: registrations, the wait
+    events       events as the loop hears them, renewals of the event set
     topology     the connections between GPUs, read once for each set of GPUs
     utilization  processes' shares of a GPU's processors
     limits       the driver's memory limits of cgroups

@@ -20,6 +20,7 @@ from metagpu.nvml.errors import (
     error_code,
     to_driver_error,
 )
+from metagpu.nvml.event_set import EventSet
 from metagpu.nvml.events import NvmlEvents
 from metagpu.nvml.mig_calls import read_profiles
 from metagpu.nvml.queries import describe_gpu
@@ -57,7 +58,11 @@ class NvmlSession:
     answers: NvmlAnswers = field(default_factory=lambda: NvmlAnswers("NVML", frozenset()))
 
     def __post_init__(self) -> None:
-        self.events = NvmlEvents(self.gpus, self.timing, self.simulated_library)
+        self.events = NvmlEvents(
+            self.gpus,
+            self.timing,
+            EventSet(self.gpus, self.timing.wait, self.simulated_library),
+        )
 
     def open(self) -> None:
         """Initialise NVML."""

@@ -591,10 +591,11 @@ async def test_a_set_that_was_freed_takes_no_registration() -> None:
         await nvml.survey()
         assert nvml._session is not None
         events = nvml._session.events
-        freed, (known,) = events.handle, events.gpus.values()
+        event_set = events.event_set
+        freed, (known,) = event_set.handle, events.gpus.values()
         await nvml.renew_events()
         before = len(sets)
 
-        assert not events._register(known.handle, freed).types
-        assert events._register(known.handle).types
+        assert not event_set.register(known.handle, freed).types
+        assert event_set.register(known.handle).types
         assert len(sets) == before + 1
