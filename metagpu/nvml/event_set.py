@@ -1,4 +1,4 @@
-"""The event set of a session: registrations, the wait, its exchange for another."""
+"""The event set of a session: registrations, the wait, its exchange for another.
 
 The methods block, run in worker threads, and raise pynvml's errors.
 """
