@@ -3,7 +3,7 @@
 import gc
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +18,11 @@ from metagpu.agent.cdi_file import CdiFile
 from metagpu.agent.config_loader import ConfigLoader, read_initial
 from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.fault_note_file import FaultNoteFile
+from metagpu.agent.hand_over import Duties, HandOver
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.paths import AgentPaths
+from metagpu.agent.takeover import Takeover
+from metagpu.agent.tenure import Tenure
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.config.config import Config, parse
 from metagpu.core.contracts.backend import InstalledBackends, installed_backends
@@ -42,7 +45,8 @@ from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.privileges import needed_privileges, privileges_report
 from metagpu.core.reports.status import status_report
-from metagpu.core.runtime.main_tasks import MainTasks
+from metagpu.core.runtime.main_tasks import MainTasks, Work
+from metagpu.core.runtime.pausable_tasks import PausableTasks
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.runtime.serve import serve
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -56,8 +60,9 @@ from metagpu.host.linux import LinuxHost, held_privileges
 from metagpu.host.programs import DRIVER_ROOT, HostPrograms, run_child, run_command
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
-from metagpu.plugins.control.socket import CommandHandler, control_server
+from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.kubelet import checkpoint
+from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoints import serve_offers
 from metagpu.plugins.kubelet.folder_lock import FolderLock
@@ -102,6 +107,9 @@ class Agent:
         cluster_settings: the uses of the API server, `None` for none.
         metrics: the address of the metrics and probes, `None` for none.
         beside: what runs around the agent's tasks, as a simulated cluster does.
+        take_over: whether to take the node over from another daemon; without it, another daemon
+            is an error.
+        asks_after: seconds to the first attempt of that; `None` waits for the other daemon's end.
     """
 
     source: ConfigSource
@@ -116,12 +124,16 @@ class Agent:
     metrics: ListenAddress | None = None
     beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     timing: AgentTiming = field(default_factory=AgentTiming)
+    take_over: bool = False
+    asks_after: float | None = 0.0
 
     def __post_init__(self) -> None:
         self._backends = installed_backends()
         self._node = self.source.context.node or socket.gethostname()
         self._privileges: frozenset[Privilege] = frozenset()
         self._leases_observed = anyio.Event()
+        self._call_gate = CallGate()
+        self._directory = KubeletDirectory(self.paths.kubelet_dir)
         self.call_stats = KubeletCallStats()
         self.main_tasks = MainTasks(self.timing.main_tasks)
         self.host = self.host or LinuxHost()
@@ -179,6 +191,9 @@ class Agent:
             self.timing.pod_api,
         )
         self.exporter = self._exporter(self.metrics) if self.metrics else None
+        self._takeover: Takeover | None = None
+        self._guests = PausableTasks(self._guest_tasks)
+        self.tenure = self._tenure()
 
     @property
     def config(self) -> Config:
@@ -206,29 +221,43 @@ class Agent:
                 fix = "add it to the container's capabilities, or leave these features out"
                 log.warning("capability missing", capability=privilege, needed_for=uses, fix=fix)
 
-        lock = FolderLock(self.paths.kubelet_dir, self.timing.kubelet.watch_period)
-        async with (
-            control_server(self.paths.run_dir, {**self.commands, **self.handlers}),
-            lock.held(),
-            self.beside(),
-        ):
-            await serve(*self.tasks, lock.run, reload=self.reload)
+        if self.take_over:
+            self._takeover = self._takeover_of()
+        serving = partial(
+            self.tenure.run,
+            self._main_tasks,
+            self._guests,
+            self._takeover.run if self._takeover else None,
+            asks_after=self.asks_after,
+            on_free=self._serve_at_once,
+            beside=self.beside,
+        )
+        await serve(serving, reload=self.reload, over=self.tenure.over)
 
     @property
-    def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+    def tasks(self) -> tuple[Work, ...]:
         """The tasks that together serve the node.
 
         The exporter comes first: it counts events, and none may be missed.
         """
+        return *self._guest_tasks, *self._main_tasks
+
+    @property
+    def _main_tasks(self) -> tuple[Work, ...]:
+        """The tasks that serve the kubelet."""
         main = {
             "health": self._watch_health,
             "offers": self._offer,
             "backends": self.backend_runner.run,
             "leases": self._follow_leases,
         }
+        return tuple(self.main_tasks.keep(name, work) for name, work in main.items())
+
+    @property
+    def _guest_tasks(self) -> tuple[Work, ...]:
+        """The other tasks, which end before another daemon takes over."""
         return (
             *((self.exporter.run,) if self.exporter else ()),
-            *(self.main_tasks.keep(name, work) for name, work in main.items()),
             *self.usage_service.tasks,
             partial(run_with_restart, self.config_loader.follow_files, "watch of files"),
             partial(run_with_restart, self._serve_pods, "mgctl in containers"),
@@ -278,9 +307,13 @@ class Agent:
     async def _offer(self) -> None:
         """Offer the layout's shares to the kubelet, also of GPUs that are added later."""
         await self.health.surveyed.wait()
-        if self.cluster is not None:
-            await self.cluster.config_follower.wait_for_choice()
-        await self.layout_manager.apply()
+        if self._takeover is not None:
+            await self._takeover.granted.wait()
+        succession = self._takeover.succession if self._takeover else None
+        if succession is None:
+            if self.cluster is not None:
+                await self.cluster.config_follower.wait_for_choice()
+            await self.layout_manager.apply()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("resource offered", resource=resource, shares=len(offer.shares))
 
@@ -298,11 +331,13 @@ class Agent:
                 partial(
                     serve_offers,
                     self.registry,
-                    KubeletDirectory(self.paths.kubelet_dir),
+                    self._directory,
                     self.layout_manager.backend,
                     self.call_stats,
                     ensure_cdi_names=self.cdi_file.ensure_names,
                     pod_resources=self.paths.pod_resources,
+                    gate=self._call_gate,
+                    succession=succession,
                     timing=self.timing.kubelet,
                 )
             )
@@ -331,6 +366,40 @@ class Agent:
         with anyio.move_on_after(self.timing.first_registration):
             await self.call_stats.accepted.wait()
         await self.pod_server.run()
+
+    def _takeover_of(self) -> Takeover:
+        return Takeover(
+            self.registry,
+            self.health,
+            self.layout_manager,
+            self.config_loader,
+            self.call_stats,
+            self._directory,
+            self._leases_observed,
+            self.timing.first_leases,
+            self.timing.exchange,
+        )
+
+    def _tenure(self) -> Tenure:
+        timing = self.timing.exchange
+        duties = Duties(
+            self.registry, self.call_stats, self.backend_runner, self._guests, self.cluster
+        )
+        hand_over = HandOver(self._call_gate, duties, self.timing.kubelet.list_end, timing)
+        lock = FolderLock(self.paths.kubelet_dir, self.timing.kubelet.watch_period)
+        return Tenure(
+            self.paths.run_dir,
+            lock,
+            lambda: {**self.commands, **self.handlers},
+            hand_over,
+            timing,
+        )
+
+    async def _serve_at_once(self) -> None:
+        """Begin without an exchange; the wait for the node may have been long."""
+        if self._takeover is not None:
+            await self.config_loader.reload(again=False)
+            self._takeover.granted.set()
 
     async def _status(self, _: Mapping[str, Any]) -> object:
         return {
@@ -367,7 +436,7 @@ class Agent:
         }
 
     @property
-    def _turns(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
+    def _turns(self) -> Iterator[Work]:
         """The turns of backends, where metagpu writes the Node's numbers as they change.
 
         The kubelet writes them every 10 s: most pods would be bound by those of another turn.

@@ -4,6 +4,7 @@ import msgspec
 
 from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
+from metagpu.agent.exchange import ExchangeTiming
 from metagpu.agent.layout_manager import LayoutTiming
 from metagpu.core.health.watch import HealthTiming
 from metagpu.core.layout.offer_turns import TurnTiming
@@ -24,6 +25,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
             in containers.
         main_tasks: restarts of main tasks that end.
         turns: the turns of backends that share idle GPUs.
+        exchange: of the exchange with another daemon.
         layout, config_watch, cdi, kubelet, usage, health, metrics, pod_api: timing of the agent's
             parts.
     """
@@ -32,6 +34,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
     first_registration: float = 1.0
     main_tasks: MainTaskTiming = MainTaskTiming()
     turns: TurnTiming = TurnTiming()
+    exchange: ExchangeTiming = ExchangeTiming()
     layout: LayoutTiming = LayoutTiming()
     config_watch: ConfigWatchTiming = ConfigWatchTiming()
     cdi: CdiTiming = CdiTiming()

@@ -114,6 +114,13 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="also simulate a cluster of this node: a kubelet, a scheduler and an API server, "
         "which `metagpu sim pod add` and others use; needs --simulate",
     )
+    it.add_argument(
+        "--take-over",
+        action="store_true",
+        default=flag("METAGPU_TAKE_OVER"),
+        help="take the node over from a daemon that runs already, without a gap, and wait where "
+        "that one cannot give it; without this option, a second daemon ends with an error",
+    )
     add_run_dir(it)
     add_metrics(it)
     add_cluster(it)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from metagpu.plugins.metrics.address import ListenAddress
 
 
+TAKEOVER_RETRY: Final = 10.0
+"""Seconds from a failed exchange of the daemon to the next attempt."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
     args = parser().parse_args(arguments)
@@ -92,6 +96,7 @@ def _run(args: argparse.Namespace) -> int:
     with _loading():
         import anyio
 
+        from metagpu.agent.tenure import TenureEnd
         from metagpu.plugins.kubelet.paths import check_kubelet_dir
 
         use_simulated_cluster(args)
@@ -106,16 +111,29 @@ def _run(args: argparse.Namespace) -> int:
             pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
             cdi_dir=args.cdi_dir,
         )
-        args.agent = _agent(
-            source_of(args),
-            args.simulate,
-            paths,
-            cluster_settings,
-            metrics,
-            cluster_node=args.node_name if args.with_kubelet else None,
-        )
-    anyio.run(args.agent.run)
-    return 0
+        source, take_over = source_of(args), args.take_over
+
+        def build(asks_after: float | None = 0.0) -> "Agent":
+            agent = _agent(
+                source,
+                args.simulate,
+                paths,
+                cluster_settings,
+                metrics,
+                cluster_node=args.node_name if args.with_kubelet else None,
+            )
+            agent.take_over, agent.asks_after = take_over, asks_after
+            return agent
+
+        args.agent = build()
+
+    while True:
+        anyio.run(args.agent.run)
+        end = args.agent.tenure.end
+        if not take_over or end is TenureEnd.STOPPED:
+            return 0
+        # A daemon that was taken over from stands by: it serves again if the new one ends.
+        args.agent = build(None if end is TenureEnd.HANDED_OVER else TAKEOVER_RETRY)
 
 
 def _demo(args: argparse.Namespace) -> int:

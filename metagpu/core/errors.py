@@ -27,6 +27,8 @@ MetagpuError
 ├── ProgramError            the host: a program failed or did not end in time
 │   └── ProgramMissing      the host has no such program
 ├── HostError               the host: the kernel refused a system call
+├── AnotherDaemon           another metagpu has the node
+├── TakeoverFailed          the other metagpu keeps the node: the exchange of the daemon failed
 ├── CdiError                the host: the CDI specification cannot be written
 ├── KubeletError            the kubelet: it refused a registration, or cannot be reached
 └── ClusterError            the API server: it refused a request, or cannot be reached
@@ -263,6 +265,14 @@ class ProgramMissing(ProgramError):
 
 class HostError(MetagpuError):
     """Raised when the kernel refuses a system call."""
+
+
+class AnotherDaemon(MetagpuError):
+    """Raised when another daemon of metagpu has the run folder or the kubelet's."""
+
+
+class TakeoverFailed(MetagpuError):
+    """Raised when this daemon cannot take the node over from the one that has it."""
 
 
 class CdiError(MetagpuError):

@@ -220,8 +220,9 @@ class MpsDaemons:
                     await anyio.sleep(self._timing.longest_delay)
                 await daemon.supervisor.run()
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVE_DEADLINE):
-                await _release(daemon)
+            if not self._context.hands_over:
+                with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVE_DEADLINE):
+                    await _release(daemon)
             del self._daemons[daemon.device.uuid]
             daemon.ended.set()
 

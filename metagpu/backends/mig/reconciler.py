@@ -61,7 +61,10 @@ class MigReconciler:
         self._provisioner = InstanceProvisioner(context, self._inventory, self._daemons, self)
 
     async def run(self) -> None:
-        """Reconcile until cancelled; then remove idle instances, unless a layout has them."""
+        """Reconcile until cancelled; then remove idle instances that nobody else manages.
+
+        A layout has its instances, and another metagpu that takes the GPU over adopts all.
+        """
         try:
             async with self._group:
                 while True:
@@ -71,7 +74,7 @@ class MigReconciler:
                     await self._wait(seen, delay)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(self._timing.shutdown):
-                on_demand = self._settings.layout is None
+                on_demand = self._settings.layout is None and not self._context.hands_over
                 for slot in list(self._inventory.idle) if on_demand else []:
                     await self._provisioner.remove(slot)
 

@@ -25,7 +25,7 @@ async def run_gpu_owner(
     """Keep a control daemon for a GPU until cancelled.
 
     At the end the daemon quits if it is unused. If it has clients, or a container holds a share,
-    it goes on, and the next owner of the GPU adopts it.
+    or another metagpu takes the GPU over, it goes on, and the next owner of the GPU adopts it.
 
     Raises:
         OSError: if its directories cannot be created.
@@ -41,8 +41,9 @@ async def run_gpu_owner(
             group.start_soon(supervisor.run)
             group.start_soon(_GpuOwner(context, directories, timing, supervisor).run)
     finally:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVE_DEADLINE):
-            await supervisor.release()
+        if not context.hands_over:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVE_DEADLINE):
+                await supervisor.release()
 
 
 class _GpuOwner:

@@ -56,6 +56,14 @@ class GpuContext(Protocol):
         """
         ...
 
+    @property
+    def hands_over(self) -> bool:
+        """True while another daemon takes the GPU over.
+
+        A `serve` that ends then leaves everything as it is.
+        """
+        ...
+
     async def wait_until(self, is_so: Callable[[GpuState], bool]) -> GpuState:
         """Wait for a state of the GPU of which `is_so` is true, and return it.
 

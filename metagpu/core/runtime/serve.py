@@ -13,9 +13,11 @@ log = structlog.get_logger()
 
 
 async def serve(
-    *tasks: Callable[[], Coroutine[Any, Any, None]], reload: Callable[[], Awaitable[None]]
+    *tasks: Callable[[], Coroutine[Any, Any, None]],
+    reload: Callable[[], Awaitable[None]],
+    over: anyio.Event | None = None,
 ) -> None:
-    """Run all tasks until SIGTERM or SIGINT; SIGHUP reloads.
+    """Run all tasks until SIGTERM or SIGINT, or until it is over; SIGHUP reloads.
 
     Signals that come during a reload are heard: a reload that waits delays no end, and is followed
     by one more for all SIGHUPs that came meanwhile.
@@ -25,9 +27,9 @@ async def serve(
     is raised.
 
     Raises:
-        MetagpuError: all tasks were cancelled, and not by a signal.
+        MetagpuError: all tasks were cancelled, neither by a signal nor because it is over.
     """
-    wanted = anyio.Event()
+    wanted, over = anyio.Event(), over or anyio.Event()
 
     async def reload_when_wanted() -> None:
         nonlocal wanted
@@ -38,7 +40,12 @@ async def serve(
 
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with anyio.create_task_group() as group:
-            for task in (reload_when_wanted, *tasks):
+
+            async def end() -> None:
+                await over.wait()
+                group.cancel_scope.cancel()
+
+            for task in (reload_when_wanted, end, *tasks):
                 group.start_soon(task)
 
             async for received in signals:
@@ -48,4 +55,5 @@ async def serve(
                     log.info("stopping", signal=received.name)
                     group.cancel_scope.cancel()
                     return
-    raise MetagpuError("all tasks of metagpu ended without a signal: a fault of metagpu's own")
+    if not over.is_set():
+        raise MetagpuError("all tasks of metagpu ended without a signal: a fault of metagpu's own")

@@ -12,6 +12,7 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
     Fault,
     Holder,
+    Lease,
     OfferTurn,
     ProvisionedState,
     Recovery,
@@ -253,6 +254,17 @@ class LeasesObserved(msgspec.Struct, frozen=True):
     stopped: frozenset[Holder] = frozenset()
 
 
+class LeasesHandedOver(msgspec.Struct, frozen=True):
+    """The daemon of before reported leases that the kubelet does not report.
+
+    Such a lease is a claim whose pod is still being admitted, or of a pod whose shares the kubelet
+    has forgotten. It begins now: no look at the kubelet of before says anything about it.
+    """
+
+    leases: tuple[Lease, ...]
+    at: float
+
+
 class PodsListed(msgspec.Struct, frozen=True):
     """The API server's complete list of this node's pods."""
 
@@ -381,6 +393,7 @@ Fact = (
     | SharesReleased
     | KubeletStarted
     | LeasesObserved
+    | LeasesHandedOver
     | PodsListed
     | GpuFact
 )

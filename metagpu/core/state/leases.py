@@ -23,6 +23,7 @@ from metagpu.core.model.snapshot import GpuState, Snapshot, with_states
 from metagpu.core.state.facts import (
     Fact,
     KubeletStarted,
+    LeasesHandedOver,
     LeasesObserved,
     SharesClaimed,
     SharesPending,
@@ -188,6 +189,21 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
         for gpu, shares in by_gpu(fact.shares).items()
     }
     return with_leases(snapshot, fact.at, started=started)
+
+
+def apply_handed_over(
+    snapshot: Snapshot, fact: LeasesHandedOver
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin the leases that only the daemon of before knew; known holders stay."""
+    leases = []
+    for lease in fact.leases:
+        state = snapshot.gpus.get(lease.share.gpu)
+        known = state.leases.get(lease.share.id) if state else None
+        if state is None or (known is not None and known.holder is not None):
+            continue
+        share = _held_share(snapshot, lease.share.id, known, lease.share.resource)
+        leases.append(replace(lease, share=share, since=fact.at, unanswered=False))
+    return with_leases(snapshot, fact.at, started=_by_gpu(leases))
 
 
 def _by_gpu(leases: Iterable[Lease]) -> dict[GpuId, dict[ShareId, Lease]]:

@@ -32,6 +32,7 @@ from metagpu.core.state.facts import (
     GpuFact,
     GpusFound,
     KubeletStarted,
+    LeasesHandedOver,
     LeasesObserved,
     PodsListed,
     RegistrationProblemFound,
@@ -47,6 +48,7 @@ from metagpu.core.state.facts import (
 from metagpu.core.state.gpu_state import apply_gpu_fact
 from metagpu.core.state.leases import (
     apply_claimed,
+    apply_handed_over,
     apply_kubelet_started,
     apply_observed,
     apply_pending,
@@ -90,6 +92,8 @@ def reduce(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return apply_kubelet_started(snapshot, fact)
         case LeasesObserved():
             return apply_observed(snapshot, fact)
+        case LeasesHandedOver():
+            return apply_handed_over(snapshot, fact)
         case PodsListed():
             return _pods_listed(snapshot, fact)
         case _:

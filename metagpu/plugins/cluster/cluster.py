@@ -63,6 +63,7 @@ class Cluster:
 
     Attributes:
         config_follower: follows the configuration that the cluster chooses.
+        keeps_labels: whether labels and condition stay at the end, for another daemon.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Cluster:
         self.config_follower = ConfigFollower(
             settings, registry, follow, self._record, self._trigger
         )
+        self.keeps_labels = False
         self._settings = settings
         self._registry = registry
         self._strategies = strategies
@@ -91,6 +93,11 @@ class Cluster:
         self._pods: PodInformer | None = None
         self._janitor: Janitor | None = None
         self._dropped = self._pods_dropped = 0
+
+    @property
+    def choice(self) -> ClusterChoice | None:
+        """The choice that was applied last, `None` before the first."""
+        return self.config_follower.followed
 
     async def run(self) -> None:
         """Run all features in use until cancelled; a failure here ends nothing else."""
@@ -112,7 +119,7 @@ class Cluster:
             try:
                 await self._run_tasks()
             finally:
-                if self._settings.remove_labels:
+                if self._settings.remove_labels and not self.keeps_labels:
                     with anyio.move_on_after(timing.shutdown_timeout, shield=True):
                         await _run_removals(removals)
 

@@ -55,6 +55,11 @@ class ConfigFollower:
     _logged: LogOnce = field(default_factory=LogOnce)
 
     @property
+    def followed(self) -> ClusterChoice | None:
+        """The choice that was applied last, `None` before the first."""
+        return self._followed
+
+    @property
     def problem(self) -> str:
         """The reason why the ConfigMap cannot be followed, empty without one."""
         return (self.config_map.problem or self._missing) if self.config_map is not None else ""

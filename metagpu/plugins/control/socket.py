@@ -13,12 +13,13 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 import structlog
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import AnotherDaemon, MetagpuError
 from metagpu.core.runtime.listener import unix_listener
 from metagpu.plugins.control.client import SOCKET_NAME
 
@@ -27,6 +28,8 @@ LINE_LIMIT: Final = 16 * 1024 * 1024
 """Bytes of one request."""
 _BACKLOG: Final = 100
 _REFUSAL: Final = b'{"error":"only root may ask the daemon"}\n'
+_LONGEST_FIRST: Final = 4096
+"""Bytes of a request that begins a conversation."""
 _CREDENTIALS: Final = struct.Struct("3i")
 """`struct ucred`: pid, uid and gid (unix(7))."""
 
@@ -36,9 +39,50 @@ CommandHandler = Callable[[Mapping[str, Any]], Awaitable[object]]
 log = structlog.get_logger()
 
 
+class Conversation:
+    """A connection whose requests belong together, such as an exchange of the daemon.
+
+    Args:
+        reader: the caller's requests.
+        writer: the caller.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def receive(self) -> Mapping[str, Any] | None:
+        """Return the next request; `None` once the caller has hung up.
+
+        Raises:
+            MetagpuError: the request is no JSON object.
+        """
+        try:
+            line = await self._reader.readline()
+            return msgspec.json.decode(line, type=dict[str, Any]) if line else None
+        except (ConnectionError, ValueError) as error:
+            raise MetagpuError(f"no request: {error}") from error
+
+    async def send(self, answer: object) -> None:
+        """Answer the last request.
+
+        Raises:
+            ConnectionError: the caller has hung up.
+        """
+        self._writer.write(msgspec.json.encode({"ok": answer}) + b"\n")
+        await self._writer.drain()
+
+
+ConversationHandler = Callable[[Conversation], Awaitable[None]]
+"""Holds a conversation, which a request for it began; raises a `MetagpuError` with the reason."""
+
+
 @asynccontextmanager
 async def control_server(
-    run_dir: Path, handlers: Mapping[str, CommandHandler], line_limit: int = LINE_LIMIT
+    run_dir: Path,
+    handlers: Mapping[str, CommandHandler],
+    conversations: Mapping[str, ConversationHandler] = MappingProxyType({}),
+    line_limit: int = LINE_LIMIT,
 ) -> AsyncIterator[Path]:
     """Answer requests `{"command": NAME, …}` by their handlers, while the block lasts.
 
@@ -48,10 +92,12 @@ async def control_server(
     Args:
         run_dir: the folder of the socket and of the lock that keeps a second daemon out.
         handlers: the commands, by their names.
+        conversations: commands that take the rest of their connection.
         line_limit: bytes of one request; a longer one ends the connection.
 
     Raises:
-        MetagpuError: another daemon runs on this folder, or the socket cannot be created.
+        AnotherDaemon: another daemon runs on this folder.
+        MetagpuError: the socket cannot be created.
     """
     connections: set[asyncio.StreamWriter] = set()
 
@@ -59,7 +105,11 @@ async def control_server(
         connections.add(writer)
         try:
             while line := await reader.readline():
-                writer.write(await _answer(line, handlers) + b"\n")
+                if converse := conversations.get(_command_of(line)):
+                    answer = await _converse(converse, Conversation(reader, writer))
+                else:
+                    answer = await _answer(line, handlers)
+                writer.write(answer)
                 await writer.drain()
         except (ConnectionError, ValueError):
             pass  # the client hung up, or sent a line longer than any of ours
@@ -98,13 +148,38 @@ async def _answer(line: bytes, handlers: Mapping[str, CommandHandler]) -> bytes:
     try:
         request = msgspec.json.decode(line, type=dict[str, Any])
         handler = _find_handler(request, handlers)
-        return msgspec.json.encode({"ok": await handler(request)})
-    except (MetagpuError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.json.encode({"ok": await handler(request)}) + b"\n"
+    except Exception as error:  # noqa: BLE001 - the caller gets it
+        return _error_line(error)
+
+
+async def _converse(converse: ConversationHandler, conversation: Conversation) -> bytes:
+    try:
+        await converse(conversation)
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the caller gets it
+        return _error_line(error)
+    return b""
+
+
+def _command_of(line: bytes) -> str:
+    """Return the command of a request that may begin a conversation, else nothing."""
+    if len(line) > _LONGEST_FIRST:
+        return ""
+    try:
+        return str(msgspec.json.decode(line, type=dict[str, Any]).get("command"))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+
+
+def _error_line(error: Exception) -> bytes:
+    if isinstance(error, MetagpuError | msgspec.MsgspecError | UnicodeDecodeError):
         text = str(error)
-    except Exception as error:
-        log.exception("control command failed")
+    else:
+        log.error("control command failed", exc_info=error)
         text = f"the daemon failed ({error!r}); its log has the details"
-    return msgspec.json.encode({"error": text})
+    return msgspec.json.encode({"error": text}) + b"\n"
 
 
 def _find_handler(
@@ -148,7 +223,7 @@ def _lock(path: Path) -> Iterator[None]:
     The file stays: removed, it would let a second daemon lock a new file beside the first's.
 
     Raises:
-        MetagpuError: another daemon holds the lock.
+        AnotherDaemon: another daemon holds the lock.
         OSError: the file cannot be created.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -157,7 +232,7 @@ def _lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise MetagpuError(f"another metagpu runs here already: it holds {path}") from None
+            raise AnotherDaemon(f"another metagpu runs here already: it holds {path}") from None
         yield
     finally:
         os.close(lock)

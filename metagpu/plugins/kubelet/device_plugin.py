@@ -6,13 +6,15 @@ specification.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import anyio
 import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
+from grpclib.exceptions import GRPCError
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import PreparesContainers, Provisions
@@ -32,6 +34,7 @@ from metagpu.core.state.facts import (
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import fast_codec, messages
 from metagpu.plugins.kubelet.availability import Claim, find_shares, refuse_unavailable
+from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
 from metagpu.plugins.kubelet.provisioning import (
     is_provisioned,
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 EnsureCdiNames = Callable[[frozenset[str]], Awaitable[None]]
 """Makes devices of these CDI names known to the container runtime; raises an error if it cannot."""
+
+_SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 log = structlog.get_logger()
 
@@ -65,6 +70,7 @@ class DevicePluginService:
         backend: finds the resource's backend, at each call: a reload may change it.
         clock: returns the event loop's time.
         ensure_cdi_names: makes CDI names known to the container runtime.
+        gate: closed while another daemon takes over; one of its own unless given.
         timing: deadlines.
     """
 
@@ -77,6 +83,7 @@ class DevicePluginService:
         *,
         ensure_cdi_names: EnsureCdiNames = no_cdi,
         record: ResourceCallStats | None = None,
+        gate: CallGate | None = None,
         timing: KubeletTiming = TIMING,
     ) -> None:
         self.resource = resource
@@ -84,6 +91,7 @@ class DevicePluginService:
         self._backend = backend
         self._clock = clock
         self._ensure_cdi_names = ensure_cdi_names
+        self._gate = gate or CallGate()
         self._flush_deadline = timing.flush_deadline
         self._calls_before_start = False
         self.record = record or ResourceCallStats()
@@ -121,7 +129,7 @@ class DevicePluginService:
 
         unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
         return {
-            f"/v1beta1.DevicePlugin/{name}": Method(call, cardinality, bytes, bytes)
+            f"{_SERVICE}{name}": Method(call, cardinality, bytes, bytes)
             for name, call, cardinality in (
                 ("GetDevicePluginOptions", self._answering(self._options), unary),
                 ("ListAndWatch", list_and_watch, streaming),
@@ -148,6 +156,8 @@ class DevicePluginService:
             try:
                 reply = await answer(request or b"")
             except Exception as error:
+                if isinstance(error, GRPCError):  # the successor's refusal
+                    raise
                 raise messages.to_grpc_error(error) from error
             await stream.send_message(reply)
 
@@ -159,22 +169,33 @@ class DevicePluginService:
         record = self.record.calls[call]
 
         async def counted(request: bytes) -> bytes:
-            began = perf_counter()
+            began, path = perf_counter(), f"{_SERVICE}{call}"
             try:
-                reply = await answer(request)
+                reply, forwarded = await self._gate.answer(self.resource, path, request, answer)
             except BaseException as error:
                 self.record.record_failure(call, perf_counter() - began, error)
                 raise
             record.record(CallOutcome.ANSWERED, perf_counter() - began)
+            if forwarded and call is KubeletCall.ALLOCATE:
+                self._record_forwarded(request)
             return reply
 
         return self._answering(counted)
+
+    def _record_forwarded(self, request: bytes) -> None:
+        """Record what the successor granted, in case it fails and this daemon goes on."""
+        snapshot = self._registry.snapshot
+        for ids in fast_codec.decode_allocate_request(request):
+            with suppress(RequestError):  # it may offer other shares
+                shares = find_shares(self.resource, ids, snapshot)
+                self._registry.apply(SharesClaimed(tuple(shares), self._clock()))
 
     async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
         sending = anyio.Lock()
 
         async def send(done: anyio.Event) -> None:
             async with sending:  # two messages at once would mix on the stream
+                await self._gate.wait_open()
                 view = self._list.view(self._registry.snapshot)
                 await stream.send_message(self._list.encode(view))
             self.record.lists += 1

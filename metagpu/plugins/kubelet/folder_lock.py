@@ -15,7 +15,7 @@ import anyio
 import structlog
 from anyio import to_thread
 
-from metagpu.core.errors import MetagpuError, describe_error
+from metagpu.core.errors import AnotherDaemon, describe_error
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.log_once import LogOnce
 
@@ -37,7 +37,7 @@ class FolderLock:
         """Hold the lock of the present folder while the block lasts.
 
         Raises:
-            MetagpuError: another metagpu holds it.
+            AnotherDaemon: another metagpu holds it.
         """
         try:
             await to_thread.run_sync(self._take)
@@ -49,7 +49,7 @@ class FolderLock:
         """Lock each folder that comes to the path, until cancelled.
 
         Raises:
-            MetagpuError: another metagpu holds the new folder.
+            AnotherDaemon: another metagpu holds the new folder.
         """
         while True:
             await anyio.sleep(self._period)
@@ -69,7 +69,7 @@ class FolderLock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise MetagpuError(
+            raise AnotherDaemon(
                 f"another metagpu serves the kubelet of {self._folder}, with another --run-dir; "
                 "stop it, or name another kubelet's folder with --kubelet-dir"
             ) from None

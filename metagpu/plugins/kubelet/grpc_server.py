@@ -105,7 +105,7 @@ class _Handler(Handler):
 class _Connection(H2Protocol):
     """One connection, tracked while it is open."""
 
-    def __init__(self, handler: _Handler, connections: "_Connections") -> None:
+    def __init__(self, handler: _Handler, connections: "Connections") -> None:
         super().__init__(handler, _GRPC, _H2)
         self.call_handler = handler
         self._connections = connections
@@ -127,7 +127,7 @@ class _Connection(H2Protocol):
             self._transport.abort()
 
 
-class _Connections:
+class Connections:
     """All connections of one service."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
@@ -141,9 +141,11 @@ class _Connections:
         return _Connection(handler, self)
 
     def add(self, connection: _Connection) -> None:
+        """Count an open connection."""
         self._open.add(connection)
 
     def discard(self, connection: _Connection) -> None:
+        """Count a closed connection."""
         self._open.discard(connection)
         self._changed.set()
         self._changed = anyio.Event()
@@ -162,6 +164,7 @@ class _Connections:
             await asyncio.wait(unary)
 
     def abort(self) -> None:
+        """Close all connections without sending the rest of their data."""
         for connection in list(self._open):
             connection.abort()
 
@@ -172,8 +175,10 @@ async def serve_grpc(
     methods: Mapping[str, Method],
     calls: StreamingCalls,
     linger: float = TIMING.linger,
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Connections]:
     """Serve on a socket file that only root may open, until the block ends.
+
+    The block gets the open connections.
 
     On leaving, in this order:
 
@@ -187,14 +192,14 @@ async def serve_grpc(
     Raises:
         OSError: the socket cannot be bound; a path of more than 107 bytes cannot.
     """
-    connections = _Connections(methods)
+    connections = Connections(methods)
     loop = asyncio.get_running_loop()
 
     with unix_listener(path, mode=0o600, backlog=_BACKLOG) as listener:
         identity = file_identity(path)
         server = await loop.create_unix_server(connections.new_connection, sock=listener)
         try:
-            yield
+            yield connections
         finally:
             remove_socket(path, identity)
             with anyio.CancelScope(shield=True):

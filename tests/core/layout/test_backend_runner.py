@@ -36,12 +36,14 @@ class CallLog:
         slow: set once a call may end.
         fails: the number of calls that still fail.
         returns: whether calls return at once.
+        handed_over: of each ended call, whether another daemon has its GPU next.
     """
 
     lines: list[str] = field(default_factory=list)
     slow: anyio.Event = field(default_factory=anyio.Event)
     fails: int = 0
     returns: bool = False
+    handed_over: list[bool] = field(default_factory=list)
 
     async def serve(self, backend: Backend, context: GpuContext) -> None:
         """Record a call, and act as the test wants."""
@@ -61,6 +63,7 @@ class CallLog:
             with anyio.CancelScope(shield=True):
                 await self.slow.wait()
             self.lines.append(f"end {name}")
+            self.handed_over.append(context.hands_over)
 
 
 @pytest.fixture
@@ -199,3 +202,23 @@ def test_a_layout_assigns_backends_to_gpus() -> None:
     ]
     assert isinstance(applied.backend_assignments[0], BackendAssignment)
     assert applied.backend_assignments[0].backend is applied.backends[METAGPU]
+
+
+async def test_released_gpus_are_left_to_another_daemon(calls: CallLog) -> None:
+    """A release ends each backend, which knows that another daemon follows, and reports stay."""
+    async with running(A, B) as runner:
+        before = runner._registry.snapshot
+        await runner.release()
+        assert sorted(calls.lines[2:]) == ["end 0/10", "end 1/10"]
+        assert calls.handed_over == [True, True]
+        assert runner._registry.snapshot is before
+
+        runner.apply(layout(A, B))  # as when a device node comes
+        await anyio.wait_all_tasks_blocked()
+        assert len(calls.lines) == 4
+
+        runner.resume()
+        await anyio.wait_all_tasks_blocked()
+        assert sorted(calls.lines[4:]) == ["serve 0/10", "serve 1/10"]
+
+    assert calls.handed_over[2:] == [False, False]

@@ -131,3 +131,17 @@ async def test_a_stray_cancellation_is_no_orderly_end() -> None:
 
     with anyio.fail_after(30), pytest.raises(MetagpuError, match="without a signal"):
         await serve(Task().run, cancel_itself, reload=no_reload)
+
+
+async def test_what_is_over_ends_every_task() -> None:
+    """The event that all is over ends all tasks, and the call returns, as after a signal."""
+    task, over = Task(), anyio.Event()
+
+    async def end() -> None:
+        await task.started.wait()
+        over.set()
+
+    with anyio.fail_after(30):
+        await serve(task.run, end, reload=no_reload, over=over)
+
+    assert task.ended

@@ -10,6 +10,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     GpuFaulted,
     KubeletStarted,
+    LeasesHandedOver,
     LeasesObserved,
     SharesClaimed,
     SharesOffered,
@@ -347,3 +348,26 @@ def test_the_checkpoint_begins_leases_while_the_list_says_nothing() -> None:
 def test_the_same_kubelet_starts_once() -> None:
     """A second registration with a kubelet leaves leases as they are."""
     assert reduce(FORGOTTEN, KubeletStarted((0, 0, 1))) == (FORGOTTEN, ())
+
+
+def test_leases_of_the_daemon_before_begin_now() -> None:
+    """Claims that only the old daemon knew are leases, which an older look does not end."""
+    claimed = Lease(A_SHARES[0], 5)
+    forgotten = Lease(A_SHARES[1], 3, ALICE, unconfirmed=True)
+    snapshot, events = reduce(NODE, LeasesHandedOver((claimed, forgotten), at=100))
+
+    assert leases(snapshot) == {
+        A_SHARES[0].id: replace(claimed, since=100),
+        A_SHARES[1].id: replace(forgotten, since=100),
+    }
+    assert events == (SharesClaimed((A_SHARES[0], A_SHARES[1]), at=100),)
+    older, _ = reduce(snapshot, LeasesObserved({}, at=99))
+    assert leases(older) == leases(snapshot)
+
+
+def test_holders_that_the_kubelet_names_are_not_replaced() -> None:
+    """The kubelet's list is newer than what the old daemon knew of a share."""
+    listed, _ = reduce(NODE, LeasesObserved({A_SHARES[0].id: BOB}, at=50))
+    snapshot, _ = reduce(listed, LeasesHandedOver((Lease(A_SHARES[0], 5),), at=100))
+
+    assert snapshot is listed

@@ -1,0 +1,118 @@
+"""The new daemon's side of an exchange: it takes over from the old one."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+import structlog
+
+from metagpu.agent.config_loader import ConfigLoader
+from metagpu.agent.exchange import ExchangeTiming, HandedState
+from metagpu.agent.layout_manager import LayoutManager
+from metagpu.agent.predecessor import Predecessor
+from metagpu.core.errors import TakeoverFailed
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, KubeletStarted, LeasesHandedOver
+from metagpu.core.state.gpu_state import NOT_READY
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet.directory import KubeletDirectory
+from metagpu.plugins.kubelet.succession import Succession
+
+log = structlog.get_logger()
+
+
+class _Surveyed(Protocol):
+    @property
+    def surveyed(self) -> anyio.Event: ...
+
+
+@dataclass
+class Takeover:
+    """Prepares beside the old daemon, and takes its node over in one step.
+
+    Attributes:
+        health: knows when the GPUs are read.
+        leases_observed: set once the kubelet's leases are read.
+        call_stats: knows which lists the kubelet reads.
+        first_leases: the longest wait for the kubelet's leases, in seconds.
+        granted: set once this daemon may manage GPUs and register.
+        succession: how to register what the old daemon has, `None` without one.
+    """
+
+    registry: Registry
+    health: _Surveyed
+    layout_manager: LayoutManager
+    config_loader: ConfigLoader
+    call_stats: KubeletCallStats
+    directory: KubeletDirectory
+    leases_observed: anyio.Event
+    first_leases: float
+    timing: ExchangeTiming
+    granted: anyio.Event = field(default_factory=anyio.Event)
+    succession: Succession | None = None
+
+    async def run(self, predecessor: Predecessor) -> None:
+        """Take the node over; the old daemon releases its locks next.
+
+        Raises:
+            TakeoverFailed: the old daemon goes on, or the kubelet does not read the lists.
+            ConfigError: the configuration does not fit the GPUs.
+        """
+        runner = self.layout_manager.backend_runner
+        runner.leaves_gpus = True  # as long as the old daemon may go on
+        if (kubelet := self.directory.kubelet_identity()) is not None:
+            self.registry.apply(KubeletStarted(kubelet))  # its list of leases is not an older one's
+        await self.health.surveyed.wait()
+        with anyio.move_on_after(self.first_leases):
+            await self.leases_observed.wait()
+
+        state = await predecessor.begin()
+        began = anyio.current_time()
+        await self._apply(state)
+        await self._wait_ready()
+        offers = self.registry.snapshot.offers
+        self.succession = Succession(offers.keys() & set(state.listed), predecessor)
+        self.granted.set()
+        await self._wait_listed(self.succession)
+        await predecessor.finish()
+        runner.leaves_gpus = False
+        lasted = f"{anyio.current_time() - began:.3f}s"
+        log.info("node taken over", after=lasted, leases=len(state.leases))
+
+    async def _apply(self, state: HandedState) -> None:
+        """Apply what only the old daemon knew, and manage the GPUs."""
+        if state.choice is not None:
+            await self.config_loader.follow_cluster(state.choice)
+        await self.layout_manager.apply()
+        self.registry.apply(LeasesHandedOver(state.leases, anyio.current_time()))
+        for gpu, known in self.registry.snapshot.gpus.items():
+            if (cordon := state.cordons.get(gpu)) is not None:
+                self.registry.apply(GpuCordoned(gpu, cordon.reason, cordon.since))
+            elif known.cordon is not None:
+                self.registry.apply(GpuUncordoned(gpu, known.cordon.since))
+
+    async def _wait_ready(self) -> None:
+        """Wait until backends have their GPUs ready: no share is refused for the exchange."""
+        with anyio.move_on_after(self.timing.ready):
+            async for ready in self.registry.watch(_is_ready):
+                if ready:
+                    return
+
+    async def _wait_listed(self, succession: Succession) -> None:
+        stats = self.call_stats
+        with anyio.move_on_after(self.timing.lists):
+            while not all(  # noqa: ASYNC110 - the counters have no event
+                stats.of_resource(it).listed for it in succession.resources
+            ):
+                await anyio.sleep(self.timing.poll)
+            return
+        raise TakeoverFailed(f"the kubelet did not read the lists within {self.timing.lists:g} s")
+
+
+def _is_ready(snapshot: Snapshot) -> bool:
+    return not any(
+        pause.reason == NOT_READY
+        for state in snapshot.gpus.values()
+        for pause in state.suspended.values()
+    )

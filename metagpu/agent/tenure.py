@@ -1,0 +1,203 @@
+"""One daemon's time on the node: it gets the node, holds it, and gives it up.
+
+The daemon with the lock of the run folder and the lock of the kubelet's folder has the node.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import anyio
+import structlog
+
+from metagpu.agent.exchange import COMMAND, ExchangeTiming
+from metagpu.agent.hand_over import HandOver
+from metagpu.agent.predecessor import Predecessor, connect_predecessor
+from metagpu.core.errors import AnotherDaemon, TakeoverFailed
+from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.main_tasks import Work
+from metagpu.core.runtime.pausable_tasks import PausableTasks
+from metagpu.plugins.control.socket import CommandHandler, control_server
+from metagpu.plugins.kubelet.folder_lock import FolderLock
+
+log = structlog.get_logger()
+
+
+class TenureEnd(StrEnum):
+    """The end of a tenure.
+
+    - stopped: by a signal, or an error.
+    - handed_over: another daemon has the node.
+    - failed: the node could not be taken over; another daemon has it still.
+    """
+
+    STOPPED = "stopped"
+    HANDED_OVER = "handed over"
+    FAILED = "failed"
+
+
+@dataclass
+class Tenure:
+    """Runs the tasks of a daemon while it has the node.
+
+    Attributes:
+        run_dir: the folder of the control socket.
+        lock: the lock of the kubelet's folder.
+        commands: the commands on the control socket, by name.
+        hand_over: gives the node to another daemon.
+        timing: delays and deadlines.
+        end: why the tenure ended.
+        over: set at the end.
+    """
+
+    run_dir: Path
+    lock: FolderLock
+    commands: Callable[[], dict[str, CommandHandler]]
+    hand_over: HandOver
+    timing: ExchangeTiming
+    end: TenureEnd = TenureEnd.STOPPED
+    over: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(
+        self,
+        tasks: Sequence[Work],
+        after: PausableTasks,
+        take_over: Callable[[Predecessor], Awaitable[None]] | None,
+        *,
+        asks_after: float | None = 0.0,
+        on_free: Callable[[], Awaitable[None]],
+        beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    ) -> None:
+        """Get the node, and run all tasks until another daemon takes it over.
+
+        Args:
+            tasks: those that may run beside another daemon, as they change nothing.
+            after: those that need the node.
+            take_over: takes over from another daemon; without it, another one is an error.
+            asks_after: seconds to the first attempt to take over; `None` for no attempt.
+            on_free: called once this daemon has the node from nobody.
+            beside: what runs around the tasks then, as a simulated cluster does.
+
+        Raises:
+            AnotherDaemon: another daemon has the node.
+            TakeoverFailed: the daemon that gave the node away keeps its locks.
+        """
+        async with AsyncExitStack() as stack:
+            predecessor = None
+            try:
+                await self._hold(stack)
+            except AnotherDaemon as other:
+                if take_over is None:
+                    raise
+                predecessor = await self._wait_node(stack, other, asks_after)
+            if predecessor is None:
+                await on_free()
+
+            async with (
+                beside() if predecessor is None else nullcontext(),
+                anyio.create_task_group() as group,
+            ):
+                if predecessor is None:
+                    group.start_soon(after.run)  # first: it counts events, and none may be missed
+                for task in tasks:
+                    group.start_soon(task)
+                if predecessor is not None and take_over is not None:
+                    if not await self._succeed(predecessor, take_over):
+                        self._end(TenureEnd.FAILED)
+                        await anyio.sleep_forever()
+                    await self._hold_soon(stack)
+                    group.start_soon(after.run)
+                group.start_soon(self.lock.run)
+                await self.hand_over.done.wait()
+                await stack.aclose()  # the new daemon waits for the locks
+                self._end(TenureEnd.HANDED_OVER)
+                await anyio.sleep_forever()
+
+    def _end(self, end: TenureEnd) -> None:
+        self.end = end
+        self.over.set()
+
+    async def _hold(self, stack: AsyncExitStack) -> None:
+        """Take both locks and serve the control socket until the stack is closed.
+
+        Raises:
+            AnotherDaemon: another daemon has one of the locks.
+            MetagpuError: the control socket cannot be created.
+        """
+        conversations = {COMMAND: self.hand_over.converse}
+        async with AsyncExitStack() as attempt:
+            server = control_server(self.run_dir, self.commands(), conversations)
+            await attempt.enter_async_context(server)
+            await attempt.enter_async_context(self.lock.held())
+            stack.push_async_exit(attempt.pop_all())
+
+    async def _wait_node(
+        self, stack: AsyncExitStack, other: AnotherDaemon, asks_after: float | None
+    ) -> Predecessor | None:
+        """Wait until the node is free, or the daemon that has it hands it over.
+
+        A daemon that does not answer is not killed: its own supervisor does that, which knows what
+        it started; a lock does not say whose process holds it in a container.
+        """
+        logged, reason = LogOnce(), str(other)
+        asks_at = math.inf if asks_after is None else anyio.current_time() + asks_after
+        while True:
+            if anyio.current_time() >= asks_at:
+                try:
+                    return await stack.enter_async_context(
+                        connect_predecessor(self.run_dir, self.timing)
+                    )
+                except TakeoverFailed as error:
+                    reason = str(error)
+            if logged.is_new(self.run_dir, reason):
+                log.warning("waiting for the node", reason=reason, until="the other daemon ends")
+            await anyio.sleep(self.timing.retry)
+            try:
+                await self._hold(stack)
+            except AnotherDaemon:
+                continue
+            return None
+
+    async def _succeed(
+        self, predecessor: Predecessor, take_over: Callable[[Predecessor], Awaitable[None]]
+    ) -> bool:
+        """Take over; return whether the node is this daemon's."""
+        failure = "the old daemon has ended"
+        taken = False
+
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                await predecessor.wait_gone()
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            try:
+                await take_over(predecessor)
+                taken = True
+            except TakeoverFailed as error:
+                failure = str(error)
+            group.cancel_scope.cancel()
+
+        if not taken:
+            log.error("takeover failed", reason=failure, effect="the other daemon goes on")
+        return taken
+
+    async def _hold_soon(self, stack: AsyncExitStack) -> None:
+        """Take the locks that the old daemon is about to release.
+
+        Raises:
+            TakeoverFailed: it does not.
+        """
+        with anyio.move_on_after(self.timing.answer):
+            while True:
+                try:
+                    await self._hold(stack)
+                except AnotherDaemon:
+                    await anyio.sleep(self.timing.poll)
+                else:
+                    return
+        raise TakeoverFailed("another daemon has the locks of the node, and this one the kubelet")

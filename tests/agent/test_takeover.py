@@ -1,0 +1,222 @@
+"""The exchange of the daemon: a second one takes the node over, and no pod notices."""
+
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+from anyio.abc import Process
+
+from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
+from tests.agent.test_daemon import command_line
+from tests.rigs.agent import METAGPU, QUICK
+
+SHARES = 200
+CONFIG = QUICK.replace("10}", "100}")
+
+
+@dataclass
+class Exchanges:
+    """A kubelet with pods that arrive all the time, and the daemons that serve it in turn.
+
+    Attributes:
+        least: the least number of allocatable devices since the first daemon served.
+        failed: the reasons of the pods that the kubelet did not admit.
+        admitted: the number of pods that it did.
+    """
+
+    folder: Path
+    kubelet: SimKubelet
+    least: int = SHARES
+    failed: list[str] = field(default_factory=list)
+    admitted: int = 0
+
+    @asynccontextmanager
+    async def daemon(self, first: str = "") -> AsyncIterator["Daemon"]:
+        """Run a daemon that takes over, while the block lasts; `first` is Python to run first."""
+        program = ("-c", f"{first}\nfrom metagpu.cli.metagpu import main; exit(main())")
+        command = [*command_line(self.folder, program), "--take-over"]
+        async with await anyio.open_process(command) as process:
+            it = Daemon(process)
+            async with anyio.create_task_group() as group:
+                group.start_soon(it.read)
+                try:
+                    yield it
+                finally:
+                    if process.returncode is None:
+                        process.kill()
+                    with anyio.CancelScope(shield=True):
+                        await process.wait()
+                group.cancel_scope.cancel()
+
+    async def look(self) -> None:
+        """Look at the kubelet's numbers at each turn of the loop, until cancelled."""
+        while True:
+            self.least = min(self.least, self.kubelet.allocatable().get(METAGPU, 0))
+            await anyio.lowlevel.checkpoint()
+
+    async def arrive(self, period: float) -> None:
+        """Admit pods of two shares, one each period, until cancelled; the older ones end."""
+        pods: list[SimPod] = []
+        while True:
+            pod = SimPod.single(f"pod-{self.admitted + len(self.failed)}", {METAGPU: 2})
+            try:
+                await self.kubelet.admit(pod)
+            except Exception as error:  # noqa: BLE001 - counted
+                self.failed.append(str(error))
+            else:
+                self.admitted += 1
+                pods.append(pod)
+            if len(pods) > 20:
+                await self.kubelet.delete(pods.pop(0))
+            await anyio.sleep(period)
+
+
+@dataclass
+class Daemon:
+    """One daemon, as a process."""
+
+    process: Process
+    log: str = ""
+    seen: anyio.Event = field(default_factory=anyio.Event)
+
+    async def read(self) -> None:
+        """Read its log until it ends."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log += line.decode()
+            self.seen.set()
+            self.seen = anyio.Event()
+
+    async def logged(self, *texts: str) -> None:
+        """Wait until its log has all these texts."""
+        with anyio.fail_after(30):
+            while not all(text in self.log for text in texts):
+                await self.seen.wait()
+
+
+@asynccontextmanager
+async def exchanges(
+    folder: Path, period: float = 0.2, first: str = ""
+) -> AsyncIterator[tuple[Exchanges, Daemon]]:
+    """Run a kubelet with a daemon and arriving pods while the block lasts."""
+    await anyio.Path(folder / "metagpu.yaml").write_text(CONFIG)
+    kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
+    it = Exchanges(folder, kubelet)
+    async with kubelet.running(), it.daemon(first) as old, anyio.create_task_group() as group:
+        await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == SHARES)
+        group.start_soon(it.look)
+        group.start_soon(it.arrive, period)
+        yield it, old
+        group.cancel_scope.cancel()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    with anyio.fail_after(30):
+        while not is_so():  # noqa: ASYNC110 - of several causes
+            await anyio.sleep(0.01)
+
+
+async def test_pods_do_not_notice_an_exchange(tmp_path: Path) -> None:
+    """Three daemons in turn: the kubelet counts all devices all the time, and no pod fails."""
+    async with exchanges(tmp_path, 0.05) as (it, _), it.daemon() as second:
+        await second.logged("node taken over")
+        async with it.daemon() as third:
+            await third.logged("node taken over")
+            before = it.admitted
+            await until(lambda: it.admitted > before + 5)
+
+            assert it.failed == []
+            assert it.least == SHARES
+            assert it.kubelet.registrations[METAGPU] == 3
+            assert it.kubelet.open_streams[METAGPU] == 1
+
+
+SHORT = (
+    "from metagpu.agent import timing, exchange\n"
+    "short = exchange.ExchangeTiming(answer=0.5)\n"
+    "whole = timing.AgentTiming\n"
+    "timing.AgentTiming = lambda: whole(exchange=short)"
+)
+"""Python that has a daemon wait half a second for answers."""
+DIES = "import os; from metagpu.agent import {module} as it; it.{name} = lambda *_: os._exit(9)"
+"""Python that has a daemon end, as by `kill -9`, where it calls a function."""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "takeover/Takeover._apply",
+        "predecessor/Predecessor.expect_detach",
+        "predecessor/Predecessor.end_lists",
+    ],
+)
+async def test_old_daemon_goes_on_if_the_new_one_ends(tmp_path: Path, place: str) -> None:
+    """Whatever the new daemon was doing, no pod notices that it came and went."""
+    module, _, name = place.partition("/")
+    async with exchanges(tmp_path, 0.05) as (it, old):
+        async with it.daemon(DIES.format(module=module, name=name)) as new:
+            assert await new.process.wait() == 9
+        await old.logged("successor failed")
+        before = it.admitted
+        await until(lambda: it.admitted > before + 5)
+
+        await until(lambda: it.kubelet.open_streams[METAGPU] == 1)
+        assert it.failed == []
+        assert it.least == SHARES
+
+
+async def test_old_daemon_serves_again_after_a_new_one_that_registered(tmp_path: Path) -> None:
+    """A new daemon that ends between its registration and the end of the old one is replaced."""
+    first = DIES.format(module="predecessor", name="Predecessor.finish")
+    async with exchanges(tmp_path, 60) as (it, old):
+        async with it.daemon(first) as new:
+            assert await new.process.wait() == 9
+        await old.logged("successor failed")
+        await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 3)
+        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == SHARES)
+        await it.kubelet.admit(SimPod.single("after", {METAGPU: 2}))
+
+
+async def test_old_daemon_stands_by(tmp_path: Path) -> None:
+    """A new daemon that fails after the exchange is replaced by the old one; it is never asked."""
+    async with exchanges(tmp_path, 60) as (it, old):
+        async with it.daemon() as new:
+            await new.logged("node taken over")
+            await old.logged("waiting for the node")
+            await anyio.sleep(2.5)  # the old daemon tries the locks meanwhile
+            assert "node taken over" not in old.log
+            assert it.kubelet.registrations[METAGPU] == 2
+
+            new.process.kill()
+            await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 3)
+            await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == SHARES)
+
+        old.process.terminate()
+        assert await old.process.wait() == 0
+
+
+async def test_hanging_daemon_is_not_killed(tmp_path: Path) -> None:
+    """A new daemon waits for one that does not answer, and says so; then it takes over."""
+    async with exchanges(tmp_path, 60) as (it, old):
+        old.process.send_signal(signal.SIGSTOP)
+        async with it.daemon(SHORT) as new:
+            await new.logged("waiting for the node", "did not answer within 0.5 s")
+            old.process.send_signal(signal.SIGCONT)
+            await new.logged("node taken over")
+            assert it.least == SHARES
+
+
+async def test_daemon_without_the_protocol_is_waited_for(tmp_path: Path) -> None:
+    """A new daemon waits for the end of an old one that cannot hand over, and then serves."""
+    first = "from metagpu.agent import tenure; tenure.COMMAND = 'none'"
+    async with exchanges(tmp_path, 60, first) as (it, old), it.daemon() as new:
+        await new.logged("waiting for the node", "no command 'takeover'")
+        old.process.terminate()
+        await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 2)
+        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == SHARES)
