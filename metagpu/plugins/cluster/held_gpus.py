@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Fault, Holder
+from metagpu.core.model.shares import Fault, Holder, Lease
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
@@ -33,6 +33,10 @@ _ADVICE: Final[Mapping[Fault, str]] = {
 _RESTART: Final = (
     "The pod need not be created again; programs that failed must be started again, as by a "
     "restart of their container"
+)
+_RESET: Final = (
+    "If it was reset, the pod's MIG device is gone and the pod must be created again, as an Event "
+    "GPUDeviceLost says; otherwise programs that failed must be started again"
 )
 
 
@@ -105,11 +109,15 @@ def gpu_events_between(before: Troubles, after: Troubles, snapshot: Snapshot) ->
 
 
 def _still_holds(part: HeldPart, snapshot: Snapshot) -> bool:
-    state = snapshot.gpus.get(part.gpu)
-    return state is not None and any(
-        it.holder is not None and (it.holder.namespace, it.holder.pod) == (part.namespace, part.pod)
-        for it in state.leases.values()
-    )
+    return any(_leases(part, snapshot))
+
+
+def _leases(part: HeldPart, snapshot: Snapshot) -> Iterator[Lease]:
+    """Yield the leases of the GPU that the pod holds."""
+    for lease in snapshot.gpus[part.gpu].leases.values():
+        holder = lease.holder
+        if holder is not None and (holder.namespace, holder.pod) == (part.namespace, part.pod):
+            yield lease
 
 
 def _begun(part: HeldPart, trouble: Trouble, snapshot: Snapshot) -> EventData:
@@ -136,7 +144,10 @@ def _ended(part: HeldPart, snapshot: Snapshot) -> EventData:
     if part.about == _CORDON:
         return _event(part, "GPUUncordoned", f"{gpu} accepts new pods again", snapshot)
     if part.about == _GPU:
-        return _event(part, "GPURecovered", f"{gpu} is in service again. {_RESTART}", snapshot)
+        created = snapshot.gpus[part.gpu].provisioned.keys()
+        on_device = any(it.share.backend in created for it in _leases(part, snapshot))
+        advice = _RESET if on_device else _RESTART
+        return _event(part, "GPURecovered", f"{gpu} is in service again. {advice}", snapshot)
     note = f"MIG device {part.about} of {gpu} is in service again. {_RESTART}"
     return _event(part, "MIGDeviceRecovered", note, snapshot)
 

@@ -124,15 +124,27 @@ def test_a_cordon_is_nothing_to_act_on() -> None:
     assert (ended.reason, ended.warning) == ("GPUUncordoned", False)
 
 
-def test_a_mig_device_concerns_its_own_pod() -> None:
-    """A fault of a MIG device is an Event of its pod, not of the GPU's other pods."""
+def mig_devices() -> tuple[Fact, ...]:
+    """Return the facts of a backend that has created a device for each of two shares."""
     devices = {SHARES[number].id: HardwareDevice(f"MIG-{number}", number, 0) for number in (0, 1)}
     provisioned = ProvisionedState(MappingProxyType[ShareId, HardwareDevice](devices))
-    attached = BackendAttached(FIRST.id, "fraction", needs_setup=False, needs_cleanup=False, at=1)
+    return (
+        BackendAttached(FIRST.id, "fraction", needs_setup=False, needs_cleanup=False, at=1),
+        ProvisioningReported(FIRST.id, "fraction", provisioned, at=1),
+    )
+
+
+def test_a_reset_removes_the_devices_of_mig_pods() -> None:
+    """The return of a GPU with MIG devices says that a reset has removed them."""
+    _, event = written(*mig_devices(), FAULT, GpuRecovered(FIRST.id, "quiet", at=3))
+    assert "If it was reset, the pod's MIG device is gone and the pod must be created" in event.note
+
+
+def test_a_mig_device_concerns_its_own_pod() -> None:
+    """A fault of a MIG device is an Event of its pod, not of the GPU's other pods."""
     fault, back = written(
         held(alice=0, bob=1),
-        attached,
-        ProvisioningReported(FIRST.id, "fraction", provisioned, at=1),
+        *mig_devices(),
         InstanceFaulted(FIRST.id, "MIG-0", "XID 94", at=2),
         InstanceRecovered(FIRST.id, "MIG-0", "acknowledged", at=3),
     )
