@@ -1,5 +1,6 @@
 """Refused requests: Events of the pod, its controller and the Node, and no storm of them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,11 +54,8 @@ async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
         for number in range(40):
             it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
             reject(it.server, f"train-{number}", owner=REPLICA_SET)
-            await it.server.until(
-                lambda so_far=number + 1: {
-                    ("ReplicaSet", "train-7d9f", so_far), ("Node", NODE, so_far)
-                } <= set(seen(it.server))
-            )  # fmt: skip
+            counted = {("ReplicaSet", "train-7d9f", number + 1), ("Node", NODE, number + 1)}
+            await it.server.until(partial(lambda wanted: wanted <= set(seen(it.server)), counted))
 
         assert sorted(seen(it.server)) == [
             ("Node", NODE, 40),
