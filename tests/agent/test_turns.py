@@ -1,0 +1,69 @@
+"""The whole agent on a Node that it writes: backends take turns with idle GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from metagpu.agent.agent import Agent
+from metagpu.core.layout.offer_turns import TurnTiming
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.rigs.agent import METAGPU, agent_at_work
+from tests.rigs.waiting import becomes, skip
+
+NODE = "gpu-1"
+SLICED = "nvidia.com/gpu.shared"
+MIXED = """
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {backend: fraction, sharesPerGpu: 10}
+      - {backend: timeslice, resource: nvidia.com/gpu.shared, replicas: 4}
+"""
+FULL = {METAGPU: 20, SLICED: 8}
+
+
+def joined(server: SimApiServer, tmp_path: Path) -> ClusterSettings:
+    """Return the settings of an agent that writes the Node's numbers alone."""
+    features = frozenset({Feature.ALLOCATABLE})
+    return ClusterSettings(NODE, server.kubeconfig(tmp_path), features=features)
+
+
+@pytest.mark.parametrize("text", [MIXED, MIXED.replace("name: all", "name: all\n    offer: all")])
+async def test_the_node_counts_an_idle_gpu_once(tmp_path: Path, text: str) -> None:
+    """Of two idle GPUs each backend offers one, then the other; with `offer: all` both do."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, FULL, FULL)
+
+    def shown() -> dict[str, int]:
+        amounts = server.node(NODE)["status"]["allocatable"]
+        return {name: int(amount) for name, amount in amounts.items()}
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, config=text, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        if "offer" in text:
+            await it.until(20, 20)
+            await it.until(8, 8, SLICED)
+            assert shown() == FULL
+            return
+        await it.until(20, 10)
+        await it.until(8, 4, SLICED)
+        await becomes(lambda: shown() == {METAGPU: 10, SLICED: 4})
+
+        before = turns(it.agent)
+        skip(TurnTiming().turn)
+        await becomes(lambda: shown() == {METAGPU: 0, SLICED: 0})
+        await it.until(20, 10)
+        skip(TurnTiming().grace)
+        await becomes(lambda: shown() == {METAGPU: 10, SLICED: 4})
+        assert turns(it.agent) == before[::-1]
+
+
+def turns(agent: Agent) -> list[str | None]:
+    """Return the backend that offers each GPU."""
+    states = agent.registry.snapshot.gpus.values()
+    return [state.turn and state.turn.backend for state in states]
