@@ -66,4 +66,4 @@ async def test_the_node_counts_an_idle_gpu_once(tmp_path: Path, text: str) -> No
 def turns(agent: Agent) -> list[str | None]:
     """Return the backend that offers each GPU."""
     states = agent.registry.snapshot.gpus.values()
-    return [state.turn and state.turn.backend for state in states]
+    return [state.turn.backend if state.turn else None for state in states]
