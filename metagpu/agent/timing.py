@@ -6,7 +6,7 @@ from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
 from metagpu.agent.exchange import ExchangeTiming
 from metagpu.agent.layout_manager import LayoutTiming
-from metagpu.core.health.watch import HealthTiming
+from metagpu.core.health.timing import HealthTiming
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.runtime.main_tasks import MainTaskTiming
 from metagpu.core.usage.timing import UsageTiming

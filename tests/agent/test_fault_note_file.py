@@ -54,12 +54,12 @@ async def test_a_fatal_xid_of_a_gpu_that_is_out_already_is_noted(tmp_path: Path)
     async with file.health.driver.session():
         await file.health.survey()
         [gpu] = file.registry.snapshot.gpus
-        file.health._fault(gpu, "it does not answer", Fault.NO_ANSWER)
+        file.health.verdicts.fault(gpu, "it does not answer", Fault.NO_ANSWER)
         file.health.surveyed.set()
         async with anyio.create_task_group() as group:
             group.start_soon(file.follow)
             await anyio.wait_all_tasks_blocked()
-            file.health._fault(gpu, "XID 79: gone", Fault.XID, proof=True)
+            file.health.verdicts.fault(gpu, "XID 79: gone", Fault.XID, proof=True)
             with anyio.fail_after(30):
                 while not await proof_is_noted(file):
                     await anyio.wait_all_tasks_blocked()
@@ -73,7 +73,7 @@ async def test_the_next_daemon_restores_what_the_file_says(tmp_path: Path) -> No
     async with file.health.driver.session():
         await file.health.survey()
         [gpu] = file.registry.snapshot.gpus
-        file.health._fault(gpu, "XID 79: gone", Fault.XID, proof=True)
+        file.health.verdicts.fault(gpu, "XID 79: gone", Fault.XID, proof=True)
         file.health.surveyed.set()
         async with anyio.create_task_group() as group:
             group.start_soon(file.follow)
@@ -87,7 +87,7 @@ async def test_the_next_daemon_restores_what_the_file_says(tmp_path: Path) -> No
     async with later.health.driver.session():
         await later.health.survey()
     assert later.registry.snapshot.gpus[gpu].verdict == file.registry.snapshot.gpus[gpu].verdict
-    assert later.health._recovering[gpu].needs_proof
+    assert later.health.verdicts.recovering[gpu].needs_proof
     assert later.health.note == file.health.note
 
 

@@ -7,13 +7,14 @@ import pytest
 
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.errors import MetagpuError
-from metagpu.core.health import watch as health
+from metagpu.core.health.timing import HealthTiming
+from metagpu.core.health.verdicts import GpuVerdicts
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 
-SOON = health.HealthTiming(retry=0.01)
+SOON = HealthTiming(retry=0.01)
 
 
 async def test_fatal_xid_reaches_the_kubelet_and_recovers(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ async def test_old_driver_waits_for_the_operator(
 ) -> None:
     """A fatal XID outlasts passing checks when the driver reports no recovery action."""
     notified = anyio.Event()
-    monkeypatch.setattr(health.HealthWatch, "_notify_operator", lambda *_: notified.set())
+    monkeypatch.setattr(GpuVerdicts, "notify_operator", lambda *_: notified.set())
     node_file = tmp_path / "node.yaml"
     await anyio.Path(node_file).write_text('driver: "470.82"\ngpus: [{model: a100-40gb, count: 2}]')
 

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from metagpu.core.errors import DriverReplaced
-from metagpu.core.health.watch import HealthTiming
+from metagpu.core.health.timing import HealthTiming
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.daemon_checks import check_health
 from metagpu.nvml.driver import NvmlDriver

@@ -15,7 +15,7 @@ import pynvml
 import pytest
 
 from metagpu.core.errors import DriverUnavailable
-from metagpu.core.health.watch import HealthTiming
+from metagpu.core.health.timing import HealthTiming
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.state.facts import GpuFaulted
 from metagpu.nvml.driver import NvmlDriver

@@ -8,81 +8,48 @@ brings such a GPU back. A restart of the daemon does not: it gets the note of th
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 import anyio
-import msgspec
 import structlog
 
 from metagpu.core.config.config import HealthConfig
 from metagpu.core.contracts.driver import (
     Driver,
     DriverEvent,
-    GpuCondition,
     Survey,
     Xid,
 )
 from metagpu.core.errors import DriverError, DriverReplaced, DriverUnavailable, MetagpuError
+from metagpu.core.health.device_check import find_problem, read_condition
 from metagpu.core.health.fault_log import FaultLog
 from metagpu.core.health.fault_note import FaultNote, take_note
 from metagpu.core.health.mig_health import MigHealth
 from metagpu.core.health.rules import (
     FaultAssessment,
-    GpuRecovery,
     deduplicated,
-    fault_kind,
     judge_condition,
     judge_event,
 )
+from metagpu.core.health.timing import DEFAULT_TIMING, HealthTiming
+from metagpu.core.health.verdicts import GpuVerdicts
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Fault, Recovery
+from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.runtime.backoff import Backoff
 from metagpu.core.state.facts import (
     DriverRead,
-    GpuCordoned,
-    GpuFaulted,
     GpuFaultExplained,
     GpuHeard,
-    GpuNeedsProof,
-    GpuRecovered,
-    GpuRecovering,
     GpusFound,
     GpuUnheard,
-    InstanceFaulted,
     TopologyRead,
     UnreadableGpusFound,
 )
 from metagpu.core.state.registry import Registry
 
 log = structlog.get_logger()
-
-
-class HealthTiming(msgspec.Struct, frozen=True):
-    """Delays of the health watch, in seconds.
-
-    Attributes:
-        retry: between two attempts to open an NVML that is unavailable.
-        event_retry: after NVML failed to wait for events, so that a faulty NVML costs no CPU.
-        replaced: of failures because the loaded library does not fit the driver, after which the
-            daemon ends: its successor loads the library of then.
-        unread_rescan: to the first new look at GPUs that could not be read, and
-            `unread_rescan_longest` to later ones.
-        unheard_check: between two checks of GPUs whose XIDs NVML does not deliver.
-    """
-
-    retry: float = 5.0
-    event_retry: float = 1.0
-    replaced: float = 60.0
-    unread_rescan: float = 0.5
-    unread_rescan_longest: float = 60.0
-    unheard_check: float = 5.0
-
-
-DEFAULT_TIMING: Final = HealthTiming()
 
 
 @dataclass
@@ -104,15 +71,15 @@ class HealthWatch:
     surveyed: anyio.Event = field(default_factory=anyio.Event)
     unusable: str = "NVML has not been read yet"
     noted: FaultNote = field(default_factory=FaultNote)
+    verdicts: GpuVerdicts = field(init=False)
     mig: MigHealth = field(init=False)
     fault_log: FaultLog = field(init=False)
-    _recovering: dict[GpuId, GpuRecovery] = field(default_factory=dict)
     _unlisted: frozenset[GpuId] = frozenset()
     _survey_due: anyio.Event = field(default_factory=anyio.Event)
-    _recoveries: Counter[GpuId] = field(default_factory=Counter)
     _unattributed: dict[GpuId, list[FaultAssessment]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.verdicts = GpuVerdicts(self.registry, self.clock)
         self.mig = MigHealth(self.driver, self.registry, self.clock)
         self.fault_log = FaultLog(self.registry.events, self.clock)
 
@@ -137,7 +104,7 @@ class HealthWatch:
                     retry = f"{self.timing.retry:g}s"
                     log.error("nvml unavailable", error=reason, retry=retry)
                 for gpu in self.registry.snapshot.gpus:
-                    self._fault(gpu, reason, Fault.DRIVER)
+                    self.verdicts.fault(gpu, reason, Fault.DRIVER)
                     self.registry.apply(GpuFaultExplained(gpu, reason))
             if not isinstance(error, DriverReplaced):
                 replaced_since = None
@@ -162,13 +129,13 @@ class HealthWatch:
         if state.verdict.healthy and not state.mig_faults:
             raise MetagpuError(f"GPU {state.gpu} is in service; there is nothing to acknowledge")
 
-        recovery, before = self._recovering.get(gpu), self.mig.fault_count[gpu]
+        recovery, before = self.verdicts.recovering.get(gpu), self.mig.fault_count[gpu]
         # Before the check: what happens after it must be heard.
         await self.driver.renew_events()
         problem = judge_condition(await self.driver.condition(gpu))
         if problem is not None:
             raise MetagpuError(f"GPU {state.gpu} cannot come back: {problem}")
-        new = self._recovering.get(gpu, recovery) is not recovery
+        new = self.verdicts.recovering.get(gpu, recovery) is not recovery
         if new or self.mig.fault_count[gpu] != before:
             raise MetagpuError(
                 f"GPU {state.gpu} had a new fault during its check; read the daemon's log, and "
@@ -176,7 +143,7 @@ class HealthWatch:
             )
         self.mig.acknowledge(gpu, device)
         if device is None:
-            self._recovered(gpu, "acknowledged by an operator")
+            self.verdicts.recovered(gpu, "acknowledged by an operator")
 
     @property
     def note(self) -> FaultNote:
@@ -195,13 +162,13 @@ class HealthWatch:
 
     async def survey(self) -> None:
         """Read all GPUs once, inside a session of the driver, and assess their conditions."""
-        recoveries = self._recoveries.copy()
+        recoveries = self.verdicts.recoveries.copy()
         survey = await self.driver.survey()
         faults: dict[GpuId, tuple[str, Fault]] = {}
 
         async def check(gpu: GpuId) -> None:
-            recoveries[gpu] = self._recoveries[gpu]
-            problem = await self._problem(gpu)
+            recoveries[gpu] = self.verdicts.recoveries[gpu]
+            problem = await find_problem(self.driver, gpu)
             if problem is not None:
                 faults[gpu] = problem
 
@@ -211,7 +178,9 @@ class HealthWatch:
 
         # Without a pause in between: a GPU that is new and faulty is never seen healthy.
         self.registry.apply(GpusFound(survey.gpus, self.clock()))
-        self._restore({gpu.id for gpu in survey.gpus})
+        listed = {gpu.id for gpu in survey.gpus}
+        noted, self.noted = self.noted.of(listed), self.noted.of(listed, but=True)
+        self.verdicts.restore(noted)
         self.registry.apply(TopologyRead(survey.topology))
         self.registry.apply(DriverRead(Versions(survey.driver_version, survey.cuda_version)))
         # A known GPU goes out of service below.
@@ -222,23 +191,11 @@ class HealthWatch:
         missing = {gpu: (reason, Fault.NOT_LISTED) for gpu, reason in self._missing(survey)}
         self._unlisted = frozenset(missing)
         for gpu, problem in {**faults, **missing}.items():
-            if self._recoveries[gpu] == recoveries[gpu]:  # else it has recovered since the check
-                self._fault(gpu, *problem)
+            if (
+                self.verdicts.recoveries[gpu] == recoveries[gpu]
+            ):  # else it has recovered since the check
+                self.verdicts.fault(gpu, *problem)
         self._report_unheard()
-
-    def _restore(self, gpus: Collection[GpuId]) -> None:
-        """Take out of service what was so before the start, of GPUs that are listed now."""
-        found, self.noted = self.noted.of(gpus), self.noted.of(gpus, but=True)
-        for fault in found.faults:
-            self._recovering[fault.gpu] = GpuRecovery(needs_proof=fault.needs_proof)
-            self.registry.apply(GpuFaulted(fault.gpu, fault.reason, fault.since, fault.fault))
-            if fault.needs_proof:
-                self.registry.apply(GpuNeedsProof(fault.gpu))
-            log.error("gpu still out of service", gpu=fault.gpu, reason=fault.reason)
-        for it in found.devices:
-            self.registry.apply(InstanceFaulted(it.gpu, it.device, it.reason, it.since))
-        for cordon in found.cordons:
-            self.registry.apply(GpuCordoned(cordon.gpu, cordon.reason, cordon.since))
 
     def _missing(self, survey: Survey) -> list[tuple[GpuId, str]]:
         """Return known GPUs that NVML does not list: their ids stay listed, unhealthy."""
@@ -284,7 +241,7 @@ class HealthWatch:
         if assessment.fatal and assessment.gpu is not None:
             if assessment.mig_instance is None:
                 fault = Fault.XID if isinstance(event, Xid) else Fault.MEMORY
-                self._fault(assessment.gpu, assessment.reason, fault, proof=True)
+                self.verdicts.fault(assessment.gpu, assessment.reason, fault, proof=True)
             elif not self.mig.apply_fault(assessment.gpu, assessment):
                 self._unattributed.setdefault(assessment.gpu, []).append(assessment)
         self.fault_log.log(event, assessment)
@@ -317,16 +274,16 @@ class HealthWatch:
             await anyio.sleep(min(max(quiet / 4, 0.05), 5.0))
 
             async with anyio.create_task_group() as group:
-                for gpu in list(self._recovering):
+                for gpu in list(self.verdicts.recovering):
                     group.start_soon(self._recheck, gpu, quiet)
 
     async def _recheck(self, gpu: GpuId, quiet: float) -> None:
-        condition = await self._condition(gpu)
+        condition = await read_condition(self.driver, gpu)
         if condition is not None and gpu in self._unlisted:
             # Only a survey can find again what a survey did not find.
             self._survey_due.set()
             condition = None
-        recovery = self._recovering.get(gpu)
+        recovery = self.verdicts.recovering.get(gpu)
         if recovery is None:
             return
 
@@ -336,27 +293,14 @@ class HealthWatch:
         elif recovered or not recovery.events_renewed:
             recovery.events_renewed = True
             await self.driver.renew_events()
-            if self._recovering.get(gpu) is not recovery:
+            if self.verdicts.recovering.get(gpu) is not recovery:
                 return  # another fault meanwhile
         if recovered:
-            self._recovered(gpu, f"passed its checks for {quiet:g} s")
+            self.verdicts.recovered(gpu, f"passed its checks for {quiet:g} s")
             return
         if condition is not None and condition.recovery_action is None:
-            self._notify_operator(gpu, recovery)
-        self._report_recovery(gpu, recovery, quiet)
-
-    def _report_recovery(self, gpu: GpuId, recovery: GpuRecovery, quiet: float) -> None:
-        """Report how the GPU comes back, once for each run of passed checks."""
-        known = self.registry.snapshot.gpus[gpu].verdict.recovery
-        if recovery.clean_since is None and not recovery.operator_notified:
-            self.registry.apply(GpuRecovering(gpu, None))
-        elif recovery.clean_since is None:
-            if known is None or known.returns_at is not None:
-                self.registry.apply(GpuRecovering(gpu, Recovery(self.clock())))
-        elif known is None or known.returns_at is None:
-            passed = anyio.current_time() - recovery.clean_since
-            since = self.clock() - passed
-            self.registry.apply(GpuRecovering(gpu, Recovery(since, since + quiet)))
+            self.verdicts.notify_operator(gpu, recovery)
+        self.verdicts.report_recovery(gpu, recovery, quiet)
 
     async def _check_unheard(self) -> None:
         """Check the GPUs whose XIDs are not heard: a check finds what NVML asks for."""
@@ -364,7 +308,7 @@ class HealthWatch:
             await anyio.sleep(self.timing.unheard_check)
             async with anyio.create_task_group() as group:
                 for gpu, state in self.registry.snapshot.gpus.items():
-                    if state.unheard is not None and gpu not in self._recovering:
+                    if state.unheard is not None and gpu not in self.verdicts.recovering:
                         group.start_soon(self._check, gpu)
 
     def _report_unheard(self) -> None:
@@ -392,60 +336,11 @@ class HealthWatch:
                 found = await self.mig.find_and_fault(gpu, assessment)
             finally:  # also if NVML fails meanwhile: a fatal fault must not be lost
                 if not found:
-                    self._fault(gpu, assessment.reason, Fault.XID, proof=True)
-        recoveries = self._recoveries[gpu]
-        problem = await self._problem(gpu)
-        if problem is not None and self._recoveries[gpu] == recoveries:
-            self._fault(gpu, *problem)
-
-    async def _problem(self, gpu: GpuId) -> tuple[str, Fault] | None:
-        """Check a GPU's condition; return its problem and fault, `None` when healthy."""
-        try:
-            condition = await self.driver.condition(gpu)
-        except DriverUnavailable:
-            raise
-        except DriverError as error:
-            # A verdict is always shown beside its GPU: the name of the GPU is left out.
-            return str(error).rpartition(f"({gpu}): ")[2], Fault.NO_ANSWER
-        problem = judge_condition(condition)
-        return None if problem is None else (problem, fault_kind(condition))
-
-    async def _condition(self, gpu: GpuId) -> GpuCondition | None:
-        try:
-            return await self.driver.condition(gpu)
-        except DriverUnavailable:
-            raise
-        except DriverError:
-            return None
-
-    def _fault(self, gpu: GpuId, reason: str, fault: Fault, *, proof: bool = False) -> None:
-        known = self._recovering.get(gpu, GpuRecovery())
-        # A new object for each fault: a caller that waits for a check sees the new fault.
-        self._recovering[gpu] = GpuRecovery(
-            needs_proof=known.needs_proof or proof, operator_notified=known.operator_notified
-        )
-
-        if self.registry.apply(GpuFaulted(gpu, reason, self.clock(), fault)):
-            log.error("gpu out of service", gpu=gpu, reason=reason)
-        if proof:
-            self.registry.apply(GpuNeedsProof(gpu))
-        self.registry.apply(GpuRecovering(gpu, None))
-
-    def _notify_operator(self, gpu: GpuId, recovery: GpuRecovery) -> None:
-        if recovery.needs_proof and not recovery.operator_notified:
-            recovery.operator_notified = True
-            log.warning(
-                "gpu waits for an operator",
-                gpu=gpu,
-                reason="the driver does not report recovery actions",
-                fix=f"repair or reset the GPU, then run: metagpu acknowledge {gpu}",
-            )
-
-    def _recovered(self, gpu: GpuId, reason: str) -> None:
-        self._recovering.pop(gpu, None)
-        self._recoveries[gpu] += 1
-        if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
-            log.info("gpu back in service", gpu=gpu, reason=reason)
+                    self.verdicts.fault(gpu, assessment.reason, Fault.XID, proof=True)
+        recoveries = self.verdicts.recoveries[gpu]
+        problem = await find_problem(self.driver, gpu)
+        if problem is not None and self.verdicts.recoveries[gpu] == recoveries:
+            self.verdicts.fault(gpu, *problem)
 
 
 def _first(group: BaseExceptionGroup[DriverUnavailable]) -> BaseException:

@@ -28,6 +28,7 @@ from metagpu.core.contracts.driver import (
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
 from metagpu.core.health import fault_log as fault_news
 from metagpu.core.health import watch as health
+from metagpu.core.health.timing import HealthTiming
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import (
@@ -139,7 +140,7 @@ class HangingMigDriver:
 async def logged_events(*answers: Answer, log_of: ModuleType = health) -> list[dict[str, object]]:
     """Run a watch over these answers; return the log events of a module."""
     driver = ScriptedDriver(list(answers))
-    timing = health.HealthTiming(event_retry=0.0)
+    timing = HealthTiming(event_retry=0.0)
     watch = HealthWatch(driver, Registry(), timing=timing)
 
     with capture_module_logs(log_of) as logs:
@@ -366,7 +367,7 @@ async def test_a_reset_that_nothing_reports_ends_no_registration_for_long() -> N
 async def test_an_unheard_gpu_is_checked_more_often() -> None:
     """A GPU in service whose XIDs are not heard is checked without waiting for a survey."""
     driver = ScriptedDriver(unheard={gpu(0).id: "refused"})
-    timing = health.HealthTiming(unheard_check=0.01)
+    timing = HealthTiming(unheard_check=0.01)
     watch = HealthWatch(driver, Registry(), timing=timing)
 
     async with anyio.create_task_group() as group:

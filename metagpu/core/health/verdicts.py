@@ -1,0 +1,97 @@
+"""The verdicts on GPUs: what is out of service, and the ways back."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from metagpu.core.health.fault_note import FaultNote
+from metagpu.core.health.rules import GpuRecovery
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Fault, Recovery
+from metagpu.core.state.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpuNeedsProof,
+    GpuRecovered,
+    GpuRecovering,
+    InstanceFaulted,
+)
+from metagpu.core.state.registry import Registry
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class GpuVerdicts:
+    """The verdicts on GPUs in the registry, with what decides about their ends.
+
+    Attributes:
+        recovering: the GPUs out of service. Each fault of a GPU has an object of its own.
+        recoveries: how often each GPU has come back: a check that began before says nothing.
+    """
+
+    registry: Registry
+    clock: Callable[[], float]
+    recovering: dict[GpuId, GpuRecovery] = field(default_factory=dict)
+    recoveries: Counter[GpuId] = field(default_factory=Counter)
+
+    def restore(self, found: FaultNote) -> None:
+        """Take out of service what was so before the start of the daemon."""
+        for fault in found.faults:
+            self.recovering[fault.gpu] = GpuRecovery(needs_proof=fault.needs_proof)
+            self.registry.apply(GpuFaulted(fault.gpu, fault.reason, fault.since, fault.fault))
+            if fault.needs_proof:
+                self.registry.apply(GpuNeedsProof(fault.gpu))
+            log.error("gpu still out of service", gpu=fault.gpu, reason=fault.reason)
+        for it in found.devices:
+            self.registry.apply(InstanceFaulted(it.gpu, it.device, it.reason, it.since))
+        for cordon in found.cordons:
+            self.registry.apply(GpuCordoned(cordon.gpu, cordon.reason, cordon.since))
+
+    def fault(self, gpu: GpuId, reason: str, fault: Fault, *, proof: bool = False) -> None:
+        """Take a GPU out of service; with `proof`, silence alone does not bring it back."""
+        known = self.recovering.get(gpu, GpuRecovery())
+        # A new object for each fault: a caller that waits for a check sees the new fault.
+        self.recovering[gpu] = GpuRecovery(
+            needs_proof=known.needs_proof or proof, operator_notified=known.operator_notified
+        )
+
+        if self.registry.apply(GpuFaulted(gpu, reason, self.clock(), fault)):
+            log.error("gpu out of service", gpu=gpu, reason=reason)
+        if proof:
+            self.registry.apply(GpuNeedsProof(gpu))
+        self.registry.apply(GpuRecovering(gpu, None))
+
+    def recovered(self, gpu: GpuId, reason: str) -> None:
+        """Bring a GPU back into service."""
+        self.recovering.pop(gpu, None)
+        self.recoveries[gpu] += 1
+        if self.registry.apply(GpuRecovered(gpu, reason, self.clock())):
+            log.info("gpu back in service", gpu=gpu, reason=reason)
+
+    def report_recovery(self, gpu: GpuId, recovery: GpuRecovery, quiet: float) -> None:
+        """Report how the GPU comes back, once for each run of passed checks."""
+        known = self.registry.snapshot.gpus[gpu].verdict.recovery
+        if recovery.clean_since is None and not recovery.operator_notified:
+            self.registry.apply(GpuRecovering(gpu, None))
+        elif recovery.clean_since is None:
+            if known is None or known.returns_at is not None:
+                self.registry.apply(GpuRecovering(gpu, Recovery(self.clock())))
+        elif known is None or known.returns_at is None:
+            passed = anyio.current_time() - recovery.clean_since
+            since = self.clock() - passed
+            self.registry.apply(GpuRecovering(gpu, Recovery(since, since + quiet)))
+
+    def notify_operator(self, gpu: GpuId, recovery: GpuRecovery) -> None:
+        """Log once that a GPU waits for an operator, if it does."""
+        if recovery.needs_proof and not recovery.operator_notified:
+            recovery.operator_notified = True
+            log.warning(
+                "gpu waits for an operator",
+                gpu=gpu,
+                reason="the driver does not report recovery actions",
+                fix=f"repair or reset the GPU, then run: metagpu acknowledge {gpu}",
+            )
