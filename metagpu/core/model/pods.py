@@ -15,7 +15,8 @@ ENDED_PHASES: Final = frozenset({"Succeeded", "Failed"})
 class Rejection(msgspec.Struct, frozen=True):
     """The kubelet did not admit a pod, because of a device plugin.
 
-    Such a pod has failed, and none of its containers has run.
+    Such a pod has failed for good, and none of its containers runs. They may have run before a
+    reboot or a restart of the kubelet.
 
     Attributes:
         message: the kubelet's message, with the device plugin's reason in it.

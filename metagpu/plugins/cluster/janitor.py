@@ -139,7 +139,7 @@ def janitor_event(pod: KnownPod, node: str, *, dry_run: bool) -> EventData | Non
         return None
     done = "would be deleted (dry run)" if dry_run else "was deleted"
     note = (
-        f"pod {pod.name} {done}: node {node} rejected it, and its containers never ran: "
+        f"pod {pod.name} {done}: node {node} rejected it, and none of its containers runs: "
         f"{pod.rejection.message}"
     )
     reason = "RejectedPodFound" if dry_run else "RejectedPodDeleted"

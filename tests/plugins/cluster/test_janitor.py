@@ -142,7 +142,8 @@ async def test_rejected_pods_go_and_their_controller_hears(tmp_path: Path) -> No
     assert (event["reason"], event["type"]) == ("RejectedPodDeleted", "Normal")
     assert (event["regarding"]["kind"], event["regarding"]["name"]) == OWNER
     assert event["note"] == (
-        f"pod train-1 was deleted: node {NODE} rejected it, and its containers never ran: {MESSAGE}"
+        f"pod train-1 was deleted: node {NODE} rejected it, and none of its containers runs: "
+        f"{MESSAGE}"
     )
 
 
