@@ -37,6 +37,7 @@ from metagpu.core.contracts.daemons import Daemons
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Programs
+from metagpu.core.grants.injection import Injection
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
@@ -406,6 +407,7 @@ class Agent:
             **status_report(self.registry.snapshot, self.layout),
             "enforcement": self.usage_service.enforcement_report,
             "leaseDifferences": [it.to_dict() for it in self.usage_service.lease_differences],
+            "mixedRequests": self.usage_service.mixed_requests,
             "lostDevices": self.usage_service.lost_devices,
             "configuration": self.config_loader.report(),
             "cluster": self.cluster.report() if self.cluster else None,
@@ -474,6 +476,7 @@ class Agent:
             read_allocated=partial(
                 to_thread.run_sync, checkpoint.read_allocated_devices, self.paths.kubelet_dir
             ),
+            shows_one_answer=lambda: self.config.root.injection(Injection()).shows_one_answer,
             timing=self.timing.usage,
         )
 

@@ -103,6 +103,7 @@ def show_status(status: Report) -> None:
         ),
         *(Cell(line, "bold red") for line in _of_holders(status.get("lostDevices", ()))),
         *(Cell(line, "yellow") for line in _of_holders(status.get("leaseDifferences", ()))),
+        *(Cell(line, "yellow") for line in _of_holders(status.get("mixedRequests", ()))),
         *(Cell(line, "yellow") for line in cluster_problems(status.get("cluster"))),
         *(Cell(line, "yellow") for line in _cdi_problems(status.get("cdi"))),
         *(Cell(line, "yellow") for line in _mgctl_problems(status.get("mgctl"))),

@@ -1,8 +1,12 @@
 """The configuration that a cluster chooses, on a real API server with the rights of deploy/."""
 
+import json
+
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, idle_pod
 from tests.e2e.joined import OUR_LABEL, SOON_S, Joined
+from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
 
 SHARED = "nvidia.com/gpu.shared"
@@ -110,6 +114,82 @@ def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
     member.label(None)
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
     assert member.daemon.pid == pid
+
+
+def test_what_no_gpu_can_have_changes_nothing(member: Joined) -> None:
+    """A profile of another GPU model is refused with the reason of its GPUs; all stays on offer."""
+    cluster = member.cluster
+    foreign = TWO_POOLS.replace("OTHER", "{backend: mig, layout: {1g.18gb: 7}, enableMig: true}")
+    member.profiles(slices=SLICES, foreign=foreign)
+    member.label("slices")
+    cluster.await_amounts(16, 16, SHARED)
+    cluster.await_amounts(400, 400)
+
+    member.label("foreign")
+    event = member.await_event("ConfigRejected", "foreign: ", "has no profile 1g.18gb")
+    assert member.report["refusal"] == event.removesuffix("; the last good configuration stays")
+    assert cluster.node.resource(RESOURCE) == (400, 400)
+    assert cluster.node.resource(SHARED) == (16, 16)
+
+
+def test_replicas_change_beside_running_pods(member: Joined) -> None:
+    """Four held replicas of a GPU stay, and six of ten are there for others at once."""
+    cluster = member.cluster
+    one_gpu = SLICES.replace("index: 4-7", "index: 4")
+    more = one_gpu.replace("replicas: 4", "replicas: 10")
+    member.profiles(four=one_gpu, ten=more)
+    member.label("four")
+    cluster.await_amounts(4, 4, SHARED)
+    cluster.start(*(idle_pod(f"old-{number}", 1, SHARED) for number in range(4)))
+
+    member.label("ten")
+    cluster.await_amounts(10, 10, SHARED)
+    cluster.start(*(idle_pod(f"new-{number}", 1, SHARED) for number in range(6)))
+
+
+def test_a_container_of_two_resources_has_an_event(member: Joined) -> None:
+    """The kubelet keeps the variable of one resource; the pod's Event names both GPUs."""
+    cluster = member.cluster
+    member.profiles(slices=SLICES)
+    member.label("slices")
+    cluster.await_amounts(16, 16, SHARED)
+    both = idle_pod("both", 30)
+    resources = both["spec"]["containers"][0]["resources"]
+    for amounts in resources.values():
+        amounts[SHARED] = "1"
+    cluster.start(both)
+
+    visible = cluster.inspect_container("both").environment["NVIDIA_VISIBLE_DEVICES"]
+    assert visible.count("GPU-") == 1
+    [mixed] = wait_for(
+        "status to name the container",
+        lambda: member.daemon.status()["mixedRequests"],
+        within_s=SOON_S,
+    )
+    assert mixed["holder"] == f"{NAMESPACE}/both (main)"
+    wait_for(
+        "the pod's Event",
+        lambda: mixed["reason"] in cluster.event_messages("both", "GPUNotVisible"),
+        within_s=SOON_S,
+    )
+
+    policy = REPOSITORY / "deploy" / "one-resource-per-container.yaml"
+    member.kubectl("apply", "-f", str(policy))
+    try:
+        again = {**both, "metadata": {**both["metadata"], "name": "again"}}
+
+        def refused() -> bool:
+            try:
+                member.kubectl("create", "--dry-run=server", "-f", "-", feed=json.dumps(again))
+            except RigError as error:
+                return "request each in a container of its own: main" in str(error)
+            return False
+
+        wait_for("the API server to refuse such a pod", refused, within_s=SOON_S)
+        single = {**idle_pod("single", 30)}
+        member.kubectl("create", "--dry-run=server", "-f", "-", feed=json.dumps(single))
+    finally:
+        member.kubectl("delete", "-f", str(policy))
 
 
 def test_one_pool_goes_from_time_slices_to_mig_and_the_other_goes_on(member: Joined) -> None:

@@ -88,6 +88,11 @@ class Injection(msgspec.Struct, frozen=True):
         """True if grants have only such names: the device of a name may change."""
         return self.uses_own_cdi and self.strategies <= CDI_STRATEGIES
 
+    @property
+    def shows_one_answer(self) -> bool:
+        """True if a container sees one of several answers: all set one variable."""
+        return DeviceListStrategy.ENVVAR in self.strategies and not self.strategies & CDI_STRATEGIES
+
     def grant(self, gpus: Sequence[Gpu], variables: Mapping[str, str] | None = None) -> Grant:
         """Return a grant of whole GPUs in the order of their index.
 

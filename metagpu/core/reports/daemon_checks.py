@@ -117,6 +117,15 @@ def check_configuration(status: Status) -> Finding:
     return OK, "the configuration is in force"
 
 
+def check_mixed_requests(status: Status) -> Finding:
+    """Check that no container sees the devices of one of its resources alone."""
+    mixed = status.get("mixedRequests") or ()
+    if not mixed:
+        return OK, "no container holds devices that it does not see"
+    fix = "request each resource in a container of its own, or change deviceListStrategy"
+    return WARNING, "; ".join(f"{it['holder']}: {it['reason']}" for it in mixed), fix
+
+
 def check_lost_devices(status: Status) -> Finding:
     """Check that the MIG devices of all containers exist."""
     lost = status.get("lostDevices") or ()

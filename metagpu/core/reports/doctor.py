@@ -298,6 +298,7 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG407": _of_status(daemon.check_leases),
     "MG408": _of_status(daemon.check_configuration),
     "MG501": _mgctl_in_containers,
+    "MG502": _of_status(daemon.check_mixed_requests),
     "MG601": _toolkit,
     "MG602": _cdi,
     "MG701": _mps,

@@ -83,6 +83,22 @@ class ContainerAbsent(msgspec.Struct, frozen=True):
     at: float
 
 
+class MixedRequestFound(msgspec.Struct, frozen=True):
+    """A container holds shares of several resources, and sees the devices of one.
+
+    One event for each container.
+
+    Attributes:
+        pod_uid: the uid of its pod, `None` where it is unknown.
+        devices: the devices of each resource, in words.
+    """
+
+    holder: Holder
+    pod_uid: str | None
+    devices: Mapping[ResourceName, str]
+    at: float
+
+
 class ConfigRejected(msgspec.Struct, frozen=True):
     """A configuration was rejected; the last good one stays. One event per fault.
 
@@ -170,6 +186,7 @@ Event = (
     | ProcessSignalled
     | UnauthorizedUseFound
     | ContainerAbsent
+    | MixedRequestFound
     | ConfigRejected
     | XidReported
     | MemoryErrorReported

@@ -25,6 +25,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
         absent_period: between two checks for leases whose containers do not run.
         absent_after: without a process, after which a container is reported. The kubelet waits for
             5 min at most before it starts a container that fails.
+        mixed_period: between two checks for containers that hold shares of several resources.
         cache_age: for which callers share one collection of all GPUs.
     """
 
@@ -38,6 +39,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
     admission_window: float = 15.0
     absent_period: float = 30.0
     absent_after: float = 600.0
+    mixed_period: float = 5.0
     cache_age: float = 0.9
 
 

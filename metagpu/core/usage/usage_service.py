@@ -22,6 +22,7 @@ from metagpu.core.usage.enforcement_stats import enforcement_report
 from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer
 from metagpu.core.usage.lease_differences import LeaseDifference, difference_of
 from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
+from metagpu.core.usage.mixed_requests import MixedRequestWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
@@ -45,6 +46,7 @@ class UsageService:
         guards: the guard of each backend's containers, by the backend's name.
         running: finds the containers that run.
         read_allocated: reads the allocations of MIG devices that the kubelet keeps.
+        shows_one_answer: returns whether a container of several resources sees one's devices.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class UsageService:
         *,
         running: RunningHolders,
         read_allocated: AllocationReader,
+        shows_one_answer: Callable[[], bool],
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
         self._registry = registry
@@ -77,6 +80,7 @@ class UsageService:
         self._absent = AbsentContainerWatch(registry, running, timing)
         self._annotations = AnnotationWatch(registry, settings, guards)
         self._lost = LostDeviceWatch(driver, registry, read_allocated, timing)
+        self._mixed = MixedRequestWatch(registry, shows_one_answer, timing)
 
     @property
     def tasks(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
@@ -87,6 +91,7 @@ class UsageService:
             partial(run_with_restart, self._absent.run, "watch for absent containers"),
             partial(run_with_restart, self._annotations.run, "watch for annotations"),
             partial(run_with_restart, self._lost.run, "watch for lost devices"),
+            partial(run_with_restart, self._mixed.run, "watch for mixed requests"),
         )
 
     @property
@@ -105,6 +110,11 @@ class UsageService:
     def lost_devices(self) -> list[dict[str, Any]]:
         """Containers that hold MIG devices that no longer exist."""
         return self._lost.report()
+
+    @property
+    def mixed_requests(self) -> list[dict[str, Any]]:
+        """Containers that hold shares of several resources, and see the devices of one."""
+        return self._mixed.report()
 
     @property
     def driver_limits(self) -> int:

@@ -11,6 +11,7 @@ from metagpu.core.state.events import (
     DevicesLost,
     Event,
     MemoryExceeded,
+    MixedRequestFound,
     ProcessSignalled,
     UnauthorizedUseFound,
 )
@@ -20,6 +21,7 @@ from metagpu.core.usage.lease_differences import (
     describe_unauthorized_use,
 )
 from metagpu.core.usage.lost_devices import describe_loss
+from metagpu.core.usage.mixed_requests import describe_mixed_request
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
 POD_EVENT_KINDS: Final = (
@@ -29,6 +31,7 @@ POD_EVENT_KINDS: Final = (
     ContainerAbsent,
     AnnotationRejected,
     DevicesLost,
+    MixedRequestFound,
 )
 """The events that become Events of a pod."""
 UNAUTHORIZED_USE: Final = "GPUUsedWithoutShare"
@@ -76,15 +79,19 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
                 warning=True,
                 minor=True,
             )
-        case ContainerAbsent() | DevicesLost():
+        case ContainerAbsent() | DevicesLost() | MixedRequestFound():
             return _holder_event(event, snapshot)
     return None
 
 
-def _holder_event(event: ContainerAbsent | DevicesLost, snapshot: Snapshot) -> EventData:
+def _holder_event(
+    event: ContainerAbsent | DevicesLost | MixedRequestFound, snapshot: Snapshot
+) -> EventData:
     holder = event.holder
     if isinstance(event, DevicesLost):
         reason, note = "GPUDeviceLost", describe_loss(holder.container, event.devices, event.fix)
+    elif isinstance(event, MixedRequestFound):
+        reason, note = "GPUNotVisible", describe_mixed_request(event)
     else:
         reason, note = "GPUShareWithoutContainer", describe_absence(event, snapshot)
     return EventData(
@@ -94,7 +101,7 @@ def _holder_event(event: ContainerAbsent | DevicesLost, snapshot: Snapshot) -> E
         "CheckUsage",
         warning=True,
         key=holder.container,
-        minor=isinstance(event, ContainerAbsent),
+        minor=not isinstance(event, DevicesLost),
     )
 
 

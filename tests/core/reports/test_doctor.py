@@ -76,6 +76,10 @@ UNHEARD = {
 }
 REFUSED = {**(SOUND.status or {}), "configuration": {"error": "f: 4: pools[0]: no GPU can"}}
 MISFIT = {**(SOUND.status or {}), "configuration": {"error": None, "misfits": ["GPU 1: too small"]}}
+MIXED = {
+    **(SOUND.status or {}),
+    "mixedRequests": [{"holder": "team/alice (main)", "reason": "container main holds GPU 0"}],
+}
 NO_LIBRARIES = {
     **(SOUND.status or {}),
     "cdi": {"problem": None, "noLibraries": "there is no nvidia-ctk here"},
@@ -174,6 +178,7 @@ def test_a_sound_node_is_ok() -> None:
             "/pod/s (refused)",
         ),
         ("MG501", CheckResult.ERROR, {"status": NO_RELAY}, "the relay of calls has ended"),
+        ("MG502", CheckResult.WARNING, {"status": MIXED}, "team/alice (main): container main"),
         ("MG601", CheckResult.WARNING, {"envvar_accepted": True}, "any pod gets all GPUs"),
         ("MG601", CheckResult.WARNING, {"envvar_accepted": False}, "privileged containers only"),
         ("MG602", CheckResult.WARNING, {"cdi_files": ()}, "no CDI specification"),
@@ -235,6 +240,7 @@ def test_without_a_daemon_the_daemons_facts_are_unknown() -> None:
         "MG406": CheckResult.WARNING,
         "MG407": CheckResult.WARNING,
         "MG408": CheckResult.WARNING,
+        "MG502": CheckResult.WARNING,
     }
     assert troubles["MG401"].fix == "no daemon answers on /x"
 
