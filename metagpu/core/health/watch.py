@@ -191,9 +191,7 @@ class HealthWatch:
         missing = {gpu: (reason, Fault.NOT_LISTED) for gpu, reason in self._missing(survey)}
         self._unlisted = frozenset(missing)
         for gpu, problem in {**faults, **missing}.items():
-            if (
-                self.verdicts.recoveries[gpu] == recoveries[gpu]
-            ):  # else it has recovered since the check
+            if self.verdicts.recoveries[gpu] == recoveries[gpu]:  # not recovered since the check
                 self.verdicts.fault(gpu, *problem)
         self._report_unheard()
 
