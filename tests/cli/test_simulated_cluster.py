@@ -85,7 +85,7 @@ def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
             [sys.executable, "-m", "metagpu", "run", *options, *arguments], stderr=log
         )
     try:
-        until((run_dir / "cluster" / "kubeconfig").exists)
+        until((run_dir / "metagpu.sock").exists)
         until(node.allocatable)
         yield node
     finally:
@@ -167,6 +167,26 @@ def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
         until(lambda: METAGPU in node.allocatable())
         reasons = {event["reason"] for event in node.json("event list")}
         assert "ConfigApplied" in reasons
+
+
+def test_pods_outlive_the_daemon(tmp_path: Path) -> None:
+    """The next daemon finds the cluster as it was: pods with their shares, and labels."""
+    with daemon(tmp_path, "--simulate", "t4:1") as node:
+        node.sim(f"pod add train {METAGPU}=60")
+        node.sim("node label team=vision")
+        held = node.json("pod list")
+        until(lambda: "default/train (main)" in node.status())
+
+    with daemon(tmp_path, "--simulate", "t4:1") as node:
+        assert node.json("pod list") == held
+        until(lambda: "resource registered" in node.log.read_text())
+        until(lambda: "default/train (main)" in node.status())
+        assert node.json("node show")["labels"]["team"] == "vision"
+        assert "Pending" in node.sim(f"pod add next {METAGPU}=60")
+        node.sim("pod end next")
+        node.sim("pod end train")
+        until(lambda: "default/train (main)" not in node.status())
+        assert "Running" in node.sim(f"pod add next {METAGPU}=60")
 
 
 def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:

@@ -85,6 +85,18 @@ class ObjectStore:
     history: list[tuple[int, str, Key, Object]] = field(default_factory=list)
     changed: Callable[[], None] = lambda: None
 
+    def dump(self) -> Object:
+        """Return all objects and their version as JSON can hold them."""
+        rows = [[*key, it] for key, it in self.objects.items()]
+        return {"version": self.version, "objects": rows}
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Take in what `dump` returned; watches from before have to list again."""
+        self.version = self.oldest = int(content["version"])
+        self.objects = {
+            (kind, namespace, name): it for kind, namespace, name, it in content["objects"]
+        }
+
     def put(self, key: Key, content: Mapping[str, Any]) -> Object:
         """Create or replace an object."""
         known = key in self.objects

@@ -1,5 +1,6 @@
 """The simulated kubelet at the API server: pods, their status, the Node's numbers."""
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,10 +46,19 @@ class KubeletSync:
     _ends: dict[str, float] = field(default_factory=dict)
     _syncing: anyio.Lock = field(default_factory=anyio.Lock)
 
+    def resume(self) -> None:
+        """Resume the pods that ran when the last daemon ended."""
+        for it in self.api.pods():
+            if pod_objects.node_of(it) == self.node and phase_of(it) == "Running":
+                pod = self._pods[it["metadata"]["uid"]] = kubelet_pod(it)
+                self.kubelet.resume(pod)
+                self._set_end(it)
+
     async def run(self) -> None:
         """Follow the API server until cancelled; without a kubelet nothing happens."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._report)
+            await self._readmit()
             while True:
                 changed = self.api.next_change()
                 async with self._syncing:
@@ -68,10 +78,7 @@ class KubeletSync:
         await self.kubelet.crash()  # before the lock: an admission may wait for a plugin
         async with self._syncing:
             await self.kubelet.restart(forget=forget, reboot=reboot)
-            await anyio.sleep(READMIT_AFTER)
-            for uid, error in (await self.kubelet.readmit()).items():
-                if pod := self._pods.get(uid):
-                    self._reject(pod, error)
+            await self._readmit()
             for pod in self.kubelet.pods if reboot else ():
                 with suppress(ContainerStartError):
                     await self.kubelet.start_container(pod, CONTAINER)
@@ -83,6 +90,13 @@ class KubeletSync:
         if pod is None or not self.kubelet.is_up:
             return {}
         return self.kubelet.devices(pod).get(CONTAINER, {})
+
+    async def _readmit(self) -> None:
+        """Admit the earlier pods at a kubelet that has just started."""
+        await anyio.sleep(READMIT_AFTER)
+        for uid, error in (await self.kubelet.readmit()).items():
+            if pod := self._pods.get(uid):
+                self._reject(pod, error)
 
     # ---- pods ------------------------------------------------------------------------------
 
@@ -125,12 +139,16 @@ class KubeletSync:
                 pass
             else:
                 if pod.uid in self._pods:
-                    seconds = pod_objects.run_time_of(it)
-                    if seconds is not None:
-                        self._ends[pod.uid] = anyio.current_time() + seconds
-                    self._set(it, pod_objects.phase("Running"))
+                    self._set(it, pod_objects.running(time.time()))
+                    self._set_end(self.api.store.objects[key_of(it)])
                 return
             await anyio.sleep(RETRY_START)
+
+    def _set_end(self, it: Object) -> None:
+        """Note when a running pod's container ends by itself, if it does."""
+        left = pod_objects.remaining_time(it, time.time())
+        if left is not None:
+            self._ends[it["metadata"]["uid"]] = anyio.current_time() + left
 
     async def _end(self, uid: str) -> None:
         self._ends.pop(uid, None)
@@ -152,7 +170,14 @@ class KubeletSync:
     # ---- the Node --------------------------------------------------------------------------
 
     async def _report(self) -> None:
-        """Report the Node's numbers every 10 s, and a new resource at once."""
+        """Report the Node's numbers every 10 s, and a new resource at once.
+
+        After the start the first list comes first: until then the kubelet has no device.
+        """
+        with suppress(TimeoutError):
+            await self.kubelet.wait_for(
+                lambda: any(self.kubelet.capacity().values()), within=STATUS_PERIOD
+            )
         while True:
             with suppress(KubeletDownError):
                 await self.kubelet.tick()

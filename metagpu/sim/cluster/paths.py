@@ -22,6 +22,11 @@ def pod_resources(run_dir: Path) -> Path:
     return cluster_folder(run_dir) / "pod-resources.sock"
 
 
+def objects_file(run_dir: Path) -> Path:
+    """Return the path of the API server's objects, which outlive the daemon."""
+    return cluster_folder(run_dir) / "objects.json"
+
+
 def kubeconfig(run_dir: Path) -> Path:
     """Return the path of a kubeconfig for the simulated API server."""
     return cluster_folder(run_dir) / "kubeconfig"

@@ -1,6 +1,7 @@
 """Pods of a simulated cluster as objects of the API server. Pure."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -52,10 +53,16 @@ def requests_of(pod: Object) -> Mapping[str, int]:
     return totals
 
 
-def run_time_of(pod: Object) -> float | None:
-    """Return the seconds after which a Pod's container ends; `None` for never."""
-    seconds = pod["spec"]["containers"][0].get("command", ["sleep", "infinity"])[1]
-    return None if seconds == "infinity" else float(seconds)
+def remaining_time(pod: Object, now: float) -> float | None:
+    """Return the seconds until a running Pod ends by itself; `None` for never."""
+    seconds = pod["spec"]["containers"][0]["command"][1]
+    started = datetime.fromisoformat(pod["status"]["startTime"]).timestamp()
+    return None if seconds == "infinity" else max(0.0, started + float(seconds) - now)
+
+
+def timestamp(at: float) -> str:
+    """Return a Unix time as Kubernetes writes it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def kubelet_pod(pod: Object) -> SimPod:
@@ -107,6 +114,11 @@ def rejected(reason: str, message: str) -> Patch:
 def waiting(reason: str, message: str = "") -> Patch:
     """Return the status of a Pod whose container waits."""
     return {"status": {"reason": reason, "message": message or None}}
+
+
+def running(since: float) -> Patch:
+    """Return the status of a Pod whose container runs since a Unix time."""
+    return {"status": {**phase("Running")["status"], "startTime": timestamp(since)}}
 
 
 def phase(name: str) -> Patch:

@@ -1,10 +1,11 @@
 """The simulated cluster of one node: what runs, and what a user may do with it."""
 
+import json
 import random
 import secrets
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
 from metagpu.sim.cluster.inspection import view_events, view_node, view_pod
 from metagpu.sim.cluster.kubelet_sync import KubeletSync
-from metagpu.sim.cluster.paths import NODE_NAME, cluster_folder, kubelet_dir, pod_resources
+from metagpu.sim.cluster.paths import NODE_NAME, kubelet_dir, objects_file, pod_resources
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.cluster.pod_objects import is_settled, key_of, title
 from metagpu.sim.cluster.scheduler import schedule
@@ -28,6 +29,7 @@ from metagpu.sim.machine.node import SimNode
 
 _DECISION_TIMEOUT: Final = 20.0
 """Seconds that a command waits for what becomes of its pods; the client waits 30."""
+_SAVE_PERIOD: Final = 0.1
 _CLEAN_PERIOD: Final = 60.0
 _HISTORY: Final = 1000
 """Changes that the API server keeps for watches, at least."""
@@ -39,6 +41,7 @@ class SingleNodeCluster:
     Attributes:
         api: the API server, with the Node and all Pods.
         kubelet: the node's kubelet.
+        started: set once all of it runs.
     """
 
     def __init__(self, node: SimNode, run_dir: Path, name: str = NODE_NAME) -> None:
@@ -48,8 +51,9 @@ class SingleNodeCluster:
         self.kubelet = SimKubelet(
             kubelet_dir(run_dir), pod_resources=pod_resources(run_dir), numa_nodes=numa_nodes
         )
+        self.started = anyio.Event()
         self._machine = node
-        self._folder = cluster_folder(run_dir)
+        self._objects_file = objects_file(run_dir)
         self._sync = KubeletSync(self.api, self.kubelet, name, self._record)
         self._plugin: AsyncExitStack | None = None
         self._bursts = 0
@@ -61,14 +65,19 @@ class SingleNodeCluster:
         Raises:
             OSError: a socket or a file cannot be created.
         """
-        await to_thread.run_sync(_make_folder, self._folder)
-        self.api.add_node(self.name, {"kubernetes.io/hostname": self.name})
+        if content := await to_thread.run_sync(_load, self._objects_file):
+            self.api.store.load(content)
+        if ("nodes", "", self.name) not in self.api.store.objects:
+            self.api.add_node(self.name, {"kubernetes.io/hostname": self.name})
+        self._sync.resume()
         async with self.api.running(), self.kubelet.running():
-            await to_thread.run_sync(self.api.kubeconfig, self._folder)
+            await to_thread.run_sync(self.api.kubeconfig, self._objects_file.parent)
             async with anyio.create_task_group() as group:
                 group.start_soon(self._schedule)
                 group.start_soon(self._sync.run)
                 group.start_soon(self._clean)
+                group.start_soon(self._save)
+                self.started.set()
                 try:
                     yield self
                 finally:
@@ -83,7 +92,7 @@ class SingleNodeCluster:
         Raises:
             SimError: a request is not valid, or a pod of its name exists.
         """
-        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = pod_objects.timestamp(time.time())
         for request in requests:
             request.check()
             if ("pods", request.namespace, request.name) in self.api.store.objects:
@@ -128,8 +137,7 @@ class SingleNodeCluster:
         if not pod_objects.node_of(objects[key]):
             self.api.store.delete(key)
             return True
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        patch = {"metadata": {"deletionTimestamp": now}}
+        patch = {"metadata": {"deletionTimestamp": pod_objects.timestamp(time.time())}}
         uid = self.api.store.merge(key, patch, status=False, manager="kubectl")["metadata"]["uid"]
 
         def is_gone() -> bool:
@@ -234,6 +242,19 @@ class SingleNodeCluster:
                 self.api.store.merge(decision.pod, status, status=True, manager="kube-scheduler")
             await changed.wait()
 
+    async def _save(self) -> None:
+        """Save all objects after a change: pods outlive the daemon, as containers do."""
+        saved = 0
+        while True:
+            changed = self.api.next_change()
+            if saved != self.api.store.version:
+                saved = self.api.store.version
+                text = json.dumps(self.api.store.dump())
+                await to_thread.run_sync(_replace, self._objects_file, text)
+                await anyio.sleep(_SAVE_PERIOD)
+            else:
+                await changed.wait()
+
     async def _clean(self) -> None:
         """Forget old requests and changes; a watch that lags behind lists again."""
         while True:
@@ -257,5 +278,19 @@ class SingleNodeCluster:
         return view_pod(pod, held, gpus)
 
 
-def _make_folder(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _load(file: Path) -> Object | None:
+    """Make the folder of a file and return the file's content, `None` without one."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        content: Object = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise SimError(f"cannot read {file}: {error}; delete it for a new cluster") from error
+    return content
+
+
+def _replace(file: Path, text: str) -> None:
+    fresh = file.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(file)

@@ -41,6 +41,7 @@ def command_handler(node: SimNode, cluster: "SingleNodeCluster | None" = None) -
                     "this daemon has no simulated cluster; start it with "
                     "`metagpu run --simulate … --with-kubelet`"
                 )
+            await cluster.started.wait()
             return msgspec.to_builtins(await command.apply(cluster))
         # In a thread: the command may read where a process of this machine runs.
         reply = await to_thread.run_sync(apply_command, node, command)

@@ -94,6 +94,11 @@ class SimKubelet:
         self._admitting = anyio.Lock()
         self._process: KubeletProcess | None = None
 
+    def resume(self, pod: SimPod) -> None:
+        """Count a pod as admitted and its containers as running, before the first start."""
+        self._pods[pod.uid] = pod
+        self._started |= {(pod.uid, container.name) for container in pod.in_order()}
+
     # ---- lifetimes -------------------------------------------------------------------------
 
     @asynccontextmanager
