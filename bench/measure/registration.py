@@ -71,16 +71,16 @@ async def _restarts(plan: Plan, kind: type[Kubelet], name: str) -> Samples:
 
 def starts(plan: Plan) -> list[Figure]:
     """Measure wall and CPU time from the daemon's start to its registration."""
-    now, before = anyio.run(_starts, plan)
-    libraries = Samples([_cpu_of_libraries() for _ in range(plan.count(30, 3))])
+    now, before, libraries = anyio.run(_starts, plan)
+    name = "process start to registered"
     figures = [
-        now.wall.figure("process start to registered", unit="s", target=0.5),
-        now.cpu.figure("process start to registered, CPU"),
-        libraries.figure("process start to registered, CPU of Python and the libraries alone"),
+        now.wall.figure(name, unit="s", target=0.5),
+        now.cpu.figure(f"{name}, CPU"),
+        libraries.figure(f"{name}, CPU of Python and the libraries alone"),
     ]
     if before.cpu.seconds:
-        name = "process start to registered, CPU, to the commit before"
-        figures.append(now.cpu.ratio(name, before.cpu, target=_CPU_RATIO))
+        other = f"{name}, CPU, to the commit before"
+        figures.append(now.cpu.ratio(other, before.cpu, target=_CPU_RATIO))
     return figures
 
 
@@ -89,8 +89,10 @@ class _Starts(NamedTuple):
     cpu: Samples
 
 
-async def _starts(plan: Plan) -> tuple[_Starts, _Starts]:
+async def _starts(plan: Plan) -> tuple[_Starts, _Starts, Samples]:
+    """Start this tree's daemon, the other's, and a Python with the libraries alone, in turn."""
     now, before = _Starts(Samples(), Samples()), _Starts(Samples(), Samples())
+    libraries = Samples()
     trees = [(daemon.HERE, now), *([(plan.before, before)] if plan.before else [])]
 
     with daemon.folder() as folder:
@@ -102,7 +104,9 @@ async def _starts(plan: Plan) -> tuple[_Starts, _Starts]:
                     if number >= 0:
                         samples.wall.seconds.append(wall)
                         samples.cpu.seconds.append(cpu)
-    return now, before
+                if number >= 0:
+                    libraries.seconds.append(await to_thread.run_sync(_cpu_of_libraries))
+    return now, before, libraries
 
 
 async def _start(kubelet: SimKubelet, folder: Path, root: Path) -> tuple[float, float]:

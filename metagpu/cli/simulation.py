@@ -1,7 +1,9 @@
 """Agents on a simulated node, and in its cluster (`metagpu run --with-kubelet`)."""
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from metagpu.agent import paths
 from metagpu.core.errors import ConfigError
@@ -11,7 +13,10 @@ if TYPE_CHECKING:
     from metagpu.agent.config_source import ConfigSource
     from metagpu.agent.paths import AgentPaths
     from metagpu.plugins.cluster.settings import ClusterSettings
+    from metagpu.plugins.control.socket import CommandHandler
     from metagpu.plugins.metrics.address import ListenAddress
+    from metagpu.sim.cluster.single_node import SingleNodeCluster
+    from metagpu.sim.machine.node import SimNode
 
 
 def use_simulated_cluster(args: argparse.Namespace) -> None:
@@ -55,7 +60,6 @@ def simulated_agent(
     from metagpu.agent.agent import Agent
     from metagpu.host.linux import LinuxHost
     from metagpu.nvml.driver import NvmlDriver
-    from metagpu.sim.commands.remote import COMMAND, command_handler
     from metagpu.sim.machine.programs import SimPrograms, sim_daemons
     from metagpu.sim.machine.spec import build_node
     from metagpu.sim.nvml.library import SimLibrary
@@ -69,7 +73,7 @@ def simulated_agent(
         source,
         NvmlDriver(SimLibrary(node)),
         agent_paths,
-        {COMMAND: command_handler(node, cluster)},
+        {"sim": _sim_handler(node, cluster)},
         programs=SimPrograms(),
         daemons=sim_daemons(node.driver_branch),
         host=LinuxHost(own_pids=True),
@@ -79,3 +83,15 @@ def simulated_agent(
     if cluster is not None:
         agent.beside = cluster.running
     return agent
+
+
+def _sim_handler(node: "SimNode", cluster: "SingleNodeCluster | None") -> "CommandHandler":
+    """Return the handler of `metagpu sim`; its commands are loaded with the first one."""
+    from anyio import to_thread
+
+    async def handle(request: Mapping[str, Any]) -> object:
+        remote = await to_thread.run_sync(import_module, "metagpu.sim.commands.remote")
+        answer: object = await remote.command_handler(node, cluster)(request)
+        return answer
+
+    return handle

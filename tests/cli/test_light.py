@@ -44,11 +44,28 @@ def note(status):
 os._exit = note
 note(main({arguments!r}))
 """
-NOT_OF_FRACTIONS: Final = {
+NOT_OF_FRACTIONS: Final = (
     *("metagpu.backends.mig", "metagpu.backends.mps", "metagpu.backends.timeslice"),
-    *("metagpu.backends.whole", "metagpu.plugins.cluster.cluster", "metagpu.plugins.cluster.watch"),
-    *("metagpu.plugins.metrics.exporter", "metagpu.sim", "metagpu.sim.machine", "metagpu.testing"),
+    *("metagpu.backends.whole", "metagpu.backends.common.mps_daemon", "metagpu.testing"),
+    *("metagpu.plugins.cluster.cluster", "metagpu.plugins.cluster.watch"),
+    *("metagpu.plugins.metrics.exporter", "metagpu.plugins.metrics.families"),
+    *("metagpu.compat.cnvrg", "metagpu.compat.hami", "metagpu.compat.mig_parted"),
+    *("metagpu.compat.nvidia", "metagpu.core.reports.doctor", "metagpu.host.node_facts"),
+    *("metagpu.display.status", "metagpu.cli.config_commands", "metagpu.cli.mgctl"),
+)
+"""Modules and packages that a daemon does not load for fractions, an `/metrics` page aside."""
+NOT_SIMULATED: Final = (
+    *("metagpu.sim.apiserver", "metagpu.sim.demo", "metagpu.sim.kubelet"),
+    *("metagpu.sim.cluster", "metagpu.sim.commands"),
+)
+"""Parts of the simulator that a daemon on a simulated node does not load."""
+FOREIGN: Final = {
+    *("aiohttp", "h11", "kubernetes_asyncio", "multiprocessing", "prometheus_client"),
+    *("rich", "statistics", "unittest", "urllib3", "xml"),
 }
+"""Packages that such daemons do not load."""
+STANDING: Final = 16
+"""The most dataclasses of a daemon: the parts of which there is one for each node or session."""
 USAGE: Final = {
     "version": "1",
     "node": "n",
@@ -118,7 +135,8 @@ def test_help_loads_little(module: str, line: str) -> None:
     assert count < 200
 
 
-async def test_a_node_of_fractions_loads_what_it_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("simulated", [False, True])
+async def test_a_node_of_fractions_loads_what_it_needs(tmp_path: Path, *, simulated: bool) -> None:
     """A daemon that shares by fractions loads no other backend, no API client, no simulator."""
     library, modules = NvmlLibrary(tmp_path / "nvml"), tmp_path / "modules"
     kubelet = SimKubelet(tmp_path / "dp", pod_resources=tmp_path / "pr.sock")
@@ -131,6 +149,7 @@ async def test_a_node_of_fractions_loads_what_it_needs(tmp_path: Path) -> None:
         "--run-dir": tmp_path,
         "--kubelet-dir": tmp_path / "dp",
         "--pod-resources": tmp_path / "pr.sock",
+        **({"--simulate": "t4"} if simulated else {}),
     }
     arguments = ["run", *(str(part) for option in places.items() for part in option)]
     program = DAEMON.format(arguments=arguments, modules=str(modules))
@@ -151,11 +170,58 @@ async def test_a_node_of_fractions_loads_what_it_needs(tmp_path: Path) -> None:
                 process.kill()
 
     names = set((await anyio.Path(modules).read_text()).split())
-    own = {".".join(name.split(".")[:3]) for name in names if name.startswith("metagpu.")}
-    assert "metagpu.backends.fraction" in own
-    assert own & NOT_OF_FRACTIONS == set()
-    assert names & {"kubernetes_asyncio", "aiohttp", "prometheus_client", "rich"} == set()
-    assert len(names) < 580
+    assert "metagpu.backends.fraction.backend" in names
+    assert ("metagpu.sim.nvml" in names) == simulated
+    assert not [name for name in names if is_in(name, NOT_OF_FRACTIONS + NOT_SIMULATED)]
+    assert names & FOREIGN == set()
+    assert len(names) < (600 if simulated else 570)
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    """Whether a module is one of some packages, or lies in one."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def test_values_of_the_daemon_are_structs() -> None:
+    """The daemon's values are no dataclasses: Python compiles each one's methods at each start."""
+    program = """
+import metagpu.agent.agent, metagpu.nvml.driver, metagpu.sim.nvml.library, sys
+own = [it for name, it in sys.modules.items() if name.startswith("metagpu.")]
+for module in own:
+    for name, it in vars(module).items():
+        if "__dataclass_fields__" in getattr(it, "__dict__", ()):
+            if it.__module__ == module.__name__ and ".pb." not in it.__module__:
+                print(name)
+"""
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    found = done.stdout.split()
+    assert "Agent" in found
+    assert len(found) <= STANDING
+
+
+def test_no_collection_while_a_command_is_loaded() -> None:
+    """Python's garbage collector sleeps until the command's modules are loaded."""
+    program = """
+import gc, sys
+early = []
+def note(phase, info):
+    early.append(not hasattr(sys.modules.get("metagpu.cli.metagpu"), "COMMANDS"))
+gc.callbacks.append(note)
+from metagpu.__main__ import main
+sys.argv[1:] = ["--help"]
+try:
+    main()
+finally:
+    print(any(early), gc.isenabled(), file=sys.stderr)
+"""
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stderr.split() == ["False", "True"]
 
 
 def test_validate_loads_no_library_of_the_cluster(tmp_path: Path) -> None:
