@@ -15,6 +15,7 @@ from metagpu.core.state.facts import (
     SharesReleased,
     TurnsChanged,
 )
+from metagpu.plugins.cluster.node_status import watched_state
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
@@ -119,7 +120,9 @@ async def test_a_grant_of_any_backend_lowers_all_others(tmp_path: Path, owner: s
         amounts = {str(name): len(offer.shares) for name, offer in offers.items()}
         server.report(NODE, amounts, amounts)
         [first, *_] = offers[ResourceName(owner)].shares.values()
+        before = watched_state(it.registry.snapshot)
         it.registry.apply(SharesClaimed((first,), at=1))
+        assert watched_state(it.registry.snapshot) != before  # this wakes the writer at once
 
         left = {name: str(n if name == owner else n // 2) for name, n in amounts.items()}
         await server.until(lambda: server.node(NODE)["status"]["allocatable"] == left)
@@ -142,9 +145,13 @@ async def test_shares_that_a_backend_holds_back_are_no_amount(tmp_path: Path) ->
         it.registry.apply(
             BackendAttached(gpu(0).id, "fraction", needs_setup=False, needs_cleanup=False, at=1)
         )
+        before = watched_state(it.registry.snapshot)
         it.registry.apply(ProvisioningReported(gpu(0).id, "fraction", paused, at=1))
+        assert watched_state(it.registry.snapshot) != before
         await server.until(lambda: free() == "19")
+        before = watched_state(it.registry.snapshot)
         it.registry.apply(GpuCordoned(gpu(1).id, "new fan", at=2))
+        assert watched_state(it.registry.snapshot) != before
         await server.until(lambda: free() == "9")
 
 
