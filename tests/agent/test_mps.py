@@ -31,7 +31,7 @@ version: metagpu/v1
 health: {quietPeriod: 100ms, rescanPeriod: 100ms}
 pools:
   - name: all
-    backends: [{backend: mps}, {backend: whole}]
+    backends: [{backend: mps, offer: all}, {backend: whole}]
 """
 
 

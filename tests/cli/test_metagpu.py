@@ -228,7 +228,7 @@ def test_demo_isolates_a_fault() -> None:
     assert len(pods["train-large"]["gpus"]) == 2
     assert not pods["experiment"]["admitted"]
     assert story["fault"]["affected"] == [0]
-    assert story["fault"]["allocatable"] == 700
+    assert story["fault"]["allocatable"] < story["fault"]["allocatableBefore"] < 800
     assert len(story["fault"]["running"]) == 7
 
 

@@ -12,11 +12,12 @@ from metagpu.backends.common.packing import (
 )
 from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
-from metagpu.core.contracts.capabilities import DiagnosesGpu
+from metagpu.core.contracts.capabilities import DiagnosesGpu, LimitsRequests
 from metagpu.core.errors import FractionSplit
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
+from metagpu.core.model.offers import OfferPolicy, RequestRule
 from metagpu.core.model.shares import Share, by_gpu
 from metagpu.core.model.snapshot import Snapshot
 
@@ -46,6 +47,8 @@ class FractionOptions(
         gpu_memory: the memory of a GPU whose driver reports none, as it uses the machine's.
         placement: the GPU to take when several would do.
         split: the answer when the kubelet's choice spreads one fraction over several GPUs.
+        offer: whether free shares are held back that no fraction could take together; where a split
+            is accepted there are none.
         metagpu_env: whether containers get MetaGPU's own variables too; without a word the sum of
             memory alone, as the names of the shares take 5 kB of every pod's environment.
     """
@@ -56,6 +59,7 @@ class FractionOptions(
     gpu_memory: Bytes | None = None
     placement: PlacementPolicy = PlacementPolicy.BINPACK
     split: SplitPolicy = SplitPolicy.REFUSE
+    offer: OfferPolicy = OfferPolicy.EXACT
     metagpu_env: bool | None = None
 
     def __post_init__(self) -> None:
@@ -69,11 +73,18 @@ class FractionOptions(
             raise ValueError("gpuMemory must be 1Mi or more")
 
 
-class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu):
+class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsRequests):
     """A backend of equal shares of a GPU's memory, with ids `GPU-<uuid>::m07`."""
 
     name: ClassVar[str] = "fraction"
     options_type: ClassVar[type[Options]] = FractionOptions
+
+    @property
+    def request_rule(self) -> RequestRule:
+        """One GPU, or whole GPUs and a part of one more; any GPUs with `offer: all`."""
+        refuses = self.options.split is SplitPolicy.REFUSE
+        exact = self.options.offer is OfferPolicy.EXACT
+        return RequestRule.WHOLE_GPUS if refuses and exact else RequestRule.ANY
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Return a GPU's shares; none in MIG mode, below the unit, or of unknown memory."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from metagpu.backends.common.mps_daemon.client_limits import count_containers, grant_to_client
+from metagpu.backends.common.mps_daemon.client_limits import grant_to_client
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.packing import GpuCandidate, choose_shares_or_fallback
 from metagpu.backends.mig.sharing import MigMpsOptions
@@ -11,7 +11,7 @@ from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import slot_of
-from metagpu.core.model.shares import Lease, Share, by_gpu
+from metagpu.core.model.shares import Lease, Share, by_gpu, count_containers
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
 InstanceKey = tuple[GpuId, str]

@@ -17,7 +17,6 @@ from metagpu.backends.common.mps_daemon.client_limits import (
     SHARED_MEMORY,
     check_number,
     check_shared_memory,
-    count_containers,
     grant_to_client,
     max_clients_of,
     usable_memory,
@@ -36,6 +35,7 @@ from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     Guard,
     HasMetrics,
+    LimitsRequests,
     ManagesGpu,
     NeedsPrivileges,
     SharingStrategy,
@@ -45,8 +45,9 @@ from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
+from metagpu.core.model.offers import OfferPolicy, RequestRule
 from metagpu.core.model.privileges import Privilege
-from metagpu.core.model.shares import Share, ShareId, by_gpu
+from metagpu.core.model.shares import Share, ShareId, by_gpu, count_containers
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
 DAEMON_UP: Final = MetricKind(
@@ -70,6 +71,8 @@ class MpsOptions(
             architecture allows.
         server_memory: the memory that the MPS server needs, so that all parts fit.
         shared_memory: the size of /dev/shm, which all containers of a GPU share.
+        offer: whether free units are held back that no container could take together; by default
+            those of `units_per_gpu`: a container takes one of `replicas`.
     """
 
     resource: str = "nvidia.com/gpu.mps"
@@ -79,6 +82,7 @@ class MpsOptions(
     max_clients: int | None = None
     server_memory: Bytes = SERVER_MEMORY
     shared_memory: Bytes = SHARED_MEMORY
+    offer: OfferPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.units_per_gpu is not None and self.replicas is not None:
@@ -90,7 +94,12 @@ class MpsOptions(
 
 
 class MpsBackend(
-    OneResourceBackend[MpsOptions], ManagesGpu, NeedsPrivileges, DeclaresSharing, HasMetrics
+    OneResourceBackend[MpsOptions],
+    ManagesGpu,
+    NeedsPrivileges,
+    DeclaresSharing,
+    LimitsRequests,
+    HasMetrics,
 ):
     """The backend of units of threads and memory. Share ids are `GPU-<uuid>::p12`."""
 
@@ -113,6 +122,18 @@ class MpsBackend(
     def privileges(self) -> Mapping[Privilege, str]:
         """Return what mounts, and the driver's compute mode, want of a caller."""
         return {Privilege.SYS_ADMIN: "MPS: a /dev/shm for the clients of a GPU, its compute mode"}
+
+    @property
+    def request_rule(self) -> RequestRule:
+        """One GPU; any GPUs where nothing is held back."""
+        options = self.options
+        by_default = OfferPolicy.EXACT if options.replicas is None else OfferPolicy.ALL
+        exact = (options.offer or by_default) is OfferPolicy.EXACT
+        return RequestRule.ONE_GPU if exact else RequestRule.ANY
+
+    def max_containers(self, gpu: Gpu) -> int:
+        """Return how many clients a GPU has at most."""
+        return self.clients_of(gpu)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Return equal parts of a GPU without the MPS server's memory; none in MIG mode.

@@ -15,6 +15,7 @@ from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.offers import OfferRule, RequestRule
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.shares import Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -115,6 +116,32 @@ def no_shares_reason(backend: Backend, gpu: Gpu) -> str:
 
 def _no_shares_reason(gpu: Gpu) -> str:
     return "MIG mode is on" if gpu.mig_enabled else "too small for its backends"
+
+
+class LimitsRequests(Backend):
+    """A backend that refuses some sets of free shares, such as parts of two GPUs.
+
+    Free shares that no request could take together are held back, by the rule that it states.
+    """
+
+    @property
+    @abstractmethod
+    def request_rule(self) -> RequestRule:
+        """The sets of shares that `check` accepts and `prefer` finds, if there are any."""
+
+    def max_containers(self, gpu: Gpu) -> int | None:  # noqa: ARG002 - for backends with a limit
+        """Return the most containers that a GPU serves at once, `None` without a limit."""
+        return None
+
+
+def offer_rule(backend: Backend, gpus: Iterable[Gpu]) -> OfferRule:
+    """Return the rule by which a backend's free shares of some GPUs are held back."""
+    if not isinstance(backend, LimitsRequests):
+        return OfferRule()
+    limits = {gpu.id: backend.max_containers(gpu) for gpu in gpus}
+    return OfferRule(
+        backend.request_rule, {gpu: most for gpu, most in limits.items() if most is not None}
+    )
 
 
 class PreparesContainers(Backend):
@@ -241,7 +268,8 @@ class ReportsCapacity(Backend):
 
 
 CAPABILITIES: Final = (
-    *(DeclaresSharing, DiagnosesGpu, PreparesContainers, NeedsPrivileges, ManagesGpu),
+    *(DeclaresSharing, DiagnosesGpu, LimitsRequests, PreparesContainers),
+    *(NeedsPrivileges, ManagesGpu),
     *(Provisions, OffersExisting, HasMetrics, ReportsCapacity),
 )
 """All optional abilities."""

@@ -17,6 +17,7 @@ from metagpu.core.contracts.capabilities import (
     ReportsCapacity,
     misfit_reason,
     no_shares_reason,
+    offer_rule,
 )
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.backend_metrics import BackendMetric
@@ -97,7 +98,15 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def offer_fact(self) -> SharesOffered:
         """The fact that puts the shares on offer."""
-        return SharesOffered(tuple(self.backends), self.shares)
+        gpus: dict[ResourceName, dict[GpuId, Gpu]] = {}
+        known = {each.gpu.id: each.gpu for each in self.pool_assignments}
+        for share in self.shares:
+            gpus.setdefault(share.resource, {})[share.gpu] = known[share.gpu]
+        rules = {
+            resource: offer_rule(backend, gpus.get(resource, {}).values())
+            for resource, backend in self.backends.items()
+        }
+        return SharesOffered(tuple(self.backends), self.shares, rules)
 
     def gpus_in_turns(self, config: Config) -> Sequence[Sequence[GpuId]]:
         """Return the GPUs of each pool whose backends take turns with idle GPUs."""

@@ -232,6 +232,11 @@ def gpu_of(share: ShareId) -> GpuId:
     return GpuId(share.partition("::")[0])
 
 
+def count_containers(leases: Iterable[Lease]) -> int:
+    """Count the containers of leases; one without a name yet counts by its time."""
+    return len({lease.holder or lease.since for lease in leases})
+
+
 def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:
     """Group shares by their GPU, in order; a share that is given twice counts once."""
     once = list({share.id: share for share in shares}.values())

@@ -1,5 +1,6 @@
 """Snapshots: everything known at one moment, immutable."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -8,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
+from metagpu.core.model.offers import FreePart, OfferRule, RequestRule, held_back_gpus
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     Lease,
@@ -18,6 +20,7 @@ from metagpu.core.model.shares import (
     Share,
     ShareId,
     Verdict,
+    count_containers,
 )
 from metagpu.core.model.sharing import orphaned_leases, shares_to_wait
 
@@ -32,6 +35,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         leases: all leases on the GPU, also on shares that are no longer on offer.
         unavailable_shares: shares that conflict with a lease or a cleanup.
         can_conflict: whether any two shares of the GPU could conflict.
+        held_back: the resources whose free shares of the GPU are not offered for now, although they
+            could be granted (`core/model/offers.py`).
         suspended: the backends that grant no shares of the GPU for now, and why.
         cordon: the operator's reason to grant no shares of the GPU, `None` without a cordon.
         unheard: why NVML does not deliver the GPU's XIDs, `None` while it does.
@@ -50,6 +55,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     unavailable_shares: frozenset[ShareId] = frozenset()
     can_conflict: bool = False
+    held_back: frozenset[ResourceName] = frozenset()
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
     cordon: Pause | None = None
     unheard: Pause | None = None
@@ -100,18 +106,40 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unhealthy_shares(self) -> frozenset[ShareId]:
-        """The shares that are listed Unhealthy although the GPU is healthy.
+        """The shares that are listed Unhealthy although the GPU is healthy."""
+        return self.refused_shares | self.shares_out_of_turn | self.held_back_shares
+
+    @cached_property
+    def held_back_shares(self) -> frozenset[ShareId]:
+        """The shares that are not offered although they could be granted.
+
+        A share that was offered a moment ago may still be asked for: it is granted.
+        """
+        if not self.held_back:
+            return frozenset()
+        refused = self.refused_shares
+        return frozenset(
+            share.id
+            for share in self.shares
+            if share.resource in self.held_back
+            and share.id not in self.leases
+            and share.id not in refused
+        )
+
+    @cached_property
+    def refused_shares(self) -> frozenset[ShareId]:
+        """The shares that would not be granted although the GPU is healthy.
 
         Under a cordon a leased share stays listed as it was: a kubelet that restarts fails pods
         whose devices are not healthy.
         """
-        unhealthy = self.unavailable_shares | self.shares_out_of_turn
+        refused = self.unavailable_shares
         if self.provisioned:  # only created devices are faulty or paused; every list asks for this
-            unhealthy = unhealthy | self.faulty_shares | self.paused_shares.keys()
+            refused = refused | self.faulty_shares | self.paused_shares.keys()
         if not self.suspended and self.cordon is None:
-            return unhealthy
+            return refused
 
-        return unhealthy | {
+        return refused | {
             share.id
             for share in self.shares
             if share.backend in self.suspended
@@ -156,23 +184,39 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         )
 
     def count_free(self, resource: ResourceName) -> int:
-        """Count the shares of a resource that could be granted now."""
-        if not self.verdict.healthy:
-            return 0
+        """Count the shares of a resource that are free in their turn, held back or not."""
+        return self._free_counts[resource]
 
-        unhealthy = self.unhealthy_shares
-        return sum(
-            share.resource == resource and share.id not in self.leases and share.id not in unhealthy
-            for share in self.shares
+    @cached_property
+    def _free_counts(self) -> Counter[ResourceName]:
+        if not self.verdict.healthy:
+            return Counter()
+
+        leases, refused = self.leases, self.refused_shares | self.shares_out_of_turn
+        return Counter(
+            [it.resource for it in self.shares if it.id not in leases and it.id not in refused]
         )
+
+    def free_part(self, offer: "Offer") -> FreePart:
+        """Return the part of this GPU that is free, of one resource."""
+        shares, most = offer.by_gpu[self.gpu.id], offer.rule.max_containers.get(self.gpu.id)
+        backend = shares[0].backend
+        leases = (it for it in self.leases.values() if it.share.backend == backend)
+        full = most is not None and count_containers(leases) >= most
+        return FreePart(self.gpu.id, len(shares), self.count_free(offer.resource), full)
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """All shares under one resource name, in order, grouped by GPU."""
+    """All shares under one resource name, in order, grouped by GPU.
+
+    Attributes:
+        rule: the rule by which free shares are held back.
+    """
 
     resource: ResourceName
     by_gpu: Mapping[GpuId, tuple[Share, ...]]
     shares: Mapping[ShareId, Share]
+    rule: OfferRule = OfferRule()
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -209,3 +253,24 @@ def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
     gpus = snapshot.gpus.copy()
     gpus.update((state.gpu.id, state) for state in states)
     return replace(snapshot, gpus=MappingProxyType(gpus))
+
+
+def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
+    """Return the free part of each GPU of a resource, by index."""
+    return [snapshot.gpus[gpu].free_part(offer) for gpu in offer.by_gpu]
+
+
+def with_held_back(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the free shares held back that its offers' rules name."""
+    held: dict[GpuId, set[ResourceName]] = {}
+    for resource, offer in snapshot.offers.items():
+        if offer.rule.requests is not RequestRule.ANY:
+            for gpu in held_back_gpus(offer.rule.requests, free_parts(snapshot, offer)):
+                held.setdefault(gpu, set()).add(resource)
+
+    changed = [
+        replace(state, held_back=frozenset(held.get(gpu, ())))
+        for gpu, state in snapshot.gpus.items()
+        if state.held_back != held.get(gpu, frozenset())
+    ]
+    return with_states(snapshot, changed) if changed else snapshot

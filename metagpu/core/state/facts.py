@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
+from metagpu.core.model.offers import OfferRule
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
     Fault,
@@ -158,11 +159,15 @@ class InstanceRecovered(msgspec.Struct, frozen=True):
 class SharesOffered(msgspec.Struct, frozen=True):
     """A configuration was applied to the GPUs: these shares are on offer from now on.
 
-    `resources` has every resource, also those without a share.
+    Attributes:
+        resources: every resource, also those without a share.
+        rules: the rule by which free shares of a resource are held back; nothing is held back of a
+            resource without one.
     """
 
     resources: tuple[ResourceName, ...]
     shares: tuple[Share, ...]
+    rules: Mapping[ResourceName, OfferRule] = msgspec.field(default_factory=dict)
 
 
 class TurnsChanged(msgspec.Struct, frozen=True):

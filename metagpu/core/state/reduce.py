@@ -11,6 +11,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId, Topology
+from metagpu.core.model.offers import OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
@@ -22,7 +23,7 @@ from metagpu.core.model.shares import (
     Verdict,
 )
 from metagpu.core.model.sharing import can_conflict, unavailable_shares
-from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
+from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_held_back, with_states
 from metagpu.core.state.events import Event, PodEnded
 from metagpu.core.state.facts import (
     CompetingPluginFound,
@@ -56,14 +57,21 @@ from metagpu.core.state.leases import (
 )
 
 
-def reduce(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
-    snapshot: Snapshot, fact: Fact
-) -> tuple[Snapshot, tuple[Event, ...]]:
+def reduce(snapshot: Snapshot, fact: Fact) -> tuple[Snapshot, tuple[Event, ...]]:
     """Return the snapshot that follows from a fact, and the events.
 
     Events are facts that changed something: `LeasesObserved` becomes `SharesReleased` for the
     leases that ended. A fact about an unknown GPU changes nothing.
     """
+    following, events = _follow(snapshot, fact)
+    if following.gpus is not snapshot.gpus or following.offers is not snapshot.offers:
+        following = with_held_back(following)
+    return following, events
+
+
+def _follow(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
+    snapshot: Snapshot, fact: Fact
+) -> tuple[Snapshot, tuple[Event, ...]]:
     match fact:
         case GpusFound():
             return _gpus_found(snapshot, fact)
@@ -211,7 +219,10 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
             )
         )
 
-    offers = {resource: _offer(resource, offered) for resource in fact.resources}
+    offers = {
+        resource: _offer(resource, offered, fact.rules.get(resource, OfferRule()))
+        for resource in fact.resources
+    }
     if offers == snapshot.offers:
         return snapshot, ()
 
@@ -252,11 +263,11 @@ def _with_known_shares(
     return MappingProxyType({**leases, **recognized}) if recognized else leases
 
 
-def _offer(resource: ResourceName, shares: Iterable[Share]) -> Offer:
+def _offer(resource: ResourceName, shares: Iterable[Share], rule: OfferRule) -> Offer:
     own = {share.id: share for share in shares if share.resource == resource}
     by_gpu: dict[GpuId, list[Share]] = {}
 
     for share in own.values():
         by_gpu.setdefault(share.gpu, []).append(share)
 
-    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, own)
+    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, own, rule)

@@ -41,7 +41,7 @@ from metagpu.sim.demo.script import (
     XID,
     DemoScenario,
 )
-from metagpu.sim.kubelet.kubelet import AdmissionError, SimContainer, SimKubelet, SimPod
+from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from metagpu.sim.machine.gpu import SimGpu
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import SimPrograms, sim_daemons
@@ -80,6 +80,31 @@ class DemoNode:
             lambda: self.kubelet.allocatable().get(RESOURCE) == count, within=30
         )
 
+    async def wait_for_fault(self) -> None:
+        """Wait until a GPU is out of service, and the kubelet knows it."""
+        async for gpus in self.agent.registry.watch(lambda snapshot: snapshot.gpus):
+            if not all(state.verdict.healthy for state in gpus.values()):
+                break
+        await self._wait_listed()
+
+    async def schedule(self, name: str, shares: int) -> dict[str, Any]:
+        """Create a pod, which waits while the node has too few free shares for it."""
+        request = {"pod": name, "resource": RESOURCE, "shares": shares}
+        await self._wait_listed()
+        free = self.kubelet.allocatable()[RESOURCE] - len(self._holders())
+        if shares > free:
+            message = f"it asks for {shares} shares, and {free} count as free"
+            return {**request, "admitted": False, "reason": "Unschedulable", "message": message}
+
+        options = await self.kubelet.admit(SimPod.single(name, {RESOURCE: shares}))
+        envs = options["main"].envs
+        return {
+            **request,
+            "admitted": True,
+            "gpus": envs[VISIBLE_DEVICES].split(","),
+            "memoryMiB": int(envs["METAGPU_MAX_MEM"]),
+        }
+
     async def wait_settled(self) -> None:
         """Wait until no GPU is cleaned up and no share is delayed."""
         await self._wait_for_gpus(_is_settled)
@@ -96,10 +121,7 @@ class DemoNode:
     async def record_step(self, event: str) -> dict[str, Any]:
         """Return the GPUs and the allocatable shares, once the kubelet has the latest."""
         await self.wait_settled()
-        await self.kubelet.wait_for(
-            lambda: self.kubelet.allocatable() == self._allocatable(), within=30
-        )
-
+        await self._wait_listed()
         status = status_report(self.agent.registry.snapshot, self.agent.layout)
         return {
             "event": event,
@@ -107,6 +129,12 @@ class DemoNode:
             "gpus": status["gpus"],
             "slices": self._slices(),
         }
+
+    async def _wait_listed(self) -> None:
+        """Wait until the kubelet has the agent's latest lists."""
+        await self.kubelet.wait_for(
+            lambda: self.kubelet.allocatable() == self._allocatable(), within=30
+        )
 
     def _holders(self) -> dict[str, str]:
         """Return the pod of each held share, as the kubelet knows it."""
@@ -152,11 +180,11 @@ async def _run_fractions(folder: Path) -> dict[str, Any]:
     async with _running_node(folder, NODE) as demo:
         total = 100 * len(demo.node.gpus)
         await demo.wait_allocatable(total)
-        pods = [await _admit(demo.kubelet, *pod) for pod in PODS]
+        pods = [await demo.schedule(*pod) for pod in PODS]
         before = await demo.status()
 
         demo.node.raise_xid(demo.node.gpu(FAULTY_GPU), XID)
-        await demo.wait_allocatable(total - 100)
+        await demo.wait_for_fault()
         after = await demo.status()
 
         return {
@@ -166,6 +194,7 @@ async def _run_fractions(folder: Path) -> dict[str, Any]:
             "fault": {
                 "gpu": int(FAULTY_GPU),
                 "xid": XID,
+                "allocatableBefore": before["resources"][RESOURCE]["allocatable"],
                 "allocatable": demo.kubelet.allocatable()[RESOURCE],
                 "affected": _affected(before, after),
                 "running": [pod.name for pod in demo.kubelet.pods],
@@ -252,24 +281,6 @@ def _sizes(gpu: SimGpu) -> list[int]:
         for n in instance.slices:
             sizes[n] = instance.profile.compute_slices
     return sizes
-
-
-async def _admit(kubelet: SimKubelet, name: str, shares: int) -> dict[str, Any]:
-    pod = SimPod(name, containers=(SimContainer("main", {RESOURCE: shares}),))
-    request = {"pod": name, "resource": RESOURCE, "shares": shares}
-
-    try:
-        options = await kubelet.admit(pod)
-    except AdmissionError as error:
-        return {**request, "admitted": False, "reason": error.reason, "message": error.message}
-
-    envs = options["main"].envs
-    return {
-        **request,
-        "admitted": True,
-        "gpus": envs[VISIBLE_DEVICES].split(","),
-        "memoryMiB": int(envs["METAGPU_MAX_MEM"]),
-    }
 
 
 def _affected(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[int]:

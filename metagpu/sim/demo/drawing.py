@@ -15,14 +15,15 @@ def show_demo(story: Mapping[str, Any]) -> None:
         *_heading(f"1. Fractions: {node['gpus']} offers {node['capacity']} shares, 100 per GPU"),
         _pods(story["pods"], story["before"]["gpus"]),
         *(
-            Cell(f"{pod['pod']} is rejected: {_reason(pod['message'])}", "yellow")
+            Cell(f"{pod['pod']} waits: {pod['message']}; no GPU has that many free", "yellow")
             for pod in story["pods"]
             if not pod["admitted"]
         ),
         *_heading(f"2. A fault: GPU {fault['gpu']} reports XID {fault['xid']}"),
         gpus_table(story["after"]["gpus"], "HELD"),
-        f"The node's allocatable shares fall from {node['capacity']} to {fault['allocatable']}: "
-        f"only GPU {fault['gpu']} leaves service. The {len(fault['running'])} running pods stay.",
+        f"The node's allocatable shares fall from {fault['allocatableBefore']} to "
+        f"{fault['allocatable']}: only GPU {fault['gpu']} leaves service. "
+        f"The {len(fault['running'])} running pods stay.",
         f"GPU {fault['gpu']} returns to service when NVML requires no recovery action and its "
         f"checks pass, or by `metagpu acknowledge {fault['gpu']}`.",
         *_heading(f"3. A mixed pool: {story['pool']['gpus']} in time-slices, by MPS or whole"),
@@ -36,11 +37,6 @@ def show_demo(story: Mapping[str, Any]) -> None:
     )
 
 
-def _reason(message: str) -> str:
-    """Return metagpu's own part of the kubelet's message."""
-    return message.partition("desc = ")[2].removesuffix(", which is unexpected")
-
-
 def _heading(text: str) -> Sequence[Cell]:
     return Cell(""), Cell(text, "bold")
 
@@ -50,7 +46,7 @@ def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) 
     rows = table("POD", "RESOURCE", "SHARES", "GPUS", "MEMORY")
 
     for pod in pods:
-        indices, memory = "rejected", "-"
+        indices, memory = "waits", "-"
         if pod["admitted"]:
             indices = ", ".join(index[gpu] for gpu in pod["gpus"])
             memory = f"{pod['memoryMiB']} MiB"

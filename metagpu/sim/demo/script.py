@@ -18,7 +18,7 @@ PODS: Final = (
     ("serve-b", 20),
     ("batch", 75),
     ("finetune", 400),
-    ("experiment", 40),  # more shares are free, but not on one GPU
+    ("experiment", 40),  # more shares are free, but not on one GPU: it waits
 )
 
 

@@ -10,7 +10,8 @@ from tests.rigs.build import BACKENDS
 ALLOWED = f"allowed: {', '.join(sorted(TWO_BACKENDS))}"
 
 OF_FRACTIONS = (
-    "allowed: backend, gpuMemory, memoryUnit, metagpuEnv, placement, resource, sharesPerGpu, split"
+    "allowed: backend, gpuMemory, memoryUnit, metagpuEnv, offer, placement, resource, "
+    "sharesPerGpu, split"
 )
 HOLDS_ITSELF = "no usable YAML: a value contains itself, or values are nested too deeply"
 OTHER = "GPU-5f2e1a3c-0000-0000-0000-00000000beef"

@@ -40,6 +40,7 @@ pools:
       - backend: fraction
         sharesPerGpu: 10
 """
+OFFER_ALL = CONFIG + "        offer: all\n"
 RESOURCES = ("example.com/a", "example.com/b", "example.com/c", "example.com/d")
 FOUR_RESOURCES = "version: metagpu/v1\npools:\n" + "".join(
     f"  - name: p{n}\n    gpus: {{index: {n}}}\n"

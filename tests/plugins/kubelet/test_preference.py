@@ -8,12 +8,21 @@ import pytest
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.model.shares import Share
 from metagpu.plugins.kubelet.pb import v1beta1
-from tests.plugins.kubelet.rig import VISIBLE, endpoint_of, gpu, ids, node, pod, simulated_kubelet
+from tests.plugins.kubelet.rig import (
+    OFFER_ALL,
+    VISIBLE,
+    endpoint_of,
+    gpu,
+    ids,
+    node,
+    pod,
+    simulated_kubelet,
+)
 
 
 async def test_kubelet_follows_our_choice(tmp_path: Path) -> None:
     """The kubelet gives the preferred shares: one GPU, the fullest first (case 45)."""
-    async with node(tmp_path) as it, it.kubelet.running():
+    async with node(tmp_path, config=OFFER_ALL) as it, it.kubelet.running():
         await it.until(20, 20)
         visible = []
         for name, shares in (("a", 4), ("b", 7), ("c", 3), ("d", 3)):

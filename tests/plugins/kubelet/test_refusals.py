@@ -13,6 +13,7 @@ from metagpu.sim.kubelet.kubelet import AdmissionError
 from tests.plugins.kubelet.rig import (
     CONFIG,
     METAGPU,
+    OFFER_ALL,
     VISIBLE,
     allocate,
     endpoint_of,
@@ -95,7 +96,7 @@ async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 async def test_refused_pod_gets_the_free_shares_of_each_gpu(tmp_path: Path) -> None:
     """A fraction that fits on no GPU fails with the free shares of each GPU."""
-    async with node(tmp_path) as it, it.kubelet.running():
+    async with node(tmp_path, config=OFFER_ALL) as it, it.kubelet.running():
         await it.until(20, 20)
         await it.kubelet.admit(pod("one", 6))
         await it.kubelet.admit(pod("two", 6))

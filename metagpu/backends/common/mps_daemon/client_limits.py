@@ -3,7 +3,7 @@
 A share stands for one **unit**; a container with several units is one client.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from metagpu.core.config.units import Bytes
 from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, Gpu
-from metagpu.core.model.shares import Lease, Share
+from metagpu.core.model.shares import Share
 
 DEFAULT_UNITS: Final = 100
 MAX_UNITS: Final = 100
@@ -65,11 +65,6 @@ def max_clients_of(gpu: Gpu, configured: int | None) -> int:
 def usable_memory(memory: int, server: int) -> int:
     """Return the bytes for clients, rounded down to whole MiB so that the limits fit."""
     return max(0, (memory - server) // MIB * MIB)
-
-
-def count_containers(leases: Iterable[Lease]) -> int:
-    """Count the containers of leases; one without a name yet counts by its time."""
-    return len({lease.holder or lease.since for lease in leases})
 
 
 def grant_to_client(

@@ -1,0 +1,314 @@
+"""The promise of exact offers: a request that counts as free is granted.
+
+Real backends, registry and service; the kubelet's choice among healthy ids is the test's own.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from metagpu.core.errors import RequestError
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.layout import Layout, build_layout
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.offers import RequestRule, largest_request
+from metagpu.core.model.shares import Holder, ResourceName, Share, ShareId
+from metagpu.core.model.snapshot import free_parts
+from metagpu.core.state.facts import (
+    BackendResumed,
+    BackendSuspended,
+    Fact,
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpusFound,
+    GpuUncordoned,
+    LeasesObserved,
+)
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet import messages as wire
+from metagpu.plugins.kubelet.device_plugin import DevicePluginService
+from metagpu.plugins.kubelet.pb import v1beta1
+from tests.rigs.build import config, gpu
+
+EQUAL: Final = "{backend: fraction, sharesPerGpu: 4}"
+BY_MEMORY: Final = "{backend: fraction, memoryUnit: 8Gi}"
+SPREAD: Final = "{backend: fraction, sharesPerGpu: 3, placement: spread}"
+ACCEPTING: Final = "{backend: fraction, sharesPerGpu: 4, split: accept}"
+EVERYTHING: Final = "{backend: fraction, sharesPerGpu: 4, offer: all}"
+MPS: Final = "{backend: mps, unitsPerGpu: 4, maxClients: 2}"
+POOLS: Final = (
+    *([EQUAL], [BY_MEMORY], [SPREAD], [ACCEPTING], [EVERYTHING], [MPS], [BY_MEMORY]),
+    *([EQUAL, MPS], [BY_MEMORY, "{backend: timeslice, replicas: 2}", "{backend: whole}"]),
+)
+MODELS: Final = st.lists(st.sampled_from((16384, 24576, 40960)), min_size=1, max_size=8)
+EXACT: Final = (RequestRule.WHOLE_GPUS, RequestRule.ONE_GPU)
+
+
+class Offers(RuleBasedStateMachine):
+    """A node, and the shares that the kubelet has allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.Runner()
+        self.registry = Registry()
+        self.layout = Layout((), {}, ())
+        self.now = 0.0
+        self.held: dict[ShareId, tuple[Share, Holder]] = {}
+
+    def teardown(self) -> None:
+        """Close the loop."""
+        self.loop.close()
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    @initialize(memory=MODELS, backends=st.sampled_from(POOLS), second=st.sampled_from(POOLS[:5]))
+    def begin(self, memory: Sequence[int], backends: list[str], second: list[str]) -> None:
+        """Offer a configuration; a second pool has the second half of the GPUs."""
+        gpus = [gpu(index, memory_mib=mib) for index, mib in enumerate(memory)]
+        half = len(gpus) // 2 if backends[0].startswith("{backend: fraction") else 0
+        pools = [f"{{name: b, gpus: {{index: '0-{half - 1}'}}, backends: {_list(second)}}}"] * (
+            half > 0
+        )
+        text = f"version: metagpu/v1\npools: [{', '.join([*pools, _pool('a', backends)])}]\n"
+        self.registry.apply(GpusFound(tuple(gpus), at=0))
+        self.layout = build_layout(config(text), gpus, Injection())
+        self.registry.apply(self.layout.offer_fact)
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        """Ask for a number of shares that counts as free, as the scheduler and kubelet do."""
+        resource = data.draw(st.sampled_from(sorted(self.layout.backends)))
+        if not (free := self.promised(resource)):
+            return
+        size = data.draw(st.integers(1, free))
+        granted = self.start_pod(resource, size)
+        assert granted or self.rule_of(resource) not in EXACT, f"{size} of {free} refused"
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """End one pod."""
+        pods = sorted({holder.pod for _, holder in self.held.values()})
+        gone = data.draw(st.sampled_from(pods))
+        self.held = {i: held for i, held in self.held.items() if held[1].pod != gone}
+        self.observe()
+
+    @rule(data=st.data(), well=st.booleans())
+    def judge(self, data: st.DataObject, *, well: bool) -> None:
+        """Apply a fault or a recovery of a GPU."""
+        of, at = data.draw(self.which()), self.tick()
+        self.registry.apply(GpuRecovered(of, "", at=at) if well else GpuFaulted(of, "XID 79", at))
+
+    @rule(data=st.data(), free=st.booleans())
+    def cordon(self, data: st.DataObject, *, free: bool) -> None:
+        """Cordon or uncordon a GPU."""
+        of, at = data.draw(self.which()), self.tick()
+        self.registry.apply(GpuUncordoned(of, at) if free else GpuCordoned(of, "riser", at))
+
+    @rule(data=st.data(), ready=st.booleans())
+    def suspend(self, data: st.DataObject, *, ready: bool) -> None:
+        """Suspend or resume a backend on a GPU."""
+        of, at = data.draw(self.which()), self.tick()
+        name = data.draw(st.sampled_from(sorted({it.backend for it in self.layout.shares})))
+        fact: Fact = BackendResumed(of, name, at) if ready else BackendSuspended(of, name, "", at)
+        self.registry.apply(fact)
+
+    # --- what must be true -----------------------------------------------------------------------
+
+    @invariant()
+    def all_that_counts_as_free_can_be_had_at_once(self) -> None:
+        """Check every size by the backend's rule, and the largest through Allocate."""
+        for resource, backend in self.layout.backends.items():
+            if self.rule_of(resource) not in EXACT:
+                continue
+            promised, offered = self.promised(resource), self.offered(resource)
+            for size in range(1, promised + 1):
+                chosen = backend.prefer(offered, [], size, self.registry.snapshot)
+                backend.check(chosen, self.registry.snapshot)
+            if promised:
+                probe = Registry()
+                probe.snapshot = self.registry.snapshot
+                assert self.request(probe, resource, promised) is not None
+
+    @invariant()
+    def no_more_is_held_back_than_must_be(self) -> None:
+        """Check that one share more would break the promise, and what the largest request is."""
+        for resource in self.layout.backends:
+            state = self.registry.snapshot
+            grantable = [it for it in self.free(resource) if it.id not in self.refused]
+            fits = [
+                0,
+                *(n for n in range(1, len(grantable) + 1) if self.fits(resource, grantable, n)),
+            ]
+            offer = state.offers[resource]
+            largest = largest_request(offer.rule.requests, free_parts(state, offer))
+            assert largest == fits[-1]
+            if self.rule_of(resource) in EXACT:
+                unbroken = next(n for n in range(len(grantable) + 2) if n not in fits) - 1
+                promised = self.promised(resource)
+                whole = max(map(len, offer.by_gpu.values()), default=0)
+                assert promised == unbroken or promised == whole == unbroken
+            else:
+                assert len(self.offered(resource)) == len(grantable)
+
+    @invariant()
+    def held_shares_are_healthy_unless_their_gpu_is_not(self) -> None:
+        """Check that nothing that a pod holds is listed Unhealthy because it is held back."""
+        for state in self.registry.snapshot.gpus.values():
+            assert not state.held_back_shares & self.held.keys()
+            assert not state.held_back_shares & state.refused_shares
+
+    # --- the node --------------------------------------------------------------------------------
+
+    def which(self) -> st.SearchStrategy[GpuId]:
+        """Choose a GPU."""
+        return st.sampled_from(list(self.registry.snapshot.gpus))
+
+    def rule_of(self, resource: ResourceName) -> RequestRule:
+        """Return the rule of a resource's requests."""
+        return self.registry.snapshot.offers[resource].rule.requests
+
+    def promised(self, resource: ResourceName) -> int:
+        """Return the largest request that the offer promises; no request spans GPUs under MPS."""
+        offered = len(self.offered(resource))
+        if self.rule_of(resource) is not RequestRule.ONE_GPU:
+            return offered
+        sizes = map(len, self.registry.snapshot.offers[resource].by_gpu.values())
+        return min(offered, max(sizes, default=0))
+
+    def free(self, resource: ResourceName) -> list[Share]:
+        """Return the shares that the kubelet has not allocated."""
+        shares = self.registry.snapshot.offers[resource].shares.values()
+        return [share for share in shares if share.id not in self.held]
+
+    def offered(self, resource: ResourceName) -> list[Share]:
+        """Return the free shares that the list calls healthy."""
+        made = wire.DeviceList(resource)
+        data = made.encode(made.view(self.registry.snapshot))
+        devices = v1beta1.ListAndWatchResponse.parse(data).devices
+        healthy = {device.id for device in devices if device.health == "Healthy"}
+        return [share for share in self.free(resource) if share.id in healthy]
+
+    @property
+    def refused(self) -> set[ShareId]:
+        """Return the shares that would be refused one by one."""
+        states = self.registry.snapshot.gpus.values()
+        sick = {share.id for it in states if not it.verdict.healthy for share in it.shares}
+        return sick.union(*(it.refused_shares for it in states))
+
+    def fits(self, resource: ResourceName, among: Sequence[Share], size: int) -> bool:
+        """Return whether the backend places a request among some shares."""
+        backend, snapshot = self.layout.backends[resource], self.registry.snapshot
+        try:
+            backend.check(backend.prefer(among, [], size, snapshot), snapshot)
+        except RequestError:
+            return False
+        return True
+
+    def request(self, registry: Registry, resource: ResourceName, size: int) -> list[Share] | None:
+        """Ask as the kubelet does, with our preference; return the shares, `None` if refused."""
+        service = DevicePluginService(
+            resource, registry, lambda name: self.layout.backends[name], self.tick
+        )
+        available = [str(share.id) for share in self.offered(resource)]
+        wanted = v1beta1.ContainerPreferredAllocationRequest(
+            available_deviceIDs=available, allocation_size=size
+        )
+        request = v1beta1.PreferredAllocationRequest(container_requests=[wanted])
+        answer = self.loop.run(service._preferred(bytes(request)))
+        [preferred] = v1beta1.PreferredAllocationResponse.parse(answer).container_responses
+        ids = preferred.device_i_ds
+        assert len(set(ids)) == size
+        assert set(ids) <= set(available)
+
+        shares = registry.snapshot.offers[resource].shares
+        chosen = [shares[ShareId(it)] for it in ids]
+        return chosen if self.granted(registry, resource, chosen) else None
+
+    def start_pod(self, resource: ResourceName, size: int) -> bool:
+        """Start a pod; return whether it got its shares."""
+        if (granted := self.request(self.registry, resource, size)) is None:
+            return False
+        holder = Holder("team", f"pod-{self.tick():.0f}", "main")
+        self.held |= {share.id: (share, holder) for share in granted}
+        self.observe()
+        return True
+
+    def granted(self, registry: Registry, resource: ResourceName, shares: Sequence[Share]) -> bool:
+        """Allocate shares as the kubelet does; return whether they were granted."""
+        service = DevicePluginService(
+            resource, registry, lambda name: self.layout.backends[name], self.tick
+        )
+        container = v1beta1.ContainerAllocateRequest(devices_ids=[str(it.id) for it in shares])
+        request = v1beta1.AllocateRequest(container_requests=[container])
+        try:
+            self.loop.run(service._allocate(bytes(request)))
+        except RequestError:
+            return False
+        return True
+
+    def observe(self) -> None:
+        """Report the holders, as the kubelet's list of pods."""
+        holders = {share_id: holder for share_id, (_, holder) in self.held.items()}
+        names = {share_id: share.resource for share_id, (share, _) in self.held.items()}
+        self.registry.apply(
+            LeasesObserved(holders, at=self.tick(), admission_timeout=0, resources=names)
+        )
+
+    def tick(self) -> float:
+        """Advance the time."""
+        self.now += 10
+        return self.now
+
+
+def _list(backends: Sequence[str]) -> str:
+    return f"[{', '.join(backends)}]"
+
+
+def _pool(name: str, backends: Sequence[str]) -> str:
+    return f"{{name: {name}, backends: {_list(backends)}}}"
+
+
+def test_every_request_that_counts_as_free_is_granted() -> None:
+    """A single request up to the number of free healthy shares is placed and granted."""
+    run_state_machine_as_test(
+        Offers,
+        settings=settings(
+            max_examples=settings().max_examples // 2,
+            stateful_step_count=20,
+            report_multiple_bugs=False,
+            suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
+        ),
+    )
+
+
+def test_a_share_held_back_is_granted_when_the_kubelet_asks_for_it() -> None:
+    """The kubelet may have an older list: what is held back can be had, if it is asked for."""
+    node = Offers()
+    node.begin([40960, 40960], [EQUAL], [EQUAL])
+    [resource] = node.layout.backends
+    assert node.start_pod(resource, 3)
+    assert node.start_pod(resource, 2)
+
+    held_back = [
+        share
+        for state in node.registry.snapshot.gpus.values()
+        for share in state.shares
+        if share.id in state.held_back_shares
+    ]
+    assert len(held_back) == 1
+    assert not set(held_back) & set(node.offered(resource))
+    assert node.granted(node.registry, resource, held_back)
+    node.teardown()
