@@ -22,8 +22,8 @@ ADMISSION_S = 0.01
 """The kubelet's time for one pod."""
 RELEASE_S = 0.05
 """From a pod's end to the plugin, which asks the kubelet for it. The scheduler knows it at once."""
-ANNOUNCED_S = 0.2
-"""From the plugin's knowledge to the pod's end, where ends are known ahead."""
+TERMINATION_S = 5.0
+"""From the deletion of a pod, which the plugin may know of, to its end."""
 STATUS_PERIOD_S = 10.0
 """The kubelet's `nodeStatusUpdateFrequency`."""
 
@@ -47,6 +47,9 @@ class Node(Protocol):
 
     def admit(self, pod: Pod) -> bool:
         """Admit a pod as kubelet and plugin together do; return whether it fitted."""
+
+    def announce(self, pod: Pod) -> None:
+        """Note that a pod terminates; it holds its shares until `release`."""
 
     def release(self, pod: Pod, now: float) -> None:
         """End a pod: the kubelet may give its shares to another one."""
@@ -85,7 +88,7 @@ class Cluster:
         delay: seconds until the scheduler knows the node's numbers; `None` for a kubelet that
             reports them every ten seconds by itself.
         raise_delay: the same for a number that rises, in addition.
-        announced: whether the plugin knows a pod's end before the scheduler does.
+        announced: whether the plugin knows which pods terminate.
     """
 
     node: Node
@@ -168,7 +171,7 @@ class Cluster:
         if self.node.admit(pod):
             if self.now >= self._begins:
                 self._waits.append(self.now - pod.arrives)
-            self._in(pod.stays, partial(self._end, pod))
+            self._in(pod.stays, partial(self._delete, pod))
         else:
             self.refusals += self.now >= self._begins
             self._in(BINDING_S, partial(self._free, pod))
@@ -178,14 +181,16 @@ class Cluster:
         if self._arrived:
             self._in(ADMISSION_S, self._admit)
 
+    def _delete(self, pod: Pod) -> None:
+        if self.announced:
+            self.node.announce(pod)
+            self._advance()
+        self._in(TERMINATION_S, partial(self._end, pod))
+
     def _end(self, pod: Pod) -> None:
         self.node.release(pod, self.now)
-        if self.announced:
-            self._advance()
-            self._in(ANNOUNCED_S, partial(self._free, pod))
-        else:
-            self._in(RELEASE_S, self._advance)
-            self._free(pod)
+        self._in(RELEASE_S, self._advance)
+        self._free(pod)
 
     def _free(self, pod: Pod) -> None:
         self._bound[pod.resource] -= pod.size

@@ -96,6 +96,9 @@ class Mixed:
         self._held[pod] = chosen
         return True
 
+    def announce(self, pod: Pod) -> None:
+        """Change nothing: the owner offers a freed GPU first."""
+
     def release(self, pod: Pod, now: float) -> None:
         """Free a pod's shares; a GPU is idle when the plugin knows, and has cleaned it up."""
         for gpu in self._held.pop(pod):

@@ -42,7 +42,7 @@ def main() -> int:
     for gpus, load, delay in itertools.product(args.gpus, args.loads, DELAYS):
         where = f"{gpus} GPUs, load {load}, Node {_delay_text(delay)}"
         for announced in (False, True) if delay else (False,):
-            ends = ", ends known ahead" if announced else ""
+            ends = ", pods that terminate are known" if announced else ""
             print(f"\nfractions, {where}{ends}\n{_HEAD}")
             pods = arrivals(args.pods, fraction_request(gpus), gpus, load)
             for name, rule in fraction_offers.RULES.items():
