@@ -1,10 +1,14 @@
 """The simulated API server answers metagpu's requests as Kubernetes does."""
 
+import json
 from typing import Any
 
+import anyio
 import pytest
+from aiohttp import ClientSession, web
 
 from metagpu.sim.apiserver.objects import ApiError, Key, Object, ObjectStore
+from metagpu.sim.apiserver.server import SimApiServer
 
 NODE: Key = ("nodes", "", "n")
 
@@ -107,3 +111,31 @@ def test_an_invalid_label_is_refused() -> None:
     """A label value that Kubernetes refuses is refused here too."""
     with pytest.raises(ApiError, match="Invalid value"):
         applied(store(), "a", x="not a label")
+
+
+async def test_a_watch_has_what_comes_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change during the sending of another is sent too."""
+    server = SimApiServer()
+    server.add_node("n")
+    write = web.StreamResponse.write
+
+    async def write_and_change(self: web.StreamResponse, data: bytes) -> None:
+        if "second" not in server.labels("n"):
+            server.label("n", {"second": "2"})
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", write_and_change)
+    query = {"watch": "true", "resourceVersion": str(server.store.version), "timeoutSeconds": "60"}
+    headers = {"Authorization": f"Bearer {server.token}"}
+    seen: list[dict[str, str]] = []
+
+    async with server.running(), ClientSession(headers=headers) as session:
+        server.label("n", {"first": "1"})
+        path = f"http://127.0.0.1:{server.port}/api/v1/nodes"
+        async with session.get(path, params=query) as answer:
+            with anyio.fail_after(30):
+                while len(seen) < 2:
+                    event = json.loads(await answer.content.readline())
+                    seen.append(event["object"]["metadata"]["labels"])
+
+    assert seen == [{"first": "1"}, {"first": "1", "second": "2"}]
