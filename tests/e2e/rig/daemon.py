@@ -15,12 +15,14 @@ from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.programs import Program
 from tests.e2e.rig.settings import KUBELET_HOME, NodePaths
 from tests.e2e.rig.tools import REPOSITORY
+from tests.e2e.rig.waiting import wait_for
 
 CONTROL_DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 NULL_DEVICE = os.makedev(1, 3)
 """The device number of every simulated device file: opening it has no effect."""
 
 CALL_S = 30.0
+EXCHANGE_S = 60.0
 
 
 class Daemon:
@@ -39,8 +41,10 @@ class Daemon:
         command += ["--kubelet-dir", str(KUBELET_HOME / "device-plugins")]
         command += ["--run-dir", str(self._run_folder)]
         command += ["--dev-root", str(self._device_root)]
-        self._program = Program(
-            "metagpu", command, logs=paths.logs, pids=paths.pids, folder=REPOSITORY
+        # The daemon, and one that takes over from it and has a log of its own.
+        self._program, self._other = (
+            Program(name, command, logs=paths.logs, pids=paths.pids, folder=REPOSITORY)
+            for name in ("metagpu", "metagpu-successor")
         )
 
     def prepare(self) -> None:
@@ -85,6 +89,20 @@ class Daemon:
         """
         self._options = options
         self._program.start(*options)
+
+    def exchange(self) -> None:
+        """Start a daemon that takes the node over from the running one, and end that."""
+        old, new = self._program, self._other
+        known = _count_exchanges(new)
+        new.start(*self._options, "--take-over")
+        wait_for(
+            "the node to be taken over",
+            lambda: _count_exchanges(new) > known,
+            within_s=EXCHANGE_S,
+            pause_s=0.05,
+        )
+        self._program, self._other = new, old
+        old.stop()
 
     def start_again(self) -> None:
         """Start the daemon with the options of its last start."""
@@ -190,3 +208,10 @@ class Daemon:
         if done.returncode != 0:
             raise RigError(f"{program} {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout
+
+
+def _count_exchanges(program: Program) -> int:
+    """Return how often a program has taken a node over, by its log."""
+    if not program.log.exists():
+        return 0
+    return program.log.read_text(errors="replace").count("node taken over")
