@@ -12,7 +12,9 @@ import pytest
 from anyio.abc import Process
 
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
-from tests.agent.test_daemon import command_line
+from metagpu.sim.machine.spec import build_node
+from tests.agent.test_daemon import command_line, daemon
+from tests.agent.test_mps import MIXED, MPS, control_of
 from tests.rigs.agent import METAGPU, QUICK
 
 SHARES = 200
@@ -220,3 +222,22 @@ async def test_daemon_without_the_protocol_is_waited_for(tmp_path: Path) -> None
         old.process.terminate()
         await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 2)
         await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == SHARES)
+
+
+async def test_mps_daemons_go_on(tmp_path: Path) -> None:
+    """A control daemon without clients, which any other end would stop, has a new owner."""
+    gpus = [gpu.id for gpu in build_node("a100-40gb:2").gpus]
+    async with daemon(tmp_path, MIXED) as old:
+        await old.kubelet.wait_for(lambda: old.kubelet.allocatable().get(MPS) == 200)
+        controls = [control_of(old, gpu) for gpu in gpus]
+        before = [await it.process() for it in controls]
+        async with Exchanges(tmp_path, old.kubelet).daemon() as new:
+            await new.logged("node taken over", "mps control daemon adopted")
+            assert await old.process.wait() == 0  # it has no option to stand by
+
+            assert [await it.process() for it in controls] == before
+            assert old.kubelet.allocatable()[MPS] == 200
+            new.process.terminate()
+            assert await new.process.wait() == 0
+        for it in controls:
+            await it.gone()
