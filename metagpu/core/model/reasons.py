@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Final
 
+from metagpu.core.model.offers import largest_request
 from metagpu.core.model.shares import Lease, Share
 from metagpu.core.model.sharing import conflicts
-from metagpu.core.model.snapshot import GpuState
+from metagpu.core.model.snapshot import GpuState, Snapshot, free_parts
 
 _MAX_HOLDERS: Final = 5
 """Pods that one reason lists; `metagpu status` lists every lease."""
@@ -83,6 +84,20 @@ def pause_reason(state: GpuState, backend: str) -> str:
     if (suspended := state.suspended.get(backend)) is not None:
         return f"{backend} is suspended since {iso_time(suspended.since)}: {suspended.reason}"
     return ""
+
+
+def describe_held_back(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a sentence for each GPU and resource with shares that are held back."""
+    for resource, offer in snapshot.offers.items():
+        parts = free_parts(snapshot, offer)
+        largest = largest_request(offer.rule.requests, parts)
+        count_too_many = f"with them more would count as free than one request can get: {largest}"
+        for part in parts:
+            state = snapshot.gpus[part.gpu]
+            if resource in state.held_back:
+                full = "the GPU serves as many containers as it can"
+                shares = f"{part.free} free shares of {resource} are held back"
+                yield f"GPU {state.gpu.index}: {shares}: {full if part.full else count_too_many}"
 
 
 def iso_time(at: float) -> str:

@@ -9,7 +9,12 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
-from metagpu.core.model.offers import FreePart, OfferRule, RequestRule, held_back_gpus
+from metagpu.core.model.offers import (
+    FreePart,
+    OfferRule,
+    RequestRule,
+    held_back_gpus,
+)
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     Lease,

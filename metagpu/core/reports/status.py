@@ -10,8 +10,9 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.capacity import describe_capacity, to_dict
 from metagpu.core.model.gpu import MIB, GpuId, parse_bus_id
+from metagpu.core.model.offers import largest_request
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.reasons import iso_time, unavailable_reason
+from metagpu.core.model.reasons import describe_held_back, iso_time, unavailable_reason
 from metagpu.core.model.shares import (
     HardwareDevice,
     OfferTurn,
@@ -20,7 +21,12 @@ from metagpu.core.model.shares import (
     ResourceName,
     ShareId,
 )
-from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.model.snapshot import (
+    GpuState,
+    Offer,
+    Snapshot,
+    free_parts,
+)
 
 
 def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -59,7 +65,10 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
         ],
         "unusedPools": dict(layout.unused_pools),
         "topology": _topology(snapshot),
-        "remarks": list(describe_capacity(capacities)),
+        "offers": {
+            resource: _offer_report(snapshot, offer) for resource, offer in snapshot.offers.items()
+        },
+        "remarks": [*describe_held_back(snapshot), *describe_capacity(capacities)],
         "competingPlugins": dict(snapshot.competing_plugins),
         "registrationProblems": dict(snapshot.registration_problems),
     }
@@ -86,6 +95,16 @@ def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
             }
             for (resource, gpu, holder), count in held.items()
         ],
+    }
+
+
+def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int]:
+    """Return what is free of a resource, and of that what is held back."""
+    parts, resource = free_parts(snapshot, offer), offer.resource
+    return {
+        "free": sum(part.free for part in parts),
+        "heldBack": sum(it.free for it in parts if resource in snapshot.gpus[it.gpu].held_back),
+        "largestRequest": largest_request(offer.rule.requests, parts),
     }
 
 

@@ -114,6 +114,12 @@ GPU_FREE: Final = _gpu_gauge(
     "resource",
 )
 
+GPU_HELD_BACK: Final = _gpu_gauge(
+    "gpu_resource_held_back_shares",
+    "Free shares of the resource on the GPU that are held back: no request could take them too.",
+    "resource",
+)
+
 # --- resources ----------------------------------------------------------------------------------
 
 RESOURCE_CAPACITY: Final = _resource_gauge(
@@ -128,6 +134,13 @@ RESOURCE_HELD: Final = _resource_gauge(
 )
 RESOURCE_FREE: Final = _resource_gauge(
     "resource_free_shares", "Shares of the resource that could be allocated now."
+)
+RESOURCE_HELD_BACK: Final = _resource_gauge(
+    "resource_held_back_shares",
+    "Free shares of the resource that are held back: no request could take them too.",
+)
+RESOURCE_LARGEST_REQUEST: Final = _resource_gauge(
+    "resource_largest_request_shares", "Shares of the largest request that could be placed now."
 )
 RESOURCE_REGISTERED: Final = _resource_gauge(
     "resource_registered", "Whether the kubelet reads metagpu's list of the resource, 1 or 0."

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.offers import largest_request
 from metagpu.core.model.shares import Fault, Share
-from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.model.snapshot import GpuState, Snapshot, free_parts
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.families import backend_family
 from metagpu.plugins.metrics.samples import Sample
@@ -74,23 +75,28 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
     unhealthy = {gpu: state.unhealthy_shares for gpu, state in snapshot.gpus.items()}
 
     for resource, offer in snapshot.offers.items():
-        listed = free = 0
+        parts = {part.gpu: part for part in free_parts(snapshot, offer)}
+        listed = free = held_back = 0
         for gpu, shares in offer.by_gpu.items():
-            state = snapshot.gpus[gpu]
+            state, left = snapshot.gpus[gpu], parts[gpu].free
             me = (*gpu_label_values(state.gpu), resource)
-            healthy = _healthy(state, shares, unhealthy[gpu])
-            left = sum(share.id not in state.leases for share in healthy)
-            listed, free = listed + len(healthy), free + left
+            kept = left if resource in state.held_back else 0
+            listed += len(_healthy(state, shares, unhealthy[gpu]))
+            free, held_back = free + left, held_back + kept
 
             yield Sample(f.GPU_CAPACITY, me, len(shares))
             yield Sample(f.GPU_HELD, me, held[resource, gpu])
             yield Sample(f.GPU_FREE, me, left)
+            yield Sample(f.GPU_HELD_BACK, me, kept)
         yield Sample(f.RESOURCE_CAPACITY, (resource,), len(offer.shares))
         yield Sample(f.RESOURCE_ALLOCATABLE, (resource,), listed)
         yield Sample(
             f.RESOURCE_HELD, (resource,), sum(held[resource, gpu] for gpu in snapshot.gpus)
         )
         yield Sample(f.RESOURCE_FREE, (resource,), free)
+        yield Sample(f.RESOURCE_HELD_BACK, (resource,), held_back)
+        largest = largest_request(offer.rule.requests, list(parts.values()))
+        yield Sample(f.RESOURCE_LARGEST_REQUEST, (resource,), largest)
         yield Sample(
             f.RESOURCE_OF_OTHER_PLUGIN, (resource,), resource in snapshot.competing_plugins
         )

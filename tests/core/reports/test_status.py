@@ -96,6 +96,21 @@ def test_an_explanation_has_offers_and_reasons() -> None:
     ]
 
 
+def test_what_is_held_back_is_reported_with_the_reason() -> None:
+    """Free shares that no request could take with the rest are counted, and explained."""
+    layout, snapshot = offered(A, B)
+    held = (*layout.shares[:4], *layout.shares[10:15])
+    report = explain_report(after(SharesClaimed(held, at=5), since=snapshot), layout)
+
+    assert report["resources"] == {METAGPU: {"capacity": 20, "allocatable": 15}}
+    assert report["offers"] == {METAGPU: {"free": 11, "heldBack": 5, "largestRequest": 6}}
+    [remark] = report["remarks"]
+    assert remark == (
+        "GPU 1: 5 free shares of cnvrg.io/metagpu are held back: with them more would count as "
+        "free than one request can get: 6"
+    )
+
+
 def test_unavailable_shares_are_not_allocatable() -> None:
     """A share that another backend's lease excludes counts as capacity alone."""
     layout, snapshot = offered(A)

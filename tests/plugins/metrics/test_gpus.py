@@ -85,6 +85,21 @@ def test_leases_have_series() -> None:
     assert values["metagpu_resource_allocatable_shares", WHOLE] == 1
 
 
+def test_held_back_shares_have_series() -> None:
+    """Shares held back are free, not allocatable, and beyond the largest request."""
+    shares = {gpu.id: [it for it in LAYOUT.shares if it.gpu == gpu.id] for gpu in (A, B)}
+    claims = [it for gpu in shares.values() for it in gpu if it.backend == "fraction"]
+    claimed = SharesClaimed((*claims[:3], *claims[10:14]), at=6)
+    values = valued(snapshot_samples(after(claimed, since=FRESH), LAYOUT))
+
+    assert values["metagpu_resource_free_shares", METAGPU] == 13
+    assert values["metagpu_resource_allocatable_shares", METAGPU] == 14
+    assert values["metagpu_resource_held_back_shares", METAGPU] == 6
+    assert values["metagpu_gpu_resource_held_back_shares", *ON_A, METAGPU] == 0
+    assert values["metagpu_gpu_resource_held_back_shares", *ON_B, METAGPU] == 6
+    assert values["metagpu_resource_largest_request_shares", METAGPU] == 7
+
+
 def test_a_lease_without_a_name_counts_as_held() -> None:
     """A lease has no container's series until the kubelet lists its holder."""
     share = next(it for it in LAYOUT.shares if it.gpu == B.id and it.backend == "whole")
