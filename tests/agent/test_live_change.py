@@ -201,6 +201,9 @@ async def test_a_plan_of_a_wrong_configuration_is_refused(tmp_path: Path) -> Non
 
         with pytest.raises(ConfigError, match=r"^new.yaml: 1: missing key `pools`"):
             await plan_of(it, "version: metagpu/v1")
+        too_large = QUICK.replace("sharesPerGpu: 10", "memoryUnit: 80Gi")
+        with pytest.raises(ConfigError, match=r"pools\[0\]: no GPU can have this: GPUs 0, 1: a "):
+            await plan_of(it, too_large)
 
 
 async def test_a_profile_that_goes_keeps_the_last_good_one(tmp_path: Path) -> None:

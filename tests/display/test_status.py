@@ -121,6 +121,20 @@ def test_status_begins_with_a_configuration_that_was_not_taken(
     assert out.count("configuration") == 1
 
 
+def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPUs without anything of their pool, and containers that see one GPU, have a line each."""
+    status = {"resources": {}, "gpus": [gpu_report()], "leases": []}
+    mixed = {"holder": "team/alice (main)", "reason": "container main holds GPU 0"}
+    configuration = {"error": None, "misfits": ["GPU 1: a share is too large"]}
+    show_status({**status, "configuration": configuration, "mixedRequests": [mixed]})
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "configuration does not fit GPU 1: a share is too large",
+        "team/alice: container main holds GPU 0",
+    ]
+
+
 def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) -> None:
     """Problems of the CDI file and of the libraries each have a line; otherwise none."""
     well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
