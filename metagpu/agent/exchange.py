@@ -43,6 +43,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
         poll: between two attempts to get the locks of a daemon that is about to release them.
         retry: between two attempts to take over, and to get the locks while another daemon runs.
         calls: for calls of the kubelet that are in flight when an exchange begins.
+        pause: for everything of the old daemon that changes the node to end.
         answer: for the old daemon's answer to one step.
         ready: for the backends of the new daemon to get their GPUs ready.
         lists: for the kubelet to read the new daemon's lists.
@@ -52,6 +53,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
     poll: float = 0.01
     retry: float = 1.0
     calls: float = 5.0
+    pause: float = 10.0
     answer: float = 15.0
     ready: float = 5.0
     lists: float = 10.0

@@ -121,7 +121,8 @@ class HandOver:
         log.info("handing over", to=request.get("version"))
         try:
             with anyio.fail_after(self.timing.exchange):
-                await self.duties.pause()
+                with anyio.fail_after(self.timing.pause):
+                    await self.duties.pause()
                 await conversation.send(self.duties.describe())
                 while not self.done.is_set():
                     request = await conversation.receive() or {}
