@@ -212,6 +212,7 @@ async def test_deletions_have_a_rate(tmp_path: Path) -> None:
         await becomes(lambda: len(removable_pods(it.registry.snapshot)) == module.BURST + 5)
         janitor = it.cluster._janitor
         assert janitor is not None
+        assert await janitor.reconcile() is not None  # it has seen all of them
         now = janitor.clock() + 1e6
         janitor.clock = lambda: now
         janitor.reconciler.trigger()
