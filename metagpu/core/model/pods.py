@@ -38,6 +38,7 @@ class KnownPod(msgspec.Struct, frozen=True):
         memory_annotations: its annotations about GPU memory (`core/usage/annotations.py`).
         owner_uid: uid of its controller; `owner_api` is the controller's API, as `apps/v1`.
         rejection: why the kubelet did not admit it, `None` for all other pods.
+        terminating: whether the pod has been deleted, and its containers may still run.
     """
 
     uid: str
@@ -49,6 +50,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     owner_uid: str = ""
     owner_api: str = ""
     rejection: Rejection | None = None
+    terminating: bool = False
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -60,10 +62,15 @@ class KnownPod(msgspec.Struct, frozen=True):
 
 
 class PodIndex(msgspec.Struct, frozen=True):
-    """All pods of the node; empty before the API server has answered, or without one."""
+    """All pods of the node; empty before the API server has answered, or without one.
+
+    Attributes:
+        terminating: namespace and name of the pods that have been deleted and have not ended.
+    """
 
     by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
     by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
+    terminating: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def from_pods(cls, pods: Iterable[KnownPod]) -> "PodIndex":
@@ -73,6 +80,7 @@ class PodIndex(msgspec.Struct, frozen=True):
         return cls(
             MappingProxyType({pod.uid: pod for pod in known}),
             MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
+            frozenset((it.namespace, it.name) for it in known if it.terminating and not it.ended),
         )
 
     @property

@@ -265,12 +265,23 @@ def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
     return [snapshot.gpus[gpu].free_part(offer) for gpu in offer.by_gpu]
 
 
+def _counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
+    """Return the free parts without those of GPUs whose turn ends: no pod is bound for them."""
+    backends = {share.backend for share in offer.shares.values()}
+    ending = {
+        gpu
+        for gpu, state in snapshot.gpus.items()
+        if (turn := state.idle_turn) and turn.withdrawn and turn.backend in backends
+    }
+    return [part for part in free_parts(snapshot, offer) if part.gpu not in ending]
+
+
 def with_held_back(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the free shares held back that its offers' rules name."""
     held: dict[GpuId, set[ResourceName]] = {}
     for resource, offer in snapshot.offers.items():
         if offer.rule.requests is not RequestRule.ANY:
-            for gpu in held_back_gpus(offer.rule.requests, free_parts(snapshot, offer)):
+            for gpu in held_back_gpus(offer.rule.requests, _counted_parts(snapshot, offer)):
                 held.setdefault(gpu, set()).add(resource)
 
     changed = [

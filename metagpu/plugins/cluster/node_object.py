@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.leases import after_ends
 from metagpu.plugins.cluster.gpu_labels import NVIDIA_PREFIX
 
 FIELD_MANAGER: Final = "metagpu"
@@ -187,8 +188,17 @@ def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
 def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     """Count the healthy shares, held or free, of each resource that metagpu serves.
 
-    Shares whose turn ends are not counted.
+    Shares whose turn ends are not counted. While pods terminate there are no more than after their
+    ends: the scheduler frees their shares, and tries waiting pods, before any number can fall.
     """
+    amounts = _count_healthy(snapshot)
+    for after in after_ends(snapshot):
+        later = _count_healthy(after)
+        amounts = {resource: min(count, later[resource]) for resource, count in amounts.items()}
+    return amounts
+
+
+def _count_healthy(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     return {
         resource: sum(
             len(shares) - sum(share.id in uncounted for share in shares)

@@ -131,4 +131,5 @@ def watched_state(snapshot: Snapshot) -> object:
         for state in snapshot.gpus.values()
     )
     node = snapshot.topology, snapshot.versions, snapshot.competing_plugins
-    return gpus, snapshot.unreadable_gpus, snapshot.offers, *node
+    terminating = snapshot.pods.terminating
+    return terminating, gpus, snapshot.unreadable_gpus, snapshot.offers, *node

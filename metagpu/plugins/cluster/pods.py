@@ -63,6 +63,7 @@ def known_pod(item: KubeObject) -> KnownPod:
         owner_uid=str(owner.get("uid") or ""),
         owner_api=str(owner.get("apiVersion") or ""),
         rejection=_rejection(item),
+        terminating="deletionTimestamp" in metadata,
     )
 
 

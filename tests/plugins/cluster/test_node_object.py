@@ -4,13 +4,17 @@ from typing import Any
 
 import pytest
 
-from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import Holder, ResourceName, ShareId
 from metagpu.core.state.facts import (
     BackendSuspended,
     CompetingPluginFound,
     CompetingPluginGone,
     GpuFaulted,
+    GpusFound,
     InstanceFaulted,
+    LeasesObserved,
+    PodsListed,
     UnreadableGpusFound,
 )
 from metagpu.plugins.cluster.node_object import (
@@ -27,7 +31,7 @@ from metagpu.plugins.cluster.node_object import (
     stale_allocatable,
     without_labels,
 )
-from tests.rigs.build import METAGPU, after, gpu, offered
+from tests.rigs.build import METAGPU, after, gpu, layout_of, offered
 
 R = ResourceName("nvidia.com/gpu.shared")
 
@@ -202,3 +206,31 @@ def test_a_reset_that_is_needed_is_a_condition_while_it_is() -> None:
     assert conditions_differ(shown, conditions_of(snapshot))
     suspended = BackendSuspended(gpu(0).id, "mig", "MIG mode is off", at=60)
     assert len(conditions_of(after(suspended, since=snapshot))) == 1
+
+
+@pytest.mark.parametrize(
+    ("terminating", "amount"), [("", 16), ("a", 14), ("b", 14), ("c", 16), ("ab", 14), ("bc", 14)]
+)
+def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
+    terminating: str, amount: int
+) -> None:
+    """What a pod leaves free on a GPU that is held back counts for nobody when it ends.
+
+    GPU 0 has 4 free shares of 10, which are held back, and GPU 1 has 6.
+    """
+    gpus = gpu(0), gpu(1)
+    held = {"a": (0, range(2)), "b": (0, range(2, 6)), "c": (1, range(4))}
+    holders = {
+        ShareId(f"{gpus[index].id}::m{number:02d}"): Holder("team", name, "main")
+        for name, (index, numbers) in held.items()
+        for number in numbers
+    }
+    pods = [KnownPod(it, "team", it, "Running", terminating=it in terminating) for it in held]
+    snapshot = after(
+        GpusFound(gpus, at=0),
+        layout_of(*gpus).offer_fact,
+        LeasesObserved(holders, at=1),
+        PodsListed(tuple(pods)),
+    )
+
+    assert allocatable_of(snapshot) == {METAGPU: amount}

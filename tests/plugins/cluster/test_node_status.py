@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.core.model.shares import OfferTurn, ProvisionedState, ResourceName
+from metagpu.core.model.shares import Holder, OfferTurn, ProvisionedState, ResourceName
 from metagpu.core.state.facts import (
     BackendAttached,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
+    LeasesObserved,
     ProvisioningReported,
     SharesClaimed,
     SharesReleased,
@@ -198,3 +199,30 @@ async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:
 
         turn(OfferTurn("timeslice", since=1))
         await server.until(lambda: free() == {METAGPU: "0", SLICED: "4"})
+
+
+async def test_a_deleted_pod_lowers_the_amount_before_its_end(tmp_path: Path) -> None:
+    """The scheduler counts a pod's shares as free at its end: what nobody can have is gone."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+    features = (Feature.ALLOCATABLE, Feature.PODS)
+
+    async with cluster_at_work(tmp_path, *features, server=server) as it:
+        it.offer()
+        shares = list(it.registry.snapshot.offers[METAGPU].shares.values())
+        holders = {
+            share.id: Holder("team", name, "main")
+            for name, held in {"a": shares[:2], "b": shares[2:6], "c": shares[10:14]}.items()
+            for share in held
+        }
+        server.add_pod("team", "a", NODE, uid="a")
+        it.registry.apply(LeasesObserved(holders, at=1))
+
+        def free() -> str:
+            return str(server.node(NODE)["status"]["allocatable"][METAGPU])
+
+        await server.until(lambda: free() == "16")
+        deleted = {"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}
+        server.store.merge(("pods", "team", "a"), deleted, status=False, manager="kubectl")
+        await server.until(lambda: free() == "14")

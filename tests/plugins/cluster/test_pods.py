@@ -161,3 +161,18 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
             'the API server does not allow it: User "sim" cannot get /api/v1/pods; '
             "docs/permissions.md has the rule to add, or remove the feature from --cluster"
         )
+
+
+def test_a_pod_that_was_deleted_terminates_until_it_has_ended() -> None:
+    """The deletion is known before the end."""
+    metadata = {"uid": "a", "namespace": "team", "name": "alice"}
+    deleted = {**metadata, "deletionTimestamp": "2026-11-21T12:00:00Z"}
+
+    def terminating(of: dict[str, str], phase: str) -> frozenset[tuple[str, str]]:
+        return PodIndex.from_pods(
+            [known_pod({"metadata": of, "status": {"phase": phase}})]
+        ).terminating
+
+    assert terminating(metadata, "Running") == frozenset()
+    assert terminating(deleted, "Running") == {("team", "alice")}
+    assert terminating(deleted, "Succeeded") == frozenset()
