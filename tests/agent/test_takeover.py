@@ -18,7 +18,8 @@ from tests.agent.test_mps import MIXED, MPS, control_of
 from tests.rigs.agent import METAGPU, QUICK
 
 SHARES = 200
-CONFIG = QUICK.replace("10}", "100}")
+CONFIG = QUICK.replace("10}", "100, offer: all}")
+"""Every share is on offer at each moment: a number that falls is a gap."""
 
 
 @dataclass

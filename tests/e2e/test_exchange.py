@@ -62,7 +62,9 @@ def test_no_pod_fails_over_exchanges(cluster: Cluster, exchanges: int, pods: int
         while done < exchanges or thread.is_alive():
             cluster.daemon.exchange()
             done += 1
-            assert cluster.node.resource(RESOURCE) == (ALL_SHARES, ALL_SHARES)
+            capacity, allocatable = cluster.node.resource(RESOURCE)
+            assert capacity == ALL_SHARES
+            assert (allocatable or 0) > ALL_SHARES // 2  # some are held back, as pods come and go
 
     def all_ended() -> bool:
         seen = phases(cluster)
