@@ -266,7 +266,7 @@ def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
 
 
 def _counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
-    """Return the free parts without those of GPUs whose turn ends: no pod is bound for them."""
+    """Return the free parts that pods are bound for: of no GPU whose turn ends."""
     backends = {share.backend for share in offer.shares.values()}
     ending = {
         gpu

@@ -273,7 +273,7 @@ def with_leases(
 
 
 def after_ends(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Yield the snapshot after the end of each pod that terminates, and of all of them.
+    """Yield the snapshot after the end of each terminating pod, and of all of them.
 
     Pods without shares that are held back by a rule are left out: no number depends on their ends.
     """

@@ -214,7 +214,7 @@ def test_a_reset_that_is_needed_is_a_condition_while_it_is() -> None:
 def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
     terminating: str, amount: int
 ) -> None:
-    """What a pod leaves free on a GPU that is held back counts for nobody when it ends.
+    """Shares that a pod leaves free on a GPU that is held back count for nobody at its end.
 
     GPU 0 has 4 free shares of 10, which are held back, and GPU 1 has 6.
     """
