@@ -7,9 +7,15 @@ import anyio
 
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.layout.turn_runner import TurnRunner
-from metagpu.core.model.shares import Share
+from metagpu.core.model.shares import OfferTurn, Share
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.state.facts import GpuCordoned, GpusFound, SharesClaimed, SharesReleased
+from metagpu.core.state.facts import (
+    GpuCordoned,
+    GpusFound,
+    SharesClaimed,
+    SharesReleased,
+    TurnsChanged,
+)
 from metagpu.core.state.registry import Registry
 from tests.rigs.build import config, gpu, layout_of
 from tests.rigs.waiting import becomes, skip
@@ -127,3 +133,28 @@ async def test_without_the_runner_all_backends_offer_an_idle_gpu() -> None:
     async with taking_turns(Pool(1)) as pool:
         assert len(pool.offered()) == 1
     assert pool.offered() == {"fraction", "timeslice"}
+
+
+def test_a_gpu_whose_turn_ends_backs_no_amount() -> None:
+    """The rest of what counts as free can still be had when the turn has ended."""
+    gpus = [gpu(index) for index in range(3)]
+    text = MIXED.format(more="").replace("fraction, sharesPerGpu", "mps, unitsPerGpu")
+    registry = Registry()
+    registry.apply(GpusFound(tuple(gpus), at=0))
+    offer = layout_of(*gpus, text=text).offer_fact
+    registry.apply(offer)
+    units = [[it for it in offer.shares if it.gpu == of.id and it.backend == "mps"] for of in gpus]
+    registry.apply(SharesClaimed((*units[0][:2], *units[1][:3]), at=1))
+
+    def free(turn: OfferTurn) -> list[int]:
+        registry.apply(TurnsChanged({gpus[2].id: turn}))
+        unhealthy = [state.unhealthy_shares for state in registry.snapshot.gpus.values()]
+        held = [state.leases for state in registry.snapshot.gpus.values()]
+        return [
+            sum(it.id not in unhealthy[index] and it.id not in held[index] for it in units[index])
+            for index in range(3)
+        ]
+
+    assert free(OfferTurn("mps", 0)) == [2, 1, 4]
+    assert free(OfferTurn("mps", 0, withdrawn=True, next="timeslice")) == [2, 0, 4]
+    assert free(OfferTurn("timeslice", 1)) == [2, 0, 0]
