@@ -21,6 +21,7 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.offers import OfferPolicy
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.xid import Severity
 
@@ -73,8 +74,8 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     """A set of GPUs and the backends that may share them.
 
     A GPU is in the first pool that selects it. A pool without backends offers none of its GPUs, and
-    no other pool does; `reason` explains that to people. `offer` states whether several backends
-    take turns in offering an idle GPU, or all offer it at once.
+    no other pool does; `reason` explains that to people. With `offer: exact` several backends take
+    turns in offering an idle GPU, and each has the option `offer` where nothing else is given.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     gpus: Literal["all"] | GpuSelector = "all"
     memory_enforcement: MemoryEnforcement = MemoryEnforcement()
     reason: str = ""
-    offer: Literal["turns", "all"] = "turns"
+    offer: OfferPolicy = OfferPolicy.EXACT
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -157,7 +158,7 @@ class Config:
             if pool.name in self.options:
                 raise document.error(f"{path}.name", f"{pool.name!r} is taken; name each pool once")
             self.options[pool.name] = tuple(
-                self._options(f"{path}.backends[{place}]", given.get("backend"))
+                self._options(f"{path}.backends[{place}]", given, pool.offer)
                 for place, given in enumerate(pool.backends)
             )
         # Backends reject unusable options here, when the file is read.
@@ -184,13 +185,17 @@ class Config:
             problem = f"{kind!r} is no vendor/class; write one like nvidia.com/gpu"
             raise self._document.error("cdiKind", problem)
 
-    def _options(self, path: str, name: object) -> Options:
+    def _options(self, path: str, given: Mapping[str, Any], offer: OfferPolicy) -> Options:
+        name = given.get("backend")
         if not isinstance(name, str) or name not in self._backends:
             known = ", ".join(sorted(self._backends))
             problem = f"{name!r} is no backend" if name else "missing key `backend`"
             raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}")
 
-        return self._document.decode(self._backends[name].options_type, path)
+        options = self._document.decode(self._backends[name].options_type, path)
+        if offer is OfferPolicy.ALL and "offer" not in given and hasattr(options, "offer"):
+            return replace(options, offer=offer)
+        return options
 
     def build_backends(self, injection: Injection) -> list[tuple[Pool, list[Backend]]]:
         """Build the configured backends of every pool.

@@ -24,6 +24,7 @@ from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.offers import OfferPolicy
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesOffered
@@ -110,7 +111,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     def gpus_in_turns(self, config: Config) -> Sequence[Sequence[GpuId]]:
         """Return the GPUs of each pool whose backends take turns with idle GPUs."""
-        pools = [pool.name for pool in config.root.pools if pool.offer == "turns"]
+        pools = [pool.name for pool in config.root.pools if pool.offer is OfferPolicy.EXACT]
         return [
             [each.gpu.id for each in self.pool_assignments if each.pool == name] for name in pools
         ]

@@ -217,3 +217,21 @@ pools:
         for _, backends in read.build_backends(Injection())
         for backend in backends
     ] == [15, 40]
+
+
+@pytest.mark.parametrize(
+    ("of_pool", "of_backend", "offer"),
+    [("", "", "exact"), ("offer: all", "", "all"), ("offer: all", ", offer: exact", "exact")],
+)
+def test_the_offer_of_a_pool_holds_for_its_backends(
+    of_pool: str, of_backend: str, offer: str
+) -> None:
+    """A backend that has the option follows its pool, unless the file says otherwise there."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        f"  - {{name: all, backends: [{{backend: fraction{of_backend}}}]"
+        f"{', ' + of_pool if of_pool else ''}}}\n"
+    )
+    [options] = parse(text, "c.yaml", BACKENDS).options["all"]
+    assert isinstance(options, FractionOptions)
+    assert options.offer == offer
