@@ -1,6 +1,5 @@
 """Snapshots: everything known at one moment, immutable."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -41,7 +40,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         unavailable_shares: shares that conflict with a lease or a cleanup.
         can_conflict: whether any two shares of the GPU could conflict.
         held_back: the resources whose free shares of the GPU are not offered for now, although they
-            could be granted (`core/model/offers.py`).
+            could be granted (`core/model/offers.py`), each with the ids of its shares.
         suspended: the backends that grant no shares of the GPU for now, and why.
         cordon: the operator's reason to grant no shares of the GPU, `None` without a cordon.
         unheard: why NVML does not deliver the GPU's XIDs, `None` while it does.
@@ -60,7 +59,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     unavailable_shares: frozenset[ShareId] = frozenset()
     can_conflict: bool = False
-    held_back: frozenset[ResourceName] = frozenset()
+    held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
     cordon: Pause | None = None
     unheard: Pause | None = None
@@ -122,14 +121,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         """
         if not self.held_back:
             return frozenset()
-        refused = self.refused_shares
-        return frozenset(
-            share.id
-            for share in self.shares
-            if share.resource in self.held_back
-            and share.id not in self.leases
-            and share.id not in refused
-        )
+        shares = frozenset[ShareId]().union(*self.held_back.values())
+        return shares.difference(self.leases, self.refused_shares)
 
     @cached_property
     def refused_shares(self) -> frozenset[ShareId]:
@@ -190,37 +183,48 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     def count_free(self, resource: ResourceName) -> int:
         """Count the shares of a resource that are free in their turn, held back or not."""
-        return self._free_counts[resource]
+        return self._count_free(frozenset(it.id for it in self.shares if it.resource == resource))
 
-    @cached_property
-    def _free_counts(self) -> Counter[ResourceName]:
+    def _count_free(self, shares: frozenset[ShareId]) -> int:
         if not self.verdict.healthy:
-            return Counter()
-
-        leases, refused = self.leases, self.refused_shares | self.shares_out_of_turn
-        return Counter(
-            [it.resource for it in self.shares if it.id not in leases and it.id not in refused]
-        )
+            return 0
+        return len(shares.difference(self.leases, self.refused_shares, self.shares_out_of_turn))
 
     def free_part(self, offer: "Offer") -> FreePart:
-        """Return the part of this GPU that is free, of one resource."""
-        shares, most = offer.by_gpu[self.gpu.id], offer.rule.max_containers.get(self.gpu.id)
-        backend = shares[0].backend
-        leases = (it for it in self.leases.values() if it.share.backend == backend)
-        full = most is not None and count_containers(leases) >= most
-        return FreePart(self.gpu.id, len(shares), self.count_free(offer.resource), full)
+        """Return the part of this GPU that is free, of one resource.
+
+        The kubelet waits while the parts of all GPUs are compared: those of before are kept.
+        """
+        known = self._free_parts.get(offer.resource)
+        if known is None or known[0] is not offer:
+            known = self._free_parts[offer.resource] = offer, self._new_free_part(offer)
+        return known[1]
+
+    @cached_property
+    def _free_parts(self) -> dict[ResourceName, tuple["Offer", FreePart]]:
+        return {}
+
+    def _new_free_part(self, offer: "Offer") -> FreePart:
+        gpu, shares, full = self.gpu.id, offer.ids[self.gpu.id], False
+        if (most := offer.rule.max_containers.get(gpu)) is not None:
+            backend = offer.by_gpu[gpu][0].backend
+            leases = (it for it in self.leases.values() if it.share.backend == backend)
+            full = count_containers(leases) >= most
+        return FreePart(gpu, len(shares), self._count_free(shares), full)
 
 
 class Offer(msgspec.Struct, frozen=True):
     """All shares under one resource name, in order, grouped by GPU.
 
     Attributes:
+        ids: the ids of the shares on each GPU.
         rule: the rule by which free shares are held back.
     """
 
     resource: ResourceName
     by_gpu: Mapping[GpuId, tuple[Share, ...]]
     shares: Mapping[ShareId, Share]
+    ids: Mapping[GpuId, frozenset[ShareId]]
     rule: OfferRule = OfferRule()
 
 
@@ -267,26 +271,26 @@ def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
 
 def _counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
     """Return the free parts that pods are bound for: of no GPU whose turn ends."""
-    backends = {share.backend for share in offer.shares.values()}
-    ending = {
-        gpu
-        for gpu, state in snapshot.gpus.items()
-        if (turn := state.idle_turn) and turn.withdrawn and turn.backend in backends
-    }
-    return [part for part in free_parts(snapshot, offer) if part.gpu not in ending]
+    return [
+        part
+        for part in free_parts(snapshot, offer)
+        if not (turn := snapshot.gpus[part.gpu].idle_turn)
+        or not turn.withdrawn
+        or turn.backend != offer.by_gpu[part.gpu][0].backend
+    ]
 
 
 def with_held_back(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the free shares held back that its offers' rules name."""
-    held: dict[GpuId, set[ResourceName]] = {}
+    held: dict[GpuId, dict[ResourceName, frozenset[ShareId]]] = {}
     for resource, offer in snapshot.offers.items():
         if offer.rule.requests is not RequestRule.ANY:
             for gpu in held_back_gpus(offer.rule.requests, _counted_parts(snapshot, offer)):
-                held.setdefault(gpu, set()).add(resource)
+                held.setdefault(gpu, {})[resource] = offer.ids[gpu]
 
     changed = [
-        replace(state, held_back=frozenset(held.get(gpu, ())))
+        replace(state, held_back=MappingProxyType(held.get(gpu, {})))
         for gpu, state in snapshot.gpus.items()
-        if state.held_back != held.get(gpu, frozenset())
+        if state.held_back != held.get(gpu, {})
     ]
     return with_states(snapshot, changed) if changed else snapshot

@@ -270,4 +270,5 @@ def _offer(resource: ResourceName, shares: Iterable[Share], rule: OfferRule) -> 
     for share in own.values():
         by_gpu.setdefault(share.gpu, []).append(share)
 
-    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, own, rule)
+    ids = {gpu: frozenset(share.id for share in those) for gpu, those in by_gpu.items()}
+    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, own, ids, rule)
