@@ -103,10 +103,13 @@ def await_what_owners_leave(cluster: Cluster) -> None:
     """Wait until the node counts what owners leave, and no idle GPU twice."""
 
     def probe() -> bool:
-        owners = Counter(gpu["owner"] for gpu in shared_gpus_of(cluster))
+        status = cluster.daemon.status()
+        owners = Counter(gpu["owner"] for gpu in status["gpus"] if gpu["pool"] == "shared")
+        held_back = {resource: status["offers"][resource]["heldBack"] for resource in EACH}
         seen = {resource: cluster.node.resource(resource) for resource in EACH}
         idle = {
-            NAMES[resource]: (allocatable or 0) / EACH[resource] - owners[NAMES[resource]]
+            NAMES[resource]: ((allocatable or 0) + held_back[resource]) / EACH[resource]
+            - owners[NAMES[resource]]
             for resource, (_, allocatable) in seen.items()
         }
         whole = all(seen[resource][0] == each * owners.total() for resource, each in EACH.items())
