@@ -23,7 +23,8 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
     """Name the simulated kubelet and API server in the arguments of `run`, if wanted.
 
     Raises:
-        ConfigError: the GPUs are real, or another kubelet is named.
+        ConfigError: the GPUs are real, another kubelet is named, or another daemon is to be
+            taken over from.
     """
     if not args.with_kubelet:
         return
@@ -34,6 +35,10 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
     if named != (paths.KUBELET_DIR, paths.POD_RESOURCES):
         problem = "the simulated kubelet has folders of its own; leave out --kubelet-dir and "
         raise ConfigError(f"{problem}--pod-resources", file="--with-kubelet")
+
+    if args.take_over:
+        problem = "the simulated kubelet ends with its daemon; leave out --take-over"
+        raise ConfigError(problem, file="--with-kubelet")
 
     from metagpu.sim.cluster import paths as simulated
 

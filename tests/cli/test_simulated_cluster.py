@@ -204,6 +204,7 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         (["--with-kubelet"], "also give --simulate"),
+        (["--with-kubelet", "--simulate", "t4:1", "--take-over"], "leave out --take-over"),
         (
             ["--with-kubelet", "--simulate", "t4:1", "--kubelet-dir", "/tmp/x"],  # noqa: S108 - unused
             "leave out --kubelet-dir and --pod-resources",
