@@ -58,6 +58,7 @@ async def test_a_container_that_sees_one_of_its_gpus_is_reported(tmp_path: Path)
                 await it.until(10, 10)
                 await it.until(4, 4, SLICED)
                 server.add_pod("default", pod.name, NODE, uid=pod.uid)
+                await it.wait_snapshot(lambda now: pod.uid in now.pods.by_uid)
                 options = (await it.kubelet.admit(pod))["main"]
                 assert options.envs["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 1  # not both
                 await server.until(lambda: len(server.events()) > 0)
@@ -66,6 +67,7 @@ async def test_a_container_that_sees_one_of_its_gpus_is_reported(tmp_path: Path)
                 await it.kubelet.delete(pod)
                 await until(lambda: not it.agent.usage_service.mixed_requests)
 
+    assert (mixed["podUid"], event["regarding"]["uid"]) == (pod.uid, pod.uid)
     assert mixed["holder"] == "default/train (main)"
     assert "GPU 0 by cnvrg.io/metagpu, GPU 1 by nvidia.com/gpu.shared" in mixed["reason"]
     assert "Request each resource in a container of its own" in mixed["reason"]

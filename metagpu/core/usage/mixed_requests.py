@@ -76,8 +76,9 @@ class MixedRequestWatch:
     async def run(self) -> None:
         """Check all leases periodically, until cancelled."""
         while True:
-            self._check()
+            # First a wait: after a start, the writer of Events is a moment behind the leases.
             await anyio.sleep(self._timing.mixed_period)
+            self._check()
 
     def report(self) -> list[dict[str, Any]]:
         """Return the containers as plain data."""
