@@ -209,8 +209,8 @@ import gc, sys
 early = []
 def note(phase, info):
     early.append(not hasattr(sys.modules.get("metagpu.cli.metagpu"), "COMMANDS"))
+from metagpu.__main__ import main  # the first module; to compile it may collect
 gc.callbacks.append(note)
-from metagpu.__main__ import main
 sys.argv[1:] = ["--help"]
 try:
     main()
