@@ -58,7 +58,7 @@ wheel: $(PROGRAMS) ## build the package with everything in it, into dist/
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 test: $(VENV)/.test $(PROGRAMS) ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
