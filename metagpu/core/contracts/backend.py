@@ -143,7 +143,8 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
     ) -> list[Share]:
         """Return one share of a GPU for each slot, all of `memory` bytes.
 
-        A share's id ends in its slot, and its footprint is this slot alone. `replica`: see `Share`.
+        A share's id ends in its slot, and its footprint is this slot alone; so the shares are
+        interchangeable. `replica`: see `Share`.
         """
         return [
             Share(
@@ -155,6 +156,7 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
                 footprint=frozenset((slot,)),
                 memory=memory,
                 replica=replica,
+                interchangeable=True,
             )
             for number, slot in enumerate(slots)
         ]

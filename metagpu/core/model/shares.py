@@ -31,6 +31,8 @@ class Share(msgspec.Struct, frozen=True):
         memory: bytes of GPU memory that it stands for, 0 where the GPU's memory is unknown.
         replica: whether it stands for one container of those that take turns, and not for a part:
             the memory of a replica is nominal.
+        interchangeable: whether its backend offers the whole GPU in such shares, all alike, so that
+            held ones can be counted as any of them; never a share of a MIG instance.
     """
 
     id: ShareId
@@ -41,6 +43,7 @@ class Share(msgspec.Struct, frozen=True):
     footprint: frozenset[str]
     memory: int
     replica: bool = False
+    interchangeable: bool = False
 
     def __hash__(self) -> int:
         """Return the hash of the id: sets of shares are built while the kubelet waits."""

@@ -54,9 +54,10 @@ def shares_to_wait(
 ) -> frozenset[ShareId] | None:
     """Find the free shares of one GPU that wait for orphaned leases.
 
-    `None` stands for all of them. Where a backend divides the GPU into other equal parts than
+    `None` stands for all of them. Where a backend divides the whole GPU into other equal parts than
     before, a lease of before takes as many of the new parts as its memory needs, and a replica
-    takes one. The free capacity beside any other orphaned lease is unknown.
+    takes one. The free capacity beside any other orphaned lease is unknown: shares of one MIG
+    instance say nothing of those of another.
     """
     orphaned = [lease.share for lease in orphaned_leases(shares, leases)]
     if not orphaned:
@@ -64,8 +65,8 @@ def shares_to_wait(
     kinds = {(it.backend, it.resource, it.replica) for it in orphaned}
     parts = [it for it in shares if (it.backend, it.resource, it.replica) in kinds]
     part = parts[0].memory if parts else 0
-    equal = all(len(it.footprint) == 1 for it in (*parts, *orphaned)) and part > 0
-    if len(kinds) > 1 or not equal or any(it.memory != part for it in parts):
+    countable = all(it.interchangeable for it in (*parts, *orphaned)) and part > 0
+    if len(kinds) > 1 or not countable or any(it.memory != part for it in parts):
         return None
 
     needed = len(orphaned)

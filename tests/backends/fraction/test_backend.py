@@ -32,6 +32,7 @@ def test_a_gpu_is_divided_into_equal_shares() -> None:
             number=number,
             footprint=frozenset({f"m0{number}"}),
             memory=10240 * MIB,
+            interchangeable=True,
         )
         for number in range(4)
     ]

@@ -20,9 +20,10 @@ from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.mig import is_mps_share, slot_of
 from metagpu.core.model.shares import ShareId
 from metagpu.core.model.sharing import conflicts
+from metagpu.core.state.facts import GpusFound, SharesClaimed
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.backends.mig.gpus import mig_gpu
-from tests.rigs.build import BACKENDS
+from tests.rigs.build import BACKENDS, METAGPU, after, offer
 
 A = mig_gpu()
 LAYOUT = {"2g.10gb": 2, "1g.5gb": 3}
@@ -205,3 +206,40 @@ def test_every_mps_key_is_read() -> None:
         server_memory=Bytes(128 * MIB),
         shared_memory=Bytes(256 * MIB),
     )
+
+
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "two units": {"mps": MigMpsOptions(units_per_instance=2)},
+    "four units": {"mps": MigMpsOptions(units_per_instance=4)},
+    "two replicas": {"replicas": 2},
+    "four replicas": {"replicas": 4},
+}
+
+
+@pytest.mark.parametrize("layout", [{"1g.5gb": 7}, {"2g.10gb": 3}])
+@given(st.sampled_from(sorted(DIVISIONS)), st.sampled_from(sorted(DIVISIONS)), st.data())
+def test_no_instance_is_given_twice_by_a_reload(
+    layout: dict[str, int], before: str, now: str, data: st.DataObject
+) -> None:
+    """A reload divides instances in another way: nothing of a GPU with held ones is free.
+
+    Shares of one instance cannot be counted against those of another.
+    """
+    old, new = (
+        list(
+            MigBackend(
+                MigOptions("mig", layout=layout, resource=METAGPU, **DIVISIONS[it]), Injection()
+            ).shares(A)
+        )
+        for it in (before, now)
+    )
+    held = data.draw(st.lists(st.sampled_from(old), min_size=1, unique=True))
+    claimed = SharesClaimed(tuple(held), at=1)
+    state = after(GpusFound((A,), at=0), offer(*old), claimed, offer(*new)).gpus[A.id]
+    unchanged = {(it.id, it.footprint) for it in new} >= {(it.id, it.footprint) for it in held}
+
+    if before == now or (unchanged and "replicas" in before and "replicas" in now):
+        assert state.orphaned_leases == ()
+    else:
+        assert {it.id for it in new} <= state.unavailable_shares | state.leases.keys()

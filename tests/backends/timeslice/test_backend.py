@@ -76,6 +76,7 @@ def test_a_gpu_is_offered_as_often_as_it_has_replicas() -> None:
             footprint=frozenset({f"t{number}"}),
             memory=10240 * MIB,
             replica=True,
+            interchangeable=True,
         )
         for number in range(4)
     ]

@@ -171,7 +171,8 @@ TOTAL = 40 * 2**30
 def parts(count: int, *, replica: bool = False) -> list[Share]:
     """Divide a GPU into equal parts, or offer it so many times."""
     return [
-        replace(share(A, number), memory=TOTAL // count, replica=replica) for number in range(count)
+        replace(share(A, number), memory=TOTAL // count, replica=replica, interchangeable=True)
+        for number in range(count)
     ]
 
 
@@ -206,7 +207,7 @@ def test_replicas_are_counted(before: int, held: int, now: int) -> None:
         assert state.orphaned_leases == ()
 
 
-@pytest.mark.parametrize("change", ["resource", "backend", "footprint", "several"])
+@pytest.mark.parametrize("change", ["resource", "backend", "instances", "several"])
 def test_parts_of_another_kind_wait(change: str) -> None:
     """A GPU whose leases cannot be counted in its new parts gives none of them."""
     old = parts(4)
@@ -215,8 +216,8 @@ def test_parts_of_another_kind_wait(change: str) -> None:
         new = [replace(it, resource=ResourceName("a.b/c")) for it in new]
     elif change == "backend":
         new = [replace(it, backend="slice") for it in new]
-    elif change == "footprint":
-        old = [replace(it, footprint=it.footprint | {"media"}) for it in old]
+    elif change == "instances":
+        old, new = ([replace(it, interchangeable=False) for it in each] for each in (old, new))
     else:
         new[3] = replace(new[3], memory=1)
     claimed = SharesClaimed((old[0],), at=1)
