@@ -66,11 +66,13 @@ class PodIndex(msgspec.Struct, frozen=True):
 
     Attributes:
         terminating: namespace and name of the pods that have been deleted and have not ended.
+        listed: whether the API server has answered.
     """
 
     by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
     by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
     terminating: frozenset[tuple[str, str]] = frozenset()
+    listed: bool = False
 
     @classmethod
     def from_pods(cls, pods: Iterable[KnownPod]) -> "PodIndex":
@@ -81,6 +83,7 @@ class PodIndex(msgspec.Struct, frozen=True):
             MappingProxyType({pod.uid: pod for pod in known}),
             MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
             frozenset((it.namespace, it.name) for it in known if it.terminating and not it.ended),
+            listed=True,
         )
 
     @property

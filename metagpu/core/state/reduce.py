@@ -178,7 +178,7 @@ def _topology_read(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tu
 
 def _pods_listed(snapshot: Snapshot, fact: PodsListed) -> tuple[Snapshot, tuple[Event, ...]]:
     before, after = snapshot.pods.by_uid, {pod.uid: pod for pod in fact.pods}
-    if after == before:
+    if snapshot.pods.listed and after == before:
         return snapshot, ()
 
     ended = [

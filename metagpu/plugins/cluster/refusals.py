@@ -4,20 +4,25 @@ Allocate names no pod. The kubelet copies the reason of a refusal into the statu
 rejects, so the pod is found by it.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+import anyio
+
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import AllocationRefused
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
 REFUSED: Final = "GPURequestRefused"
 TOO_LARGE: Final = "GPURequestTooLarge"
 """The Event of a request that this node can never meet."""
-REMEMBERED: Final = 64
-"""Refusals that wait for the status of their pod, which follows within a second or so."""
+REMEMBERED: Final = 16
+"""Sentences of one resource and cause: the storm of another hides none of them."""
+EXPIRES: Final = 60.0
+"""Seconds that a refusal waits for the status of its pod, which follows within a second or so."""
 
 
 def node_refusal_event(refusal: AllocationRefused, node: ObjectReference) -> EventData:
@@ -73,30 +78,50 @@ def controller_of(pod: KnownPod) -> ObjectReference | None:
 
 @dataclass(eq=False)
 class RefusalMatcher:
-    """Joins refusals with the pods that the kubelet rejected for them, each pod once."""
+    """Joins refusals with the pods that the kubelet rejected for them.
 
-    _refusals: deque[AllocationRefused] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _matched: frozenset[str] = frozenset()
+    A pod is examined once, when its rejection is new: a storm leaves thousands of rejected pods,
+    and each change of any pod lists all of them. Those of the first list are not new.
+
+    Attributes:
+        clock: returns the event loop's time.
+    """
+
+    clock: Callable[[], float] = anyio.current_time
+    _refusals: defaultdict[tuple[ResourceName, str], dict[AllocationRefused, float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    _examined: frozenset[str] | None = None
 
     def remember(self, refusal: AllocationRefused) -> None:
         """Remember a refusal until its pod is known."""
-        if refusal not in self._refusals:
-            self._refusals.append(refusal)
+        alike = self._refusals[refusal.resource, refusal.cause]
+        alike.pop(refusal, None)
+        alike[refusal] = self.clock()
+        if len(alike) > REMEMBERED:
+            del alike[next(iter(alike))]
 
-    def match(self, pods: Iterable[KnownPod]) -> Iterator[tuple[KnownPod, AllocationRefused]]:
-        """Yield the newly rejected pods of the complete list, with their refusals."""
+    def match(self, pods: Iterable[KnownPod]) -> list[tuple[KnownPod, AllocationRefused]]:
+        """Return the newly rejected pods of the complete list, with their refusals."""
         rejected = {pod.uid: pod for pod in pods if pod.rejection is not None}
-        found = [
-            (pod, refusal)
-            for uid, pod in rejected.items()
-            if uid not in self._matched and (refusal := self._refusal_of(pod)) is not None
-        ]
-        self._matched = (self._matched & rejected.keys()) | {pod.uid for pod, _ in found}
-        yield from found
+        examined, self._examined = self._examined, frozenset(rejected)
+        if examined is None:
+            return []
+        new = [pod for uid, pod in rejected.items() if uid not in examined]
+        recent = self._recent() if new else []
+        return [(pod, it) for pod in new if (it := _refusal_of(pod, recent)) is not None]
 
-    def _refusal_of(self, pod: KnownPod) -> AllocationRefused | None:
-        message = pod.rejection.message if pod.rejection else ""
-        return next((it for it in reversed(self._refusals) if it.reason in message), None)
+    def _recent(self) -> list[AllocationRefused]:
+        """Return the refusals that have not expired, the latest first."""
+        since = self.clock() - EXPIRES
+        found = [(at, it) for alike in self._refusals.values() for it, at in alike.items()]
+        recent = sorted((each for each in found if each[0] >= since), key=lambda each: -each[0])
+        return [refusal for _, refusal in recent]
+
+
+def _refusal_of(pod: KnownPod, refusals: Iterable[AllocationRefused]) -> AllocationRefused | None:
+    message = pod.rejection.message if pod.rejection else ""
+    return next((it for it in refusals if it.reason in message), None)
 
 
 def _reason(refusal: AllocationRefused) -> str:

@@ -9,11 +9,13 @@ import anyio
 
 from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.state.events import PodEnded
+from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.pods import PodInformer, known_pod
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, client_of, cluster_at_work
+from tests.rigs.build import after
 
 KEY = "gpu-mem-limit.cnvrg.io/metagpu"
 
@@ -176,3 +178,8 @@ def test_a_pod_that_was_deleted_terminates_until_it_has_ended() -> None:
     assert terminating(metadata, "Running") == frozenset()
     assert terminating(deleted, "Running") == {("team", "alice")}
     assert terminating(deleted, "Succeeded") == frozenset()
+
+
+def test_a_first_list_of_no_pods_is_news() -> None:
+    """The first answer of the API server is known on a node without pods too."""
+    assert after(PodsListed(())).pods.listed

@@ -1,5 +1,6 @@
 """Refused requests: Events of the pod, its controller and the Node, and no storm of them."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +11,7 @@ from metagpu.core.errors import FractionSplit, GpuUnhealthy, RequestError, TooMa
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.state.events import AllocationRefused
 from metagpu.plugins.cluster import event_recorder
-from metagpu.plugins.cluster.refusals import RefusalMatcher, pod_refusal_events
+from metagpu.plugins.cluster.refusals import EXPIRES, RefusalMatcher, pod_refusal_events
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, cluster_at_work
@@ -130,15 +131,93 @@ def test_a_request_that_can_never_be_met_has_its_own_reason() -> None:
     assert "ask for 1" in event.note
 
 
+def rejected(uid: str, error: RequestError = SPLIT) -> KnownPod:
+    """Return a pod that our error rejected."""
+    return KnownPod(uid, "team", "web-0", "Failed", rejection=Rejection(kubelets(error)))
+
+
+def matcher_at_work(clock: Callable[[], float] = lambda: 0.0) -> RefusalMatcher:
+    """Return a matcher that has seen the first list, of no pods."""
+    matcher = RefusalMatcher(clock)
+    assert matcher.match([]) == []
+    return matcher
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_rejected_pod_is_matched_once(again: bool) -> None:  # noqa: FBT001 - a parameter of the test
     """A pod's status may come again, and a pod of the same name may be another pod."""
-    matcher = RefusalMatcher()
+    matcher = matcher_at_work()
     refusal = AllocationRefused.of(METAGPU, SPLIT)
     matcher.remember(refusal)
-    pod = KnownPod("u-1", "team", "web-0", "Failed", rejection=Rejection(kubelets(SPLIT)))
-    other = KnownPod("u-2", "team", "web-0", "Failed", rejection=Rejection(kubelets(SPLIT)))
+    pod, other = rejected("u-1"), rejected("u-2")
 
-    assert list(matcher.match([pod])) == [(pod, refusal)]
+    assert matcher.match([pod]) == [(pod, refusal)]
     expected = [] if again else [(other, refusal)]
-    assert list(matcher.match([pod] if again else [other])) == expected
+    assert matcher.match([pod] if again else [other]) == expected
+
+
+def test_a_pod_that_was_rejected_before_the_start_has_no_event() -> None:
+    """A restart reports nothing twice, and a later refusal alike is not an old pod's."""
+    matcher = RefusalMatcher(lambda: 0.0)
+    assert matcher.match([rejected("old")]) == []
+    matcher.remember(AllocationRefused.of(METAGPU, SPLIT))
+
+    found = matcher.match([rejected("old"), rejected("new")])
+    assert [pod.uid for pod, _ in found] == ["new"]
+
+
+def test_a_pod_without_a_refusal_is_examined_once() -> None:
+    """A pod that nothing matched when its rejection appeared is nobody's later."""
+    matcher = matcher_at_work()
+    assert matcher.match([rejected("u-1")]) == []
+    matcher.remember(AllocationRefused.of(METAGPU, SPLIT))
+    assert matcher.match([rejected("u-1")]) == []
+
+
+def test_a_refusal_expires() -> None:
+    """A sentence of minutes ago is not why a pod is rejected now; a repeated one is recent."""
+    now = [0.0]
+    matcher = matcher_at_work(lambda: now[0])
+    matcher.remember(AllocationRefused.of(METAGPU, SPLIT))
+    now[0] = EXPIRES + 1
+    assert matcher.match([rejected("u-1")]) == []
+
+    matcher.remember(AllocationRefused.of(METAGPU, SPLIT))
+    now[0] += EXPIRES - 1
+    assert len(matcher.match([rejected("u-1"), rejected("u-2")])) == 1
+
+
+def test_a_storm_of_one_cause_leaves_the_refusals_of_others() -> None:
+    """Many sentences of one resource and cause drop none of another resource or cause."""
+    matcher = matcher_at_work()
+    quiet = AllocationRefused.of(METAGPU, SPLIT)
+    matcher.remember(quiet)
+    for number in range(1000):
+        matcher.remember(AllocationRefused(METAGPU, "Storm", f"cause <{number}>"))
+
+    pod = rejected("u-1")
+    assert matcher.match([pod]) == [(pod, quiet)]
+
+
+def test_examined_pods_cost_no_comparison() -> None:
+    """At a change of another pod no sentence is compared with thousands of rejected pods."""
+
+    class Message(str):
+        __slots__ = ()
+
+        def __contains__(self, sentence: object) -> bool:
+            compared.append(str(sentence))
+            return False
+
+    compared: list[str] = []
+    matcher = matcher_at_work()
+    for number in range(10):
+        matcher.remember(AllocationRefused(METAGPU, "Storm", f"cause <{number}>"))
+    pods = [
+        KnownPod(f"u{number}", "team", "p", "Failed", rejection=Rejection(Message()))
+        for number in range(20)
+    ]
+    matcher.match(pods)
+    assert len(compared) == 200
+    matcher.match(pods)
+    assert len(compared) == 200
