@@ -76,7 +76,10 @@ class MigHealth:
         return True
 
     async def recover_removed(self) -> None:
-        """End the verdicts on MIG devices that no longer exist."""
+        """End the verdicts on MIG devices that no longer exist, nor in a backend's report.
+
+        A share whose device is gone would be in service until its backend has noticed.
+        """
         gpus = self.registry.snapshot.gpus
         faulty = [gpu for gpu, state in gpus.items() if state.mig_faults]
         if not faulty:
@@ -85,7 +88,10 @@ class MigHealth:
             if isinstance(answer, DriverError):
                 continue  # the GPU's own verdict has the reason
             existing = {compute.uuid for each in answer for compute in each.compute_instances}
-            for device in gpus[gpu].mig_faults.keys() - existing:
+            state = self.registry.snapshot.gpus[gpu]
+            for backend in state.provisioned.values():
+                existing |= {it.device for it in backend.devices.values()}
+            for device in state.mig_faults.keys() - existing:
                 self._recovered(gpu, device, "the MIG device no longer exists")
 
     def acknowledge(self, gpu: GpuId, only: str | None = None) -> None:

@@ -81,7 +81,10 @@ class RegistrationProblemGone(msgspec.Struct, frozen=True):
 
 
 class GpuFaulted(msgspec.Struct, frozen=True):
-    """A GPU left service. Until it recovers, the first reason, kind and time stay."""
+    """A GPU left service. Until it recovers, the first reason, kind and time stay.
+
+    But a fault of the GPU itself replaces reason and kind of one of the driver as a whole.
+    """
 
     gpu: GpuId
     reason: str

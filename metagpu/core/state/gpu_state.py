@@ -94,9 +94,16 @@ def _with_present_reason(state: GpuState, reason: str) -> GpuState:
 
 
 def _with_verdict(state: GpuState, verdict: Verdict) -> GpuState:
-    """Change the verdict; until the GPU recovers, the first reason and time stay."""
-    same = state.verdict.healthy == verdict.healthy
-    return state if same else replace(state, verdict=verdict)
+    """Change the verdict; until the GPU recovers, the first reason and time stay.
+
+    That NVML cannot be used is no fault of the GPU: the first one of its own replaces this reason.
+    """
+    known = state.verdict
+    if known.healthy == verdict.healthy:
+        if known.fault is not Fault.DRIVER or verdict.fault is Fault.DRIVER:
+            return state
+        verdict = replace(verdict, since=known.since, needs_proof=known.needs_proof)
+    return replace(state, verdict=verdict)
 
 
 def _with_device_verdict(state: GpuState, fact: InstanceFaulted | InstanceRecovered) -> GpuState:

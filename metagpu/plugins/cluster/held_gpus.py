@@ -96,9 +96,14 @@ def _part(holder: Holder, state: GpuState, about: str) -> HeldPart:
 
 
 def gpu_events_between(before: Troubles, after: Troubles, snapshot: Snapshot) -> list[EventData]:
-    """Return the Events of pods for what began and what ended, as of a snapshot."""
+    """Return the Events of pods for what began and what ended, as of a snapshot.
+
+    A fault that replaces another has an Event of its own where the remedy differs.
+    """
     begun = [
-        _begun(part, trouble, snapshot) for part, trouble in after.items() if part not in before
+        _begun(part, trouble, snapshot)
+        for part, trouble in after.items()
+        if part not in before or _advice(before[part]) != _advice(trouble)
     ]
     ended = [
         _ended(part, snapshot)
@@ -108,8 +113,20 @@ def gpu_events_between(before: Troubles, after: Troubles, snapshot: Snapshot) ->
     return begun + ended
 
 
+def _advice(trouble: Trouble) -> str:
+    return _ADVICE.get(trouble.fault, _FAILED) if trouble.fault else _FAILED
+
+
 def _still_holds(part: HeldPart, snapshot: Snapshot) -> bool:
-    return any(_leases(part, snapshot))
+    """Return whether the pod holds the GPU still, or the very MIG device."""
+    held = {lease.share.id for lease in _leases(part, snapshot)}
+    if part.about in (_GPU, _CORDON):
+        return bool(held)
+    return any(
+        share in held and device.device == part.about
+        for provisioned in snapshot.gpus[part.gpu].provisioned.values()
+        for share, device in provisioned.devices.items()
+    )
 
 
 def _leases(part: HeldPart, snapshot: Snapshot) -> Iterator[Lease]:
@@ -129,9 +146,9 @@ def _begun(part: HeldPart, trouble: Trouble, snapshot: Snapshot) -> EventData:
         )
         return _event(part, "GPUCordoned", note, snapshot)
     if part.about == _GPU:
-        advice = _ADVICE.get(trouble.fault, _FAILED) if trouble.fault else _FAILED
+        advice = _advice(trouble)
         note = f"{gpu} is out of service: {trouble.reason}. {advice}"
-        return _event(part, "GPUUnhealthy", note, snapshot, warning=True)
+        return _event(part, "GPUUnhealthy", note, snapshot, warning=True, remedy=advice)
     note = (
         f"MIG device {part.about} of {gpu} is out of service: {trouble.reason}. The pod must be "
         "created again: the device is made again once no pod holds it"
@@ -153,7 +170,13 @@ def _ended(part: HeldPart, snapshot: Snapshot) -> EventData:
 
 
 def _event(
-    part: HeldPart, reason: str, note: str, snapshot: Snapshot, *, warning: bool = False
+    part: HeldPart,
+    reason: str,
+    note: str,
+    snapshot: Snapshot,
+    *,
+    warning: bool = False,
+    remedy: str = "",
 ) -> EventData:
     known = snapshot.pods.by_name.get((part.namespace, part.pod))
     return EventData(
@@ -162,7 +185,8 @@ def _event(
         note,
         "CheckHealth",
         warning=warning,
-        key=f"{part.gpu} {part.about}",
+        # A repeated Event keeps its first note: with another remedy it is another Event.
+        key=f"{part.gpu} {part.about} {remedy}",
         # A program may break its own MIG device again and again, and no other pod's.
         unlimited=part.about in (_GPU, _CORDON),
     )

@@ -31,6 +31,7 @@ from metagpu.core.health import watch as health
 from metagpu.core.health.timing import HealthTiming
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.shares import (
     Fault,
     HardwareDevice,
@@ -40,7 +41,7 @@ from metagpu.core.model.shares import (
 )
 from metagpu.core.model.xid import Severity
 from metagpu.core.state.events import MemoryErrorReported, XidReported
-from metagpu.core.state.facts import GpuRecovered, ProvisioningReported
+from metagpu.core.state.facts import GpuRecovered, InstanceFaulted, ProvisioningReported
 from metagpu.core.state.registry import Registry
 from tests.rigs.build import gpu
 from tests.rigs.logs import capture_module_logs
@@ -242,6 +243,29 @@ async def test_a_new_fault_of_a_device_during_its_acknowledgement_is_kept() -> N
     driver.during_check = None
     await watch.acknowledge(gpu(0).id, "MIG-x")
     assert not watch.registry.snapshot.gpus[gpu(0).id].mig_faults
+
+
+async def test_a_removed_device_is_faulty_until_its_backend_knows() -> None:
+    """A share does not return to service with a device that NVML does not list any more."""
+
+    class Empty(HangingMigDriver):
+        async def instances(self, gpu: GpuId) -> tuple[MigInstance, ...]:  # noqa: ARG002
+            return ()
+
+    one, driver = gpu(0).id, ScriptedDriver()
+    driver.mig = cast("MigDriver", Empty())
+    watch = HealthWatch(driver, Registry(), HealthConfig())
+    await watch.survey()
+    made = ProvisionedState({ShareId(f"{one}::2g.10gb@0"): HardwareDevice("MIG-x", 3, 0)})
+    watch.registry.apply(ProvisioningReported(one, "mig", made, at=0))
+    watch.registry.apply(InstanceFaulted(one, "MIG-x", "XID 94", at=1))
+
+    await watch.mig.recover_removed()
+    assert watch.registry.snapshot.gpus[one].mig_faults
+
+    watch.registry.apply(ProvisioningReported(one, "mig", ProvisionedState(), at=2))
+    await watch.mig.recover_removed()
+    assert not watch.registry.snapshot.gpus[one].mig_faults
 
 
 async def test_a_fault_during_an_acknowledgement_is_kept() -> None:

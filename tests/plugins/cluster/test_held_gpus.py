@@ -157,6 +157,35 @@ def test_a_mig_device_concerns_its_own_pod() -> None:
     assert (back.subject.name, back.reason) == ("alice", "MIGDeviceRecovered")
 
 
+@pytest.mark.parametrize("now", ["no device", "another device"])
+def test_a_mig_device_that_is_gone_does_not_return(now: str) -> None:
+    """The end of a removed device's fault is no return: its pod cannot use the device again."""
+    another = {SHARES[0].id: HardwareDevice("MIG-5", 5, 0)} if now == "another device" else {}
+    events = written(
+        *mig_devices(),
+        InstanceFaulted(FIRST.id, "MIG-0", "XID 94", at=2),
+        ProvisioningReported(
+            FIRST.id, "fraction", ProvisionedState(MappingProxyType(another)), at=3
+        ),
+        InstanceRecovered(FIRST.id, "MIG-0", "the MIG device no longer exists", at=4),
+    )
+    assert [event.reason for event in events] == ["MIGDeviceUnhealthy"]
+
+
+def test_a_fault_of_the_gpu_follows_one_of_the_driver() -> None:
+    """The advice to wait for the driver is revised once the GPU itself has a fault, once."""
+    first, second = written(
+        GpuFaulted(FIRST.id, "NVML cannot be used", at=2, fault=Fault.DRIVER),
+        GpuFaulted(FIRST.id, "XID 79", at=3, fault=Fault.XID),
+        GpuFaulted(FIRST.id, "no answer", at=4, fault=Fault.NO_ANSWER),
+        GpuFaulted(FIRST.id, "NVML cannot be used", at=5, fault=Fault.DRIVER),
+    )
+    assert "need not be created again" in first.note
+    assert "XID 79. Programs on it have probably failed" in second.note
+    # A repeated Event keeps its first note, and has only a count.
+    assert first.dedup_key != second.dedup_key
+
+
 async def test_every_pod_of_a_gpu_hears(tmp_path: Path) -> None:
     """The limits that hold for what pods cause do not hide a fault from any of its pods."""
     many = event_recorder.BURST + 10
