@@ -1,7 +1,5 @@
 """Metrics of GPU usage by containers."""
 
-import dataclasses
-
 import pytest
 from msgspec.structs import replace
 
@@ -25,7 +23,7 @@ IS_ALICE, IS_BOB = ("team", "alice", "main"), ("team", "bob", "main")
 def measured(rules: ReportRules = RULES, **changes: object) -> dict[tuple[str, ...], float]:
     """Collect the usage metrics of that node."""
     snapshot, findings = node()
-    return valued(usage_samples(snapshot, dataclasses.replace(findings, **changes), rules))  # type: ignore[arg-type] # of any
+    return valued(usage_samples(snapshot, replace(findings, **changes), rules))
 
 
 def test_a_containers_part_of_a_gpu() -> None:
