@@ -182,7 +182,7 @@ async def test_a_failed_control_daemon_takes_the_shares_of_its_instance(tmp_path
 
 
 async def test_a_container_has_units_of_one_instance(tmp_path: Path) -> None:
-    """A container's units are of one instance; a larger request is refused with the free amount."""
+    """A container's units are of one instance; a larger request is refused with what there is."""
     async with shared(tmp_path, UNITS) as it:
         await it.until(30, 30, SHARED)
         large = (await it.kubelet.admit(pod("large", 7)))["main"].envs
@@ -193,7 +193,14 @@ async def test_a_container_has_units_of_one_instance(tmp_path: Path) -> None:
 
         with pytest.raises(AdmissionError, match="MPS serves a container on one MIG inst") as no:
             await it.kubelet.admit(pod("huge", 11))
-        free = "free now: GPU 0 1g.5gb@0: 0, GPU 0 1g.5gb@1: 10, GPU 0 1g.5gb@6: 10."
+        most = "the largest has 10; ask for at most 10, or for larger instances"
+        assert most in no.value.message
+
+        for name in ("left", "right"):
+            await it.kubelet.admit(pod(name, 6))
+        with pytest.raises(AdmissionError, match="MPS serves a container on one MIG inst") as no:
+            await it.kubelet.admit(pod("wide", 5))
+        free = "free now: GPU 0 1g.5gb@0: 0, GPU 0 1g.5gb@1: 4, GPU 0 1g.5gb@6: 4."
         assert f"{free} Ask for less, wait for a pod to end, or ask for larger" in no.value.message
 
 

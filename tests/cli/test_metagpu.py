@@ -513,7 +513,7 @@ def test_plan_without_a_daemon_is_one_line(
             (
                 "--cluster: 'label' is no feature of the API server; allowed: all, none, config, "
                 "labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, "
-                "competing-plugins"
+                "competing-plugins, janitor, janitor-dry-run"
             ),
         ),
     ],
