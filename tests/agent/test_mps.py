@@ -18,6 +18,8 @@ from metagpu.core.reports import status as report
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.programs import sim_daemons
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from tests.agent.test_daemon import Daemon, command_line, daemon
@@ -37,8 +39,11 @@ pools:
 
 def control_of(it: Scene | Daemon, gpu: str) -> StandIn:
     """Return the control daemon's client of a GPU."""
-    folder = it.config_file.parent if isinstance(it, Scene) else it.folder
-    return StandIn(MpsDirectories(folder / "mps" / gpu), gpu)
+    if isinstance(it, Scene):
+        return StandIn(MpsDirectories(it.config_file.parent / "mps" / gpu), gpu)
+    # `metagpu run` gives its stand-ins the version of the simulated driver.
+    daemons = sim_daemons(SimNode().driver_branch)
+    return StandIn(MpsDirectories(it.folder / "mps" / gpu), gpu, daemons)
 
 
 @asynccontextmanager

@@ -232,6 +232,7 @@ async def test_mps_daemons_go_on(tmp_path: Path) -> None:
         await old.kubelet.wait_for(lambda: old.kubelet.allocatable().get(MPS) == 200)
         controls = [control_of(old, gpu) for gpu in gpus]
         before = [await it.process() for it in controls]
+        assert None not in before
         async with Exchanges(tmp_path, old.kubelet).daemon() as new:
             await new.logged("node taken over", "mps control daemon adopted")
             assert await old.process.wait() == 0  # it has no option to stand by
