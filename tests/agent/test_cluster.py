@@ -1,5 +1,6 @@
 """The whole agent with an API server: configuration by label, and reports about the node."""
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -224,6 +225,16 @@ mig-configs:
         await server.until(lambda: server.labels(NODE).get(state) == "success")
 
 
+def rejections(server: SimApiServer) -> list[str]:
+    """Return the notes of the Events of rejected configurations, the oldest first."""
+    return [each["note"] for each in server.events() if "Rejected" in each["reason"]]
+
+
+def is_last_rejection(server: SimApiServer, note: str) -> bool:
+    """Return whether the newest of those Events has this note."""
+    return rejections(server)[-1:] == [note]
+
+
 async def test_a_layout_that_no_gpu_can_have_changes_nothing(tmp_path: Path) -> None:
     """The last good layout stays, the state is failed, and every report has the same reason."""
     server = SimApiServer()
@@ -260,8 +271,9 @@ mig-configs:
             place = place.replace("5:", "5:" if wrong == "other-model" else "6:")
             assert report["error"].startswith(place)
             assert reason in report["error"]
-            notes = [each["note"] for each in server.events() if "Rejected" in each["reason"]]
-            assert notes[-1] == f"{report['error']}; the last good configuration stays"
+            note = f"{report['error']}; the last good configuration stays"
+            # The Event and the label are written one after the other, in any order.
+            await server.until(partial(is_last_rejection, server, note))
             gpus = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
             assert [gpu["poolReason"] for gpu in gpus if "no shares" in gpu["poolReason"]] == []
             assert [gpu["suspended"] for gpu in gpus] == [{}, {}]
@@ -290,10 +302,10 @@ mig-configs:
         await server.until(
             lambda: server.labels(NODE).get("nvidia.com/mig.config.state") == "failed"
         )
-        notes = [each["note"] for each in server.events() if "MIGLayout" in each["reason"]]
         [misfit] = it.agent.config_loader.report()["misfits"]
         assert misfit.startswith("GPU 1: the layout 7x1g.5gb does not fit: the GPU has no profile")
-        assert notes == [misfit]
+        await server.until(lambda: rejections(server))
+        assert rejections(server) == [misfit]
 
 
 async def test_running_pods_keep_what_they_hold(tmp_path: Path) -> None:
