@@ -19,6 +19,8 @@ from metagpu.cli.metagpu import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 METAGPU = "cnvrg.io/metagpu"
+LIMIT = 120.0
+"""Seconds for one wait. A daemon starts in one, but on a busy machine in many."""
 TWO_POOLS = """\
 version: metagpu/v1
 pools:
@@ -85,19 +87,20 @@ def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
             [sys.executable, "-m", "metagpu", "run", *options, *arguments], stderr=log
         )
     try:
-        until((run_dir / "metagpu.sock").exists)
+        show = f"metagpu sim --run-dir {run_dir} node show"
+        until(lambda: command(show)[0] == 0 or process.poll() is not None)
         until(node.allocatable)
         yield node
     finally:
         process.terminate()
-        status = process.wait(timeout=30)
+        status = process.wait(timeout=LIMIT)
     assert status == 0, node.log.read_text()
     assert "Traceback" not in node.log.read_text()
 
 
 def until(is_so: Any) -> None:  # noqa: ANN401 - any predicate
     """Poll until a predicate holds."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
