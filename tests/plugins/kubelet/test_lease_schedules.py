@@ -261,12 +261,15 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Repair everything for some minutes: nothing is held but what is used."""
+        """Repair everything: within some minutes nothing is held but what is used."""
         self.readmit()
         self.kubelet.pending = ""  # a pod without devices was admitted
+        used = {it.id for pod in self.pods.values() for it in pod.shares}
         for _ in range(100):
             self.look("", 2)
-        assert self.leases.keys() == {it.id for pod in self.pods.values() for it in pod.shares}
+            if self.leases.keys() == used:
+                return
+        raise AssertionError(self.leases.keys() ^ used)
 
     # --- what must be true -----------------------------------------------------------------------
 
