@@ -15,13 +15,14 @@ ENDED_PHASES: Final = frozenset({"Succeeded", "Failed"})
 class Rejection(msgspec.Struct, frozen=True):
     """The kubelet did not admit a pod, because of a device plugin.
 
-    Such a pod has failed for good, and none of its containers runs. They may have run before a
-    reboot or a restart of the kubelet.
+    Such a pod has failed for good: the kubelet starts none of its containers. They may have run
+    before a reboot or a restart of the kubelet.
 
     Attributes:
         message: the kubelet's message, with the device plugin's reason in it.
         resources: the names of all extended resources that the pod requests.
-        version: the pod's resource version as it was read; empty while it is being deleted.
+        version: the pod's resource version as it was read; empty if nobody may delete it: it is
+            being deleted, mirrors a static pod, or a container of it runs.
     """
 
     message: str

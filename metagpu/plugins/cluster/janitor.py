@@ -1,7 +1,6 @@
 """The janitor: deletes pods of this node that were rejected, where opted in.
 
-Kubernetes keeps a rejected pod until its garbage collection, which begins at thousands; the
-controller has created another one long ago.
+Kubernetes keeps a rejected pod until its garbage collection, which begins at thousands.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,10 @@ if TYPE_CHECKING:
 BURST: Final = 10
 """Pods that may be deleted at once."""
 REFILL: Final = 1.0
-"""Seconds for each pod after a burst: more than a controller creates in a storm."""
+"""Seconds for each pod after a burst. A storm may be faster: the rest goes after it."""
 _NOT_FOUND: Final = 404
+_OF_EVERY_POD: Final = frozenset((None, 401, 429, 503, 504))
+"""Answers that the next pod would get too: there is none, or the API server is at its limit."""
 
 log = structlog.get_logger()
 
@@ -37,8 +38,9 @@ log = structlog.get_logger()
 def removable_pods(snapshot: Snapshot) -> tuple[KnownPod, ...]:
     """Return the pods that the janitor may delete.
 
-    The kubelet rejected such a pod because of a device plugin, the pod requests a resource that
-    metagpu serves, it has a controller, and nobody deletes it yet.
+    The kubelet rejected such a pod because of a device plugin and starts none of its containers,
+    none runs from before, the pod requests a resource that metagpu serves, it has a controller and
+    mirrors no static pod, and nobody deletes it yet.
     """
     served = snapshot.offers.keys() - snapshot.competing_plugins.keys()
     return tuple(
@@ -71,6 +73,7 @@ class Janitor:
     clock: Callable[[], float] = anyio.current_time
     _first_seen: dict[str, float] = field(default_factory=dict)
     _finished: set[tuple[str, str]] = field(default_factory=set)
+    _refused: set[tuple[str, str]] = field(default_factory=set)
     _rate: TokenBucket = field(default_factory=lambda: TokenBucket(BURST, 1 / REFILL))
 
     def __post_init__(self) -> None:
@@ -89,26 +92,39 @@ class Janitor:
     async def reconcile(self) -> float | None:
         """Delete the pods that are due; return the seconds until the next one is.
 
+        A pod whose deletion is refused, as by a webhook, holds up no other: it comes last in the
+        next run.
+
         Raises:
-            ClusterError: the API server refuses the deletion, or does not answer.
+            ClusterError: the API server refuses a deletion, or does not answer.
         """
         now, delay = self.clock(), self.client.timing.janitor_delay
         found = removable_pods(self.registry.snapshot)
         self._first_seen = {pod.uid: self._first_seen.get(pod.uid, now) for pod in found}
         versions = {_version(pod) for pod in found}
         self._finished &= versions
-        waits = []
+        self._refused &= versions
+        waits, errors = [], []
 
-        for pod in found:
+        for pod in sorted(found, key=lambda it: _version(it) in self._refused):
             if _version(pod) in self._finished:
                 continue
             wait = max(self._first_seen[pod.uid] + delay - now, self._rate.wait(now))
             if wait > 0:
                 waits.append(wait)
                 continue
-            await self._delete(pod)
             self._rate.reserve(now)
-            self._finished.add(_version(pod))
+            try:
+                await self._delete(pod)
+            except ClusterError as error:
+                if error.status in _OF_EVERY_POD:
+                    raise
+                self._refused.add(_version(pod))
+                errors.append(error)
+            else:
+                self._finished.add(_version(pod))
+        if errors:
+            raise errors[0]
         return min(waits, default=None)
 
     async def _delete(self, pod: KnownPod) -> None:
@@ -139,8 +155,8 @@ def janitor_event(pod: KnownPod, node: str, *, dry_run: bool) -> EventData | Non
         return None
     done = "would be deleted (dry run)" if dry_run else "was deleted"
     note = (
-        f"pod {pod.name} {done}: node {node} rejected it, and none of its containers runs: "
-        f"{pod.rejection.message}"
+        f"pod {pod.name} {done}: node {node} rejected it; the kubelet starts none of its "
+        f"containers: {pod.rejection.message}"
     )
     reason = "RejectedPodFound" if dry_run else "RejectedPodDeleted"
     return EventData(controller, reason, note, "Delete", key=reason, minor=True)

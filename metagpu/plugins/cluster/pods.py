@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PODS: Final = "/api/v1/pods"
 REJECTED: Final = "UnexpectedAdmissionError"
 """The kubelet's reason where a device plugin, or the kubelet's device manager, rejects a pod."""
+MIRROR: Final = "kubernetes.io/config.mirror"
+"""The annotation of a pod by which the kubelet shows a static pod."""
+_STATUSES: Final = ("containerStatuses", "initContainerStatuses", "ephemeralContainerStatuses")
 
 
 class PodInformer(Informer):
@@ -68,7 +71,7 @@ def known_pod(item: KubeObject) -> KnownPod:
 
 
 def _rejection(item: KubeObject) -> Rejection | None:
-    status, metadata = item.get("status") or {}, item["metadata"]
+    status = item.get("status") or {}
     if status.get("phase") != "Failed" or status.get("reason") != REJECTED:
         return None
     spec = item.get("spec") or {}
@@ -79,5 +82,17 @@ def _rejection(item: KubeObject) -> Rejection | None:
     return Rejection(
         str(status.get("message") or ""),
         frozenset(name for request in requests for name in request if "/" in name),
-        "" if metadata.get("deletionTimestamp") else str(metadata.get("resourceVersion") or ""),
+        str(item["metadata"].get("resourceVersion") or "") if _may_be_deleted(item) else "",
     )
+
+
+def _may_be_deleted(item: KubeObject) -> bool:
+    """Return whether a rejected Pod can be deleted, and nothing runs that this ends."""
+    metadata, status = item["metadata"], item.get("status") or {}
+    owners = metadata.get("ownerReferences") or ()
+    is_mirror = MIRROR in (metadata.get("annotations") or {}) or any(
+        owner.get("kind") == "Node" for owner in owners
+    )
+    containers = [it for name in _STATUSES for it in status.get(name) or ()]
+    runs = any("running" in (it.get("state") or {}) for it in containers)
+    return not (metadata.get("deletionTimestamp") or is_mirror or runs)

@@ -1,4 +1,4 @@
-"""The janitor deletes rejected pods of ours that a controller has replaced, and nothing else."""
+"""The janitor deletes rejected pods of a controller that asked for our shares, nothing else."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,8 +9,10 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
+from metagpu.core.errors import ClusterError
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.facts import CompetingPluginFound, PodsListed
 from metagpu.plugins.cluster import janitor as module
 from metagpu.plugins.cluster.janitor import removable_pods
@@ -142,8 +144,8 @@ async def test_rejected_pods_go_and_their_controller_hears(tmp_path: Path) -> No
     assert (event["reason"], event["type"]) == ("RejectedPodDeleted", "Normal")
     assert (event["regarding"]["kind"], event["regarding"]["name"]) == OWNER
     assert event["note"] == (
-        f"pod train-1 was deleted: node {NODE} rejected it, and none of its containers runs: "
-        f"{MESSAGE}"
+        f"pod train-1 was deleted: node {NODE} rejected it; the kubelet starts none of its "
+        f"containers: {MESSAGE}"
     )
 
 
@@ -234,3 +236,44 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
         assert it.cluster.report()["features"]["pod-events"] == ""
 
     assert pods(server) == ["train-1"]
+
+
+async def test_a_pod_whose_deletion_is_refused_holds_up_no_other(tmp_path: Path) -> None:
+    """A webhook may refuse pods for good, more than the rate allows: others go, it is reported."""
+    server = SimApiServer()
+    server.denied.append(("DELETE", "/pods/kept-"))
+    kept = [f"kept-{number}" for number in range(module.BURST)]
+    for name in kept:
+        add(server, name)
+
+    async with at_work(tmp_path, server) as it:
+        await becomes(lambda: it.cluster.report()["features"]["janitor"])
+        janitor = it.cluster._janitor
+        assert janitor is not None
+        janitor._rate = TokenBucket(2, 1 / 0.01)
+        add(server, "train-1")
+        await server.until(lambda: pods(server) == kept)
+        await becomes(lambda: "/pods/kept-" in it.cluster.report()["features"]["janitor"])
+
+
+async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> None:
+    """An outage is not asked for each pod; afterwards all pods go."""
+    server = SimApiServer()
+    for number in range(5):
+        add(server, f"train-{number}")
+
+    async with at_work(tmp_path, server, delay=1e6) as it:
+        await becomes(lambda: len(removable_pods(it.registry.snapshot)) == 5)
+        janitor = it.cluster._janitor
+        assert janitor is not None
+        assert await janitor.reconcile() is not None
+        now = janitor.clock() + 1e6
+        janitor.clock = lambda: now
+        server.failing.append(("DELETE", "/pods/"))
+        with pytest.raises(ClusterError):
+            await janitor.reconcile()
+        assert len(deletions(server)) == 1
+
+        server.failing.clear()
+        janitor.reconciler.trigger()
+        await server.until(lambda: pods(server) == [])

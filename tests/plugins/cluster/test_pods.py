@@ -3,9 +3,10 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
+import pytest
 
 from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.state.events import PodEnded
@@ -116,38 +117,68 @@ def test_of_a_pod_we_keep_what_we_use() -> None:
     assert known_pod({"metadata": bare}) == KnownPod("u", "team", "alice")
 
 
+REJECTED_ITEM: Final[dict[str, Any]] = {
+    "metadata": {
+        "uid": "u",
+        "namespace": "team",
+        "name": "alice",
+        "resourceVersion": "7",
+        "ownerReferences": [
+            {
+                "apiVersion": "apps/v1",
+                "kind": "ReplicaSet",
+                "name": "r",
+                "uid": "o",
+                "controller": True,
+            }
+        ],
+    },
+    "spec": {
+        "containers": [{"resources": {"limits": {"cnvrg.io/metagpu": "5", "cpu": "1"}}}, {}],
+        "initContainers": [{"resources": {"limits": {"example.com/nic": "1"}}}],
+    },
+    "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "m"},
+}
+
+
 def test_of_a_rejected_pod_we_keep_why_and_whose_it_is() -> None:
     """A pod that the kubelet rejected has its message, its resources, version and controller."""
-    item: dict[str, Any] = {
-        "metadata": {
-            "uid": "u",
-            "namespace": "team",
-            "name": "alice",
-            "resourceVersion": "7",
-            "ownerReferences": [
-                {
-                    "apiVersion": "apps/v1",
-                    "kind": "ReplicaSet",
-                    "name": "r",
-                    "uid": "o",
-                    "controller": True,
-                }
-            ],
-        },
-        "spec": {
-            "containers": [{"resources": {"limits": {"cnvrg.io/metagpu": "5", "cpu": "1"}}}, {}],
-            "initContainers": [{"resources": {"limits": {"example.com/nic": "1"}}}],
-        },
-        "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "m"},
-    }
     resources = frozenset(("cnvrg.io/metagpu", "example.com/nic"))
 
-    pod = known_pod(item)
+    pod = known_pod(REJECTED_ITEM)
     assert pod.rejection == Rejection("m", resources, "7")
     assert (pod.owner, pod.owner_uid, pod.owner_api) == ("ReplicaSet/r", "o", "apps/v1")
-    assert known_pod({**item, "status": {"phase": "Failed", "reason": "Evicted"}}).rejection is None
-    deleting = {**item, "metadata": {**item["metadata"], "deletionTimestamp": "now"}}
-    assert known_pod(deleting).rejection == Rejection("m", resources)
+    evicted = {**REJECTED_ITEM, "status": {"phase": "Failed", "reason": "Evicted"}}
+    assert known_pod(evicted).rejection is None
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("metadata", {"deletionTimestamp": "now"}),
+        ("metadata", {"annotations": {"kubernetes.io/config.mirror": "hash"}}),
+        ("metadata", {"ownerReferences": [{"kind": "Node", "name": "n", "controller": True}]}),
+        ("status", {"containerStatuses": [{"name": "main", "state": {"running": {}}}]}),
+        ("status", {"initContainerStatuses": [{"name": "init", "state": {"running": {}}}]}),
+    ],
+    ids=["being-deleted", "mirror", "of-a-node", "running", "init-container-running"],
+)
+def test_a_rejected_pod_that_nobody_may_delete_has_no_version(
+    part: str, change: dict[str, Any]
+) -> None:
+    """A mirror of a static pod and a pod of which a container runs have no version to delete by."""
+    pod = known_pod({**REJECTED_ITEM, part: {**REJECTED_ITEM[part], **change}})
+    assert pod.rejection is not None
+    assert pod.rejection.version == ""
+
+
+def test_containers_that_wait_or_have_ended_hold_up_no_deletion() -> None:
+    """A rejected pod of which no container runs has its version."""
+    statuses = [{"state": {"waiting": {"reason": "PodInitializing"}}}, {"state": {}}, {}]
+    status = {**REJECTED_ITEM["status"], "containerStatuses": statuses}
+    pod = known_pod({**REJECTED_ITEM, "status": status})
+    assert pod.rejection is not None
+    assert pod.rejection.version == "7"
 
 
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
