@@ -14,7 +14,9 @@ from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_admission_policy import Token
 from tests.e2e.test_cluster import SHARED, SLICES
 
-JANITOR = REPOSITORY / "deploy" / "janitor.yaml"
+RIGHT = REPOSITORY / "deploy" / "janitor.yaml"
+LIMIT = REPOSITORY / "deploy" / "janitor-policy.yaml"
+POLICY = ("validatingadmissionpolicy", "metagpu-janitor")
 STRICT = SLICES.replace("replicas: 4", "replicas: 4, failRequestsGreaterThanOne: true")
 STORM = "storm"
 CLEANED_S = 240.0
@@ -24,12 +26,15 @@ FELL_OFF_THE_BUS = 79
 
 @pytest.fixture
 def with_janitor(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[Joined]:
-    """Run a daemon whose janitor is opted in, with its right and the limits of it."""
-    node.kubectl.apply(JANITOR.read_text())
+    """Run a daemon whose janitor is opted in, with the limits of its right, then the right."""
+    node.kubectl.apply(LIMIT.read_text())
+    node.kubectl("wait", "--for=jsonpath={.status.observedGeneration}", "/".join(POLICY))
+    node.kubectl.apply(RIGHT.read_text())
     with joined(Cluster(node, daemon), (*account, "--cluster", "all,janitor")) as member:
         yield member
         node.kubectl("delete", "replicasets", "--all", f"--namespace={NAMESPACE}", "--wait")
-    node.kubectl("delete", "-f", "-", feed=JANITOR.read_text())
+    for file in (RIGHT, LIMIT):
+        node.kubectl("delete", "-f", "-", feed=file.read_text())
 
 
 def test_a_storm_is_counted_at_its_controller_and_cleaned_up(with_janitor: Joined) -> None:
@@ -65,6 +70,11 @@ def test_the_janitors_right_ends_at_rejected_pods(with_janitor: Joined) -> None:
     assert "rejected with UnexpectedAdmissionError alone" in refused
     another = Token(member.node.credentials(SYSTEM_NAMESPACE, ACCOUNT, node=""))
     assert "of its own node alone" in another.send("DELETE", path, {}, "application/json")
+
+
+def test_the_api_server_finds_no_fault_in_the_limits(with_janitor: Joined) -> None:
+    """The API server has checked the types of all expressions, and warns of none."""
+    assert with_janitor.kubectl.get(*POLICY)["status"]["typeChecking"] == {}
 
 
 def test_a_pod_hears_of_its_gpu(member: Joined) -> None:

@@ -117,6 +117,18 @@ def test_the_right_to_delete_pods_is_apart() -> None:
     assert [is_deletion_of_pods(rule) for rule in rules("janitor.yaml")] == [True]
 
 
+def test_the_limit_is_applied_apart_from_the_right() -> None:
+    """A cluster that does not know the policy gets no right by the same command."""
+    kinds = {
+        name: {it["kind"] for it in yaml.safe_load_all((DEPLOY / name).read_text())}
+        for name in ("janitor-policy.yaml", "janitor.yaml")
+    }
+    assert kinds == {
+        "janitor-policy.yaml": {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"},
+        "janitor.yaml": {"ClusterRole", "ClusterRoleBinding"},
+    }
+
+
 async def test_rejected_pods_go_and_their_controller_hears(tmp_path: Path) -> None:
     """Rejected pods are deleted as they were read; one Event of the controller counts them."""
     server = SimApiServer()
