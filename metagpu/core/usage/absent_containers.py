@@ -14,7 +14,11 @@ import structlog
 from metagpu.core.model.shares import Holder
 from metagpu.core.state.events import ContainerAbsent
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.lease_differences import describe_absence, shares_of_holders
+from metagpu.core.usage.lease_differences import (
+    claims_of_holders,
+    describe_absence,
+    shares_of_holders,
+)
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 log = structlog.get_logger()
@@ -27,7 +31,7 @@ class AbsentContainerWatch:
     """A watch for holders whose cgroup has gone, or has no process.
 
     A holder that was never seen to run is unknown: its cgroup may not be visible, and its image may
-    still be on its way.
+    still be on its way. So is a holder whose pod was created again under its name.
 
     Attributes:
         last_seen: the event loop's time when each holder was last seen to run.
@@ -39,6 +43,7 @@ class AbsentContainerWatch:
     ) -> None:
         self.last_seen: dict[Holder, float] = {}
         self.found: dict[Holder, ContainerAbsent] = {}
+        self._claims = claims_of_holders(registry.snapshot)
         self._registry = registry
         self._running = running
         self._timing = timing
@@ -50,11 +55,18 @@ class AbsentContainerWatch:
             await self._check()
 
     async def _check(self) -> None:
-        holders = shares_of_holders(self._registry.snapshot)
-        running = await self._running(holders.keys()) if holders else ()
-        now = anyio.current_time()
-        self.last_seen = {it: at for it, at in self.last_seen.items() if it in holders}
-        self.last_seen |= dict.fromkeys(running, now)
+        asked = claims_of_holders(self._registry.snapshot)
+        running = await self._running(asked.keys()) if asked else ()
+        now, claims = anyio.current_time(), claims_of_holders(self._registry.snapshot)
+        self.last_seen = {
+            it: seen
+            for it, seen in self.last_seen.items()
+            if claims.get(it) == self._claims.get(it)
+        }
+        self.last_seen |= {
+            it: now for it in running if it in claims and claims[it] == asked.get(it)
+        }
+        self._claims = claims
         absent = {
             it: now - seen
             for it, seen in self.last_seen.items()
@@ -66,9 +78,7 @@ class AbsentContainerWatch:
 
     def _report(self, holder: Holder, seconds: float) -> None:
         snapshot = self._registry.snapshot
-        shares = shares_of_holders(snapshot).get(holder)
-        if shares is None:
-            return  # the lease has ended meanwhile
+        shares = shares_of_holders(snapshot)[holder]
         pod = snapshot.pods.find(holder, None)
         event = ContainerAbsent(holder, pod.uid if pod else None, shares, seconds, at=time())
         self.found[holder] = event

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from metagpu.core.model.gpu import MIB, GpuId
-from metagpu.core.model.shares import Holder
+from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import ContainerAbsent, UnauthorizedUseFound
 
@@ -99,3 +99,16 @@ def shares_of_holders(snapshot: Snapshot) -> Mapping[Holder, Mapping[GpuId, int]
                 counts = found.setdefault(lease.holder, {})
                 counts[gpu] = counts.get(gpu, 0) + 1
     return found
+
+
+def claims_of_holders(snapshot: Snapshot) -> Mapping[Holder, frozenset[tuple[ShareId, float]]]:
+    """Return the shares of each holder with the times of their claims.
+
+    A pod that is created again under its name has other claims than the pod before.
+    """
+    found: dict[Holder, set[tuple[ShareId, float]]] = {}
+    for state in snapshot.gpus.values():
+        for share, lease in state.leases.items():
+            if lease.holder is not None:
+                found.setdefault(lease.holder, set()).add((share, lease.since))
+    return {holder: frozenset(claims) for holder, claims in found.items()}

@@ -17,6 +17,7 @@ from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ResourceName, Sha
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import MixedRequestFound
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.lease_differences import claims_of_holders
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 log = structlog.get_logger()
@@ -69,6 +70,7 @@ class MixedRequestWatch:
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
         self.found: dict[Holder, MixedRequestFound] = {}
+        self._claims = claims_of_holders(registry.snapshot)
         self._registry = registry
         self._hides = hides
         self._timing = timing
@@ -89,9 +91,14 @@ class MixedRequestWatch:
 
     def _check(self) -> None:
         snapshot = self._registry.snapshot
-        mixed = find_mixed_requests(snapshot)
+        mixed, before = find_mixed_requests(snapshot), self._claims
+        claims = self._claims = claims_of_holders(snapshot)
         # A container keeps the answers of its admission: a later strategy changes nothing for it.
-        self.found = {it: event for it, event in self.found.items() if it in mixed}
+        self.found = {
+            it: event
+            for it, event in self.found.items()
+            if it in mixed and claims[it] == before.get(it)
+        }
         for holder in mixed.keys() - self.found.keys() if self._hides() else ():
             pod = snapshot.pods.find(holder, None)
             event = MixedRequestFound(holder, pod.uid if pod else None, mixed[holder], at=time())
