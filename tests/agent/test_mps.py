@@ -174,7 +174,7 @@ async def test_a_daemon_that_stops_leaves_nothing_idle(tmp_path: Path) -> None:
 async def test_a_container_that_replaces_the_pid_file_stops_nothing(
     tmp_path: Path, place: Callable[[Path], None]
 ) -> None:
-    """A FIFO or an endless file costs neither a thread nor memory: a dead daemon is replaced.
+    """A FIFO or an endless file, as pid and lock, costs no thread and no memory: a new daemon runs.
 
     SIGTERM ends metagpu, and nothing is left.
     """
@@ -184,8 +184,9 @@ async def test_a_container_that_replaces_the_pid_file_stops_nothing(
         control, first = controls[0], await controls[0].process()
         assert first is not None
         file = control.folders.pipes / "nvidia-cuda-mps-control.pid"
-        file.unlink()
-        place(file)
+        for replaced_file in (file, control.daemon.lock):
+            replaced_file.unlink()
+            place(replaced_file)
         os.kill(first.pid, signal.SIGKILL)
 
         async def replaced() -> bool:
