@@ -80,6 +80,11 @@ class Takeover:
         lasted = f"{anyio.current_time() - began:.3f}s"
         log.info("node taken over", after=lasted, leases=len(state.leases))
 
+    async def grant_at_once(self) -> None:
+        """Begin without an exchange; the wait for the node may have been long."""
+        await self.config_loader.reload(again=False)
+        self.granted.set()
+
     async def _apply(self, state: HandedState) -> None:
         """Apply what only the old daemon knew, and manage the GPUs."""
         if state.choice is not None:

@@ -4,7 +4,7 @@ The daemon with the lock of the run folder and the lock of the kubelet's folder 
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,13 +14,17 @@ import anyio
 import structlog
 
 from metagpu.agent.exchange import COMMAND, ExchangeTiming
-from metagpu.agent.hand_over import HandOver
+from metagpu.agent.hand_over import Duties, HandOver
+from metagpu.agent.paths import AgentPaths
 from metagpu.agent.predecessor import Predecessor, connect_predecessor
+from metagpu.agent.takeover import Takeover
+from metagpu.agent.timing import AgentTiming
 from metagpu.core.errors import AnotherDaemon, TakeoverFailed
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.main_tasks import Work
 from metagpu.core.runtime.pausable_tasks import PausableTasks
 from metagpu.plugins.control.socket import CommandHandler, control_server
+from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.folder_lock import FolderLock
 
 log = structlog.get_logger()
@@ -65,10 +69,9 @@ class Tenure:
         self,
         tasks: Sequence[Work],
         after: PausableTasks,
-        take_over: Callable[[Predecessor], Awaitable[None]] | None,
+        takeover: Takeover | None,
         *,
         asks_after: float | None = 0.0,
-        on_free: Callable[[], Awaitable[None]],
         beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     ) -> None:
         """Get the node, and run all tasks until another daemon takes it over.
@@ -76,9 +79,8 @@ class Tenure:
         Args:
             tasks: those that may run beside another daemon, as they change nothing.
             after: those that need the node.
-            take_over: takes over from another daemon; without it, another one is an error.
+            takeover: takes over from another daemon; without it, another one is an error.
             asks_after: seconds to the first attempt to take over; `None` for no attempt.
-            on_free: called once this daemon has the node from nobody.
             beside: what runs around the tasks then, as a simulated cluster does.
 
         Raises:
@@ -90,11 +92,11 @@ class Tenure:
             try:
                 await self._hold(stack)
             except AnotherDaemon as other:
-                if take_over is None:
+                if takeover is None:
                     raise
                 predecessor = await self._wait_node(stack, other, asks_after)
-            if predecessor is None:
-                await on_free()
+            if predecessor is None and takeover is not None:
+                await takeover.grant_at_once()
 
             async with (
                 beside() if predecessor is None else nullcontext(),
@@ -104,8 +106,8 @@ class Tenure:
                     group.start_soon(after.run)  # first: it counts events, and none may be missed
                 for task in tasks:
                     group.start_soon(task)
-                if predecessor is not None and take_over is not None:
-                    if not await self._succeed(predecessor, take_over):
+                if predecessor is not None and takeover is not None:
+                    if not await self._succeed(predecessor, takeover):
                         self._end(TenureEnd.FAILED)
                         await anyio.sleep_forever()
                     await self._hold_soon(stack)
@@ -161,9 +163,7 @@ class Tenure:
                 continue
             return None
 
-    async def _succeed(
-        self, predecessor: Predecessor, take_over: Callable[[Predecessor], Awaitable[None]]
-    ) -> bool:
+    async def _succeed(self, predecessor: Predecessor, takeover: Takeover) -> bool:
         """Take over; return whether the node is this daemon's."""
         failure = "the old daemon has ended"
         taken = False
@@ -176,7 +176,7 @@ class Tenure:
 
             group.start_soon(watch)
             try:
-                await take_over(predecessor)
+                await takeover.run(predecessor)
                 taken = True
             except TakeoverFailed as error:
                 failure = str(error)
@@ -201,3 +201,16 @@ class Tenure:
                 else:
                     return
         raise TakeoverFailed("another daemon has the locks of the node, and this one the kubelet")
+
+
+def build_tenure(
+    paths: AgentPaths,
+    commands: Callable[[], dict[str, CommandHandler]],
+    gate: CallGate,
+    duties: Duties,
+    timing: AgentTiming,
+) -> Tenure:
+    """Build the tenure of a daemon whose `gate` holds the kubelet's calls."""
+    lock = FolderLock(paths.kubelet_dir, timing.kubelet.watch_period)
+    hand_over = HandOver(gate, duties, timing.kubelet.list_end, timing.exchange)
+    return Tenure(paths.run_dir, lock, commands, hand_over, timing.exchange)

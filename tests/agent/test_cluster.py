@@ -95,7 +95,7 @@ async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path:
         with anyio.fail_after(30):
             while not it.agent.cluster.report()["problem"]:  # noqa: ASYNC110 - it has no event
                 await anyio.sleep(0.005)
-        status = await it.agent._status({})
+        status = await it.agent.commands["status"]({})
         assert isinstance(status, dict)
         assert status["cluster"]["problem"].startswith("the API server cannot be reached at ")
 

@@ -55,7 +55,7 @@ class Node:
 
     async def status(self) -> Mapping[str, Any]:
         """Return the answer to `metagpu status`."""
-        found: Any = await self.scene.agent._status({})
+        found: Any = await self.scene.agent.commands["status"]({})
         return dict(found)
 
     async def differences(self) -> Sequence[Mapping[str, Any]]:

@@ -46,14 +46,14 @@ async def write_config(it: Scene, text: str) -> None:
 
 async def configuration(it: Scene) -> Mapping[str, Any]:
     """Return the configuration's part of `status`."""
-    status: Any = await it.agent._status({})
+    status: Any = await it.agent.commands["status"]({})
     answer: Mapping[str, Any] = status["configuration"]
     return answer
 
 
 async def plan_of(it: Scene, text: str) -> Mapping[str, Any]:
     """Return the agent's plan for a configuration."""
-    plan: Any = await it.agent._plan({"text": text, "file": "new.yaml"})
+    plan: Any = await it.agent.commands["plan"]({"text": text, "file": "new.yaml"})
     answer: Mapping[str, Any] = plan
     return answer
 

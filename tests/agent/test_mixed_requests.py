@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def mixed_of(it: Scene) -> list[dict[str, Any]]:
     """Return the mixed requests in `metagpu status`."""
-    status: Any = await it.agent._status({})
+    status: Any = await it.agent.commands["status"]({})
     found: list[dict[str, Any]] = status["mixedRequests"]
     return found
 

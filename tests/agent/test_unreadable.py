@@ -74,7 +74,7 @@ async def test_sigterm_ends_a_start_that_hangs(tmp_path: Path) -> None:
 
 async def reported(it: Scene) -> dict[str, Any]:
     """Return the daemon's answer to `metagpu status`."""
-    answer = await it.agent._status({})
+    answer = await it.agent.commands["status"]({})
     assert isinstance(answer, dict)
     return answer
 

@@ -64,7 +64,7 @@ FOREIGN: Final = {
     *("rich", "statistics", "unittest", "urllib3", "xml"),
 }
 """Packages that such daemons do not load."""
-STANDING: Final = 16
+STANDING: Final = 18
 """The most dataclasses of a daemon: the parts of which there is one for each node or session."""
 USAGE: Final = {
     "version": "1",

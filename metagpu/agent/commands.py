@@ -1,0 +1,83 @@
+"""The agent's own commands on the control socket: status, plan, usage."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+
+from metagpu import __version__
+from metagpu.agent.config_loader import ConfigLoader
+from metagpu.agent.layout_manager import LayoutManager
+from metagpu.core.config.config import parse
+from metagpu.core.contracts.backend import InstalledBackends
+from metagpu.core.reports.status import status_report
+from metagpu.core.runtime.main_tasks import MainTasks
+from metagpu.core.usage.usage_service import UsageService
+from metagpu.plugins.control.socket import CommandHandler
+from metagpu.plugins.pod_api.server import PodMgctlServer
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.cluster import Cluster
+
+
+@dataclass
+class AgentCommands:
+    """Answers what an operator asks about the node.
+
+    Attributes:
+        node: this node's name.
+        backends: those that a configuration may name.
+        cluster: the API server's side, `None` without one.
+        privileges: reports the capabilities, held and needed.
+    """
+
+    node: str
+    backends: InstalledBackends
+    layout_manager: LayoutManager
+    config_loader: ConfigLoader
+    usage_service: UsageService
+    pod_server: PodMgctlServer
+    main_tasks: MainTasks
+    cluster: "Cluster | None"
+    privileges: Callable[[], Mapping[str, Any]]
+
+    @property
+    def by_name(self) -> Mapping[str, CommandHandler]:
+        """The handlers of the commands, by name."""
+        return {"status": self.status, "plan": self.plan, "usage": self.usage}
+
+    async def status(self, _: Mapping[str, Any]) -> object:
+        """Return the state of the node and of every part of the daemon."""
+        layout_manager = self.layout_manager
+        return {
+            **status_report(layout_manager.registry.snapshot, layout_manager.layout),
+            "enforcement": self.usage_service.enforcement_report,
+            "leaseDifferences": [it.to_dict() for it in self.usage_service.lease_differences],
+            "mixedRequests": self.usage_service.mixed_requests,
+            "lostDevices": self.usage_service.lost_devices,
+            "configuration": self.config_loader.report(),
+            "cluster": self.cluster.report() if self.cluster else None,
+            "cdi": layout_manager.cdi_file.report(),
+            "endedTasks": dict(self.main_tasks.problems),
+            "privileges": self.privileges(),
+            "mgctl": self.pod_server.report(),
+        }
+
+    async def plan(self, request: Mapping[str, Any]) -> object:
+        """Return what a configuration, given as metagpu/v1 text, would change.
+
+        Raises:
+            ConfigError: if the text is no configuration.
+        """
+        text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
+        config = await to_thread.run_sync(parse, text, file, self.backends)
+        existing = await self.layout_manager.read_existing(config)
+        # In a thread: a plan of very many shares must not keep the kubelet waiting.
+        plan = partial(self.layout_manager.plan, config, existing=existing)
+        return await to_thread.run_sync(plan)
+
+    async def usage(self, _: Mapping[str, Any]) -> object:
+        """Return the usage of the node's GPUs, by container."""
+        return {"version": __version__, "node": self.node, **await self.usage_service.report()}

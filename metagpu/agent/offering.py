@@ -1,0 +1,117 @@
+"""Offers to the kubelet and the leases it gives on them, from the first survey on."""
+
+import gc
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from metagpu.agent.layout_manager import LayoutManager
+from metagpu.agent.takeover import Takeover
+from metagpu.agent.timing import AgentTiming
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.facts import GpusFound
+from metagpu.core.usage.absent_containers import RunningHolders
+from metagpu.core.usage.usage_service import UsageService
+from metagpu.plugins.kubelet import checkpoint
+from metagpu.plugins.kubelet.call_gate import CallGate
+from metagpu.plugins.kubelet.directory import KubeletDirectory
+from metagpu.plugins.kubelet.endpoints import serve_offers
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower
+from metagpu.plugins.kubelet.succession import Succession
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Offering:
+    """Offers the layout's shares to the kubelet, and follows their leases.
+
+    Attributes:
+        node: this node's name.
+        running: tells which holders' containers run.
+        wait_for_choice: waits for the configuration that the cluster chooses; `None` without an
+            API server.
+        gate: holds the kubelet's calls while another daemon takes over.
+        leases_observed: set once the kubelet's leases are read.
+    """
+
+    node: str
+    layout_manager: LayoutManager
+    usage_service: UsageService
+    call_stats: KubeletCallStats
+    running: RunningHolders
+    wait_for_choice: Callable[[], Awaitable[None]] | None
+    timing: AgentTiming
+    gate: CallGate = field(default_factory=CallGate)
+    leases_observed: anyio.Event = field(default_factory=anyio.Event)
+
+    def __post_init__(self) -> None:
+        self.paths = self.layout_manager.paths
+        self.registry = self.layout_manager.registry
+        self.directory = KubeletDirectory(self.paths.kubelet_dir)
+
+    async def run(self, takeover: Takeover | None = None) -> None:
+        """Offer shares, also of GPUs that are added later; a takeover is waited for."""
+        succession = await self._prepare(takeover)
+        for resource, offer in self.registry.snapshot.offers.items():
+            log.info("resource offered", resource=resource, shares=len(offer.shares))
+
+        # The objects of now stay for the life of the process; no collection has to scan them again.
+        gc.freeze()
+
+        if any(state.can_conflict for state in self.registry.snapshot.gpus.values()):
+            # An older pod may hold what the kubelet would give to another pod. A kubelet that is up
+            # lists the leases at once, and a kubelet that is down gives nothing to anybody.
+            with anyio.move_on_after(self.timing.first_leases):
+                await self.leases_observed.wait()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(
+                partial(
+                    serve_offers,
+                    self.registry,
+                    self.directory,
+                    self.layout_manager.backend,
+                    self.call_stats,
+                    ensure_cdi_names=self.layout_manager.cdi_file.ensure_names,
+                    pod_resources=self.paths.pod_resources,
+                    gate=self.gate,
+                    succession=succession,
+                    timing=self.timing.kubelet,
+                )
+            )
+            group.start_soon(self.layout_manager.follow_nodes)
+
+            with self.registry.events.subscribe(GpusFound) as events:
+                async for _ in events:
+                    await self.layout_manager.reapply()
+
+    async def _prepare(self, takeover: Takeover | None) -> Succession | None:
+        """Wait until this daemon may offer, and apply the layout unless the takeover did."""
+        await self.layout_manager.health.surveyed.wait()
+        if takeover is not None:
+            await takeover.granted.wait()
+            if takeover.succession is not None:
+                return takeover.succession
+        if self.wait_for_choice is not None:
+            await self.wait_for_choice()
+        await self.layout_manager.apply()
+        return None
+
+    async def follow_leases(self) -> None:
+        """Observe the leases, by the kubelet's checkpoint and PodResources service."""
+        await self.layout_manager.health.surveyed.wait()
+        promised = await to_thread.run_sync(checkpoint.read_promised_memory, self.paths.kubelet_dir)
+        self.usage_service.set_promised_memory(promised)
+        await LeaseFollower(
+            self.registry,
+            self.paths.pod_resources,
+            directory=self.paths.kubelet_dir,
+            node=self.node,
+            timing=self.timing.kubelet,
+            running=self.running,
+        ).run(self.leases_observed)

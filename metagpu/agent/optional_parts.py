@@ -1,0 +1,96 @@
+"""Parts of the agent that run only where the settings name them.
+
+The libraries of the API server and of the metrics are loaded only with these parts.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from metagpu.agent.config_loader import ConfigLoader
+from metagpu.agent.layout_manager import LayoutManager
+from metagpu.core.contracts.backend import InstalledBackends
+from metagpu.core.contracts.capabilities import metric_kinds_of, sharing_strategy_of
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.layout.offer_turns import TurnTiming
+from metagpu.core.layout.turn_runner import TurnRunner
+from metagpu.core.runtime.main_tasks import MainTasks, Work
+from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.usage_service import UsageService
+from metagpu.host.programs import run_command
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming, NvmlStatus
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.cluster import Cluster
+    from metagpu.plugins.metrics.exporter import Exporter
+
+
+def build_cluster(
+    settings: ClusterSettings | None,
+    registry: Registry,
+    config_loader: ConfigLoader,
+    backends: InstalledBackends,
+) -> "Cluster | None":
+    """Build the API server's side, `None` where it is not used."""
+    if settings is None:
+        return None
+    from metagpu.plugins.cluster.cluster import Cluster  # noqa: PLC0415 - as said
+
+    strategies = {name: sharing_strategy_of(kind) for name, kind in backends.items()}
+    return Cluster(settings, registry, config_loader.follow_cluster, strategies, run_command)
+
+
+def build_exporter(
+    address: ListenAddress | None,
+    layout_manager: LayoutManager,
+    config_loader: ConfigLoader,
+    usage_service: UsageService,
+    *,
+    driver: Driver,
+    backends: InstalledBackends,
+    call_stats: KubeletCallStats,
+    main_tasks: MainTasks,
+    cluster: "Cluster | None",
+    timing: MetricsTiming,
+) -> "Exporter | None":
+    """Build the exporter of metrics and probes, `None` without an address for them."""
+    if address is None:
+        return None
+    from metagpu.plugins.metrics.exporter import Exporter  # noqa: PLC0415 - as said
+
+    health = layout_manager.health
+    sources = MetricSources(
+        registry=layout_manager.registry,
+        kubelet=call_stats,
+        kinds=metric_kinds_of(backends.values()),
+        rules=usage_service.rules,
+        layout=lambda: layout_manager.layout,
+        usage=usage_service.latest,
+        configuration=config_loader.to_metrics,
+        driver=lambda: NvmlStatus(health.unusable, len(driver.unanswered_calls)),
+        lease_differences=lambda: usage_service.lease_differences,
+        driver_limits=lambda: usage_service.driver_limits,
+        cluster=lambda: cluster.report() if cluster else None,
+        ended=lambda: main_tasks.problems,
+    )
+    return Exporter(address, sources, timing)
+
+
+def turn_tasks(
+    settings: ClusterSettings | None, layout_manager: LayoutManager, timing: TurnTiming
+) -> Iterator[Work]:
+    """Yield the turns of backends, where metagpu writes the Node's numbers itself.
+
+    The kubelet writes them every 10 s: most pods would be bound by those of another turn.
+    """
+    if settings is not None and Feature.ALLOCATABLE in settings.features:
+        turns = TurnRunner(
+            layout_manager.registry,
+            lambda: layout_manager.layout.gpus_in_turns(layout_manager.config),
+            timing=timing,
+        )
+        yield partial(run_with_restart, turns.run, "turns of idle GPUs")
