@@ -112,9 +112,11 @@ class Tenure:
                         await anyio.sleep_forever()
                     await self._hold_soon(stack)
                     group.start_soon(after.run)
-                group.start_soon(self.lock.run)
-                await self.hand_over.done.wait()
-                await stack.aclose()  # the new daemon waits for the locks
+                async with anyio.create_task_group() as locking:
+                    locking.start_soon(self.lock.run)
+                    await self.hand_over.done.wait()
+                    locking.cancel_scope.cancel()
+                await stack.aclose()  # the new daemon waits for the locks; nothing takes them again
                 self._end(TenureEnd.HANDED_OVER)
                 await anyio.sleep_forever()
 

@@ -30,6 +30,7 @@ class FolderLock:
         self._period = period
         self._lock: int | None = None
         self._locked: tuple[int, int] | None = None
+        self._wanted = False
         self._failures = LogOnce()
 
     @asynccontextmanager
@@ -39,14 +40,16 @@ class FolderLock:
         Raises:
             AnotherDaemon: another metagpu holds it.
         """
+        self._wanted = True
         try:
             await to_thread.run_sync(self._take)
             yield
         finally:
+            self._wanted = False
             self._release()
 
     async def run(self) -> None:
-        """Lock each folder that comes to the path, until cancelled.
+        """Lock each folder that comes to the path while the lock is held, until cancelled.
 
         Raises:
             AnotherDaemon: another metagpu holds the new folder.
@@ -56,9 +59,9 @@ class FolderLock:
             await to_thread.run_sync(self._take)
 
     def _take(self) -> None:
-        """Lock the present folder, unless it is missing or locked by us."""
+        """Lock the present folder, unless it is missing, locked by us, or given up."""
         identity = file_identity(self._folder)
-        if identity is None or identity[:2] == self._locked:
+        if not self._wanted or identity is None or identity[:2] == self._locked:
             return
         try:
             lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

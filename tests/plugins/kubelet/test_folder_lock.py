@@ -49,3 +49,15 @@ async def test_folder_that_cannot_be_locked_is_served(
     monkeypatch.setattr("metagpu.plugins.kubelet.folder_lock.fcntl.flock", refuse)
     async with FolderLock(tmp_path, 1).held():
         pass
+
+
+async def test_lock_that_was_given_up_is_not_taken_again(tmp_path: Path) -> None:
+    """A look at the folder after the release leaves it to another metagpu."""
+    first, second = FolderLock(tmp_path, 0.001), FolderLock(tmp_path, 1)
+    async with anyio.create_task_group() as group:
+        async with first.held():
+            group.start_soon(first.run)
+        await anyio.sleep(0.05)
+        async with second.held():
+            pass
+        group.cancel_scope.cancel()
