@@ -91,7 +91,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     @property
     def idle_turn(self) -> OfferTurn | None:
         """The turn that decides who offers this GPU, `None` while a backend has it."""
-        return None if self.owner is not None else self.turn
+        return self.turn if self.turn is not None and self.owner is None else None
 
     @property
     def orphaned_leases(self) -> tuple[Lease, ...]:
