@@ -37,6 +37,9 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         shares: all shares on offer from the GPU, of every resource.
         leases: all leases on the GPU, also on shares that are no longer on offer.
+        allocated: the ids that the kubelet's checkpoint names for pods that have not ended. The
+            kubelet gives them to no other pod, and fails the pod at its own next start unless they
+            are healthy. Some are without a lease: the shares of init containers.
         unavailable_shares: shares that conflict with a lease or a cleanup.
         can_conflict: whether any two shares of the GPU could conflict.
         held_back: the resources whose free shares of the GPU are not offered for now, although they
@@ -57,6 +60,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     verdict: Verdict
     shares: tuple[Share, ...] = ()
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
+    allocated: frozenset[ShareId] = frozenset()
     unavailable_shares: frozenset[ShareId] = frozenset()
     can_conflict: bool = False
     held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
@@ -122,7 +126,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         if not self.held_back:
             return frozenset()
         shares = frozenset[ShareId]().union(*self.held_back.values())
-        return shares.difference(self.leases, self.refused_shares)
+        return shares.difference(self.leases, self.allocated, self.refused_shares)
 
     @cached_property
     def refused_shares(self) -> frozenset[ShareId]:
@@ -152,7 +156,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         """
         if (turn := self.idle_turn) is None:
             return frozenset()
-        return frozenset(share.id for share in self.shares if share.backend != turn.backend)
+        others = (share.id for share in self.shares if share.backend != turn.backend)
+        return frozenset(others).difference(self.allocated)
 
     @cached_property
     def withdrawn_shares(self) -> frozenset[ShareId]:
@@ -188,7 +193,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     def _count_free(self, shares: frozenset[ShareId]) -> int:
         if not self.verdict.healthy:
             return 0
-        return len(shares.difference(self.leases, self.refused_shares, self.shares_out_of_turn))
+        taken = self.leases, self.allocated, self.refused_shares, self.shares_out_of_turn
+        return len(shares.difference(*taken))
 
     def free_part(self, offer: "Offer") -> FreePart:
         """Return the part of this GPU that is free, of one resource.

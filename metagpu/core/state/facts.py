@@ -244,6 +244,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
         confirms: whether the present kubelet wrote the checkpoint.
         released: ids that the kubelet's checkpoint named for a lease and names no more.
         running: ids of pods that the API server reports as running.
+        ended: ids that the checkpoint names for pods that have ended, and for no others.
         stopped: holders whose containers do not run any more.
     """
 
@@ -259,6 +260,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
     confirms: bool = False
     released: frozenset[ShareId] = frozenset()
     running: frozenset[ShareId] = frozenset()
+    ended: frozenset[ShareId] = frozenset()
     stopped: frozenset[Holder] = frozenset()
 
 

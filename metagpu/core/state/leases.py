@@ -71,7 +71,7 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
     ]
 
     if fact.kubelet_ready:
-        snapshot = _with_other_plugins_devices(snapshot, fact)
+        snapshot = _with_other_plugins_devices(_with_allocated(snapshot, fact), fact)
     started = _by_gpu([*confirmed, *listed, *begun])
     return with_leases(snapshot, fact.at, started=started, ended=ended)
 
@@ -146,6 +146,21 @@ def apply_kubelet_started(
     ]
     snapshot, _ = with_leases(snapshot, 0, started=_by_gpu(leases))
     return replace(snapshot, kubelet=fact.kubelet), (fact,)
+
+
+def _with_allocated(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
+    """Return the snapshot with the ids of the checkpoint; unread, it changes none."""
+    if fact.allocated is None:
+        return snapshot
+    found = defaultdict[GpuId, set[ShareId]](set)
+    for share_id in fact.allocated.keys() - fact.ended:
+        found[gpu_of(share_id)].add(share_id)
+    changed = [
+        replace(state, allocated=frozenset(found[gpu]))
+        for gpu, state in snapshot.gpus.items()
+        if state.allocated != found[gpu]
+    ]
+    return with_states(snapshot, changed) if changed else snapshot
 
 
 def _with_other_plugins_devices(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:

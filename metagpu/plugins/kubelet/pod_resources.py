@@ -4,6 +4,7 @@ The kubelet never reports that a share was released; it only stops listing the s
 """
 
 from collections.abc import Awaitable, Callable, Collection
+from itertools import chain
 from pathlib import Path
 from socket import gethostname
 from typing import Final, TypeAlias
@@ -15,6 +16,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.errors import describe_error
 from metagpu.core.model.shares import Holder, ResourceName, ShareId
+from metagpu.core.model.snapshot import GpuState
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.state.events import CheckpointRequested, Event, PodEnded
@@ -166,8 +168,9 @@ class LeaseFollower:
 
     def _request_checkpoint(self, answer: LeasesObserved) -> None:
         """Request a checkpoint of the kubelet while one can decide about a lease."""
-        leases = (i for state in self._registry.snapshot.gpus.values() for i in state.leases)
-        if not self._readiness.ready or any(it not in answer.holders for it in leases):
+        states = self._registry.snapshot.gpus.values()
+        held = (it for state in states for it in chain(state.leases, state.allocated))
+        if not self._readiness.ready or any(it not in answer.holders for it in held):
             self._registry.events.publish(CheckpointRequested())
 
     def _log_unconfirmed(self) -> None:
@@ -192,10 +195,17 @@ class LeaseFollower:
             return timing.settle
         contended = any(state.unavailable_shares for state in states)
         longest = timing.contended_period if contended else timing.poll_period
-        if any(lease.holder is None for state in states for lease in state.leases.values()):
-            # A pod is being admitted: ask soon, then later.
+        if any(map(_may_change_soon, states)):
+            # A pod is being admitted, or has ended: ask soon, then later.
             return min(max(2 * delay, timing.settle), longest)
         return longest
+
+
+def _may_change_soon(state: GpuState) -> bool:
+    """Return whether shares of a GPU are taken, and the kubelet does not say by whom."""
+    return bool(state.allocated - state.leases.keys()) or any(
+        lease.holder is None for lease in state.leases.values()
+    )
 
 
 def _may_change_leases(event: Event, registry: Registry) -> bool:

@@ -95,6 +95,7 @@ class KubeletReadiness(msgspec.Struct):
             confirms=confirms,
             released=released,
             running=_running_ids(allocated, snapshot),
+            ended=_ended_ids(allocated, answer, snapshot),
             stopped=self._stopped(running, snapshot),
         )
 
@@ -228,3 +229,20 @@ def _running_ids(allocated: AllocatedIds | None, snapshot: Snapshot) -> frozense
     return frozenset(
         share for uid, ids in pods.items() if uid in known and not known[uid].ended for share in ids
     )
+
+
+def _ended_ids(
+    allocated: AllocatedIds | None, answer: LeasesObserved, snapshot: Snapshot
+) -> frozenset[ShareId]:
+    """Return the ids that the checkpoint names for pods that have ended alone.
+
+    A pod that the API server does not list has ended, unless the kubelet lists it: a static pod
+    has another uid there.
+    """
+    known, lasting = snapshot.pods, set[ShareId]()
+    for uid, ids in allocated.pods.items() if allocated else ():
+        pod = known.by_uid.get(uid)
+        gone = known.listed and ids.isdisjoint(answer.holders) if pod is None else pod.ended
+        if not gone:
+            lasting |= ids
+    return frozenset(allocated.resources.keys() - lasting if allocated else ())

@@ -23,7 +23,7 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule, largest_request
-from metagpu.core.model.shares import Holder, ResourceName, Share, ShareId
+from metagpu.core.model.shares import Holder, OfferTurn, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import free_parts
 from metagpu.core.state.facts import (
     BackendResumed,
@@ -35,6 +35,8 @@ from metagpu.core.state.facts import (
     GpusFound,
     GpuUncordoned,
     LeasesObserved,
+    SharesClaimed,
+    TurnsChanged,
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import messages as wire
@@ -292,6 +294,47 @@ def test_every_request_that_counts_as_free_is_granted() -> None:
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
         ),
     )
+
+
+def test_the_shares_of_an_init_container_stay_healthy_while_its_pod_runs() -> None:
+    """The kubelet counts them for the pod to its end, also when their lease has ended."""
+    node = Offers()
+    node.begin([40960, 40960], [EQUAL], [EQUAL])
+    [resource] = node.layout.backends
+    [(first, shares), (_, others)] = node.registry.snapshot.offers[resource].by_gpu.items()
+    node.registry.apply(SharesClaimed((*shares, *others[:1]), node.tick()))
+    alice, bob = Holder("team", "alice", "main"), Holder("team", "bob", "main")
+    holders = {it.id: alice for it in shares[:2]} | {it.id: bob for it in others[:1]}
+    allocated = dict.fromkeys((it.id for it in (*shares, *others[:1])), resource)
+
+    def listed(ended: Sequence[Share] = ()) -> set[ShareId]:
+        gone, at = frozenset(it.id for it in ended), node.tick() + 200
+        node.registry.apply(LeasesObserved(holders, at, allocated=allocated, ended=gone))
+        return {it.id for it in shares} & {it.id for it in node.offered(resource)}
+
+    assert listed() == {it.id for it in shares}
+    state = node.registry.snapshot.gpus[first]
+    assert state.leases.keys() == {it.id for it in shares[:2]}
+    assert state.count_free(resource) == 0
+    assert listed(ended=shares[2:]) == {it.id for it in shares[:2]}
+    assert node.registry.snapshot.gpus[first].count_free(resource) == 2
+    node.teardown()
+
+
+def test_the_shares_of_an_init_container_stay_healthy_in_the_turn_of_others() -> None:
+    """A pod whose init container alone held shares runs on, on a GPU that is idle by now."""
+    node = Offers()
+    node.begin([40960], [EQUAL, "{backend: whole}"], [])
+    resource, _ = node.layout.backends
+    [(gpu_id, shares)] = node.registry.snapshot.offers[resource].by_gpu.items()
+    node.registry.apply(SharesClaimed(shares[:1], node.tick()))
+    allocated = {shares[0].id: resource}
+    node.registry.apply(LeasesObserved({}, node.tick() + 200, allocated=allocated))
+    node.registry.apply(TurnsChanged({gpu_id: OfferTurn("whole", node.tick())}))
+
+    assert node.registry.snapshot.gpus[gpu_id].leases == {}
+    assert [it.id for it in node.offered(resource)] == [shares[0].id]
+    node.teardown()
 
 
 def test_a_share_held_back_is_granted_when_the_kubelet_asks_for_it() -> None:

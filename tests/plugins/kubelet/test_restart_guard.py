@@ -178,6 +178,33 @@ def test_a_running_pod_keeps_its_init_containers_shares() -> None:
     assert fact.running == {SHARE.id}
 
 
+@pytest.mark.parametrize(
+    ("pods", "ended"),
+    [
+        (None, set()),
+        ([KnownPod("uid", "team", "alice", "Running")], set()),
+        ([KnownPod("uid", "team", "alice", "Succeeded")], {SHARE.id, OTHER.id}),
+        ([], {SHARE.id, OTHER.id}),
+    ],
+)
+def test_the_checkpoint_may_name_a_pod_that_has_ended(
+    pods: list[KnownPod] | None, ended: set[ShareId]
+) -> None:
+    """The API server says that it has; without one every pod of the checkpoint counts."""
+    snapshot = HELD if pods is None else after(PodsListed(tuple(pods)), since=HELD)
+    named = file(200, SHARE.id, OTHER.id)
+
+    assert judged(ready(), 3, answer(3), named, snapshot).ended == ended
+
+
+def test_a_static_pod_has_not_ended_while_the_kubelet_lists_it() -> None:
+    """The API server has it under another uid."""
+    snapshot = after(PodsListed(()), since=HELD)
+    named = file(200, SHARE.id, OTHER.id)
+
+    assert judged(ready(), 3, answer(3, SHARE.id), named, snapshot).ended == set()
+
+
 def test_a_container_that_ran_and_runs_no_more_has_stopped() -> None:
     """A forgotten holder whose container is seen to end does not hold its shares."""
     snapshot = after(KubeletStarted((0, 0, 1)), since=HELD)
