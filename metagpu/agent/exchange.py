@@ -47,6 +47,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
         answer: for the old daemon's answer to one step.
         ready: for the backends of the new daemon to get their GPUs ready.
         lists: for the kubelet to read the new daemon's lists.
+        successor: for the new daemon's steps: it gives up before the old one goes on.
         exchange: for a whole exchange, after which the old daemon goes on.
     """
 
@@ -57,6 +58,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
     answer: float = 15.0
     ready: float = 5.0
     lists: float = 10.0
+    successor: float = 35.0
     exchange: float = 45.0
 
 

@@ -1,6 +1,7 @@
 """The daemon that has the node, as the one that takes over asks it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,9 +33,14 @@ class Predecessor:
         self._reader = reader
         self._writer = writer
         self._timing = timing
+        self._ends = math.inf
 
     async def begin(self) -> HandedState:
-        """Make the old daemon hold all calls and leave the GPUs; return what it knows."""
+        """Make the old daemon hold all calls and leave the GPUs; return what it knows.
+
+        From here on the exchange has `ExchangeTiming.successor` seconds.
+        """
+        self._ends = anyio.current_time() + self._timing.successor
         state: HandedState = _convert(await self._ask(Step.BEGIN), HandedState)
         return state
 
@@ -51,13 +57,13 @@ class Predecessor:
         await self._ask(Step.FINISH)
 
     async def wait_gone(self) -> None:
-        """Wait until the old daemon has hung up."""
+        """Wait until the old daemon has hung up, as it does when it goes on."""
         while not self._reader.at_eof():  # noqa: ASYNC110 - a stream has no event for its end
             await anyio.sleep(_WATCH_PERIOD)
 
     async def greet(self) -> None:
         """Begin the exchange, and check that both daemons know the same order of steps."""
-        hello = _convert(await self._ask(None), Hello)
+        hello = _convert(await self._ask(None, command=COMMAND), Hello)
         if hello.protocol != PROTOCOL:
             raise TakeoverFailed(
                 f"metagpu {hello.version} hands over by protocol {hello.protocol}, and this one "
@@ -65,7 +71,8 @@ class Predecessor:
             )
 
     async def _ask(self, step: str | None, **arguments: object) -> object:
-        request = {"command": COMMAND, "step": step, "version": __version__, **arguments}
+        request = {"step": step, "version": __version__, **arguments}
+        self._check_time()
         try:
             with anyio.fail_after(self._timing.answer):
                 self._writer.write(msgspec.json.encode(request) + b"\n")
@@ -79,7 +86,13 @@ class Predecessor:
         answer = _convert(msgspec.json.decode(line), dict[str, Any]) if line else {}
         if "ok" not in answer:
             raise TakeoverFailed(str(answer.get("error", "the old daemon has ended")))
+        self._check_time()
         return answer["ok"]
+
+    def _check_time(self) -> None:
+        if anyio.current_time() > self._ends:
+            limit = f"{self._timing.successor:g}"
+            raise TakeoverFailed(f"the exchange took longer than {limit} s")
 
 
 @asynccontextmanager

@@ -107,10 +107,10 @@ class Takeover:
     async def _wait_listed(self, succession: Succession) -> None:
         stats = self.call_stats
         with anyio.move_on_after(self.timing.lists):
-            while not all(  # noqa: ASYNC110 - the counters have no event
-                stats.of_resource(it).listed for it in succession.resources
-            ):
-                await anyio.sleep(self.timing.poll)
+            while not all(stats.of_resource(it).listed for it in succession.resources):
+                if succession.failure is not None:
+                    raise succession.failure
+                await anyio.sleep(self.timing.poll)  # the counters have no event
             return
         raise TakeoverFailed(f"the kubelet did not read the lists within {self.timing.lists:g} s")
 

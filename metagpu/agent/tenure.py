@@ -167,7 +167,7 @@ class Tenure:
 
     async def _succeed(self, predecessor: Predecessor, takeover: Takeover) -> bool:
         """Take over; return whether the node is this daemon's."""
-        failure = "the old daemon has ended"
+        failure = "the old daemon has ended, or has given the exchange up"
         taken = False
 
         async with anyio.create_task_group() as group:

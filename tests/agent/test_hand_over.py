@@ -119,12 +119,37 @@ async def test_old_daemon_goes_on_when_the_new_one_hangs_up(tmp_path: Path) -> N
         await old.went_on()
 
 
-async def test_old_daemon_goes_on_when_the_new_one_hangs(tmp_path: Path) -> None:
-    """An exchange that takes too long is given up, and the new daemon is told so."""
+async def test_new_daemon_notices_that_the_old_one_gave_up(tmp_path: Path) -> None:
+    """An exchange that takes too long is given up, and none of its steps is possible any more."""
     async with old_daemon(tmp_path) as old, connect_predecessor(tmp_path, TIMING) as new:
         await new.begin()
         await old.went_on()
-        with pytest.raises(TakeoverFailed, match="took too long"):
+        with anyio.fail_after(5):
+            await new.wait_gone()
+        for _ in range(2):
+            with pytest.raises(TakeoverFailed, match=r"hung up|has ended"):
+                await new.expect_detach()
+        assert not old.gate._detached
+
+
+async def test_steps_after_a_refusal_begin_no_conversation(tmp_path: Path) -> None:
+    """A step that is asked for again is not taken for the first message of an exchange."""
+    async with old_daemon(tmp_path) as old, connect_predecessor(tmp_path, TIMING) as new:
+        await new.begin()
+        with pytest.raises(TakeoverFailed, match="unexpected step"):
+            await new.begin()
+        with pytest.raises(TakeoverFailed):
+            await new.expect_detach()
+        await old.went_on()
+
+
+async def test_new_daemon_gives_up_before_the_old_one(tmp_path: Path) -> None:
+    """A step that comes too late is not asked for."""
+    timing = replace(TIMING, successor=0.05)
+    async with old_daemon(tmp_path), connect_predecessor(tmp_path, timing) as new:
+        await new.begin()
+        await anyio.sleep(0.1)
+        with pytest.raises(TakeoverFailed, match=r"longer than 0.05 s"):
             await new.finish()
 
 

@@ -42,6 +42,9 @@ log = structlog.get_logger()
 class Conversation:
     """A connection whose requests belong together, such as an exchange of the daemon.
 
+    Attributes:
+        unanswered: whether the caller waits for an answer, as it does at the beginning.
+
     Args:
         reader: the caller's requests.
         writer: the caller.
@@ -50,6 +53,7 @@ class Conversation:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.unanswered = True
 
     async def receive(self) -> Mapping[str, Any] | None:
         """Return the next request; `None` once the caller has hung up.
@@ -59,6 +63,7 @@ class Conversation:
         """
         try:
             line = await self._reader.readline()
+            self.unanswered = True
             return msgspec.json.decode(line, type=dict[str, Any]) if line else None
         except (ConnectionError, ValueError) as error:
             raise MetagpuError(f"no request: {error}") from error
@@ -70,6 +75,7 @@ class Conversation:
             ConnectionError: the caller has hung up.
         """
         self._writer.write(msgspec.json.encode({"ok": answer}) + b"\n")
+        self.unanswered = False
         await self._writer.drain()
 
 
@@ -92,7 +98,7 @@ async def control_server(
     Args:
         run_dir: the folder of the socket and of the lock that keeps a second daemon out.
         handlers: the commands, by their names.
-        conversations: commands that take the rest of their connection.
+        conversations: commands that take the rest of their connection, which ends with them.
         line_limit: bytes of one request; a longer one ends the connection.
 
     Raises:
@@ -106,10 +112,9 @@ async def control_server(
         try:
             while line := await reader.readline():
                 if converse := conversations.get(_command_of(line)):
-                    answer = await _converse(converse, Conversation(reader, writer))
-                else:
-                    answer = await _answer(line, handlers)
-                writer.write(answer)
+                    writer.write(await _converse(converse, Conversation(reader, writer)))
+                    return  # its end is the connection's, so that the caller notices it
+                writer.write(await _answer(line, handlers))
                 await writer.drain()
         except (ConnectionError, ValueError):
             pass  # the client hung up, or sent a line longer than any of ours
@@ -159,7 +164,9 @@ async def _converse(converse: ConversationHandler, conversation: Conversation) -
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 - the caller gets it
-        return _error_line(error)
+        line = _error_line(error)
+        if conversation.unanswered:
+            return line
     return b""
 
 

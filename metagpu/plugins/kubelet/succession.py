@@ -19,7 +19,7 @@ from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 
-from metagpu.core.errors import KubeletError
+from metagpu.core.errors import KubeletError, TakeoverFailed
 from metagpu.core.model.shares import ResourceName
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc
@@ -36,7 +36,7 @@ _REASON: Final = "metagpu takes over from an older daemon; its registration foll
 class OldDaemon(Protocol):
     """The kubelet's side of the daemon that is about to end.
 
-    Both functions raise a `MetagpuError` if it does not do so.
+    Both functions raise `TakeoverFailed` if it does not do so.
     """
 
     async def expect_detach(self) -> None:
@@ -51,6 +51,10 @@ class OldDaemon(Protocol):
 class Succession:
     """Registers the resources of an old daemon without a gap.
 
+    Attributes:
+        failure: why the old daemon goes on, `None` as long as it does not. No resource of it is
+            registered from then on.
+
     Args:
         resources: those that the kubelet has from the old daemon, and the new one offers.
         old: the old daemon.
@@ -63,6 +67,7 @@ class Succession:
         self._detaching = anyio.Lock()
         self._expected = False
         self._ended = anyio.Event()
+        self.failure: TakeoverFailed | None = None
 
     def is_due(self, resource: ResourceName) -> bool:
         """Return whether the old daemon still has a resource."""
@@ -77,23 +82,33 @@ class Succession:
     ) -> None:
         """Wait until a resource that is served at `path` can be registered without a gap.
 
+        That is never, once the old daemon goes on.
+
         Raises:
             OSError: the connection to the kubelet breaks.
             StreamTerminatedError: likewise.
-            MetagpuError: the old daemon does not end its lists.
         """
         if not self.is_due(resource):
             return
+        try:
+            await self._expect_detach()
+            await _fail_to_register(directory, resource, lease)
+            self._sockets[resource] = path
+            if self._sockets.keys() == self.resources:
+                await self._old.end_lists(self._sockets)
+                self._ended.set()
+        except TakeoverFailed as error:
+            self.failure = error
+            await anyio.sleep_forever()
+        await self._ended.wait()
+
+    async def _expect_detach(self) -> None:
         async with self._detaching:
+            if self.failure is not None:
+                raise self.failure
             if not self._expected:
                 await self._old.expect_detach()
                 self._expected = True
-        await _fail_to_register(directory, resource, lease)
-        self._sockets[resource] = path
-        if self._sockets.keys() == self.resources:
-            await self._old.end_lists(self._sockets)
-            self._ended.set()
-        await self._ended.wait()
 
 
 async def _fail_to_register(

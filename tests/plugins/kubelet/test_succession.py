@@ -12,6 +12,7 @@ import pytest
 
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
+from metagpu.core.errors import TakeoverFailed
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.shares import ResourceName
@@ -200,6 +201,31 @@ async def test_old_daemon_goes_on_after_a_failed_exchange(tmp_path: Path, ended:
         old.scope.cancel()  # the kubelet knows whose end that is
         await kubelet.wait_for(lambda: kubelet.allocatable() == dict.fromkeys(RESOURCES, 0))
         group.cancel_scope.cancel()
+
+
+async def test_step_that_failed_is_not_repeated(tmp_path: Path) -> None:
+    """An old daemon that goes on is left alone: nothing is registered, and it is asked no more."""
+    asked = 0
+
+    class GoesOn(Daemon):
+        async def expect_detach(self) -> None:
+            nonlocal asked
+            asked += 1
+            raise TakeoverFailed("it goes on")
+
+    (tmp_path / "device-plugins").mkdir()
+    kubelet = simulated_kubelet(tmp_path)
+    async with kubelet.running(), anyio.create_task_group() as group:
+        succession = Succession(NAMES, GoesOn(kubelet))
+        group.start_soon(Daemon(kubelet).serve, succession)
+        with anyio.fail_after(30):
+            while succession.failure is None:  # noqa: ASYNC110 - it has no event
+                await anyio.sleep(0.005)
+        await anyio.sleep(1.5)  # a task that failed would begin again after a second
+        group.cancel_scope.cancel()
+
+        assert asked == 1
+        assert not any(kubelet.registrations.values())
 
 
 async def test_gate_does_not_close_over_a_call_that_lasts() -> None:
