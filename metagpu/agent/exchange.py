@@ -70,11 +70,11 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class HandedState(msgspec.Struct, frozen=True):
-    """All that only the memory of the old daemon has.
+    """All that the memory of the old daemon has, and the new one's may not.
 
     Attributes:
-        leases: those that the kubelet does not report: claims whose pods are being admitted, and
-            shares that the kubelet has forgotten.
+        leases: all; the kubelet does not report claims whose pods are being admitted, nor shares
+            that it has forgotten, and the new daemon's look at the others may be older.
         listed: the resources whose lists the kubelet reads.
         cordons: the cordoned GPUs; the note of faults has them too, a moment later.
         choice: the part of the configuration that the cluster chose; `None` if it chose none.

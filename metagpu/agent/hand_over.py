@@ -67,11 +67,11 @@ class Duties:
         self.guests.resume()
 
     def describe(self) -> HandedState:
-        """Return what only this daemon knows."""
+        """Return what this daemon knows, and another one may not."""
         snapshot = self.registry.snapshot
         leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
         return HandedState(
-            tuple(it for it in leases if it.holder is None or it.unconfirmed),
+            tuple(leases),
             tuple(it for it in snapshot.offers if self.call_stats.of_resource(it).listed),
             {gpu: it.cordon for gpu, it in snapshot.gpus.items() if it.cordon is not None},
             self.cluster.choice if self.cluster else None,

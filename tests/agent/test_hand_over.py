@@ -88,8 +88,8 @@ async def old_daemon(folder: Path) -> AsyncIterator[Old]:
         yield Old(hand_over, duties, gate, registry)
 
 
-async def test_old_daemon_reports_what_it_alone_knows(tmp_path: Path) -> None:
-    """The new daemon gets claims, forgotten leases, cordons and the profile; no listed lease."""
+async def test_old_daemon_reports_what_it_knows(tmp_path: Path) -> None:
+    """The new daemon gets all leases, cordons and the profile."""
     claimed = Lease(A_SHARES[0], 5)
     forgotten = Lease(B_SHARES[0], 5, Holder("team", "bob", "main"), unconfirmed=True)
     listed = Lease(A_SHARES[1], 5, Holder("team", "alice", "main"))
@@ -103,7 +103,7 @@ async def test_old_daemon_reports_what_it_alone_knows(tmp_path: Path) -> None:
             await new.finish()
         assert old.hand_over.done.is_set()
 
-    assert set(state.leases) == {replace(claimed, since=7), replace(forgotten, since=7)}
+    assert set(state.leases) == {replace(it, since=7) for it in (claimed, forgotten, listed)}
     assert state.cordons == {A.id: Pause("fan", 3)}
     assert state.choice == ClusterChoice(profile="small")
     assert old.duties.lines == ["pause"]

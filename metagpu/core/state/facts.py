@@ -265,10 +265,11 @@ class LeasesObserved(msgspec.Struct, frozen=True):
 
 
 class LeasesHandedOver(msgspec.Struct, frozen=True):
-    """The daemon of before reported leases that the kubelet does not report.
+    """The daemon of before reported its leases.
 
-    Such a lease is a claim whose pod is still being admitted, or of a pod whose shares the kubelet
-    has forgotten. It begins now: no look at the kubelet of before says anything about it.
+    Some of them the kubelet does not report: claims whose pods are still being admitted, and shares
+    that the kubelet has forgotten. Others are newer than our look at the kubelet. So each begins
+    now, unless both daemons know the same holder: no look of before says anything about it.
     """
 
     leases: tuple[Lease, ...]

@@ -211,12 +211,13 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
 def apply_handed_over(
     snapshot: Snapshot, fact: LeasesHandedOver
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
-    """Begin the leases that only the daemon of before knew; known holders stay."""
+    """Begin the leases of the daemon of before, which granted after our look at the kubelet."""
     leases = []
     for lease in fact.leases:
         state = snapshot.gpus.get(lease.share.gpu)
         known = state.leases.get(lease.share.id) if state else None
-        if state is None or (known is not None and known.holder is not None):
+        same = known is not None and known.holder is not None and known.holder == lease.holder
+        if state is None or same:
             continue
         share = _held_share(snapshot, lease.share.id, known, lease.share.resource)
         leases.append(replace(lease, share=share, since=fact.at, unanswered=False))

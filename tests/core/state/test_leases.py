@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from metagpu.core.model.shares import Lease, ResourceName
+from metagpu.core.model.shares import Holder, Lease, ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     GpuFaulted,
@@ -365,9 +365,21 @@ def test_leases_of_the_daemon_before_begin_now() -> None:
     assert leases(older) == leases(snapshot)
 
 
-def test_holders_that_the_kubelet_names_are_not_replaced() -> None:
-    """The kubelet's list is newer than what the old daemon knew of a share."""
+@pytest.mark.parametrize("handed", [None, ALICE])
+def test_leases_of_the_daemon_before_are_newer_than_our_look(handed: Holder | None) -> None:
+    """A share that was granted again after our look is not the former holder's: no look ends it."""
     listed, _ = reduce(NODE, LeasesObserved({A_SHARES[0].id: BOB}, at=50))
-    snapshot, _ = reduce(listed, LeasesHandedOver((Lease(A_SHARES[0], 5),), at=100))
+    lease = Lease(A_SHARES[0], 5, handed)
+    snapshot, events = reduce(listed, LeasesHandedOver((lease,), at=100))
 
+    assert leases(snapshot) == {A_SHARES[0].id: replace(lease, since=100)}
+    assert events == ()
+    gone, _ = reduce(snapshot, LeasesObserved({}, at=99))
+    assert leases(gone) == leases(snapshot)
+
+
+def test_holder_that_both_daemons_know_keeps_its_lease() -> None:
+    """A lease that both daemons have goes on."""
+    listed, _ = reduce(NODE, LeasesObserved({A_SHARES[0].id: BOB}, at=50))
+    snapshot, _ = reduce(listed, LeasesHandedOver((Lease(A_SHARES[0], 5, BOB),), at=100))
     assert snapshot is listed
