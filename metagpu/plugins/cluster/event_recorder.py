@@ -19,7 +19,9 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.core.errors import ClusterError
+from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.plugins.cluster.label_syntax import name_part
 from metagpu.plugins.cluster.node_patch import MERGE_PATCH
 from metagpu.plugins.cluster.reconciler import Reconciler
 
@@ -41,7 +43,6 @@ QUEUE_LIMIT: Final = 256
 """Events that may wait for an API server that does not answer: more than a node has pods."""
 NOTE_LIMIT: Final = 1024
 """Bytes of UTF-8."""
-_NAME_LIMIT: Final = 230
 _FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
 _HOPELESS: Final = frozenset((400, 404, 422))
@@ -107,9 +108,12 @@ class EventData(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _EventSeries:
+    """An Event and its repetitions; without a name the API server does not accept it."""
+
     name: str
     first: float
     written: float
+    unlimited: bool
     count: int = 1
 
 
@@ -150,6 +154,8 @@ class EventRecorder:
         default_factory=lambda: defaultdict(_NamespaceRate)
     )
 
+    _logged: LogOnce = field(default_factory=LogOnce)
+
     def __post_init__(self) -> None:
         self.reconciler = Reconciler(self.name, self._send, self.client.timing)
 
@@ -161,7 +167,7 @@ class EventRecorder:
         self.reconciler.trigger()
 
     async def _send(self) -> None:
-        """Send the queue; a failure is retried, unless the Event can never be accepted.
+        """Send the queue; a failure is retried.
 
         A namespace that is ending, or has no quota left, accepts no Events: others go on.
         """
@@ -171,12 +177,10 @@ class EventRecorder:
             try:
                 await self._write(data)
             except ClusterError as error:
-                if error.status == _FORBIDDEN:
-                    closed[data.subject.namespace] = error
-                    continue
-                if error.status not in _HOPELESS:
+                if error.status != _FORBIDDEN:
                     raise
-                log.warning("event rejected", reason=data.reason, error=str(error))
+                closed[data.subject.namespace] = error
+                continue
             self._remove(data)
         if closed:
             raise next(iter(closed.values()))
@@ -213,7 +217,7 @@ class EventRecorder:
                 self.dropped += 1
             return
 
-        if data.once_for is not None:
+        if data.once_for is not None or not series.name:
             return
         series.count += 1
         if now - series.written >= self.client.timing.count_interval:
@@ -221,14 +225,17 @@ class EventRecorder:
                 await self._update_count(data, series, now)
             except ClusterError as error:
                 series.count -= 1
-                if error.status != _NOT_FOUND:
-                    raise
-                await self._create(data, now)  # Kubernetes deletes Events after an hour
+                if error.status == _NOT_FOUND:
+                    await self._create(data, now)  # Kubernetes deletes Events after an hour
+                else:
+                    self._give_up(data, error)
+                    series.name = ""
 
     def _may_create(self, data: EventData, now: float) -> bool:
         if data.unlimited:
             return True
-        existing = sum(about == data.dedup_key[0] for about, _, _ in self._series)
+        about = data.dedup_key[0]
+        existing = sum(key[0] == about and not it.unlimited for key, it in self._series.items())
         limit = self.per_subject * (MINOR if data.minor else 1)
         rates = self._rates[data.subject.namespace].of(data)
         return existing < limit and all(rate.wait(now) == 0 for rate in rates)
@@ -242,9 +249,17 @@ class EventRecorder:
                 return
             del self._series[oldest]
 
+    def _give_up(self, data: EventData, error: ClusterError) -> None:
+        """Log that the API server can never accept an Event; raise every other error."""
+        if error.status not in _HOPELESS:
+            raise error
+        if self._logged.is_new(data.reason, str(error.status)):
+            log.warning("event rejected", reason=data.reason, error=str(error))
+
     async def _create(self, data: EventData, now: float) -> None:
+        """Write an Event; one that can never be accepted costs the same, and is not repeated."""
         subject = data.subject
-        name = f"{subject.name[:_NAME_LIMIT].rstrip('-.')}.{uuid4().hex[:16]}"
+        name = f"{name_part(subject.name)}.{uuid4().hex[:16]}"
         namespace = subject.namespace or "default"
         body: dict[str, Any] = {
             "apiVersion": "events.k8s.io/v1",
@@ -265,12 +280,16 @@ class EventRecorder:
                 **({"namespace": subject.namespace} if subject.namespace else {}),
             },
         }
-        await self.client.call("POST", _PATH.format(namespace), body=body)
+        try:
+            await self.client.call("POST", _PATH.format(namespace), body=body)
+        except ClusterError as error:
+            self._give_up(data, error)
+            name = ""
         if not data.unlimited:
             for rate in self._rates[subject.namespace].of(data):
                 rate.reserve(now)
         self._series.pop(data.dedup_key, None)
-        self._series[data.dedup_key] = _EventSeries(name, now, now)
+        self._series[data.dedup_key] = _EventSeries(name, now, now, data.unlimited)
 
     async def _update_count(self, data: EventData, series: _EventSeries, now: float) -> None:
         path = f"{_PATH.format(data.subject.namespace or 'default')}/{series.name}"

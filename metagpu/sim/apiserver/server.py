@@ -5,6 +5,7 @@ throttling, watches that end, an expired history, renewed tokens.
 """
 
 import json
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,6 +32,9 @@ _EVENT_FIELDS: Final = (
     "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
 )  # fmt: skip
 _NOTE_LIMIT: Final = 1024
+_WRITES: Final = frozenset(("PATCH", "POST"))
+_LABEL: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class SimApiServer(SimCluster):
         token: the token that clients must send.
         denied: (method, part of a path) of requests that are forbidden.
         failing: (method, part of a path) of requests that fail for now.
-        rejected: parts of paths whose patches are invalid.
+        rejected: parts of paths whose patches and new objects are invalid.
         failures: answers to the next requests of any kind.
         nfd: Node Feature Discovery's master, `None` where NFD is not installed.
         nfd_active: whether NFD's master runs.
@@ -182,7 +186,7 @@ class SimApiServer(SimCluster):
             raise self.failures.popleft()
         if self.nfd is None and request.path.startswith(GROUP):
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
-        if request.method == "PATCH" and any(part in request.path for part in self.rejected):
+        if request.method in _WRITES and any(part in request.path for part in self.rejected):
             raise ApiError(422, "Invalid", "status: Required value")
         if any(request.method == method and part in request.path for method, part in self.failing):
             raise ApiError(503, "ServiceUnavailable", "a test made the simulated API server fail")
@@ -266,6 +270,8 @@ class SimApiServer(SimCluster):
         missing = [name for name in _EVENT_FIELDS if not body.get(name)]
         if missing or len(body["note"].encode()) > _NOTE_LIMIT:
             raise ApiError(422, "Invalid", f"Event is invalid: {missing or 'note: too long'}")
+        if not _NAME.fullmatch(body["metadata"]["name"]):
+            raise ApiError(422, "Invalid", "metadata.name: a lowercase RFC 1123 subdomain")
         if regarding.get("namespace", "default") != namespace:
             raise ApiError(422, "Invalid", "regarding.namespace: does not match event.namespace")
         return web.json_response(

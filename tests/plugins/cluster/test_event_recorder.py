@@ -5,12 +5,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import pytest
 from msgspec.structs import replace
 
 from metagpu.plugins.cluster import event_recorder as events
 from metagpu.plugins.cluster.event_recorder import EventData, EventRecorder, ObjectReference
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import QUICK, client_of
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
 
 HOT = EventData(
     ObjectReference("Node", "n", "uid"), "GPUUnhealthy", "GPU 0: hot", "Judge", warning=True
@@ -252,3 +255,62 @@ async def test_long_texts_are_truncated_as_kubernetes_counts(tmp_path: Path) -> 
     [event] = server.events()
     assert len(event["note"].encode()) == 1023
     assert event["metadata"]["name"].startswith("p" * 229 + ".")
+
+
+@pytest.mark.parametrize("name", ["A B/../ü", "", "-.-", "web-0", "a" * 229 + ".-b"])
+async def test_an_owners_name_is_free_text(tmp_path: Path, name: str) -> None:
+    """An Event about an object of any name has a name that Kubernetes accepts."""
+    server = SimApiServer()
+    owner = ObjectReference("Anything", name, "u", "team")
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.record(EventData(owner, "R", "note", "Judge"))
+        await server.until(server.events)
+
+    assert server.events()[0]["regarding"]["name"] == name
+
+
+async def test_events_that_can_never_be_accepted_cost_the_rate_too(tmp_path: Path) -> None:
+    """What the API server refuses is asked once for each key, within the rate, and logged once."""
+    server = SimApiServer()
+    pod = ObjectReference("Pod", "p", "u", "team")
+    with capture_module_logs(events) as lines:
+        async with recording(server, tmp_path, Clock()) as recorder:
+            server.rejected.append("/events")
+            for number in range(events.BURST + 5):
+                for _ in range(3):
+                    recorder.record(EventData(pod, "R", str(number), "Judge"))
+            await becomes(lambda: not recorder._queue)
+
+    assert len(server.requests) == events.BURST
+    assert recorder.dropped == 3 * 5
+    assert [line["event"] for line in lines] == ["event rejected"]
+
+
+async def test_a_count_that_can_never_be_accepted_is_written_once(tmp_path: Path) -> None:
+    """A count that the API server refuses is not written at each repetition."""
+    server, clock = SimApiServer(), Clock()
+    async with recording(server, tmp_path, clock) as recorder:
+        recorder.record(HOT)
+        await server.until(server.events)
+        server.rejected.append("/events")
+        for _ in range(5):
+            clock.now += QUICK.count_interval
+            recorder.record(HOT)
+        await becomes(lambda: not recorder._queue)
+
+    assert [each.method for each in server.requests] == ["POST", "PATCH"]
+
+
+async def test_unlimited_events_leave_an_object_its_limit(tmp_path: Path) -> None:
+    """Events without a limit do not use up that of their object."""
+    server = SimApiServer()
+    pod = ObjectReference("Pod", "p", "u", "team")
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.per_subject = 2
+        for number in range(8):
+            note = f"GPU {number} is hot"
+            recorder.record(EventData(pod, "GPUUnhealthy", note, "CheckHealth", unlimited=True))
+        recorder.record(EventData(pod, "GPUDeviceLost", "lost", "CheckHealth", warning=True))
+        await server.until(lambda: len(server.events()) == 9)
+
+    assert server.events()[-1]["reason"] == "GPUDeviceLost"
