@@ -24,7 +24,7 @@ from metagpu.plugins.cluster.competing_pods import (
 )
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.event_feeds import (
-    record_gpu_events,
+    GpuEventFeed,
     record_node_events,
     record_pod_events,
     record_refusals,
@@ -45,6 +45,7 @@ from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
 from metagpu.plugins.cluster.pods import PodInformer
 from metagpu.plugins.cluster.reconciler import Reconciler
+from metagpu.plugins.cluster.refusals import RefusalMatcher
 from metagpu.plugins.cluster.settings import JANITORS, ClusterSettings, Feature
 from metagpu.plugins.cluster.watch import WatchedObject
 
@@ -92,7 +93,9 @@ class Cluster:
         self._pod_recorder: EventRecorder | None = None
         self._pods: PodInformer | None = None
         self._janitor: Janitor | None = None
-        self._dropped = self._pods_dropped = 0
+        # These outlive a connection, so that the next one repeats no Event.
+        self._gpu_events = GpuEventFeed(registry)
+        self._refusals = RefusalMatcher()
 
     @property
     def choice(self) -> ClusterChoice | None:
@@ -144,8 +147,8 @@ class Cluster:
             **(self._label_sync.report() if self._label_sync else {}),
             "competingPlugins": self._competing_pods.report(list(self._registry.snapshot.offers)),
             "nodeDifferences": dict(self._comparison.differences) if self._comparison else {},
-            "eventsDropped": self._dropped + _dropped_by(self._recorder),
-            "podEventsDropped": self._pods_dropped + _dropped_by(self._pod_recorder),
+            "eventsDropped": _dropped_by(self._recorder),
+            "podEventsDropped": _dropped_by(self._pod_recorder),
         }
 
     def _build_reconcilers(self, client: "KubeClient") -> Sequence[Callable[[], Awaitable[None]]]:
@@ -153,10 +156,10 @@ class Cluster:
         settings, features = self._settings, self._settings.features
         self._node = WatchedObject(client, NODES, settings.node, self._trigger)
         self.config_follower.node = self._node
-        self._dropped += _dropped_by(self._recorder)
-        self._pods_dropped += _dropped_by(self._pod_recorder)
         instance = f"metagpu-{settings.node}"  # deploy/admission-policy.yaml requires this name
-        self._recorder = EventRecorder(client, instance)
+        if self._recorder is None:
+            self._recorder = EventRecorder(client, instance)
+        self._recorder.connect(client)
         self._comparison = NodeComparison(
             self._node, self._registry, settings.timing, self._record_difference
         )
@@ -175,9 +178,11 @@ class Cluster:
         )
         if Feature.POD_EVENTS in features:
             # Pods that misbehave must not use up the limits of the node's Events.
-            self._pod_recorder = EventRecorder(
-                client, instance, name=Feature.POD_EVENTS, per_subject=PER_POD
-            )
+            if self._pod_recorder is None:
+                self._pod_recorder = EventRecorder(
+                    client, instance, name=Feature.POD_EVENTS, per_subject=PER_POD
+                )
+            self._pod_recorder.connect(client)
             if features & JANITORS:
                 self._janitor = Janitor(
                     client,
@@ -249,9 +254,10 @@ class Cluster:
                 )
             if self._pod_recorder is not None:
                 group.start_soon(record_pod_events, self._registry, self._pod_recorder)
-                group.start_soon(record_gpu_events, self._registry, self._pod_recorder)
+                group.start_soon(self._gpu_events.run, self._pod_recorder)
                 group.start_soon(
-                    record_refusals, self._registry, self._pod_recorder, self._settings.node
+                    record_refusals,
+                    *(self._registry, self._pod_recorder, self._refusals, self._settings.node),
                 )
             if self._janitor is not None:
                 group.start_soon(self._janitor.watch)

@@ -1,6 +1,7 @@
 """Tasks that feed the Event recorders; pure functions choose each Event."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import AllocationRefused
@@ -37,9 +38,10 @@ async def record_pod_events(registry: Registry, recorder: EventRecorder) -> None
                 recorder.record(data)
 
 
-async def record_refusals(registry: Registry, recorder: EventRecorder, node: str) -> None:
+async def record_refusals(
+    registry: Registry, recorder: EventRecorder, matcher: RefusalMatcher, node: str
+) -> None:
     """Record Events of pods that Allocate refused, and of their controllers."""
-    matcher = RefusalMatcher()
     with registry.events.subscribe(AllocationRefused, PodsListed) as events:
         async for event in events:
             match event:
@@ -51,10 +53,19 @@ async def record_refusals(registry: Registry, recorder: EventRecorder, node: str
                             recorder.record(data)
 
 
-async def record_gpu_events(registry: Registry, recorder: EventRecorder) -> None:
-    """Record Events of pods whose GPU or MIG device leaves service or returns."""
-    before: Troubles = {}
-    async for troubles in registry.watch(troubles_of):
-        for data in gpu_events_between(before, troubles, registry.snapshot):
-            recorder.record(data)
-        before = troubles
+@dataclass(eq=False)
+class GpuEventFeed:
+    """Records Events of pods whose GPU or MIG device leaves service or returns.
+
+    It outlives a connection: what was recorded before is not recorded again.
+    """
+
+    registry: Registry
+    _before: Troubles = field(default_factory=dict)
+
+    async def run(self, recorder: EventRecorder) -> None:
+        """Record Events until cancelled."""
+        async for troubles in self.registry.watch(troubles_of):
+            for data in gpu_events_between(self._before, troubles, self.registry.snapshot):
+                recorder.record(data)
+            self._before = troubles

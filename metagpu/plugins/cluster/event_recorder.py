@@ -159,6 +159,11 @@ class EventRecorder:
     def __post_init__(self) -> None:
         self.reconciler = Reconciler(self.name, self._send, self.client.timing)
 
+    def connect(self, client: "KubeClient") -> None:
+        """Go on with another client: what was written and what waits stays known."""
+        self.client = client
+        self.reconciler.trigger()
+
     def record(self, data: EventData) -> None:
         """Queue data for an Event; never waits."""
         self._queue.append(data)
@@ -181,6 +186,9 @@ class EventRecorder:
                     raise
                 closed[data.subject.namespace] = error
                 continue
+            except Exception:
+                self._remove(data)  # a fault of ours must not come back with the same data
+                raise
             self._remove(data)
         if closed:
             raise next(iter(closed.values()))

@@ -111,7 +111,7 @@ def parse_features(text: str) -> frozenset[Feature]:
     A `-` before a name removes the feature.
 
     Raises:
-        ConfigError: a name is unknown, or a feature needs another one.
+        ConfigError: a name is unknown, or a feature needs or excludes another one.
     """
     chosen: set[Feature] = set()
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -132,6 +132,9 @@ def parse_features(text: str) -> frozenset[Feature]:
             chosen.add(Feature(name))
         else:
             chosen.discard(Feature(name))
+    if chosen >= JANITORS:
+        problem = "janitor deletes pods and janitor-dry-run deletes none; name one of them"
+        raise ConfigError(problem, file="--cluster")
     if chosen & JANITORS and not {Feature.PODS, Feature.POD_EVENTS} <= chosen:
         problem = "the janitor watches pods and reports by Events; add pods,pod-events"
         raise ConfigError(problem, file="--cluster")

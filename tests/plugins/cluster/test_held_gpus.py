@@ -4,6 +4,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import anyio
 import pytest
 
 from metagpu.core.model.pods import KnownPod
@@ -23,12 +24,14 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
     SharesReleased,
 )
-from metagpu.plugins.cluster import event_recorder
+from metagpu.plugins.cluster import cluster, event_recorder
 from metagpu.plugins.cluster.event_recorder import EventData
 from metagpu.plugins.cluster.held_gpus import gpu_events_between, troubles_of
-from metagpu.plugins.cluster.settings import Feature
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from tests.plugins.cluster.rig import cluster_at_work
 from tests.rigs.build import after, gpu, layout_of
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
 
 FIRST, SECOND = gpu(0), gpu(1)
 NODE: Final = after(GpusFound((FIRST, SECOND), at=0), layout_of(FIRST, SECOND).offer_fact)
@@ -208,3 +211,33 @@ pools: [{{name: all, backends: [{{backend: fraction, sharesPerGpu: {many}}}]}}]
         it.registry.apply(GpuRecovered(FIRST.id, "quiet", at=3))
         await it.server.until(lambda: len(it.server.events()) == 2 * many)
         assert it.cluster.report()["podEventsDropped"] == 0
+
+
+async def test_a_new_connection_repeats_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a fault of the cluster's side a pod has no second Event of a GPU that is still out."""
+    fault = anyio.Event()
+
+    async def fail_once(*_: object) -> None:
+        if not fault.is_set():
+            await fault.wait()
+            raise KeyError("unforeseen")
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(cluster, "record_pod_events", fail_once)
+    timing = ClusterTiming(restart_delay=0.01, reconcile_interval=0.0, count_interval=0.0)
+    with capture_module_logs(cluster) as lines:
+        async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as it:
+            it.offer()
+            await it.server.until(lambda: it.cluster.report()["connected"])
+            it.registry.apply(held(alice=0, bob=10))
+            it.registry.apply(FAULT)
+            await it.server.until(it.server.events)
+            fault.set()
+            await becomes(lambda: lines)
+            it.registry.apply(GpuFaulted(SECOND.id, "XID 79", at=3, fault=Fault.XID))
+            await it.server.until(lambda: "bob" in str(it.server.events()))
+
+    assert [each["regarding"]["name"] for each in it.server.events()] == ["alice", "bob"]
+    assert "series" not in it.server.events()[0]

@@ -49,6 +49,12 @@ def test_unknown_feature_is_named() -> None:
     )
 
 
+def test_a_janitor_either_deletes_or_does_not() -> None:
+    """Both janitors together are refused in one line: a dry run would be silently ignored."""
+    with pytest.raises(ConfigError, match="name one of them"):
+        parse_features("all,janitor,janitor-dry-run")
+
+
 def test_the_janitor_deletes_only_where_it_is_named() -> None:
     """No list of all features has the janitor, and it needs the features that it reports by."""
     assert not {Feature.JANITOR, Feature.JANITOR_DRY_RUN} & ALL_FEATURES
