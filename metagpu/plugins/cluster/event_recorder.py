@@ -265,7 +265,7 @@ class EventRecorder:
             log.warning("event rejected", reason=data.reason, error=str(error))
 
     async def _create(self, data: EventData, now: float) -> None:
-        """Write an Event; one that can never be accepted costs the same, and is not repeated."""
+        """Write an Event, at the same cost if it can never be accepted."""
         subject = data.subject
         name = f"{name_part(subject.name)}.{uuid4().hex[:16]}"
         namespace = subject.namespace or "default"

@@ -22,6 +22,9 @@ def is_valid(name: str, value: str) -> bool:
 
 
 def name_part(text: str) -> str:
-    """Convert a text to the first part of an object's name: an owner's name is free text."""
+    """Convert a text to the first part of an object's name.
+
+    The name of an owner, for instance, is free text.
+    """
     labels = re.sub(r"[^a-z0-9.-]+", "-", text.lower())[:_NAME_LIMIT].split(".")
     return ".".join(filter(None, (label.strip("-") for label in labels))) or "unnamed"

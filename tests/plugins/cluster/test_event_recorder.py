@@ -270,7 +270,7 @@ async def test_an_owners_name_is_free_text(tmp_path: Path, name: str) -> None:
 
 
 async def test_events_that_can_never_be_accepted_cost_the_rate_too(tmp_path: Path) -> None:
-    """What the API server refuses is asked once for each key, within the rate, and logged once."""
+    """A refused Event is asked once for each key, within the rate, and logged once."""
     server = SimApiServer()
     pod = ObjectReference("Pod", "p", "u", "team")
     with capture_module_logs(events) as lines:
