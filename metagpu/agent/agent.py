@@ -101,7 +101,12 @@ class Agent:
         self._build_commands()
         self._guests = PausableTasks(self._guest_tasks)
         duties = Duties(
-            self.registry, self.call_stats, self.backend_runner, self._guests, self.cluster
+            self.registry,
+            self.call_stats,
+            self.backend_runner,
+            self._guests,
+            self.cluster,
+            self._offering.lease_follower.catch_up,
         )
         self.tenure = build_tenure(
             self.paths,

@@ -49,6 +49,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
         lists: for the kubelet to read the new daemon's lists.
         successor: for the new daemon's steps: it gives up before the old one goes on.
         exchange: for a whole exchange, after which the old daemon goes on.
+        look: for the old daemon's look at what the kubelet gave out meanwhile, before it goes on.
     """
 
     poll: float = 0.01
@@ -60,6 +61,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
     lists: float = 10.0
     successor: float = 35.0
     exchange: float = 45.0
+    look: float = 6.0
 
 
 class Hello(msgspec.Struct, frozen=True):

@@ -3,12 +3,13 @@
 Until the last step it can go on, and does so if the new daemon ends, hangs, or fails.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from metagpu import __version__
@@ -44,6 +45,7 @@ class Duties:
     Attributes:
         guests: the tasks that the kubelet does not need.
         cluster: the API server's side, `None` without one.
+        learn_leases: learns which shares a successor granted that failed.
     """
 
     registry: Registry
@@ -51,6 +53,7 @@ class Duties:
     backend_runner: BackendRunner
     guests: PausableTasks
     cluster: FollowsCluster | None
+    learn_leases: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
 
     async def pause(self) -> None:
         """End all that changes the node, and leave the GPUs as they are."""
@@ -132,8 +135,17 @@ class HandOver:
         finally:
             if not self.done.is_set():
                 log.error("successor failed", effect="this daemon goes on")
-                await self.gate.reopen(self.list_end)
-                self.duties.resume()
+                await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Serve again; what the successor granted is not granted twice."""
+        try:
+            if self.gate.forwards:
+                with anyio.move_on_after(self.timing.look):
+                    await self.duties.learn_leases()
+        finally:
+            await self.gate.reopen(self.list_end)
+            self.duties.resume()
 
     async def _take(self, request: Mapping[str, Any], conversation: Conversation) -> None:
         match request.get("step"):

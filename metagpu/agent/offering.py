@@ -53,6 +53,14 @@ class Offering:
         self.paths = self.layout_manager.paths
         self.registry = self.layout_manager.registry
         self.directory = KubeletDirectory(self.paths.kubelet_dir)
+        self.lease_follower = LeaseFollower(
+            self.registry,
+            self.paths.pod_resources,
+            directory=self.paths.kubelet_dir,
+            node=self.node,
+            timing=self.timing.kubelet,
+            running=self.running,
+        )
 
     async def run(self, takeover: Takeover | None = None) -> None:
         """Offer shares, also of GPUs that are added later; a takeover is waited for."""
@@ -107,11 +115,4 @@ class Offering:
         await self.layout_manager.health.surveyed.wait()
         promised = await to_thread.run_sync(checkpoint.read_promised_memory, self.paths.kubelet_dir)
         self.usage_service.set_promised_memory(promised)
-        await LeaseFollower(
-            self.registry,
-            self.paths.pod_resources,
-            directory=self.paths.kubelet_dir,
-            node=self.node,
-            timing=self.timing.kubelet,
-            running=self.running,
-        ).run(self.leases_observed)
+        await self.lease_follower.run(self.leases_observed)

@@ -104,16 +104,17 @@ class Daemon:
 
 @asynccontextmanager
 async def exchanges(
-    folder: Path, period: float = 0.2, first: str = ""
+    folder: Path, period: float | None = 0.2, first: str = "", config: str = CONFIG
 ) -> AsyncIterator[tuple[Exchanges, Daemon]]:
-    """Run a kubelet with a daemon and arriving pods while the block lasts."""
-    await anyio.Path(folder / "metagpu.yaml").write_text(CONFIG)
+    """Run a kubelet with a daemon and, with a period, arriving pods while the block lasts."""
+    await anyio.Path(folder / "metagpu.yaml").write_text(config)
     kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
     it = Exchanges(folder, kubelet)
     async with kubelet.running(), it.daemon(first) as old, anyio.create_task_group() as group:
         await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == SHARES)
         group.start_soon(it.look)
-        group.start_soon(it.arrive, period)
+        if period is not None:
+            group.start_soon(it.arrive, period)
         yield it, old
         group.cancel_scope.cancel()
 
@@ -184,6 +185,50 @@ async def test_old_daemon_serves_again_after_a_new_one_that_registered(tmp_path:
         await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 3)
         await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == SHARES)
         await it.kubelet.admit(SimPod.single("after", {METAGPU: 2}))
+
+
+WHOLE = "nvidia.com/gpu"
+BOTH = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools: [{name: all, backends: [{backend: fraction, sharesPerGpu: 100}, {backend: whole}]}]
+"""
+"""All of a GPU, or a part of it: never both."""
+DIES_LATE = """
+import os, anyio
+from metagpu.agent import predecessor
+
+async def finish(self):
+    while not os.path.exists({mark!r}):
+        await anyio.sleep(0.01)
+    os._exit(9)
+
+predecessor.Predecessor.finish = finish
+"""
+"""Python that has a new daemon end before its last step, once a file is there."""
+
+
+async def test_grants_of_a_new_daemon_that_failed_are_known(tmp_path: Path) -> None:
+    """A GPU that the kubelet got from the new daemon is no other pod's after that one's end."""
+    mark = tmp_path / "die"
+    async with exchanges(tmp_path, None, config=BOTH) as (it, old):
+        async with it.daemon(DIES_LATE.format(mark=str(mark))) as new:
+            await it.kubelet.wait_for(lambda: it.kubelet.registrations[WHOLE] == 2)
+            await it.kubelet.wait_for(lambda: it.kubelet.open_streams[WHOLE] == 1)
+            pod = SimPod.single("whole", {WHOLE: 1})
+            await it.kubelet.admit(pod)
+            mark.touch()
+            assert await new.process.wait() == 9
+        await old.logged("successor failed")
+        await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 3)
+        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU, 0) > 0)
+
+        assert it.kubelet.allocatable()[METAGPU] == 100
+        taken = {share.partition("::")[0] for share in it.kubelet.devices(pod)["main"][WHOLE]}
+        other = SimPod.single("part", {METAGPU: 90})
+        await it.kubelet.admit(other)
+        given = {share.partition("::")[0] for share in it.kubelet.devices(other)["main"][METAGPU]}
+        assert not given & taken
 
 
 async def test_old_daemon_stands_by(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
 def apply_handed_over(
     snapshot: Snapshot, fact: LeasesHandedOver
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
-    """Begin the leases of the daemon of before, which granted after our look at the kubelet."""
+    """Begin the leases of the daemon of before; a holder that both know stays."""
     leases = []
     for lease in fact.leases:
         state = snapshot.gpus.get(lease.share.gpu)

@@ -73,6 +73,11 @@ class CallGate:
             self._running -= 1
             self._notify()
 
+    @property
+    def forwards(self) -> bool:
+        """True once the successor may have granted shares."""
+        return bool(self._sockets)
+
     @contextmanager
     def serving(self, calls: StreamingCalls, connections: Connections) -> Iterator[None]:
         """Know a service's lists and connections while the block lasts."""
