@@ -25,6 +25,7 @@ from metagpu.core.layout.layout import Layout, build_layout, check_fit
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
 from metagpu.host.device_nodes import DeviceNodes, device_nodes
 from metagpu.plugins.kubelet.messages import check_list_size
@@ -86,6 +87,7 @@ class LayoutManager:
         async with self._lock:  # a caller that waited here applies to what the first one left
             self.backend_runner.apply(await self.prepare(config))
             self.health.settings = self.config.root.health
+            self.registry.events.publish(LayoutApplied())
 
     async def prepare(self, new: Config | None = None) -> Layout:
         """Put a configuration in force without running any backend, as `apply` does.

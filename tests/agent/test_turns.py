@@ -63,6 +63,31 @@ async def test_the_node_counts_an_idle_gpu_once(tmp_path: Path, text: str) -> No
         assert turns(it.agent) == before[::-1]
 
 
+async def test_a_reload_begins_and_ends_turns(tmp_path: Path) -> None:
+    """`offer` changes no share of backends without a rule, and takes effect at once."""
+    server, full = SimApiServer(), {"nvidia.com/gpu": 2, SLICED: 8}
+    server.add_node(NODE)
+    server.report(NODE, full, full)
+    exact = MIXED.replace("fraction, sharesPerGpu: 10", "whole")
+    everything = exact.replace("name: all", "name: all\n    offer: all")
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, config=everything, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(2, 2, "nvidia.com/gpu")
+        await it.until(8, 8, SLICED)
+        assert turns(it.agent) == [None, None]
+
+        it.config_file.write_text(exact)
+        await it.agent.reload()
+        await becomes(lambda: None not in turns(it.agent))
+
+        it.config_file.write_text(everything)
+        await it.agent.reload()
+        await becomes(lambda: turns(it.agent) == [None, None])
+
+
 def turns(agent: Agent) -> list[str | None]:
     """Return the backend that offers each GPU."""
     states = agent.registry.snapshot.gpus.values()

@@ -8,6 +8,7 @@ from metagpu.core.layout.offer_turns import TurnCandidate, TurnSchedule, TurnTim
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import OfferTurn
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import TurnsChanged
 from metagpu.core.state.registry import Registry
 
@@ -41,6 +42,7 @@ class TurnRunner:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch)
+                group.start_soon(self._follow_layout)
                 while True:
                     self._changed = anyio.Event()
                     with anyio.move_on_after(self.update()):
@@ -73,6 +75,12 @@ class TurnRunner:
     async def _watch(self) -> None:
         async for _ in self._registry.watch(_watched_state):
             self._changed.set()
+
+    async def _follow_layout(self) -> None:
+        """Look again at each configuration: it may begin or end turns with the same shares."""
+        with self._registry.events.subscribe(LayoutApplied) as events:
+            async for _ in events:
+                self._changed.set()
 
 
 def candidate_of(state: GpuState) -> TurnCandidate:

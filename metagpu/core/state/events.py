@@ -126,6 +126,10 @@ class MemoryErrorReported(msgspec.Struct, frozen=True):
     at: float
 
 
+class LayoutApplied(msgspec.Struct, frozen=True):
+    """A configuration has come into force, perhaps with the same shares as before."""
+
+
 class CheckpointRequested(msgspec.Struct, frozen=True):
     """The kubelet should write its checkpoint: each list that it gets makes it do so."""
 
@@ -190,6 +194,7 @@ Event = (
     | ConfigRejected
     | XidReported
     | MemoryErrorReported
+    | LayoutApplied
     | CheckpointRequested
     | PodEnded
     | AnnotationRejected
