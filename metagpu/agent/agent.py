@@ -154,7 +154,11 @@ class Agent:
         """Build what serves the layout to the kubelet, the cluster and containers."""
         running = partial(running_holders, host)
         self.cluster = build_cluster(
-            self.cluster_settings, self.registry, self.config_loader, self._backends
+            self.cluster_settings,
+            self.registry,
+            self.call_stats,
+            self.config_loader,
+            self._backends,
         )
         self.usage_service = build_usage_service(
             self.driver,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def build_cluster(
     settings: ClusterSettings | None,
     registry: Registry,
+    call_stats: KubeletCallStats,
     config_loader: ConfigLoader,
     backends: InstalledBackends,
 ) -> "Cluster | None":
@@ -41,7 +42,8 @@ def build_cluster(
     from metagpu.plugins.cluster.cluster import Cluster  # noqa: PLC0415 - as said
 
     strategies = {name: sharing_strategy_of(kind) for name, kind in backends.items()}
-    return Cluster(settings, registry, config_loader.follow_cluster, strategies, run_command)
+    follow = config_loader.follow_cluster
+    return Cluster(settings, registry, follow, strategies, run_command, call_stats=call_stats)
 
 
 def build_exporter(

@@ -77,7 +77,7 @@ class TurnRunner:
             self._changed.set()
 
     async def _follow_layout(self) -> None:
-        """Look again at each configuration: it may begin or end turns with the same shares."""
+        """Update at each configuration: it may begin or end turns with the same shares."""
         with self._registry.events.subscribe(LayoutApplied) as events:
             async for _ in events:
                 self._changed.set()

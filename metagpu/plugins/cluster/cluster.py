@@ -16,6 +16,7 @@ from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.competing_pods import (
     CompetingPod,
@@ -74,6 +75,8 @@ class Cluster:
         follow: Callable[[ClusterChoice], Awaitable[ConfigOutcome]],
         strategies: Strategies,
         run_command: RunCommand,
+        *,
+        call_stats: KubeletCallStats,
     ) -> None:
         self.config_follower = ConfigFollower(
             settings, registry, follow, self._record, self._trigger
@@ -81,6 +84,7 @@ class Cluster:
         self.keeps_labels = False
         self._settings = settings
         self._registry = registry
+        self._call_stats = call_stats
         self._strategies = strategies
         self._run_command = run_command
         self._reconcilers: list[tuple[Feature, Reconciler]] = []
@@ -167,7 +171,7 @@ class Cluster:
             "comparison with the Node", self._comparison.reconcile, settings.timing
         )
         patcher = NodePatcher(client, self._node)
-        status = NodeStatusWriter(patcher, self._registry, settings.timing)
+        status = NodeStatusWriter(patcher, self._registry, self._call_stats, settings.timing)
         self._label_sync = LabelSync(
             patcher,
             self._registry,

@@ -9,6 +9,7 @@ import structlog
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.node_object import (
     KubeObject,
@@ -33,10 +34,13 @@ class NodeStatusWriter:
 
     Attributes:
         patcher: provides the Node, and patches it.
+        call_stats: has the lists that the kubelet reads now. The number of another list is the
+            kubelet's own: it has no shares of ours.
     """
 
     patcher: NodePatcher
     registry: Registry
+    call_stats: KubeletCallStats
     timing: ClusterTiming
     _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
 
@@ -94,7 +98,12 @@ class NodeStatusWriter:
         self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
         amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), rising=True)
         ours = self._lowered.keys() | in_turns
-        await self._write({it: n for it, n in amounts.items() if it in ours})
+        await self._write({it: n for it, n in amounts.items() if it in ours and self._listed(it)})
+
+    def _listed(self, resource: ResourceName) -> bool:
+        """Return whether the kubelet has our list of a resource."""
+        problems = self.registry.snapshot.registration_problems
+        return resource not in problems and self.call_stats.of_resource(resource).listed
 
     async def remove_conditions(self) -> None:
         """Remove our conditions.

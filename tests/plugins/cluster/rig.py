@@ -10,6 +10,7 @@ import anyio
 
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry
 from metagpu.host.programs import run_command
@@ -48,14 +49,18 @@ class Scene:
     server: SimApiServer
     registry: Registry
     cluster: Cluster
+    call_stats: KubeletCallStats
     choices: list[ClusterChoice] = field(default_factory=list)
     refusal: str | None = None
 
     def offer(self, text: str = "", count: int = 2) -> None:
-        """Add GPUs to the node, and offer the shares of a configuration on them."""
+        """Add GPUs to the node, and offer their shares, which the kubelet lists at once."""
         gpus = tuple(gpu(index) for index in range(count))
         self.registry.apply(GpusFound(gpus, at=0))
-        self.registry.apply(layout_of(*gpus, text=text).offer_fact)
+        offer = layout_of(*gpus, text=text).offer_fact
+        for resource in offer.resources:
+            self.call_stats.of_resource(resource).listed = True
+        self.registry.apply(offer)
 
     async def has_labels(self, **wanted: str | None) -> None:
         """Wait until the node has labels, given as `nvidia_com__gpu_count`, or lacks them."""
@@ -94,8 +99,9 @@ async def cluster_at_work(
             choice_timeout=0.1,
             timing=timing,
         )
-        cluster = Cluster(settings, registry, follow, STRATEGIES, run_command)
-        scene = Scene(server, registry, cluster)
+        stats = KubeletCallStats()
+        cluster = Cluster(settings, registry, follow, STRATEGIES, run_command, call_stats=stats)
+        scene = Scene(server, registry, cluster, stats)
         async with anyio.create_task_group() as group:
             group.start_soon(scene.cluster.run)
             yield scene

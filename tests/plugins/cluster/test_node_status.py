@@ -12,6 +12,7 @@ from metagpu.core.state.facts import (
     GpuRecovered,
     LeasesObserved,
     ProvisioningReported,
+    RegistrationProblemFound,
     SharesClaimed,
     SharesReleased,
     TurnsChanged,
@@ -201,6 +202,30 @@ async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:
         await server.until(lambda: free() == {METAGPU: "0", SLICED: "4"})
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_turn_raises_no_number_of_a_kubelet_without_the_list(
+    tmp_path: Path,
+    refused: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """A kubelet whose stream has ended, or that refused, would reject each pod."""
+    timing = ClusterTiming(raise_delay=0.02)
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20, SLICED: 8}, {METAGPU: 0, SLICED: 0})
+
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
+        it.offer(SIDE_BY_SIDE, count=2)
+        if refused:
+            it.registry.apply(RegistrationProblemFound(METAGPU, "the kubelet refuses it"))
+        else:
+            it.call_stats.of_resource(METAGPU).listed = False
+
+        turns = [OfferTurn("fraction", since=0), OfferTurn("timeslice", since=0)]
+        it.registry.apply(TurnsChanged({gpu(n).id: turn for n, turn in enumerate(turns)}))
+        await server.until(lambda: allocatable(server)[SLICED] == "4")
+        assert allocatable(server)[METAGPU] == "0"
+
+
 async def test_a_deleted_pod_lowers_the_amount_before_its_end(tmp_path: Path) -> None:
     """The scheduler counts a pod's shares as free at its end: what nobody can have is gone."""
     server = SimApiServer()
@@ -226,3 +251,8 @@ async def test_a_deleted_pod_lowers_the_amount_before_its_end(tmp_path: Path) ->
         deleted = {"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}
         server.store.merge(("pods", "team", "a"), deleted, status=False, manager="kubectl")
         await server.until(lambda: free() == "14")
+
+
+def allocatable(server: SimApiServer) -> dict[str, str]:
+    """Return the Node's allocatable numbers."""
+    return dict(server.node(NODE)["status"]["allocatable"])
