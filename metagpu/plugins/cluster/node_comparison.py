@@ -12,7 +12,12 @@ import structlog
 
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.node_object import KubeObject, allocatable_of, parse_quantity
+from metagpu.plugins.cluster.node_object import (
+    KubeObject,
+    allocatable_of,
+    healthy_shares_of,
+    parse_quantity,
+)
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.plugins.cluster.watch import WatchedObject
 
@@ -42,10 +47,16 @@ class NodeComparison:
         snapshot, now = self.registry.snapshot, anyio.current_time()
         listed = {
             resource: count
-            for resource, count in allocatable_of(snapshot).items()
+            for resource, count in healthy_shares_of(snapshot).items()
             if resource not in snapshot.registration_problems
         }
-        due = self._track(listed, shown_amounts(node), now)
+        # While pods terminate, the Node shows fewer where metagpu writes its numbers.
+        lowered = allocatable_of(snapshot)
+        shown = {
+            resource: listed.get(resource, amount) if amount == lowered.get(resource) else amount
+            for resource, amount in shown_amounts(node).items()
+        }
+        due = self._track(listed, shown, now)
         for resource in self.differences.keys() - due.keys():
             del self.differences[resource]
             if resource in listed:

@@ -191,14 +191,15 @@ def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     Shares whose turn ends are not counted. While pods terminate there are no more than after their
     ends: the scheduler frees their shares, and tries waiting pods, before any number can fall.
     """
-    amounts = _count_healthy(snapshot)
+    amounts = healthy_shares_of(snapshot)
     for after in after_ends(snapshot):
-        later = _count_healthy(after)
+        later = healthy_shares_of(after)
         amounts = {resource: min(count, later[resource]) for resource, count in amounts.items()}
     return amounts
 
 
-def _count_healthy(snapshot: Snapshot) -> Mapping[ResourceName, int]:
+def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
+    """Count the healthy shares of each resource now, as the kubelet does between turns."""
     return {
         resource: sum(
             len(shares) - sum(share.id in uncounted for share in shares)

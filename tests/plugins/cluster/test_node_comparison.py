@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from metagpu.core.state.facts import RegistrationProblemFound
+from metagpu.core.model.shares import Holder
+from metagpu.core.state.facts import LeasesObserved, RegistrationProblemFound
+from metagpu.plugins.cluster.node_comparison import shown_amounts
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, cluster_at_work
@@ -57,3 +59,29 @@ async def test_a_resource_that_the_kubelet_lacks_is_reported_as_that(tmp_path: P
         it.registry.apply(RegistrationProblemFound(METAGPU, "the kubelet does not read its list"))
         server.label(NODE, {"team": "vision"})
         await becomes(lambda: not it.cluster.report()["nodeDifferences"])
+
+
+async def test_while_a_pod_terminates_the_kubelets_number_is_right_too(tmp_path: Path) -> None:
+    """The kubelet writes the healthy shares where metagpu does not lower them for the end."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.add_pod("team", "a", NODE, uid="a")
+    deleted = {"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}
+    server.store.merge(("pods", "team", "a"), deleted, status=False, manager="kubectl")
+
+    async with cluster_at_work(tmp_path, Feature.PODS, server=server) as it:
+        await becomes(lambda: it.registry.snapshot.pods.terminating)
+        it.offer()
+        shares = list(it.registry.snapshot.offers[METAGPU].shares.values())
+        held = {share.id: Holder("team", "a", "main") for share in shares[:2]}
+        held |= {share.id: Holder("team", "b", "main") for share in (*shares[2:6], *shares[10:14])}
+        it.registry.apply(LeasesObserved(held, at=1))
+        comparison = it.cluster._comparison
+        assert comparison is not None
+
+        async def differs(amount: int) -> bool:
+            server.report(NODE, {METAGPU: 20}, {METAGPU: amount})
+            await becomes(lambda: shown_amounts(comparison.node.object or {}) == {METAGPU: amount})
+            return await comparison.reconcile() is not None
+
+        assert [await differs(amount) for amount in (16, 14, 20)] == [False, False, True]
