@@ -199,7 +199,7 @@ def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
 
 
 def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
-    """Count the healthy shares of each resource now, as the kubelet does between turns."""
+    """Count the healthy shares of each resource, as the kubelet does between turns."""
     return {
         resource: sum(
             len(shares) - sum(share.id in uncounted for share in shares)

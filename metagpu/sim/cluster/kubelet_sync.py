@@ -64,9 +64,14 @@ class KubeletSync:
                 async with self._syncing:
                     with suppress(KubeletDownError):
                         await self._sync(group)
-                left = min(self._ends.values(), default=float("inf")) - anyio.current_time()
-                with anyio.move_on_after(max(0.0, left)):
+                with anyio.move_on_after(self._seconds_to_end()):
                     await changed.wait()
+
+    def _seconds_to_end(self) -> float:
+        """Return the seconds until a pod ends by itself; without a kubelet none does."""
+        if not self.kubelet.is_up:
+            return float("inf")
+        return max(0.0, min(self._ends.values(), default=float("inf")) - anyio.current_time())
 
     async def stop(self) -> None:
         """Kill the kubelet, also while it waits for a plugin; containers go on."""
@@ -80,7 +85,7 @@ class KubeletSync:
             await self.kubelet.restart(forget=forget, reboot=reboot)
             await self._readmit()
             for pod in self.kubelet.pods if reboot else ():
-                with suppress(ContainerStartError):
+                with suppress(ContainerStartError, KubeletDownError):
                     await self.kubelet.start_container(pod, CONTAINER)
         self.api.wake()
 
@@ -92,11 +97,12 @@ class KubeletSync:
         return self.kubelet.devices(pod).get(CONTAINER, {})
 
     async def _readmit(self) -> None:
-        """Admit the earlier pods at a kubelet that has just started."""
+        """Admit the earlier pods at a kubelet that has just started, unless it is killed first."""
         await anyio.sleep(READMIT_AFTER)
-        for uid, error in (await self.kubelet.readmit()).items():
-            if pod := self._pods.get(uid):
-                self._reject(pod, error)
+        with suppress(KubeletDownError):
+            for uid, error in (await self.kubelet.readmit()).items():
+                if pod := self._pods.get(uid):
+                    self._reject(pod, error)
 
     # ---- pods ------------------------------------------------------------------------------
 
@@ -158,7 +164,9 @@ class KubeletSync:
     def _reject(self, pod: SimPod, error: AdmissionError) -> None:
         self._pods.pop(pod.uid, None)
         self._ends.pop(pod.uid, None)
-        it = self.api.store.objects["pods", pod.namespace, pod.name]
+        it = self.api.store.objects.get(("pods", pod.namespace, pod.name))
+        if it is None or it["metadata"]["uid"] != pod.uid:
+            return  # it was deleted while the plugin answered
         self._set(it, pod_objects.rejected(error.reason, error.message))
         self.record(it, error.reason, error.message)
 

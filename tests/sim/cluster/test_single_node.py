@@ -6,12 +6,15 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from metagpu.sim.cluster.kubelet_sync import READMIT_AFTER
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.cluster.single_node import SingleNodeCluster
 from metagpu.sim.cluster.views import PodView
+from metagpu.sim.kubelet.kubelet import AdmissionError
 from metagpu.sim.machine.gpu import SimError
 from metagpu.sim.machine.spec import build_node
 from tests.rigs.waiting import skip
@@ -153,3 +156,46 @@ async def test_a_second_plugin_of_the_name(tmp_path: Path) -> None:
         await cluster.end_plugin()
         with pytest.raises(SimError, match="no second plugin runs"):
             await cluster.end_plugin()
+
+
+async def test_a_pod_whose_time_is_over_waits_for_the_kubelet_at_rest(tmp_path: Path) -> None:
+    """While the kubelet is stopped nothing runs in circles; the pod ends once it is back."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        await add(cluster, "short", 1, seconds=60)
+        await cluster.stop_kubelet()
+        await anyio.wait_all_tasks_blocked()
+        rounds, sync = 0, cluster._sync._sync
+
+        async def counted(group: TaskGroup) -> None:
+            nonlocal rounds
+            rounds += 1
+            await sync(group)
+
+        cluster._sync._sync = counted  # type: ignore[method-assign]
+        skip(61)
+        await anyio.sleep(0.2)
+        assert rounds <= 2
+
+        await cluster.restart_kubelet()
+        await cluster.api.until(lambda: phases(cluster)["short"] in {"Succeeded", "Failed"})
+
+
+async def test_a_kubelet_may_be_stopped_as_soon_as_it_has_started(tmp_path: Path) -> None:
+    """It has not admitted its earlier pods yet; the next one does."""
+    async with SingleNodeCluster(build_node("t4:1"), tmp_path).running() as cluster:
+        await cluster.stop_kubelet()
+        await anyio.sleep(2 * READMIT_AFTER)
+        await cluster.restart_kubelet()
+        assert cluster.kubelet.is_up
+
+
+async def test_a_pod_that_is_deleted_while_it_is_rejected_needs_no_status(tmp_path: Path) -> None:
+    """The cluster goes on."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        await add(cluster, "gone", 1)
+        [pod] = cluster.kubelet.pods
+        cluster.api.store.delete(("pods", pod.namespace, pod.name))
+        cluster._sync._reject(pod, AdmissionError("UnexpectedAdmissionError", "too late"))
+
+        assert cluster.events() == []
+        assert (await add(cluster, "next", 1)).phase == "Running"
