@@ -97,7 +97,7 @@ class KubeletSync:
         return self.kubelet.devices(pod).get(CONTAINER, {})
 
     async def _readmit(self) -> None:
-        """Admit the earlier pods at a kubelet that has just started, unless it is killed first."""
+        """Admit the earlier pods at a kubelet that has just started and lives on."""
         await anyio.sleep(READMIT_AFTER)
         with suppress(KubeletDownError):
             for uid, error in (await self.kubelet.readmit()).items():

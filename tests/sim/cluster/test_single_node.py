@@ -181,7 +181,7 @@ async def test_a_pod_whose_time_is_over_waits_for_the_kubelet_at_rest(tmp_path: 
 
 
 async def test_a_kubelet_may_be_stopped_as_soon_as_it_has_started(tmp_path: Path) -> None:
-    """It has not admitted its earlier pods yet; the next one does."""
+    """The next kubelet admits the earlier pods."""
     async with SingleNodeCluster(build_node("t4:1"), tmp_path).running() as cluster:
         await cluster.stop_kubelet()
         await anyio.sleep(2 * READMIT_AFTER)
