@@ -99,6 +99,7 @@ def test_the_layout_of_cern_and_its_replica_set(layout_node: MigNode, driver: Pa
     cluster.node.power_on()
     layout_node.await_amounts(LAYOUT_AMOUNTS)
     assert_layout(layout_node)
+    wait_for("the holders of all shares", lambda: holders_known(layout_node), within_s=SETTLED_S)
 
     # Pods that the kubelet started again in place have lost devices in their environment.
     cluster.kubectl(
@@ -115,6 +116,12 @@ def assert_layout(node: MigNode) -> None:
     for gpu in node.cluster.daemon.simulated_gpus():
         profiles = sorted(it["placement"].partition("@")[0] for it in gpu["instances"])
         assert profiles == ["1g.5gb"] * 3 + ["2g.10gb"] * 2, gpu["instances"]
+
+
+def holders_known(node: MigNode) -> bool:
+    """Return whether the daemon knows who holds each share; no other pod gets it before."""
+    leases = node.cluster.daemon.status()["leases"]
+    return bool(leases) and all(it["holder"] for it in leases)
 
 
 def replicas_devices(node: MigNode) -> set[str]:
