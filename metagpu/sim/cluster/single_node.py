@@ -243,17 +243,24 @@ class SingleNodeCluster:
             await changed.wait()
 
     async def _save(self) -> None:
-        """Save all objects after a change: pods outlive the daemon, as containers do."""
+        """Save all objects after a change and at the end: pods outlive the daemon."""
         saved = 0
-        while True:
-            changed = self.api.next_change()
-            if saved != self.api.store.version:
-                saved = self.api.store.version
-                text = json.dumps(self.api.store.dump())
-                await to_thread.run_sync(_replace, self._objects_file, text)
-                await anyio.sleep(_SAVE_PERIOD)
-            else:
-                await changed.wait()
+        try:
+            while True:
+                changed = self.api.next_change()
+                if saved != self.api.store.version:
+                    saved = self.api.store.version
+                    await self._write_objects()
+                    await anyio.sleep(_SAVE_PERIOD)
+                else:
+                    await changed.wait()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._write_objects()
+
+    async def _write_objects(self) -> None:
+        text = json.dumps(self.api.store.dump())
+        await to_thread.run_sync(_replace, self._objects_file, text)
 
     async def _clean(self) -> None:
         """Forget old requests and changes; a watch that lags behind lists again."""

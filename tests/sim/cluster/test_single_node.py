@@ -199,3 +199,13 @@ async def test_a_pod_that_is_deleted_while_it_is_rejected_needs_no_status(tmp_pa
 
         assert cluster.events() == []
         assert (await add(cluster, "next", 1)).phase == "Running"
+
+
+async def test_the_last_change_is_saved(tmp_path: Path) -> None:
+    """A change just before the cluster ends is there in the next cluster."""
+    node = build_node("t4:1")
+    async with SingleNodeCluster(node, tmp_path).running() as cluster:
+        cluster.label_node({"team": "vision"})
+
+    async with SingleNodeCluster(node, tmp_path).running() as cluster:
+        assert cluster.api.labels(cluster.name)["team"] == "vision"
