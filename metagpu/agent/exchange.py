@@ -27,7 +27,8 @@ class Step:
             with its `HandedState`.
         DETACH: the kubelet is about to forget the old daemon's registrations.
         END_LISTS: the old daemon forwards calls to the new one's `sockets`, and ends its lists.
-        FINISH: the kubelet reads all lists of the new daemon; the old one releases its locks.
+        FINISH: the kubelet reads all lists of the new daemon; the old one releases its locks,
+            and ends once the calls that it forwarded are answered.
     """
 
     BEGIN: Final = "begin"

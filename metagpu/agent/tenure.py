@@ -117,6 +117,7 @@ class Tenure:
                     await self.hand_over.done.wait()
                     locking.cancel_scope.cancel()
                 await stack.aclose()  # the new daemon waits for the locks; nothing takes them again
+                await self.hand_over.gate.wait_answered()  # here signals are heard
                 self._end(TenureEnd.HANDED_OVER)
                 await anyio.sleep_forever()
 

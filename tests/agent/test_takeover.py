@@ -231,6 +231,33 @@ async def test_grants_of_a_new_daemon_that_failed_are_known(tmp_path: Path) -> N
         assert not given & taken
 
 
+SLOW = """
+import anyio
+from metagpu.plugins.kubelet import device_plugin
+
+grant = device_plugin.DevicePluginService._grant
+
+async def slow(self, *arguments):
+    answer = await grant(self, *arguments)
+    await anyio.sleep(9)
+    return answer
+
+device_plugin.DevicePluginService._grant = slow
+"""
+"""Python that has a daemon take 9 s for an Allocate, as for a MIG instance."""
+
+
+async def test_call_of_the_exchange_may_last(tmp_path: Path) -> None:
+    """The old daemon passes an answer on that comes long after a signal says stop."""
+    async with exchanges(tmp_path, None) as (it, old), it.daemon(SLOW) as new:
+        await old.logged("handing over")
+        async with anyio.create_task_group() as group:
+            group.start_soon(it.kubelet.admit, SimPod.single("slow", {METAGPU: 2}))
+            await new.logged("node taken over")
+            old.process.terminate()
+        assert await old.process.wait() == 0
+
+
 async def test_old_daemon_stands_by(tmp_path: Path) -> None:
     """A new daemon that fails after the exchange is replaced by the old one; it is never asked."""
     async with exchanges(tmp_path, 60) as (it, old):

@@ -30,7 +30,7 @@ class CallGate:
     def __init__(self) -> None:
         self._closed = self._detached = False
         self._sockets: Mapping[ResourceName, Path] = {}
-        self._running = self._held = 0
+        self._running = self._held = self._forwarded = 0
         self._served: dict[StreamingCalls, Connections] = {}
         self._changed = anyio.Event()
 
@@ -57,10 +57,13 @@ class CallGate:
             while self._closed:
                 changed, socket = self._changed, self._sockets.get(resource)
                 if socket is not None:
+                    self._forwarded += 1
                     try:
                         return await call_raw(socket, method, request, FORWARD_DEADLINE), True
                     except (OSError, StreamTerminatedError) as error:
                         log.warning("successor did not answer", method=method, error=str(error))
+                    finally:
+                        self._forwarded -= 1
                 await changed.wait()
         finally:
             self._held -= 1
@@ -145,6 +148,12 @@ class CallGate:
         with anyio.move_on_after(within):
             for connections in tuple(self._served.values()):
                 await connections.wait_closed()
+
+    async def wait_answered(self) -> None:
+        """Wait until the successor has answered what was forwarded to it, or is too late."""
+        with anyio.move_on_after(FORWARD_DEADLINE):
+            while self._closed and self._forwarded:
+                await self._changed.wait()
 
     async def wait_open(self) -> None:
         """Wait until the gate is open."""

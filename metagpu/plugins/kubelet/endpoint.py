@@ -163,7 +163,7 @@ class Endpoint:
                 with self._gate.serving(calls, connections):
                     await self._wait_lost(path, kubelet, calls)
                     if self._gate.closed:
-                        await self._gate.wait_open()
+                        await self._wait_open()
                         await self._close_previous()
                         self._previous = server.pop_all()
         except KubeletError as error:
@@ -174,6 +174,14 @@ class Endpoint:
             self._log.warning("registration failed", socket=str(path), error=reason)
             return error
         return None
+
+    async def _wait_open(self) -> None:
+        """Wait until no other daemon takes over, and for calls that it answers."""
+        try:
+            await self._gate.wait_open()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._gate.wait_answered()
 
     async def _close_previous(self) -> None:
         previous, self._previous = self._previous, AsyncExitStack()
