@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 TAKEOVER_RETRY: Final = 10.0
-"""Seconds from a failed exchange of the daemon to the next attempt."""
+"""Seconds from a failed exchange of the daemon to the next attempt; they double each time."""
+LONGEST_TAKEOVER_RETRY: Final = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
         import anyio
 
         from metagpu.agent.tenure import TenureEnd
+        from metagpu.core.runtime.backoff import Backoff
         from metagpu.plugins.kubelet.paths import check_kubelet_dir
 
         use_simulated_cluster(args)
@@ -127,13 +129,15 @@ def _run(args: argparse.Namespace) -> int:
 
         args.agent = build()
 
+    retries = Backoff(TAKEOVER_RETRY, LONGEST_TAKEOVER_RETRY)
     while True:
         anyio.run(args.agent.run)
         end = args.agent.tenure.end
         if not take_over or end is TenureEnd.STOPPED:
             return 0
         # A daemon that was taken over from stands by: it serves again if the new one ends.
-        args.agent = build(None if end is TenureEnd.HANDED_OVER else TAKEOVER_RETRY)
+        gc.unfreeze()  # what the ended attempt froze is garbage now
+        args.agent = build(None if end is TenureEnd.HANDED_OVER else retries.next())
 
 
 def _demo(args: argparse.Namespace) -> int:
