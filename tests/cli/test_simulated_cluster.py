@@ -124,6 +124,7 @@ def test_the_tour_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (first, _), (run, _), *steps = tour()
     assert first == "export METAGPU_RUN_DIR=/tmp/run"
     monkeypatch.setenv("METAGPU_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")  # of a terminal as wide as the page
     words = shlex.split(run)
     assert (words[:2], words[-1]) == (["metagpu", "run"], "&")
 
