@@ -97,7 +97,7 @@ class Daemon:
 
     async def logged(self, *texts: str) -> None:
         """Wait until its log has all these texts."""
-        with anyio.fail_after(30):
+        with anyio.fail_after(90):
             while not all(text in self.log for text in texts):
                 await self.seen.wait()
 
@@ -143,11 +143,13 @@ async def test_pods_do_not_notice_an_exchange(tmp_path: Path) -> None:
 
 SHORT = (
     "from metagpu.agent import timing, exchange\n"
-    "short = exchange.ExchangeTiming(answer=0.5)\n"
+    "from metagpu.cli import metagpu\n"
+    "metagpu.TAKEOVER_RETRY = 1.0\n"
+    "short = exchange.ExchangeTiming(answer=2.0)\n"
     "whole = timing.AgentTiming\n"
     "timing.AgentTiming = lambda: whole(exchange=short)"
 )
-"""Python that has a daemon wait half a second for answers."""
+"""Python that has a daemon wait two seconds for answers, and ask again after one."""
 DIES = "import os; from metagpu.agent import {module} as it; it.{name} = lambda *_: os._exit(9)"
 """Python that has a daemon end, as by `kill -9`, where it calls a function."""
 
@@ -281,7 +283,7 @@ async def test_hanging_daemon_is_not_killed(tmp_path: Path) -> None:
     async with exchanges(tmp_path, 60) as (it, old):
         old.process.send_signal(signal.SIGSTOP)
         async with it.daemon(SHORT) as new:
-            await new.logged("waiting for the node", "did not answer within 0.5 s")
+            await new.logged("waiting for the node", "did not answer within 2 s")
             old.process.send_signal(signal.SIGCONT)
             await new.logged("node taken over")
             assert it.least == SHARES

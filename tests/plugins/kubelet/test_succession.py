@@ -67,12 +67,15 @@ class Daemon:
         await self.gate.hand_over(sockets, 1, TIMING.list_end)
 
     async def listed(self) -> None:
-        """Wait until the kubelet reads the lists of all resources."""
+        """Wait until the kubelet has the lists of all resources: a list is opened, then read."""
         with anyio.fail_after(30):
             while not all(  # noqa: ASYNC110 - the record has no event
                 self.record.of_resource(name).listed for name in NAMES
             ):
                 await anyio.sleep(0.005)
+        await self.kubelet.wait_for(
+            lambda: self.kubelet.allocatable() == dict.fromkeys(RESOURCES, 100)
+        )
 
     def held(self) -> set[str]:
         """Return the ids of all leases."""
