@@ -39,6 +39,7 @@ async def test_what_the_checkpoint_names_is_held_before_the_kubelet_answers(
 
     async with kubelet.running():
         async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
+            await it.until(20, 20)
             await it.until(2, 2, WHOLE)
             await kubelet.admit(SimPod.single("train", {METAGPU: 5}))
         monkeypatch.setattr(PodResourcesSource, "check_rate", fail)
@@ -57,6 +58,7 @@ async def test_a_kubelet_that_lost_its_checkpoint_takes_nothing_from_running_pod
 ) -> None:
     """The shares of running pods are preferred last, refused with the reason, and stay held."""
     async with agent_at_work(tmp_path, config=MIXED) as it:
+        await it.until(20, 20)
         await it.until(2, 2, WHOLE)
         held = await run(it, "train", 5)
         await it.wait_holders()
@@ -77,6 +79,7 @@ async def test_a_kubelet_that_lost_its_checkpoint_takes_nothing_from_running_pod
 async def test_a_share_that_a_kubelet_forgot_is_free_when_its_pod_is_gone(tmp_path: Path) -> None:
     """The lease of a forgotten pod ends with the pod."""
     async with agent_at_work(tmp_path, config=MIXED) as it:
+        await it.until(20, 20)
         await it.until(2, 2, WHOLE)
         await run(it, "train", 5)
         await it.wait_holders()
