@@ -10,12 +10,19 @@ import msgspec
 
 RUN_DIR: Final = Path("/run/metagpu")
 """The agent's control socket and its lock."""
-KUBELET_DIR: Final = Path("/var/lib/kubelet/device-plugins")
-POD_RESOURCES: Final = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+KUBELET_ROOT: Final = Path("/var/lib/kubelet")
+"""The default of the kubelet's own option `--root-dir`."""
+KUBELET_DIR: Final = KUBELET_ROOT / "device-plugins"
+"""Compiled into the kubelet: its `--root-dir` moves PodResources and not this folder."""
 POD_DIR: Final = Path("/var/lib/metagpu/pod")
 """Not in /run: distributions mount that `noexec`, in containers too."""
 CDI_DIR: Final = Path("/var/run/cdi")
 """One of the two folders that container runtimes read CDI specifications from."""
+
+
+def pod_resources_socket(kubelet_root: Path) -> Path:
+    """Return the PodResources socket of a kubelet with this `--root-dir`."""
+    return kubelet_root / "pod-resources" / "kubelet.sock"
 
 
 class AgentPaths(msgspec.Struct, frozen=True):
@@ -31,7 +38,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
     """
 
     kubelet_dir: Path = KUBELET_DIR
-    pod_resources: Path = POD_RESOURCES
+    pod_resources: Path = pod_resources_socket(KUBELET_ROOT)
     run_dir: Path = RUN_DIR
     dev_root: Path | None = None
     pod_dir: Path | None = None

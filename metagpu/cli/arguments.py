@@ -11,6 +11,7 @@ from metagpu.cli.options import (
     Variable,
     add_choice,
     add_cluster,
+    add_kubelet,
     add_metrics,
     add_run_dir,
     add_source,
@@ -56,20 +57,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "  metagpu run --simulate a100-40gb:8 --with-kubelet --run-dir /tmp/run",
     )
     _add_node(it)
-    it.add_argument(
-        "--kubelet-dir",
-        metavar="DIR",
-        type=Path,
-        default=Variable(("METAGPU_KUBELET_DIR",), paths.KUBELET_DIR, convert=Path),
-        help="the kubelet's device-plugins folder (default: %(default)s)",
-    )
-    it.add_argument(
-        "--pod-resources",
-        metavar="PATH",
-        type=Path,
-        default=Variable(("METAGPU_POD_RESOURCES",), paths.POD_RESOURCES, convert=Path),
-        help="the kubelet's PodResources socket (default: %(default)s)",
-    )
+    add_kubelet(it)
     it.add_argument(
         "--dev-root",
         metavar="DIR",

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
-from metagpu.cli.options import cluster_of, metrics_of, resolve_environment, source_of
+from metagpu.cli.options import (
+    cluster_of,
+    metrics_of,
+    pod_resources_of,
+    resolve_environment,
+    source_of,
+)
 from metagpu.cli.parser import run_command
 from metagpu.cli.simulation import use_simulated_cluster
 from metagpu.core.errors import MetagpuError
@@ -107,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
         _configure_log(args.log_level, args.log_format)
         paths = AgentPaths(
             kubelet_dir=args.kubelet_dir,
-            pod_resources=args.pod_resources,
+            pod_resources=pod_resources_of(args),
             run_dir=args.run_dir,
             dev_root=args.dev_root,
             pod_dir=args.pod_dir or default_pod_dir(args.run_dir),

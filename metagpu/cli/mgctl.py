@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from metagpu import __version__
 from metagpu.agent import paths
-from metagpu.cli.options import Variable, add_run_dir, resolve_environment
+from metagpu.cli.options import (
+    Variable,
+    add_kubelet,
+    add_run_dir,
+    pod_resources_of,
+    resolve_environment,
+)
 from metagpu.cli.parser import Parser, run_command
 from metagpu.core.errors import MetagpuError
 from metagpu.display.table import PLAIN, Cell, Terminal, redraw, render, stdout_terminal
@@ -99,20 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Variable(("METAGPU_POD_DIR",), convert=Path),
         help="the folder mounted into containers, as for `metagpu run`",
     )
-    doctor.add_argument(
-        "--kubelet-dir",
-        metavar="DIR",
-        type=Path,
-        default=Variable(("METAGPU_KUBELET_DIR",), paths.KUBELET_DIR, convert=Path),
-        help="as for `metagpu run` (default: %(default)s)",
-    )
-    doctor.add_argument(
-        "--pod-resources",
-        metavar="PATH",
-        type=Path,
-        default=Variable(("METAGPU_POD_RESOURCES",), paths.POD_RESOURCES, convert=Path),
-        help="as for `metagpu run` (default: %(default)s)",
-    )
+    add_kubelet(doctor)
     doctor.add_argument(
         "--root",
         type=Path,
@@ -206,7 +199,8 @@ def _doctor(args: argparse.Namespace) -> int:
         no_status = str(error)
 
     pod_dir = args.pod_dir or paths.default_pod_dir(args.run_dir)
-    where = SurveyPaths(args.root, args.kubelet_dir, args.pod_resources, args.run_dir, pod_dir)
+    pod_resources = pod_resources_of(args)
+    where = SurveyPaths(args.root, args.kubelet_dir, pod_resources, args.run_dir, pod_dir)
     found = diagnose(survey_node(where, status, no_status))
     if args.output == "json":
         _print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")

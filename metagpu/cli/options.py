@@ -138,6 +138,39 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_kubelet(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the kubelet's folders."""
+    parser.add_argument(
+        "--kubelet-root",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_KUBELET_ROOT",), paths.KUBELET_ROOT, convert=Path),
+        help="the kubelet's --root-dir (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kubelet-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_KUBELET_DIR",), paths.KUBELET_DIR, convert=Path),
+        help="the kubelet's device-plugins folder, which no --root-dir moves "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pod-resources",
+        metavar="PATH",
+        type=Path,
+        default=Variable(("METAGPU_POD_RESOURCES",), convert=Path),
+        help="the kubelet's PodResources socket (default: pod-resources/kubelet.sock below "
+        "--kubelet-root)",
+    )
+
+
+def pod_resources_of(args: argparse.Namespace) -> Path:
+    """Return the PodResources socket in resolved arguments."""
+    named: Path | None = args.pod_resources
+    return named or paths.pod_resources_socket(args.kubelet_root)
+
+
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options about the API server."""
     parser.add_argument(

@@ -31,10 +31,13 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
     if args.simulate is None:
         problem = "a simulated kubelet needs simulated GPUs; also give --simulate"
         raise ConfigError(problem, file="--with-kubelet")
-    named = (args.kubelet_dir, args.pod_resources)
-    if named != (paths.KUBELET_DIR, paths.POD_RESOURCES):
-        problem = "the simulated kubelet has folders of its own; leave out --kubelet-dir and "
-        raise ConfigError(f"{problem}--pod-resources", file="--with-kubelet")
+    named = (args.kubelet_root, args.kubelet_dir, args.pod_resources)
+    if named != (paths.KUBELET_ROOT, paths.KUBELET_DIR, None):
+        problem = (
+            "the simulated kubelet has folders of its own; leave out --kubelet-root, "
+            "--kubelet-dir and --pod-resources"
+        )
+        raise ConfigError(problem, file="--with-kubelet")
 
     if args.take_over:
         problem = "the simulated kubelet ends with its daemon; leave out --take-over"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import termios
 from collections.abc import AsyncIterator, Mapping
@@ -464,6 +465,19 @@ def doctor_report(folder: Path, *more: str) -> int:
     """Examine a node that has nothing."""
     places = ("root", "run-dir", "kubelet-dir", "pod-resources")
     return mgctl.main(["doctor", *(f"--{place}={folder}" for place in places), *more])
+
+
+def test_the_doctor_looks_below_the_kubelets_root(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--kubelet-root` finds the PodResources socket of a kubelet with another root."""
+    (tmp_path / "pod-resources").mkdir()
+    with socket.socket(socket.AF_UNIX) as kubelet:
+        kubelet.bind(str(tmp_path / "pod-resources" / "kubelet.sock"))
+        kubelet.listen()
+        mgctl.main(["doctor", f"--kubelet-root={tmp_path}", f"--run-dir={tmp_path}"])
+
+    assert "MG302  ok       the kubelet's PodResources socket" in capsys.readouterr().out
 
 
 def test_the_doctor_names_code_verdict_and_fix(

@@ -7,7 +7,13 @@ import pytest
 
 from metagpu.cli.arguments import parser
 from metagpu.cli.metagpu import main
-from metagpu.cli.options import Variable, add_source, resolve_environment, source_of
+from metagpu.cli.options import (
+    Variable,
+    add_source,
+    pod_resources_of,
+    resolve_environment,
+    source_of,
+)
 from metagpu.core.config.profiles import ProfileChoice
 from metagpu.core.errors import ConfigError
 
@@ -88,6 +94,31 @@ def test_every_option_of_run_has_its_variable() -> None:
     for name, value in defaults.items():
         assert isinstance(value, Variable)
         assert value.names[0] == f"METAGPU_{name.upper()}"
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "socket"),
+    [
+        ("", {}, "/var/lib/kubelet/pod-resources/kubelet.sock"),
+        (
+            "--kubelet-root /var/lib/k0s/kubelet",
+            {},
+            "/var/lib/k0s/kubelet/pod-resources/kubelet.sock",
+        ),
+        ("", {"METAGPU_KUBELET_ROOT": "/data"}, "/data/pod-resources/kubelet.sock"),
+        ("--kubelet-root /data --pod-resources /pr.sock", {}, "/pr.sock"),
+        ("--kubelet-root /data", {"METAGPU_POD_RESOURCES": "/pr.sock"}, "/pr.sock"),
+    ],
+)
+def test_the_kubelets_root_moves_pod_resources_alone(
+    words: str, environment: dict[str, str], socket: str
+) -> None:
+    """PodResources is below the kubelet's root; the device plugin folder stays where it is."""
+    args = parser().parse_args(["run", *words.split()])
+    resolve_environment(args, environment)
+
+    assert pod_resources_of(args) == Path(socket)
+    assert args.kubelet_dir == Path("/var/lib/kubelet/device-plugins")
 
 
 def test_a_wrong_variable_is_one_line(

@@ -210,7 +210,11 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
         (["--with-kubelet", "--simulate", "t4:1", "--take-over"], "leave out --take-over"),
         (
             ["--with-kubelet", "--simulate", "t4:1", "--kubelet-dir", "/tmp/x"],  # noqa: S108 - unused
-            "leave out --kubelet-dir and --pod-resources",
+            "leave out --kubelet-root, --kubelet-dir and --pod-resources",
+        ),
+        (
+            ["--with-kubelet", "--simulate", "t4:1", "--kubelet-root", "/tmp/x"],  # noqa: S108 - unused
+            "leave out --kubelet-root, --kubelet-dir and --pod-resources",
         ),
     ],
 )

@@ -143,7 +143,8 @@ def _pod_resources(facts: NodeFacts) -> Finding:
     return _socket(
         "the kubelet's PodResources socket",
         facts.pod_resources_problem,
-        "start the kubelet; in a container, mount /var/lib/kubelet/pod-resources",
+        "start the kubelet, and name its --root-dir by --kubelet-root; in a container, mount "
+        "pod-resources of that folder",
     )
 
 
