@@ -4,16 +4,12 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Final
 
 from bench import daemon, machine
 from bench.figures import Figure, Samples
 from bench.plan import Plan
-from tests.e2e.rig.build import find_go
-from tests.e2e.rig.tools import HERE
-
-_SETTINGS: Final = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
-"""Those of the end-to-end tests' build, which has compiled nearly all of it before."""
+from tests.e2e.rig.build import build_command, build_settings, find_go
+from tests.e2e.rig.go_programs import kubernetes
 
 
 def admissions(plan: Plan) -> list[Figure]:
@@ -26,8 +22,10 @@ def admissions(plan: Plan) -> list[Figure]:
     with daemon.folder() as folder:
         program = folder / "admissions"
         plan.report("admissions: building the kubelet's device manager; minutes, the first time")
-        command = [go, "build", "-trimpath", "-buildvcs=false", "-o", str(program), "./admissions"]
-        subprocess.run(command, cwd=HERE, env=os.environ | _SETTINGS, check=True)
+        pinned = kubernetes()
+        command = build_command(go, pinned, "./admissions", program)
+        settings = os.environ | build_settings(pinned)
+        subprocess.run(command, cwd=pinned.source, env=settings, check=True)
         for shares in (1, 50):
             figures += _admit(plan, program, shares)
     return figures

@@ -9,7 +9,7 @@ import time
 from tests.e2e.rig.errors import EndedError, MissingError, RigError
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.prepare import prepare
-from tests.e2e.rig.tools import Tools, kubernetes_version
+from tests.e2e.rig.tools import Tools
 
 
 def main() -> int:
@@ -35,7 +35,8 @@ def _prepare() -> int:
     started = time.monotonic()
     tools = prepare()
     seconds = time.monotonic() - started
-    print(f"Kubernetes {kubernetes_version()} is ready in {tools.kubernetes} ({seconds:.0f} s)")
+    versions = ", ".join(f"{programs.name} {programs.version}" for programs in tools.built)
+    print(f"ready after {seconds:.0f} s: {versions}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Build Kubernetes from its Go module into the cache."""
+"""Build Go programs from their modules into the cache."""
 
 import fcntl
 import os
@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.rig.errors import MissingError, RigError
-from tests.e2e.rig.tools import HERE, KUBERNETES_PROGRAMS, Tools, kubernetes_version
+from tests.e2e.rig.go_programs import GoPrograms
 
-OLDEST_GO = (1, 24)
+OLDEST_GO = (1, 26)
 HEARTBEAT_S = 30.0
-VERSION_PACKAGE = "k8s.io/component-base/version"
 
 
 def find_go() -> str | None:
-    """Return a Go new enough for the pinned Kubernetes, from PATH or the usual folders."""
+    """Return a Go new enough for the pinned modules, from PATH or the usual folders."""
     paths = [shutil.which("go"), "/usr/local/go/bin/go"]
     paths += sorted(map(str, Path("/usr/lib").glob("go-*/bin/go")), reverse=True)
     for place in paths:
@@ -44,35 +43,46 @@ def missing_go_hint() -> str:
     )
 
 
-def build_kubernetes(tools: Tools) -> None:
-    """Fill `tools.kubernetes`, or leave it as it was: there is no half-built state.
+def build_programs(programs: GoPrograms) -> None:
+    """Fill the folder of PROGRAMS, or leave it as it was: there is no half-built state.
 
     Raises:
-        MissingError: no Go can build it.
-        RigError: the build failed; the text is the compiler's.
+        MissingError: no Go can build them.
+        RigError: a build failed; the text is the compiler's.
     """
-    target = tools.kubernetes
-    if not _unbuilt(target):
+    target = programs.folder
+    if not programs.missing():
         return
     go = find_go()
     if go is None:
         raise MissingError([missing_go_hint()])
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(target.with_suffix(".lock")):
-        if not _unbuilt(target):
+    with _one_at_a_time(target.with_name(f"{target.name}.lock")):
+        if not programs.missing():
             return  # another run built it while this one waited
         fresh = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
         try:
-            for number, program in enumerate(KUBERNETES_PROGRAMS, start=1):
-                _build(go, program, fresh, f"{number} of {len(KUBERNETES_PROGRAMS)}")
+            for program in programs.programs:
+                _build(go, programs, program, fresh)
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _unbuilt(folder: Path) -> bool:
-    return not all(os.access(folder / program, os.X_OK) for program in KUBERNETES_PROGRAMS)
+def build_command(go: str, programs: GoPrograms, package: str, output: Path) -> list[str]:
+    """Return the command that builds a package."""
+    version = programs.version
+    major, minor, _ = version.split(".", 2)
+    stamps = [it.format(version=version, major=major, minor=minor) for it in programs.stamps]
+    flags = " ".join(["-s", "-w", *(f"-X {stamp}" for stamp in stamps)])
+    command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
+    return [*command, "-o", str(output), package]
+
+
+def build_settings(programs: GoPrograms) -> dict[str, str]:
+    """Return the environment of a build; the machine's own GOFLAGS and go.work have no effect."""
+    return {"CGO_ENABLED": str(int(programs.cgo)), "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
 
 
 @contextmanager
@@ -82,20 +92,17 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
         yield
 
 
-def _build(go: str, program: str, folder: Path, count: str) -> None:
-    version = kubernetes_version()
-    major, minor, _ = version.split(".", 2)
-    stamps = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor}
-    flags = " ".join(["-s", "-w", *(f"-X {VERSION_PACKAGE}.{k}={v}" for k, v in stamps.items())])
-    command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
-    command += ["-o", str(folder / program), f"k8s.io/kubernetes/cmd/{program}"]
-    # The machine's own GOFLAGS and go.work have no effect on this build.
-    settings = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
+def _build(go: str, programs: GoPrograms, program: str, folder: Path) -> None:
+    command = build_command(go, programs, programs.programs[program], folder / program)
     started = time.monotonic()
-    print(f"building {program} {version} ({count}) ...", flush=True)
+    print(f"building {program} {programs.version} ...", flush=True)
     with tempfile.TemporaryFile("w+") as output:
         build = subprocess.Popen(
-            command, cwd=HERE, env=os.environ | settings, stdout=output, stderr=output
+            command,
+            cwd=programs.source,
+            env=os.environ | build_settings(programs),
+            stdout=output,
+            stderr=output,
         )
         try:
             _wait_for_build(build, program, started)

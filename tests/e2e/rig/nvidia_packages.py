@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests.e2e.rig.errors import RigError
-from tests.e2e.rig.tools import cache_root
+from tests.e2e.rig.go_programs import cache_root
 
 MPS, NVML = "nvidia-cuda-mps", "libnvidia-ml1"
 SUITES = ("bookworm", "trixie", "sid", "experimental")

@@ -12,15 +12,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.rig.build import build_kubernetes, find_go, missing_go_hint
+from tests.e2e.rig.build import build_programs, find_go, missing_go_hint
 from tests.e2e.rig.errors import MissingError, RigError
 from tests.e2e.rig.tools import DISTRIBUTION_PROGRAMS, Tools, distribution_path
 
 PACKAGES = ("containerd", "runc", "etcd-server", "containernetworking-plugins", "busybox-static")
 """Debian's and Ubuntu's names of the unpacked packages."""
 
-HOST_PROGRAMS = {"ip": "iproute2", "openssl": "openssl", "mount": "mount", "umount": "mount"}
-"""Small programs that the machine itself must have -> their package."""
+HOST_PROGRAMS = {
+    "ip": "iproute2",
+    "openssl": "openssl",
+    "mount": "mount",
+    "umount": "mount",
+    "gcc": "gcc libc6-dev",
+}
+"""Programs that the machine itself must have -> their packages."""
 
 
 def prepare() -> Tools:
@@ -36,7 +42,12 @@ def prepare() -> Tools:
         raise MissingError(lacking)
     _install_host_programs()
     unpack_distribution(tools)
-    build_kubernetes(tools)
+    for number, programs in enumerate(tools.built, start=1):
+        if programs.missing():
+            print(
+                f"{programs.name} {programs.version} ({number} of {len(tools.built)})", flush=True
+            )
+            build_programs(programs)
     return tools
 
 
@@ -60,8 +71,9 @@ def _lacking(tools: Tools) -> list[str]:
 
 
 def _install_host_programs() -> None:
-    packages = sorted({HOST_PROGRAMS[name] for name in HOST_PROGRAMS if not shutil.which(name)})
-    if packages:
+    absent = [package for name, package in HOST_PROGRAMS.items() if not shutil.which(name)]
+    if absent:
+        packages = sorted({name for package in absent for name in package.split()})
         _apt("update", "-q")
         _apt("install", "-q", "-y", "--no-install-recommends", *packages)
 

@@ -1,20 +1,12 @@
-"""Paths of the node's programs, and the version of Kubernetes."""
+"""Paths of the node's programs."""
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
+from tests.e2e.rig.go_programs import GoPrograms, cache_root, go_programs
 
-KUBERNETES_PROGRAMS = (
-    "kubelet",
-    "kube-apiserver",
-    "kube-scheduler",
-    "kube-controller-manager",
-    "kubectl",
-)
+REPOSITORY = Path(__file__).parents[3]
 
 DISTRIBUTION_PROGRAMS = (
     "containerd",
@@ -32,21 +24,6 @@ DISTRIBUTION_FOLDERS = ("usr/bin", "usr/sbin", "bin", "sbin", "usr/lib/cni")
 """Folders of programs in packages; they differ between releases."""
 
 
-def kubernetes_version() -> str:
-    """Return the version that go.mod pins, such as `1.34.4`."""
-    text = (HERE / "go.mod").read_text()
-    found = re.search(r"^\s*(?:require )?k8s\.io/kubernetes v(\S+)", text, re.MULTILINE)
-    if found is None:
-        raise ValueError("go.mod requires no k8s.io/kubernetes")
-    return found.group(1)
-
-
-def cache_root() -> Path:
-    """Return the folder outside the clone that keeps slow builds."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "metagpu" / "e2e"
-
-
 def distribution_path(root: Path, program: str) -> Path:
     """Return the path of PROGRAM in packages unpacked into ROOT, or its usual path."""
     paths = [root / folder / program for folder in DISTRIBUTION_FOLDERS]
@@ -55,21 +32,21 @@ def distribution_path(root: Path, program: str) -> Path:
 
 @dataclass(frozen=True)
 class Tools:
-    """The two folders of the node's programs."""
+    """The folders of the node's programs."""
 
-    kubernetes: Path
+    built: tuple[GoPrograms, ...]
     distribution: Path
 
     @classmethod
     def cached(cls) -> "Tools":
         """Return the folders in the cache, filled or not."""
-        root = cache_root()
-        return cls(root / f"kubernetes-{kubernetes_version()}", root / "distribution")
+        return cls(go_programs(), cache_root() / "distribution")
 
     def path(self, program: str) -> str:
         """Return the path of PROGRAM, present or not."""
-        if program in KUBERNETES_PROGRAMS:
-            return str(self.kubernetes / program)
+        for built in self.built:
+            if program in built.programs:
+                return str(built.folder / program)
         return str(distribution_path(self.distribution, program))
 
     @property
@@ -84,5 +61,6 @@ class Tools:
 
     def missing(self) -> list[str]:
         """Return the programs that `prepare` has still to provide."""
-        names = (*KUBERNETES_PROGRAMS, *DISTRIBUTION_PROGRAMS)
-        return [name for name in names if not os.access(self.path(name), os.X_OK)]
+        names = [program for built in self.built for program in built.programs]
+        paths = {name: self.path(name) for name in (*names, *DISTRIBUTION_PROGRAMS)}
+        return [name for name, path in paths.items() if not os.access(path, os.X_OK)]

@@ -28,7 +28,7 @@ import (
 // The manager's exported constructor takes no folder but /var/lib/kubelet/device-plugins.
 //
 //go:linkname newManager k8s.io/kubernetes/pkg/kubelet/cm/devicemanager.newManagerImpl
-func newManager(string, []cadvisorapi.Node, topologymanager.Store) (*devicemanager.ManagerImpl, error)
+func newManager(klog.Logger, string, []cadvisorapi.Node, topologymanager.Store) (*devicemanager.ManagerImpl, error)
 
 type ready struct{}
 
@@ -51,9 +51,9 @@ func main() {
 	limits := v1.ResourceList{name: resource.MustParse(os.Args[3])}
 
 	var active []*v1.Pod
-	manager, err := newManager(filepath.Join(folder, "kubelet.sock"), nil, topologymanager.NewFakeManager())
+	manager, err := newManager(klog.Background(), filepath.Join(folder, "kubelet.sock"), nil, topologymanager.NewFakeManager())
 	check(err)
-	check(manager.Start(func() []*v1.Pod { return active }, ready{}, containermap.NewContainerMap(), sets.New[string]()))
+	check(manager.Start(klog.Background(), func() []*v1.Pod { return active }, ready{}, containermap.NewContainerMap(), sets.New[string]()))
 
 	for began := time.Now(); ; time.Sleep(10 * time.Millisecond) {
 		_, allocatable, _ := manager.GetCapacity()

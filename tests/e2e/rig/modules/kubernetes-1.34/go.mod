@@ -1,11 +1,8 @@
-// The Kubernetes that the end-to-end tests run, built from source.
+// An earlier Kubernetes for the end-to-end tests: `make e2e KUBERNETES=1.34`.
 //
-// Not a part of metagpu: the only Go code of ours drives the kubelet's device
-// manager, for the bench (admissions/). The tool lines name
-// the programs, the replace lines do what Kubernetes' own go.mod does with its
-// staging directory, which a published module does not carry. To move to another
-// patch release, change every v0.34.x and v1.34.x here and run `go mod tidy`.
-module metagpu.local/e2e
+// To move to another patch release, change every v0.34.x and v1.34.x here and
+// run `go mod tidy`.
+module metagpu.local/kubernetes-1.34
 
 go 1.24.0
 
@@ -17,6 +14,7 @@ tool (
 	k8s.io/kubernetes/cmd/kube-scheduler
 	k8s.io/kubernetes/cmd/kubectl
 	k8s.io/kubernetes/cmd/kubelet
+	k8s.io/kubernetes/test/images/sample-device-plugin
 )
 
 require (
