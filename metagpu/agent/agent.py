@@ -48,6 +48,7 @@ from metagpu.host.device_nodes import device_nodes
 from metagpu.host.file_limit import raise_file_limit
 from metagpu.host.linux import LinuxHost
 from metagpu.host.programs import DRIVER_ROOT, HostPrograms, run_child
+from metagpu.host.service_manager import report_state
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler
@@ -260,7 +261,8 @@ class Agent:
             asks_after=self.asks_after,
             beside=self.beside,
         )
-        await serve(serving, reload=self.reload, over=self.tenure.over)
+        report = partial(report_state, self._offering.ready)
+        await serve(serving, report, reload=self.reload, over=self.tenure.over)
 
     @property
     def tasks(self) -> tuple[Work, ...]:

@@ -37,6 +37,7 @@ class Offering:
             API server.
         gate: holds the kubelet's calls while another daemon takes over.
         leases_observed: set once the kubelet's leases are read.
+        ready: set once a kubelet that starts gets its lists at once, and no other daemon's.
     """
 
     node: str
@@ -48,6 +49,7 @@ class Offering:
     timing: AgentTiming
     gate: CallGate = field(default_factory=CallGate)
     leases_observed: anyio.Event = field(default_factory=anyio.Event)
+    ready: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
         self.paths = self.layout_manager.paths
@@ -93,10 +95,18 @@ class Offering:
                 )
             )
             group.start_soon(self.layout_manager.follow_nodes)
+            if succession is None or takeover is None:
+                self.ready.set()
+            else:
+                group.start_soon(self._report_takeover, takeover)
 
             with self.registry.events.subscribe(GpusFound) as events:
                 async for _ in events:
                     await self.layout_manager.reapply()
+
+    async def _report_takeover(self, takeover: Takeover) -> None:
+        await takeover.finished.wait()
+        self.ready.set()
 
     async def _prepare(self, takeover: Takeover | None) -> Succession | None:
         """Wait until this daemon may offer, and apply the layout unless the takeover did."""

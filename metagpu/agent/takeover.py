@@ -37,6 +37,7 @@ class Takeover:
         call_stats: knows which lists the kubelet reads.
         first_leases: the longest wait for the kubelet's leases, in seconds.
         granted: set once this daemon may manage GPUs and register.
+        finished: set once the old daemon has given the node away.
         succession: how to register what the old daemon has, `None` without one.
     """
 
@@ -50,6 +51,7 @@ class Takeover:
     first_leases: float
     timing: ExchangeTiming
     granted: anyio.Event = field(default_factory=anyio.Event)
+    finished: anyio.Event = field(default_factory=anyio.Event)
     succession: Succession | None = None
 
     async def run(self, predecessor: Predecessor) -> None:
@@ -76,6 +78,7 @@ class Takeover:
         self.granted.set()
         await self._wait_listed(self.succession)
         await predecessor.finish()
+        self.finished.set()
         runner.leaves_gpus = False
         lasted = f"{anyio.current_time() - began:.3f}s"
         log.info("node taken over", after=lasted, leases=len(state.leases))

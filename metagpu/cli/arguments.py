@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
     for add in (
         *(_run, _demo, _explain, _validate, _plan, _status),
-        *(_acknowledge, _cordon, _uncordon, _sim),
+        *(_acknowledge, _cordon, _uncordon, _install, _sim),
     ):
         add(commands)
     return program
@@ -234,6 +234,25 @@ def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
     )
     it.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
     add_run_dir(it)
+
+
+def _install(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "install",
+        "write the files of metagpu as a service of this host. What is there stays as it is",
+        "metagpu install --systemd",
+    )
+    it.add_argument("--systemd", action="store_true", required=True, help="units of systemd")
+    it.add_argument("--mps", action="store_true", help="also the drop-in that pools with MPS need")
+    it.add_argument(
+        "--root",
+        metavar="DIR",
+        type=Path,
+        default=Path("/"),
+        help="the root of the system to install into (default: %(default)s)",
+    )
+    it.add_argument("--dry-run", action="store_true", help="write nothing; list what is missing")
 
 
 def _sim(commands: Any) -> None:  # noqa: ANN401 - as above

@@ -223,6 +223,12 @@ def _order(args: argparse.Namespace, request: Mapping[str, str]) -> int:
     return 0
 
 
+def _install(args: argparse.Namespace) -> int:
+    from metagpu.cli.host_commands import install
+
+    return install(args)
+
+
 def _sim(args: argparse.Namespace) -> int:
     from metagpu.sim.commands.remote import send_command
     from metagpu.sim.commands.tables import print_reply
@@ -243,6 +249,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "acknowledge": _acknowledge,
     "cordon": _cordon,
     "uncordon": _uncordon,
+    "install": _install,
     "sim": _sim,
 }
 
