@@ -107,6 +107,7 @@ class Agent:
             self.backend_runner,
             self._guests,
             self.cluster,
+            lambda: self.health.note,
             self._offering.lease_follower.catch_up,
         )
         self.tenure = build_tenure(
@@ -115,6 +116,7 @@ class Agent:
             self._offering.gate,
             duties,
             self.timing,
+            probes=self.exporter.run_probes if self.exporter else anyio.sleep_forever,
         )
 
     def _build_layout(self) -> None:
@@ -204,7 +206,8 @@ class Agent:
         """Build the commands on the control socket."""
         port = self.metrics.port if self.metrics else None
         self._privileges = PrivilegeCheck(lambda: self.config, port)
-        self.operator_commands = OperatorCommands(self.registry, self.health)
+        gate = self._offering.gate
+        self.operator_commands = OperatorCommands(self.registry, self.health, lambda: gate.closed)
         self._agent_commands = AgentCommands(
             self._node,
             self._backends,

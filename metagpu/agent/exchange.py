@@ -4,14 +4,13 @@ Both may be of any version: a reader ignores fields that it does not know, and a
 missing has its default. So a field is never renamed, and a new one has a default.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from metagpu.core.config.profiles import ClusterChoice
-from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Lease, Pause, ResourceName
+from metagpu.core.health.fault_note import FaultNote
+from metagpu.core.model.shares import Lease, ResourceName
 
 COMMAND: Final = "takeover"
 """The command on the control socket that begins the exchange."""
@@ -42,6 +41,8 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
 
     Attributes:
         poll: between two attempts to get the locks of a daemon that is about to release them.
+        probes: from the begin of a wait for the node to the probes of the daemon that waits: the
+            one that got the node needs their port first, where both are in one network.
         retry: between two attempts to take over, and to get the locks while another daemon runs.
         calls: for calls of the kubelet that are in flight when an exchange begins.
         pause: for everything of the old daemon that changes the node to end.
@@ -54,6 +55,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
     """
 
     poll: float = 0.01
+    probes: float = 2.0
     retry: float = 1.0
     calls: float = 5.0
     pause: float = 10.0
@@ -79,11 +81,11 @@ class HandedState(msgspec.Struct, frozen=True):
         leases: all; the kubelet does not report claims whose pods are being admitted, nor shares
             that it has forgotten, and the new daemon's look at the others may be older.
         listed: the resources whose lists the kubelet reads.
-        cordons: the cordoned GPUs; the note of faults has them too, a moment later.
+        note: the faults and cordons; the file of the note has them too, a moment later.
         choice: the part of the configuration that the cluster chose; `None` if it chose none.
     """
 
     leases: tuple[Lease, ...] = ()
     listed: tuple[ResourceName, ...] = ()
-    cordons: Mapping[GpuId, Pause] = msgspec.field(default_factory=dict)
+    note: FaultNote | None = None
     choice: ClusterChoice | None = None

@@ -16,6 +16,7 @@ from metagpu import __version__
 from metagpu.agent.exchange import PROTOCOL, ExchangeTiming, HandedState, Hello, Step
 from metagpu.core.config.profiles import ClusterChoice
 from metagpu.core.errors import MetagpuError
+from metagpu.core.health.fault_note import FaultNote
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.pausable_tasks import PausableTasks
@@ -45,6 +46,7 @@ class Duties:
     Attributes:
         guests: the tasks that the kubelet does not need.
         cluster: the API server's side, `None` without one.
+        read_note: returns the faults and cordons of now.
         learn_leases: learns which shares a successor granted that failed.
     """
 
@@ -53,6 +55,7 @@ class Duties:
     backend_runner: BackendRunner
     guests: PausableTasks
     cluster: FollowsCluster | None
+    read_note: Callable[[], FaultNote]
     learn_leases: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
 
     async def pause(self) -> None:
@@ -76,7 +79,7 @@ class Duties:
         return HandedState(
             tuple(leases),
             tuple(it for it in snapshot.offers if self.call_stats.of_resource(it).listed),
-            {gpu: it.cordon for gpu, it in snapshot.gpus.items() if it.cordon is not None},
+            self.read_note(),
             self.cluster.choice if self.cluster else None,
         )
 

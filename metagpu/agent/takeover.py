@@ -11,9 +11,10 @@ from metagpu.agent.exchange import ExchangeTiming, HandedState
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.predecessor import Predecessor
 from metagpu.core.errors import TakeoverFailed
+from metagpu.core.health.fault_note import FaultNote
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
-from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, KubeletStarted, LeasesHandedOver
+from metagpu.core.state.facts import KubeletStarted, LeasesHandedOver
 from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.directory import KubeletDirectory
@@ -22,9 +23,11 @@ from metagpu.plugins.kubelet.succession import Succession
 log = structlog.get_logger()
 
 
-class _Surveyed(Protocol):
+class _Health(Protocol):
     @property
     def surveyed(self) -> anyio.Event: ...
+
+    def adopt(self, last: FaultNote) -> None: ...
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Takeover:
     """Prepares beside the old daemon, and takes its node over in one step.
 
     Attributes:
-        health: knows when the GPUs are read.
+        health: knows when the GPUs are read, and gets the old daemon's faults.
         leases_observed: set once the kubelet's leases are read.
         call_stats: knows which lists the kubelet reads.
         first_leases: the longest wait for the kubelet's leases, in seconds.
@@ -42,7 +45,7 @@ class Takeover:
     """
 
     registry: Registry
-    health: _Surveyed
+    health: _Health
     layout_manager: LayoutManager
     config_loader: ConfigLoader
     call_stats: KubeletCallStats
@@ -90,15 +93,12 @@ class Takeover:
 
     async def _apply(self, state: HandedState) -> None:
         """Apply what only the old daemon knew, and manage the GPUs."""
+        if state.note is not None:
+            self.health.adopt(state.note)
         if state.choice is not None:
             await self.config_loader.follow_cluster(state.choice)
         await self.layout_manager.apply()
         self.registry.apply(LeasesHandedOver(state.leases, anyio.current_time()))
-        for gpu, known in self.registry.snapshot.gpus.items():
-            if (cordon := state.cordons.get(gpu)) is not None:
-                self.registry.apply(GpuCordoned(gpu, cordon.reason, cordon.since))
-            elif known.cordon is not None:
-                self.registry.apply(GpuUncordoned(gpu, known.cordon.since))
 
     async def _wait_ready(self) -> None:
         """Wait until backends have their GPUs ready: no share is refused for the exchange."""

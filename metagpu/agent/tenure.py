@@ -53,6 +53,7 @@ class Tenure:
         commands: the commands on the control socket, by name.
         hand_over: gives the node to another daemon.
         timing: delays and deadlines.
+        probes: answers the kubelet's probes while the daemon waits for the node.
         end: why the tenure ended.
         over: set at the end.
     """
@@ -62,6 +63,7 @@ class Tenure:
     commands: Callable[[], dict[str, CommandHandler]]
     hand_over: HandOver
     timing: ExchangeTiming
+    probes: Work = anyio.sleep_forever
     end: TenureEnd = TenureEnd.STOPPED
     over: anyio.Event = field(default_factory=anyio.Event)
 
@@ -94,7 +96,10 @@ class Tenure:
             except AnotherDaemon as other:
                 if takeover is None:
                     raise
-                predecessor = await self._wait_node(stack, other, asks_after)
+                async with anyio.create_task_group() as waiting:
+                    waiting.start_soon(self._answer_probes)
+                    predecessor = await self._wait_node(stack, other, asks_after)
+                    waiting.cancel_scope.cancel()
             if predecessor is None and takeover is not None:
                 await takeover.grant_at_once()
 
@@ -138,6 +143,10 @@ class Tenure:
             await attempt.enter_async_context(server)
             await attempt.enter_async_context(self.lock.held())
             stack.push_async_exit(attempt.pop_all())
+
+    async def _answer_probes(self) -> None:
+        await anyio.sleep(self.timing.probes)
+        await self.probes()
 
     async def _wait_node(
         self, stack: AsyncExitStack, other: AnotherDaemon, asks_after: float | None
@@ -212,8 +221,10 @@ def build_tenure(
     gate: CallGate,
     duties: Duties,
     timing: AgentTiming,
+    *,
+    probes: Work = anyio.sleep_forever,
 ) -> Tenure:
     """Build the tenure of a daemon whose `gate` holds the kubelet's calls."""
     lock = FolderLock(paths.kubelet_dir, timing.kubelet.watch_period)
     hand_over = HandOver(gate, duties, timing.kubelet.list_end, timing.exchange)
-    return Tenure(paths.run_dir, lock, commands, hand_over, timing.exchange)
+    return Tenure(paths.run_dir, lock, commands, hand_over, timing.exchange, probes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -18,10 +19,12 @@ from metagpu.agent.hand_over import Duties, HandOver
 from metagpu.agent.predecessor import connect_predecessor
 from metagpu.core.config.profiles import ClusterChoice
 from metagpu.core.errors import TakeoverFailed
-from metagpu.core.model.shares import Holder, Lease, Pause, ResourceName
+from metagpu.core.health.fault_note import FaultNote, NotedCordon, NotedDevice, NotedFault
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Fault, Holder, Lease, ResourceName, Share, ShareId
 from metagpu.core.runtime.pausable_tasks import PausableTasks
 from metagpu.core.state.call_stats import KubeletCallStats
-from metagpu.core.state.facts import GpuCordoned, LeasesHandedOver
+from metagpu.core.state.facts import LeasesHandedOver
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.control.client import SOCKET_NAME
 from metagpu.plugins.control.socket import control_server
@@ -31,6 +34,7 @@ from tests.core.two_gpus import A_SHARES, B_SHARES, FOUND, OFFERED, A
 if TYPE_CHECKING:
     from metagpu.core.layout.backend_runner import BackendRunner
 
+NOTE = FaultNote(cordons=(NotedCordon(A.id, "fan", 3),))
 TIMING = ExchangeTiming(calls=0.05, answer=5, exchange=0.5)
 
 
@@ -82,7 +86,9 @@ async def old_daemon(folder: Path) -> AsyncIterator[Old]:
     registry.apply(FOUND)
     registry.apply(OFFERED)
     runner = cast("BackendRunner", None)  # what these duties do needs none
-    duties = FakeDuties(registry, KubeletCallStats(), runner, PausableTasks(()), Cluster())
+    duties = FakeDuties(
+        registry, KubeletCallStats(), runner, PausableTasks(()), Cluster(), lambda: NOTE
+    )
     hand_over = HandOver(gate, duties, 0.01, TIMING)
     async with control_server(folder, {}, {COMMAND: hand_over.converse}):
         yield Old(hand_over, duties, gate, registry)
@@ -96,7 +102,6 @@ async def test_old_daemon_reports_what_it_knows(tmp_path: Path) -> None:
 
     async with old_daemon(tmp_path) as old:
         old.registry.apply(LeasesHandedOver((claimed, forgotten, listed), at=7))
-        old.registry.apply(GpuCordoned(A.id, "fan", 3))
         async with connect_predecessor(tmp_path, TIMING) as new:
             state = await new.begin()
             assert old.gate.closed
@@ -104,7 +109,7 @@ async def test_old_daemon_reports_what_it_knows(tmp_path: Path) -> None:
         assert old.hand_over.done.is_set()
 
     assert set(state.leases) == {replace(it, since=7) for it in (claimed, forgotten, listed)}
-    assert state.cordons == {A.id: Pause("fan", 3)}
+    assert state.note == NOTE
     assert state.choice == ClusterChoice(profile="small")
     assert old.duties.lines == ["pause"]
 
@@ -218,3 +223,45 @@ async def test_fields_of_other_versions_are_no_error(
     ):
         assert await new.begin() == known
     await closed.wait()
+
+
+HANDED = """{
+  "leases": [
+    {"share": {"id": "GPU-1::m07", "gpu": "GPU-1", "resource": "cnvrg.io/metagpu",
+               "backend": "fraction", "number": 7, "footprint": ["m07"], "memory": 1024,
+               "replica": true, "interchangeable": true},
+     "since": 5.5,
+     "holder": {"namespace": "team", "pod": "alice", "container": "main"},
+     "provisioned_at_start": true, "unanswered": true, "unconfirmed": true,
+     "from_checkpoint": true}
+  ],
+  "listed": ["cnvrg.io/metagpu"],
+  "note": {
+    "faults": [{"gpu": "GPU-1", "reason": "XID 79", "since": 6.5, "fault": "xid",
+                "needs_proof": true}],
+    "devices": [{"gpu": "GPU-2", "device": "MIG-1", "reason": "XID 94", "since": 7.5}],
+    "cordons": [{"gpu": "GPU-2", "reason": "fan", "since": 8.5}]
+  },
+  "choice": {"profile": "small"}
+}"""
+"""What a daemon of 0.1.0 hands over: every later one has to understand it."""
+
+
+def test_state_of_the_first_version_is_understood() -> None:
+    """No field of the first version is renamed or changes its meaning."""
+    state = msgspec.convert(json.loads(HANDED), HandedState)
+
+    faulty, cordoned = GpuId("GPU-1"), GpuId("GPU-2")
+    resource = ResourceName("cnvrg.io/metagpu")
+    slots = frozenset({"m07"})
+    share = Share(ShareId("GPU-1::m07"), faulty, resource, "fraction", 7, slots, 1024, True, True)  # noqa: FBT003
+    assert state == HandedState(
+        (Lease(share, 5.5, Holder("team", "alice", "main"), True, True, True, True),),  # noqa: FBT003
+        (resource,),
+        FaultNote(
+            (NotedFault(faulty, "XID 79", 6.5, Fault.XID, needs_proof=True),),
+            (NotedDevice(cordoned, "MIG-1", "XID 94", 7.5),),
+            (NotedCordon(cordoned, "fan", 8.5),),
+        ),
+        ClusterChoice(profile="small"),
+    )

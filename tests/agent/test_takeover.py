@@ -1,16 +1,22 @@
 """The exchange of the daemon: a second one takes the node over, and no pod notices."""
 
 import signal
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio import to_thread
 from anyio.abc import Process
 
+from metagpu.plugins.control.client import send_request
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from metagpu.sim.machine.spec import build_node
 from tests.agent.test_daemon import command_line, daemon
@@ -39,10 +45,10 @@ class Exchanges:
     admitted: int = 0
 
     @asynccontextmanager
-    async def daemon(self, first: str = "") -> AsyncIterator["Daemon"]:
+    async def daemon(self, first: str = "", *options: str) -> AsyncIterator["Daemon"]:
         """Run a daemon that takes over, while the block lasts; `first` is Python to run first."""
         program = ("-c", f"{first}\nfrom metagpu.cli.metagpu import main; exit(main())")
-        command = [*command_line(self.folder, program), "--take-over"]
+        command = [*command_line(self.folder, program), "--take-over", *options]
         async with await anyio.open_process(command) as process:
             it = Daemon(process)
             async with anyio.create_task_group() as group:
@@ -104,13 +110,21 @@ class Daemon:
 
 @asynccontextmanager
 async def exchanges(
-    folder: Path, period: float | None = 0.2, first: str = "", config: str = CONFIG
+    folder: Path,
+    period: float | None = 0.2,
+    first: str = "",
+    config: str = CONFIG,
+    *options: str,
 ) -> AsyncIterator[tuple[Exchanges, Daemon]]:
     """Run a kubelet with a daemon and, with a period, arriving pods while the block lasts."""
     await anyio.Path(folder / "metagpu.yaml").write_text(config)
     kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
     it = Exchanges(folder, kubelet)
-    async with kubelet.running(), it.daemon(first) as old, anyio.create_task_group() as group:
+    async with (
+        kubelet.running(),
+        it.daemon(first, *options) as old,
+        anyio.create_task_group() as group,
+    ):
         await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == SHARES)
         group.start_soon(it.look)
         if period is not None:
@@ -276,6 +290,92 @@ async def test_old_daemon_stands_by(tmp_path: Path) -> None:
 
         old.process.terminate()
         assert await old.process.wait() == 0
+
+
+@pytest.mark.parametrize("same_network", [False, True])
+async def test_probes_of_a_daemon_that_waits(tmp_path: Path, *, same_network: bool) -> None:
+    """A daemon that stands by is alive and not ready, unless the other one needs its port."""
+    ports = [free_port(), free_port()]
+    if same_network:
+        ports[1] = ports[0]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+
+    async with exchanges(tmp_path, None, "", CONFIG, "--metrics", addresses[0]) as (it, old):
+        assert await probe(addresses[0], "readyz") == 200
+        async with it.daemon("", "--metrics", addresses[1]) as new:
+            await new.logged("node taken over", "metrics served")
+            await old.logged("waiting for the node")
+            assert await probe(addresses[1], "readyz") == 200
+            if not same_network:
+                await until_probe(addresses[0], "healthz", 200)
+                assert await probe(addresses[0], "readyz") == 503
+                assert await probe(addresses[0], "metrics") == 503
+
+            new.process.kill()
+            await until_probe(addresses[0], "readyz", 200)
+            assert await probe(addresses[0], "metrics") == 200
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+async def probe(address: str, page: str) -> int | None:
+    """Return the status of a page, `None` without an answer."""
+
+    def get() -> int | None:
+        with suppress(OSError):
+            try:
+                with urllib.request.urlopen(f"http://{address}/{page}", timeout=5) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code
+        return None
+
+    return await to_thread.run_sync(get)
+
+
+async def until_probe(address: str, page: str, status: int) -> None:
+    """Wait until a page answers so."""
+    with anyio.fail_after(30):
+        while await probe(address, page) != status:  # noqa: ASYNC110 - of another process
+            await anyio.sleep(0.05)
+
+
+UNWRITTEN = """
+import anyio
+from metagpu.agent.fault_note_file import FaultNoteFile
+FaultNoteFile.follow = lambda self: anyio.sleep_forever()
+"""
+"""A daemon whose note of faults is always a moment too old."""
+
+
+async def test_faults_of_the_last_moment_change_hands(tmp_path: Path) -> None:
+    """An exchange forgets no fault and no cordon, whatever their file says."""
+
+    async def states() -> dict[int, dict[str, Any]]:
+        status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
+        return {gpu["index"]: gpu for gpu in status["gpus"]}
+
+    async with exchanges(tmp_path, None, UNWRITTEN) as (it, _):
+        for request in (
+            {"command": "cordon", "gpu": "0", "reason": "fan"},
+            {"command": "sim", "change": {"do": "xid", "gpu": "1", "code": 79}},
+        ):
+            await to_thread.run_sync(send_request, tmp_path, request)
+        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == 0)
+        before = await states()
+        async with it.daemon() as new:
+            await new.logged("node taken over")
+            assert not (tmp_path / "faults.json").exists()
+            after = await states()
+
+    assert "XID 79" in before[1]["reason"]
+    for index, part in ((0, "cordon"), (1, "healthy"), (1, "reason"), (1, "since")):
+        assert after[index][part] == before[index][part]
 
 
 async def test_hanging_daemon_is_not_killed(tmp_path: Path) -> None:

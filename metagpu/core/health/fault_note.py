@@ -75,6 +75,20 @@ class FaultNote(msgspec.Struct, frozen=True):
             self.cordons + other.cordons,
         )
 
+    def without(self, known: "FaultNote") -> "FaultNote":
+        """Return the entries that another note lacks.
+
+        A fault that needs proof is more than a fault of the same GPU that needs none.
+        """
+        faults = {(it.gpu, proof) for it in known.faults for proof in {False, it.needs_proof}}
+        devices = {(it.gpu, it.device) for it in known.devices}
+        cordons = {(it.gpu, it.reason) for it in known.cordons}
+        return FaultNote(
+            tuple(it for it in self.faults if (it.gpu, it.needs_proof) not in faults),
+            tuple(it for it in self.devices if (it.gpu, it.device) not in devices),
+            tuple(it for it in self.cordons if (it.gpu, it.reason) not in cordons),
+        )
+
 
 class _Written(msgspec.Struct, frozen=True):
     version: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 import structlog
 
-from metagpu.core.health.fault_note import FaultNote
+from metagpu.core.health.fault_note import FaultNote, take_note
 from metagpu.core.health.rules import GpuRecovery
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault, Recovery
@@ -17,7 +17,9 @@ from metagpu.core.state.facts import (
     GpuNeedsProof,
     GpuRecovered,
     GpuRecovering,
+    GpuUncordoned,
     InstanceFaulted,
+    InstanceRecovered,
 )
 from metagpu.core.state.registry import Registry
 
@@ -37,11 +39,15 @@ class GpuVerdicts:
     clock: Callable[[], float]
     recovering: dict[GpuId, GpuRecovery] = field(default_factory=dict)
     recoveries: Counter[GpuId] = field(default_factory=Counter)
+    _restored: FaultNote = field(default_factory=FaultNote)
+    _restored_recoveries: dict[GpuId, GpuRecovery] = field(default_factory=dict)
 
     def restore(self, found: FaultNote) -> None:
         """Take out of service what was so before the start of the daemon."""
+        self._restored = self._restored.joined(found)
         for fault in found.faults:
-            self.recovering[fault.gpu] = GpuRecovery(needs_proof=fault.needs_proof)
+            recovery = GpuRecovery(needs_proof=fault.needs_proof)
+            self.recovering[fault.gpu] = self._restored_recoveries[fault.gpu] = recovery
             self.registry.apply(GpuFaulted(fault.gpu, fault.reason, fault.since, fault.fault))
             if fault.needs_proof:
                 self.registry.apply(GpuNeedsProof(fault.gpu))
@@ -50,6 +56,21 @@ class GpuVerdicts:
             self.registry.apply(InstanceFaulted(it.gpu, it.device, it.reason, it.since))
         for cordon in found.cordons:
             self.registry.apply(GpuCordoned(cordon.gpu, cordon.reason, cordon.since))
+
+    def adopt(self, last: FaultNote) -> None:
+        """Replace what was restored at the start by what the other daemon knew at its end.
+
+        What this daemon has found by itself stays.
+        """
+        ended, reason = self._restored.without(last), "back in service under the daemon before"
+        for fault in ended.faults:
+            if self.recovering.get(fault.gpu) is self._restored_recoveries[fault.gpu]:
+                self.recovered(fault.gpu, reason)
+        for it in ended.devices:
+            self.registry.apply(InstanceRecovered(it.gpu, it.device, reason, self.clock()))
+        for cordon in ended.cordons:
+            self.registry.apply(GpuUncordoned(cordon.gpu, self.clock()))
+        self.restore(last.without(take_note(self.registry.snapshot)))
 
     def fault(self, gpu: GpuId, reason: str, fault: Fault, *, proof: bool = False) -> None:
         """Take a GPU out of service; with `proof`, silence alone does not bring it back."""

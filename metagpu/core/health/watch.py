@@ -150,6 +150,12 @@ class HealthWatch:
         """The faults and cordons of now, for the daemon after this one."""
         return take_note(self.registry.snapshot).joined(self.noted)
 
+    def adopt(self, last: FaultNote) -> None:
+        """Continue with the faults and cordons that the daemon before had at its end."""
+        known = self.registry.snapshot.gpus.keys()
+        self.verdicts.adopt(last.of(known))
+        self.noted = last.of(known, but=True)
+
     async def _session(self) -> None:
         await self.survey()
         self.surveyed.set()

@@ -22,6 +22,7 @@ from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming
 from metagpu.plugins.metrics.usage import freeze_limits, usage_samples
 
 _FAILED: Final = "metagpu failed to render the page; its log has the details\n"
+_WAITS: Final = "another daemon has the node\n"
 _INDEX: Final = "metagpu: see /metrics, /healthz, /readyz\n"
 
 
@@ -38,6 +39,7 @@ class Exporter:
         sources: MetricSources,
         timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
     ) -> None:
+        self._address = address
         self._sources = sources
         self._timing = timing
         self._families = (*FAMILIES, *backend_families(sources.kinds))
@@ -60,6 +62,18 @@ class Exporter:
         async with anyio.create_task_group() as group:
             group.start_soon(partial(run_with_restart, count, "event counters"))
             group.start_soon(partial(run_with_restart, self._serve, "metrics server"))
+
+    async def run_probes(self) -> None:
+        """Serve the probes of a daemon that waits for the node, until cancelled.
+
+        A port that is taken is the other daemon's, and is left to it.
+        """
+        pages = {"/healthz": self._healthz, "/readyz": self._waits, "/metrics": self._waits}
+        server = PageServer(self._address, pages, self._timing)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._lag_probe.run)
+            await server.run_if_free()
+            group.cancel_scope.cancel()
 
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
@@ -96,6 +110,9 @@ class Exporter:
         return _probe_response(
             readiness_problems(self._sources.registry.snapshot, self._sources.kubelet)
         )
+
+    async def _waits(self) -> HttpResponse:
+        return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, _WAITS.encode())
 
     async def _index(self) -> HttpResponse:
         return HttpResponse(HTTPStatus.OK, _INDEX.encode())

@@ -87,14 +87,21 @@ class PageServer:
                 continue
 
             with closing(listener):
-                self.port = listener.getsockname()[1]
-                log.info(
-                    "metrics served", address=str(ListenAddress(self._address.host, self.port))
-                )
-                try:
-                    await self._accept(listener)
-                finally:
-                    self.port = 0
+                address = ListenAddress(self._address.host, listener.getsockname()[1])
+                log.info("metrics served", address=str(address))
+                await self._serve(listener)
+
+    async def run_if_free(self) -> None:
+        """Serve until cancelled, or return at once where the port cannot be bound."""
+        with suppress(OSError), closing(_bind(self._address, self._timing.silence)) as listener:
+            await self._serve(listener)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        self.port = listener.getsockname()[1]
+        try:
+            await self._accept(listener)
+        finally:
+            self.port = 0
 
     async def _accept(self, listener: socket.socket) -> None:
         rate = TokenBucket(_ACCEPT_BURST, _ACCEPT_RATE)

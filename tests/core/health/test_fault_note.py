@@ -1,6 +1,7 @@
 """The note of faults and cordons, as a value."""
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.health.fault_note import (
@@ -82,3 +83,14 @@ def test_a_note_is_parted_by_gpus() -> None:
     """The entries of some GPUs and those of all others are the whole note."""
     assert NOTE.of({B}) == FaultNote((), NOTE.devices, NOTE.cordons)
     assert NOTE.of({B}, but=True).joined(NOTE.of({B})) == NOTE
+
+
+def test_entries_that_another_note_lacks() -> None:
+    """A fault that needs proof is more than one that needs none, and no less."""
+    [proven] = NOTE.faults
+    silent = FaultNote((replace(proven, needs_proof=False),))
+
+    assert NOTE.without(NOTE) == FaultNote()
+    assert NOTE.without(FaultNote()) == NOTE
+    assert NOTE.without(silent) == NOTE
+    assert silent.without(NOTE) == FaultNote()

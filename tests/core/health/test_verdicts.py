@@ -1,0 +1,75 @@
+"""Verdicts on GPUs that outlive their daemon."""
+
+from metagpu.core.health.fault_note import (
+    FaultNote,
+    NotedCordon,
+    NotedDevice,
+    NotedFault,
+    take_note,
+)
+from metagpu.core.health.verdicts import GpuVerdicts
+from metagpu.core.model.shares import Fault
+from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.registry import Registry
+from tests.rigs.build import gpu
+
+A, B = gpu(0).id, gpu(1).id
+XID = NotedFault(A, "XID 79", 1, Fault.XID, needs_proof=True)
+DEVICE = NotedDevice(B, "MIG-1", "XID 94", 2)
+CORDON = NotedCordon(B, "fan", 3)
+NOTE = FaultNote((XID,), (DEVICE,), (CORDON,))
+
+
+def started(note: FaultNote) -> GpuVerdicts:
+    """Return the verdicts of a daemon that has read this note at its start."""
+    registry = Registry()
+    registry.apply(GpusFound((gpu(0), gpu(1)), at=0))
+    verdicts = GpuVerdicts(registry, lambda: 9.0)
+    verdicts.restore(note)
+    return verdicts
+
+
+def known(verdicts: GpuVerdicts) -> FaultNote:
+    """Return the faults and cordons that the registry has."""
+    return take_note(verdicts.registry.snapshot)
+
+
+def test_faults_of_the_last_moment_are_adopted() -> None:
+    """A fault that the daemon before found after its note was read is known to this one."""
+    verdicts = started(FaultNote())
+    verdicts.adopt(NOTE)
+
+    assert known(verdicts) == NOTE
+    assert verdicts.recovering[A].needs_proof
+
+
+def test_recoveries_of_the_last_moment_are_adopted() -> None:
+    """A GPU that the daemon before brought back after its note was read is in service."""
+    verdicts = started(NOTE)
+    verdicts.adopt(FaultNote())
+
+    assert known(verdicts) == FaultNote()
+    assert not verdicts.recovering
+
+
+def test_a_fault_that_this_daemon_found_stays() -> None:
+    """The daemon before may not have heard it."""
+    verdicts = started(NOTE)
+    verdicts.fault(A, "XID 48", Fault.XID, proof=True)
+    verdicts.adopt(FaultNote())
+
+    assert [it.gpu for it in known(verdicts).faults] == [A]
+
+
+def test_the_proof_that_either_daemon_asks_for_is_needed() -> None:
+    """A fault that silence ends is not taken for one that needs proof, nor the reverse."""
+    silent = FaultNote((NotedFault(A, "remapped rows", 5, Fault.MEMORY),))
+
+    verdicts = started(silent)
+    verdicts.adopt(NOTE)
+    assert verdicts.recovering[A].needs_proof
+
+    verdicts = started(FaultNote())
+    verdicts.fault(A, "XID 79", Fault.XID, proof=True)
+    verdicts.adopt(silent)
+    assert verdicts.recovering[A].needs_proof
