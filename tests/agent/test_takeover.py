@@ -369,9 +369,7 @@ async def test_faults_of_the_last_moment_change_hands(tmp_path: Path) -> None:
         await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == 0)
         before = await states()
         async with it.daemon() as new:
-            await new.logged("node taken over")
-            assert not (tmp_path / "faults.json").exists()
-            after = await states()
+XX            after = await states()
 
     assert "XID 79" in before[1]["reason"]
     for index, part in ((0, "cordon"), (1, "healthy"), (1, "reason"), (1, "since")):
