@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible wheel e2e bench locks sbom clean
+.PHONY: help demo test fuzz lint proto mgctl reproducible wheel chart e2e bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -77,6 +77,9 @@ e2e: export METAGPU_E2E_KUBERNETES = $(KUBERNETES)
 e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34)
 	$(BIN)/python -m tests.e2e.rig prepare
 	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps -m e2e --timeout 600
+
+chart: $(VENV)/.test ## render deploy/*.yaml and the chart's table of values (needs helm; HELM=PATH)
+	$(BIN)/python deploy/render.py
 
 bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/
 	$(BIN)/python -m bench

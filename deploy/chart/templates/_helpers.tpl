@@ -1,0 +1,101 @@
+{{- define "metagpu.name" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "metagpu.fullname" -}}
+{{- $name := include "metagpu.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- end -}}
+{{- end }}
+
+{{- define "metagpu.account" -}}
+{{ default (include "metagpu.fullname" .) .Values.serviceAccount.name }}
+{{- end }}
+
+{{/* The user of the account's tokens, as a policy sees it. */}}
+{{- define "metagpu.user" -}}
+system:serviceaccount:{{ .Release.Namespace }}:{{ include "metagpu.account" . }}
+{{- end }}
+
+{{- define "metagpu.selector" -}}
+app.kubernetes.io/name: {{ include "metagpu.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "metagpu.labels" -}}
+{{ include "metagpu.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "metagpu.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end }}
+
+{{/* The features in use, separated by commas; empty for none. */}}
+{{- define "metagpu.features" -}}
+{{- $on := list -}}
+{{- range $name, $used := .Values.features }}{{ if $used }}{{ $on = append $on $name }}{{ end }}{{ end -}}
+{{ join "," $on }}
+{{- end }}
+
+{{/* Not empty where one of the named features is in use. */}}
+{{- define "metagpu.uses" -}}
+{{- $root := index . 0 -}}
+{{- range rest . }}{{ if index $root.Values.features . }}yes{{ end }}{{ end -}}
+{{- end }}
+
+{{/* The ConfigMap of profiles; empty for none. */}}
+{{- define "metagpu.configMap" -}}
+{{- if .Values.config.name -}}
+{{ .Values.config.name }}
+{{- else if or .Values.config.map .Values.config.inline -}}
+{{ include "metagpu.fullname" . }}
+{{- end -}}
+{{- end }}
+
+{{/* Not empty where a new daemon takes the node over from the old one. */}}
+{{- define "metagpu.surges" -}}
+{{- $rolling := default dict .Values.updateStrategy.rollingUpdate -}}
+{{- if and (eq .Values.updateStrategy.type "RollingUpdate") (not (has (toString $rolling.maxSurge) (list "<nil>" "0" "0%"))) }}yes{{ end -}}
+{{- end }}
+
+{{/* Not empty where the tokens of pods name their node. */}}
+{{- define "metagpu.limits" -}}
+{{- if and .Values.admissionPolicies (semverCompare ">=1.32.0-0" .Capabilities.KubeVersion.Version) }}yes{{ end -}}
+{{- end }}
+
+{{- define "metagpu.cdi" -}}
+{{- if or .Values.cdi.enabled (contains "cdi" .Values.deviceListStrategy) }}yes{{ end -}}
+{{- end }}
+
+{{/* Combinations that no schema can refuse. */}}
+{{- define "metagpu.check" -}}
+{{- if and .Values.config.name (or .Values.config.map .Values.config.inline) }}
+{{- fail "config.name names a ConfigMap of yours, and config.map or config.inline makes one: set one of them" }}
+{{- end }}
+{{- if and .Values.config.inline (hasKey .Values.config.map "default") }}
+{{- fail "config.inline is the profile `default`, which config.map has too: set one of them" }}
+{{- end }}
+{{- if and .Values.config.default .Values.config.map (ne .Values.config.default "default") (not (hasKey .Values.config.map .Values.config.default)) }}
+{{- fail (printf "config.default: config.map has no profile %q" .Values.config.default) }}
+{{- end }}
+{{- if and .Values.features.janitor (index .Values.features "janitor-dry-run") }}
+{{- fail "features: janitor deletes pods and janitor-dry-run deletes none: set one of them" }}
+{{- end }}
+{{- if and (include "metagpu.uses" (list . "janitor" "janitor-dry-run")) (not (and (include "metagpu.limits" .) .Values.features.pods (index .Values.features "pod-events"))) }}
+{{- fail "features: the janitor needs pods, pod-events and admissionPolicies, on Kubernetes 1.32 or newer" }}
+{{- end }}
+{{- if and (include "metagpu.surges" .) (not .Values.metrics.port) }}
+{{- fail "metrics.port: a rollout with maxSurge waits for the probe /readyz; set a port, or updateStrategy.rollingUpdate.maxSurge=0 and maxUnavailable=1" }}
+{{- end }}
+{{- if and .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled }}
+{{- fail "metrics: a PodMonitor and a ServiceMonitor would count everything twice: set one of them" }}
+{{- end }}
+{{- end }}
