@@ -368,8 +368,10 @@ async def test_faults_of_the_last_moment_change_hands(tmp_path: Path) -> None:
             await to_thread.run_sync(send_request, tmp_path, request)
         await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU) == 0)
         before = await states()
+        assert not (tmp_path / "faults.json").exists()
         async with it.daemon() as new:
-XX            after = await states()
+            await new.logged("node taken over")
+            after = await states()
 
     assert "XID 79" in before[1]["reason"]
     for index, part in ((0, "cordon"), (1, "healthy"), (1, "reason"), (1, "since")):
