@@ -44,10 +44,11 @@ from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
 from metagpu.host.daemons import HostDaemons
-from metagpu.host.device_nodes import device_nodes
+from metagpu.host.device_nodes import DeviceNodes, device_nodes
+from metagpu.host.driver_roots import find_roots, program_roots
 from metagpu.host.file_limit import raise_file_limit
 from metagpu.host.linux import LinuxHost
-from metagpu.host.programs import DRIVER_ROOT, HostPrograms, run_child
+from metagpu.host.programs import HostPrograms, run_child
 from metagpu.host.service_manager import report_state
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
@@ -122,7 +123,7 @@ class Agent:
     def _build_layout(self) -> None:
         """Build what makes a layout of the configuration and the GPUs."""
         registry, driver, paths, timing = self.registry, self.driver, self.paths, self.timing
-        own = HostPrograms(tuple(it for it in (paths.dev_root, DRIVER_ROOT) if it is not None))
+        own = HostPrograms(program_roots(paths.roots))
         programs, daemons = self.programs or own, self.daemons or HostDaemons(own)
 
         settings = self.cluster_settings
@@ -132,8 +133,9 @@ class Agent:
         self.health = HealthWatch(driver, registry, config.root.health, timing=timing.health)
         self.fault_note_file = FaultNoteFile(paths.run_dir, registry, self.health)
         self.backend_runner = BackendRunner(registry, driver, programs, daemons)
-        nodes = partial(device_nodes, paths.dev_root)
-        self.cdi_file = CdiFile(registry, driver, programs, paths.cdi_dir, nodes, timing.cdi)
+        self.cdi_file = CdiFile(
+            registry, driver, programs, paths.cdi_dir, self._read_nodes, timing.cdi
+        )
         self.layout_manager = LayoutManager(
             config,
             registry,
@@ -142,6 +144,7 @@ class Agent:
             self.cdi_file,
             PodFolder(paths.pod_dir),
             paths,
+            self._read_nodes,
             timing.layout,
         )
         self.config_loader = ConfigLoader(
@@ -325,6 +328,9 @@ class Agent:
     async def reload(self) -> None:
         """Read and apply the configuration again; an error is logged, and changes nothing."""
         await self.config_loader.reload()
+
+    def _read_nodes(self) -> DeviceNodes:
+        return device_nodes(find_roots(self.paths.roots).dev)
 
     async def _watch_health(self) -> None:
         if not self.health.surveyed.is_set():

@@ -38,8 +38,8 @@ _TOOLKIT_COMMAND: Final = ("nvidia-ctk", "cdi", "generate", "--format=json")
 
 NamedDevices = Mapping[GpuId, tuple[Gpu, Mapping[str, HardwareDevice]]]
 """The GPUs, and the MIG devices on each GPU by their CDI names."""
-Nodes = tuple[frozenset[str], Mapping[str, int]]
-"""The device nodes that exist, and the numbers of MIG's (see `Injection`)."""
+Nodes = tuple[frozenset[str], Mapping[str, int], str]
+"""The device nodes that exist, the numbers of MIG's, and their root (see `Injection`)."""
 
 log = structlog.get_logger()
 
@@ -275,9 +275,11 @@ class CdiFile:
         old file would name absent devices. A container would get a dead node, or the device that
         has the node's number by now. Without the file, runtimes refuse the unknown name.
         """
-        present, capabilities = self.read_nodes()
+        present, capabilities, root = self.read_nodes()
         injection = self._injection or Injection()
-        injection = replace(injection, device_nodes_present=present, capabilities=capabilities)
+        injection = replace(
+            injection, device_nodes_present=present, capabilities=capabilities, dev_root=root
+        )
 
         named = {
             name: nodes

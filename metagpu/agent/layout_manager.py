@@ -1,6 +1,6 @@
 """The configuration in force, applied to the GPUs and device nodes of this host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
-from metagpu.host.device_nodes import DeviceNodes, device_nodes
+from metagpu.host.device_nodes import DeviceNodes
 from metagpu.plugins.kubelet.messages import check_list_size
 from metagpu.plugins.pod_api.folder import PodFolder
 
@@ -55,6 +55,7 @@ class LayoutManager:
     Attributes:
         config: the configuration in force. A configuration that does not fit the GPUs never is.
         layout: the shares, backends and offers that the configuration gives on these GPUs.
+        read_nodes: reads the host's device nodes; blocks.
     """
 
     config: Config
@@ -64,6 +65,7 @@ class LayoutManager:
     cdi_file: CdiFile
     pod_folder: PodFolder
     paths: AgentPaths
+    read_nodes: Callable[[], DeviceNodes]
     timing: LayoutTiming = field(default_factory=LayoutTiming)
     layout: Layout = field(default_factory=lambda: Layout((), {}, ()))
     _nodes: DeviceNodes = field(default_factory=DeviceNodes)
@@ -157,7 +159,7 @@ class LayoutManager:
         return to_dict(diff_layouts(self.registry.snapshot, before, after))
 
     async def _scan_nodes(self) -> DeviceNodes:
-        return await to_thread.run_sync(device_nodes, self.paths.dev_root)
+        return await to_thread.run_sync(self.read_nodes)
 
     async def read_existing(self, config: Config) -> Existing:
         """Read the MIG instances that exist, if a backend offers them."""
@@ -193,7 +195,7 @@ class LayoutManager:
     def _injection(self, nodes: DeviceNodes) -> Injection:
         """Describe this host's part of an injection, without the configuration's part."""
         return Injection(
-            dev_root=str(self.paths.dev_root or ""),
+            dev_root=nodes.root,
             device_nodes_present=nodes.present,
             capabilities=nodes.capabilities,
             run_dir=str(self.paths.run_dir.absolute()),

@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from metagpu.core.model.driver_roots import RootOptions
+
 RUN_DIR: Final = Path("/run/metagpu")
 """The agent's control socket and its lock."""
 KUBELET_ROOT: Final = Path("/var/lib/kubelet")
@@ -32,7 +34,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
         kubelet_dir: the kubelet's device-plugins folder.
         pod_resources: the kubelet's PodResources socket.
         run_dir: the folder of the control socket.
-        dev_root: the folder that has the host's /dev; `None` is this process's own root.
+        roots: what was said of the driver's root and the root of /dev.
         pod_dir: the folder mounted into containers, with mgctl; `None` mounts none.
         cdi_dir: the folder of the CDI specification; `None` writes none.
     """
@@ -40,7 +42,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
     kubelet_dir: Path = KUBELET_DIR
     pod_resources: Path = pod_resources_socket(KUBELET_ROOT)
     run_dir: Path = RUN_DIR
-    dev_root: Path | None = None
+    roots: RootOptions = RootOptions()
     pod_dir: Path | None = None
     cdi_dir: Path | None = None
 

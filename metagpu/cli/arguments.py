@@ -11,6 +11,7 @@ from metagpu.cli.options import (
     Variable,
     add_choice,
     add_cluster,
+    add_driver_roots,
     add_kubelet,
     add_metrics,
     add_run_dir,
@@ -58,14 +59,6 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
     )
     _add_node(it)
     add_kubelet(it)
-    it.add_argument(
-        "--dev-root",
-        metavar="DIR",
-        type=Path,
-        default=Variable(("METAGPU_DEV_ROOT",), convert=Path),
-        help="the folder that has the host's /dev; the same path here and for the container "
-        "runtime (default: /)",
-    )
     it.add_argument(
         "--pod-dir",
         metavar="DIR",
@@ -298,3 +291,4 @@ def _add_node(it: argparse.ArgumentParser) -> None:
         default=Variable(("METAGPU_SIMULATE",)),
         help=SIMULATE_HELP,
     )
+    add_driver_roots(it)

@@ -15,6 +15,7 @@ from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import (
     cluster_of,
+    driver_roots_of,
     metrics_of,
     pod_resources_of,
     resolve_environment,
@@ -115,7 +116,7 @@ def _run(args: argparse.Namespace) -> int:
             kubelet_dir=args.kubelet_dir,
             pod_resources=pod_resources_of(args),
             run_dir=args.run_dir,
-            dev_root=args.dev_root,
+            roots=driver_roots_of(args),
             pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
             cdi_dir=args.cdi_dir,
         )
@@ -161,7 +162,8 @@ def _explain(args: argparse.Namespace) -> int:
     from metagpu.display.status import show_explanation
 
     _configure_log("error", "console")
-    args.agent = agent = _agent(source_of(args), args.simulate)
+    paths = AgentPaths(roots=driver_roots_of(args))
+    args.agent = agent = _agent(source_of(args), args.simulate, paths)
     print_notes(agent)
     anyio.run(agent.survey_once)
     explained = explain_report(agent.registry.snapshot, agent.layout)
@@ -184,7 +186,8 @@ def _plan(args: argparse.Namespace) -> int:
     from metagpu.display.status import show_plan
 
     _configure_log("error", "console")
-    planned = plan(args, _agent)
+    paths = AgentPaths(roots=driver_roots_of(args))
+    planned = plan(args, lambda source, simulate: _agent(source, simulate, paths))
 
     if args.json:
         _print_json(planned)
@@ -269,13 +272,13 @@ def _agent(
     """Build the agent; `cluster_node` is the name of the Node of a simulated cluster."""
     with _loading():
         from metagpu.agent.agent import Agent
+        from metagpu.host.driver_roots import find_roots
         from metagpu.nvml.driver import NvmlDriver
 
     paths = paths or AgentPaths()
     if simulate is None:
-        return Agent(
-            source, NvmlDriver(), paths, cluster_settings=cluster_settings, metrics=metrics
-        )
+        driver = NvmlDriver(find_libraries=lambda: find_roots(paths.roots).libraries)
+        return Agent(source, driver, paths, cluster_settings=cluster_settings, metrics=metrics)
 
     from metagpu.cli.simulation import simulated_agent
 

@@ -10,6 +10,7 @@ import msgspec
 
 from metagpu.agent import paths
 from metagpu.core.errors import ConfigError
+from metagpu.core.model.driver_roots import RootOptions
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature, resolve_settings
 from metagpu.plugins.metrics.address import ListenAddress, parse_address
 
@@ -171,6 +172,43 @@ def pod_resources_of(args: argparse.Namespace) -> Path:
     return named or paths.pod_resources_socket(args.kubelet_root)
 
 
+def add_driver_roots(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the driver and the device nodes are."""
+    found = "default: found in the driver container, the host's root at /host, or here"
+    for option, variables, help_text in (
+        (
+            "--driver-root",
+            ("NVIDIA_DRIVER_ROOT",),
+            f"the root of the driver's files, by its path on the host ({found})",
+        ),
+        (
+            "--container-driver-root",
+            ("CONTAINER_DRIVER_ROOT", "DRIVER_ROOT_CTR_PATH"),
+            "the same folder, by its path here (default: found at /driver-root or below /host)",
+        ),
+        (
+            "--dev-root",
+            ("NVIDIA_DEV_ROOT",),
+            "the folder that has /dev with the device nodes, by its path on the host (as above)",
+        ),
+        (
+            "--container-dev-root",
+            ("DEV_ROOT_CTR_PATH",),
+            "the same folder, by its path here (default: found as the driver's root)",
+        ),
+    ):
+        own = f"METAGPU_{option.strip('-').replace('-', '_').upper()}"
+        default = Variable((own, *variables), otherwise="", convert=_absolute)
+        parser.add_argument(option, metavar="DIR", type=_absolute, default=default, help=help_text)
+
+
+def driver_roots_of(args: argparse.Namespace) -> RootOptions:
+    """Return what resolved arguments say of the driver's root and the root of /dev."""
+    return RootOptions(
+        args.driver_root, args.container_driver_root, args.dev_root, args.container_dev_root
+    )
+
+
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options about the API server."""
     parser.add_argument(
@@ -263,6 +301,10 @@ class _Repeated(argparse.Action):
         given = getattr(namespace, self.dest)
         before = given if isinstance(given, list) else []
         setattr(namespace, self.dest, [*before, values])
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).absolute())
 
 
 def _path_list(text: str) -> list[Path]:

@@ -12,7 +12,7 @@ from metagpu.compat.keys import IgnoredKey
 from metagpu.core.config.document import Document
 
 _GFD: Final = "shaped GPU Feature Discovery's labels; metagpu has its own, see --cluster"
-_ROOT: Final = "set where the driver's files are; use --dev-root"
+_ROOT: Final = "set where the driver is; metagpu looks for it, and takes {} as well"
 CDI_FILES: Final = (
     "shaped the CDI files that the plugin writes; metagpu writes its own, metagpu.io/gpu"
 )
@@ -22,8 +22,10 @@ IGNORED_KEYS: Final = {
         "decided whether to end without NVML; metagpu tries again every 5 s", (True,)
     ),
     "flags.mpsRoot": IgnoredKey("set where NVIDIA's MPS daemon is; metagpu starts its own"),
-    "flags.nvidiaDriverRoot": IgnoredKey(_ROOT, ("/", "/run/nvidia/driver")),
-    "flags.nvidiaDevRoot": IgnoredKey(_ROOT, ("/",)),
+    "flags.nvidiaDriverRoot": IgnoredKey(
+        _ROOT.format("--driver-root"), ("/", "/run/nvidia/driver")
+    ),
+    "flags.nvidiaDevRoot": IgnoredKey(_ROOT.format("--dev-root"), ("/",)),
     "flags.gdrcopyEnabled": IgnoredKey("given containers GDRCopy's devices", (False,)),
     "flags.gdsEnabled": IgnoredKey("given containers GPUDirect Storage's devices", (False,)),
     "flags.mofedEnabled": IgnoredKey("given containers Mellanox' devices", (False,)),
@@ -40,7 +42,9 @@ IGNORED_KEYS: Final = {
     "flags.plugin.cdiAnnotationPrefix": IgnoredKey(CDI_FILES, ("cdi.k8s.io/",)),
     "flags.plugin.nvidiaCTKPath": IgnoredKey(CDI_FILES, ("/usr/bin/nvidia-ctk",)),
     "flags.plugin.nvidiaCDIHookPath": IgnoredKey(CDI_FILES, ("/usr/bin/nvidia-ctk",)),
-    "flags.plugin.containerDriverRoot": IgnoredKey(_ROOT, ("/driver-root",)),
+    "flags.plugin.containerDriverRoot": IgnoredKey(
+        _ROOT.format("--container-driver-root"), ("/driver-root",)
+    ),
     "imex.channelIDs": IgnoredKey("given containers IMEX channels"),
     "imex.required": IgnoredKey("refused containers without IMEX channels", (False,)),
 }

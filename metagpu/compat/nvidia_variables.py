@@ -2,7 +2,7 @@
 
 They are those of the device plugin, config-manager and MIG manager; names and defaults are those of
 k8s-device-plugin 0.20 and mig-parted 0.12, read in their sources. As in the plugin, a variable wins
-over the file. `cli/options.py` reads those that name files, profiles and the node.
+over the file. `cli/options.py` reads those that name files, profiles, roots and the node.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +24,6 @@ _CLIENTS: Final = (
 
 VARIABLES_OF_FLAGS: Final = {
     "FAIL_ON_INIT_ERROR": "flags.failOnInitError",
-    "NVIDIA_DRIVER_ROOT": "flags.nvidiaDriverRoot",
-    "NVIDIA_DEV_ROOT": "flags.nvidiaDevRoot",
     "GDRCOPY_ENABLED": "flags.gdrcopyEnabled",
     "GDS_ENABLED": "flags.gdsEnabled",
     "MOFED_ENABLED": "flags.mofedEnabled",
@@ -34,8 +32,6 @@ VARIABLES_OF_FLAGS: Final = {
     "CDI_ANNOTATION_PREFIX": "flags.plugin.cdiAnnotationPrefix",
     "NVIDIA_CTK_PATH": "flags.plugin.nvidiaCTKPath",
     "NVIDIA_CDI_HOOK_PATH": "flags.plugin.nvidiaCDIHookPath",
-    "CONTAINER_DRIVER_ROOT": "flags.plugin.containerDriverRoot",
-    "DRIVER_ROOT_CTR_PATH": "flags.plugin.containerDriverRoot",
     "MPS_ROOT": "flags.mpsRoot",
     "IMEX_CHANNEL_IDS": "imex.channelIDs",
     "IMEX_REQUIRED": "imex.required",

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from metagpu.core.model.driver_roots import Folder
+
 _CAPABILITIES: Final = Path("proc/driver/nvidia-caps/mig-minors")
 _LINE: Final = re.compile(r"(\S+) (\d+)")
 
@@ -16,20 +18,24 @@ class DeviceNodes(NamedTuple):
         present: paths as seen from the host's root, below /dev/nvidia-caps too.
         capabilities: the numbers of the nodes that open MIG instances, by the driver's names such
             as `gpu0/gi3/access`; none where the driver has no MIG.
+        root: the folder with this /dev, for the container runtime; empty for the root.
     """
 
     present: frozenset[str] = frozenset()
     capabilities: Mapping[str, int] = {}
+    root: str = ""
 
 
-def device_nodes(dev_root: Path | None = None) -> DeviceNodes:
-    """List NVIDIA's device nodes below `dev_root` (the host's root by default)."""
-    root = dev_root or Path("/")
+def device_nodes(dev_root: Folder) -> DeviceNodes:
+    """List NVIDIA's device nodes below a folder. Blocks."""
+    root = Path(dev_root.here)
     dev = root / "dev"
     found = [*dev.glob("nvidia*"), *dev.glob("nvidia-caps/nvidia-cap*")]
 
     return DeviceNodes(
-        frozenset(f"/{node.relative_to(root)}" for node in found), _capabilities(root)
+        frozenset(f"/{node.relative_to(root)}" for node in found),
+        _capabilities(root),
+        dev_root.prefix,
     )
 
 

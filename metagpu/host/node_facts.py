@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.grants import cdi
+from metagpu.core.model.driver_roots import Folder
 from metagpu.core.reports.doctor import NodeFacts
 from metagpu.host.device_nodes import device_nodes
 from metagpu.host.linux import sees_host
@@ -51,7 +52,7 @@ def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status:
         in_host_pid_namespace=sees_host(proc),
         has_container_logs=(where.root / "var/log/containers").is_dir(),
         driver=_driver(proc),
-        device_nodes=device_nodes(where.root).present,
+        device_nodes=device_nodes(Folder("/", str(where.root))).present,
         kubelet_problem=_refusal(where.kubelet_dir / "kubelet.sock"),
         pod_resources_problem=_refusal(where.pod_resources),
         competing_plugins=dict(_competing_plugins(where.kubelet_dir)),

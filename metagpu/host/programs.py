@@ -3,7 +3,7 @@
 import os
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL
@@ -17,25 +17,14 @@ from anyio.abc import ByteReceiveStream, Process
 
 from metagpu.core.contracts.programs import CommandResult
 from metagpu.core.errors import ProgramError, ProgramMissing
+from metagpu.host.driver_roots import PROGRAMS, TOOLKIT, library_folders
 
 DEADLINE: Final = 10.0
 """Seconds for one run: nvidia-smi takes one or two without persistence mode."""
-DRIVER_ROOT: Final = Path("/run/nvidia/driver")
-"""The file system of the driver container of NVIDIA's GPU operator."""
-
 LONGEST_OUTPUT: Final = 1 << 20
 """Bytes of a program's output that are kept; it may print what a container made it print."""
 _DRAIN: Final = 1.0
 """Seconds for the pipes of a command that was ended; what it left behind may hold them open."""
-_PROGRAMS: Final = ("usr/bin", "bin", "usr/local/bin", "usr/local/nvidia/bin")
-_LIBRARIES: Final = (
-    "usr/lib64",
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/aarch64-linux-gnu",
-    "usr/local/nvidia/lib64",
-    "lib64",
-)
-_NVML: Final = "libnvidia-ml.so.1"
 
 
 class HostPrograms(msgspec.Struct, frozen=True):
@@ -47,7 +36,7 @@ class HostPrograms(msgspec.Struct, frozen=True):
         instead: commands that stand in for programs of these names.
     """
 
-    roots: tuple[Path, ...] = (DRIVER_ROOT,)
+    roots: tuple[Path, ...] = ()
     deadline: float = DEADLINE
     substitutes: Mapping[str, Sequence[str]] = msgspec.field(default_factory=dict)
 
@@ -125,11 +114,11 @@ class HostPrograms(msgspec.Struct, frozen=True):
             return Path(found), os.environ
 
         for root in self.roots:
-            for path in (root / folder / program for folder in _PROGRAMS):
+            for path in _possible_paths(root, program):
                 if os.access(path, os.X_OK) and path.is_file():
                     return path, _with_libraries(root)
 
-        searched = ["PATH", *(f"{root}/{folder}" for root in self.roots for folder in _PROGRAMS)]
+        searched = ["PATH", *(str(root / folder) for root in self.roots for folder in PROGRAMS)]
         raise ProgramMissing(f"there is no {program} here; looked in {', '.join(searched)}")
 
 
@@ -232,9 +221,15 @@ async def _drain(stream: ByteReceiveStream | None, into: bytearray) -> None:
             into += part[: LONGEST_OUTPUT - len(into)]
 
 
+def _possible_paths(root: Path, program: str) -> Iterator[Path]:
+    # The toolkit's own name is a script, which names the host's paths; the program is beside it.
+    yield root / TOOLKIT / f"{program}.real"
+    yield from (root / folder / program for folder in PROGRAMS)
+
+
 def _with_libraries(root: Path) -> Mapping[str, str]:
     """Return an environment in which a program of another root finds its libraries."""
-    folders = [str(root / folder) for folder in _LIBRARIES if (root / folder / _NVML).exists()]
+    folders = list(map(str, library_folders(root)))
     paths = [*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)} if folders else os.environ
 

@@ -9,6 +9,7 @@ other. An idle daemon has one thread for all GPUs, which waits for events.
     mig_calls    the calls of MIG; `mig_driver` runs them in the GPU's worker
     session      the GPUs seen so far
     session_gpu  one GPU of a session
+    library      the library itself, loaded by its path
     timing       deadlines of long calls
     event_set    the event set: registrations, the wait
     events       events as the loop hears them, renewals of the event set
@@ -18,7 +19,7 @@ other. An idle daemon has one thread for all GPUs, which waits for events.
 """
 
 import ctypes
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Final
@@ -36,6 +37,7 @@ from metagpu.core.contracts.driver import (
     UnreadableGpu,
 )
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
+from metagpu.core.model.driver_roots import NVML_LIBRARY
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.snapshot import Versions
 from metagpu.nvml.limits import limit_memory, read_limit
@@ -67,6 +69,8 @@ class NvmlDriver:
             `None` for this machine's libnvidia-ml. A process has one NVML at a time.
         deadline: seconds that a call may take.
         timing: seconds of the calls that take longer.
+        find_libraries: names this machine's libnvidia-ml, by paths or for the linker, in their
+            order; asked at each session, as a driver may come later. Blocks.
     """
 
     def __init__(
@@ -74,10 +78,13 @@ class NvmlDriver:
         library: object | None = None,
         deadline: float = 5.0,
         timing: NvmlTiming = TIMING,
+        *,
+        find_libraries: Callable[[], Sequence[str]] = lambda: (NVML_LIBRARY,),
     ) -> None:
         self._library = library
         self._deadline = deadline
         self._timing = timing
+        self._find_libraries = find_libraries
         # One for all sessions: a retry while NVML hangs must not cost another thread.
         self._library_worker = NvmlWorker("NVML", whole=True)
         self._session: NvmlSession | None = None
@@ -115,7 +122,12 @@ class NvmlDriver:
         if self._session is not None:
             raise RuntimeError("this NvmlDriver has an open session already")
 
-        session = NvmlSession(self._library_worker, self._library, self._timing)
+        session = NvmlSession(
+            self._library_worker,
+            self._library,
+            self._timing,
+            find_libraries=self._find_libraries,
+        )
         with _below_pynvml(self._library):
             await session.library_worker.call(
                 session.open, max(self._timing.opening, self._deadline)

@@ -3,12 +3,14 @@
 The methods block, run in worker threads, and raise pynvml's errors.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pynvml
 import structlog
 from msgspec.structs import replace
 
+from metagpu.core.model.driver_roots import NVML_LIBRARY
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigProfile
 from metagpu.core.model.snapshot import Versions
@@ -22,6 +24,7 @@ from metagpu.nvml.errors import (
 )
 from metagpu.nvml.event_set import EventSet
 from metagpu.nvml.events import NvmlEvents
+from metagpu.nvml.library import load_library
 from metagpu.nvml.mig_calls import read_profiles
 from metagpu.nvml.queries import describe_gpu
 from metagpu.nvml.session_gpu import SessionGpu, address_of
@@ -39,6 +42,7 @@ class NvmlSession:
         library_worker: runs calls about NVML as a whole; it outlives the session.
         simulated_library: the library below pynvml, `None` for this machine's.
         timing: seconds of long calls.
+        find_libraries: names this machine's libraries, in their order; blocks.
         workers: the GPUs' workers, by NVML's index.
         gpus: the GPUs seen so far.
         events: the event set, with the GPUs that are registered with it.
@@ -50,6 +54,7 @@ class NvmlSession:
     library_worker: NvmlWorker
     simulated_library: object = None
     timing: NvmlTiming = TIMING
+    find_libraries: Callable[[], Sequence[str]] = lambda: (NVML_LIBRARY,)
     workers: dict[int, NvmlWorker] = field(default_factory=dict)
     gpus: dict[GpuId, SessionGpu] = field(default_factory=dict)
     events: NvmlEvents = field(init=False)
@@ -65,7 +70,9 @@ class NvmlSession:
         )
 
     def open(self) -> None:
-        """Initialise NVML."""
+        """Initialise NVML, of a driver that may have come since the last session."""
+        if self.simulated_library is None:
+            load_library(self.find_libraries())
         pynvml.nvmlInit()
 
         try:

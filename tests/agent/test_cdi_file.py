@@ -14,6 +14,7 @@ from metagpu.core.contracts.programs import Programs
 from metagpu.core.errors import CdiError, CdiNameMissing, ProgramError, ProgramMissing
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
+from metagpu.core.model.driver_roots import Folder
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import Versions
@@ -91,7 +92,12 @@ async def run_file(
         registry.apply(GpusFound(gpus, at=0))
         known = tools or RecordedPrograms()
         cdi_specification = CdiFile(
-            registry, driver, known, folder, lambda: device_nodes(root), timing or CdiTiming()
+            registry,
+            driver,
+            known,
+            folder,
+            lambda: device_nodes(Folder(str(root), str(root))),
+            timing or CdiTiming(),
         )
         yield CdiFileRig(cdi_specification, folder, gpus)
 

@@ -91,8 +91,8 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         ({**NVIDIA, **LAYOUT}, "flags.migStrategy", "single", HONOURED),
         (NVIDIA, "flags.failOnInitError", False, "decided whether to end without NVML"),
         (NVIDIA, "flags.mpsRoot", "/mps", "set where NVIDIA's MPS daemon is"),
-        (NVIDIA, "flags.nvidiaDriverRoot", "/d", "set where the driver's files are"),
-        (NVIDIA, "flags.nvidiaDevRoot", "/d", "set where the driver's files are"),
+        (NVIDIA, "flags.nvidiaDriverRoot", "/d", "set where the driver is"),
+        (NVIDIA, "flags.nvidiaDevRoot", "/d", "set where the driver is"),
         (NVIDIA, "flags.gdrcopyEnabled", True, "given containers GDRCopy's devices"),
         (NVIDIA, "flags.gdsEnabled", True, "given containers GPUDirect Storage's devices"),
         (NVIDIA, "flags.mofedEnabled", True, "given containers Mellanox' devices"),
@@ -105,7 +105,7 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (NVIDIA, "flags.plugin.cdiAnnotationPrefix", "a.b/", "shaped the CDI files"),
         (NVIDIA, "flags.plugin.nvidiaCTKPath", "/x", "shaped the CDI files"),
         (NVIDIA, "flags.plugin.nvidiaCDIHookPath", "/x", "shaped the CDI files"),
-        (NVIDIA, "flags.plugin.containerDriverRoot", "/x", "set where the driver's files are"),
+        (NVIDIA, "flags.plugin.containerDriverRoot", "/x", "set where the driver is"),
         (NVIDIA, "flags.plugin.sharedDevicesAllocationPolicy", "packed", HONOURED),
         (NVIDIA, "resources", {"gpus": [{"pattern": "A*", "name": "x"}]}, DROPPED),
         (NVIDIA, "resources", {"mig": [{"pattern": "*", "name": "x"}]}, DROPPED),
@@ -274,8 +274,6 @@ def leaves(info: msgspec.inspect.Type, path: str = "") -> Iterator[str]:
 VARIABLES: Final = [
     ("MIG_STRATEGY", "single", HONOURED),
     ("FAIL_ON_INIT_ERROR", "false", "decided whether to end without NVML"),
-    ("NVIDIA_DRIVER_ROOT", "/d", "set where the driver's files are"),
-    ("NVIDIA_DEV_ROOT", "/d", "set where the driver's files are"),
     ("PASS_DEVICE_SPECS", "false", HONOURED),
     ("DEVICE_LIST_STRATEGY", "cdi-cri", HONOURED),
     ("DEVICE_ID_STRATEGY", "index", "named GPUs by index"),
@@ -286,8 +284,6 @@ VARIABLES: Final = [
     ("CDI_ANNOTATION_PREFIX", "a.b/", "shaped the CDI files"),
     ("NVIDIA_CDI_HOOK_PATH", "/x", "shaped the CDI files"),
     ("NVIDIA_CTK_PATH", "/x", "shaped the CDI files"),
-    ("DRIVER_ROOT_CTR_PATH", "/x", "set where the driver's files are"),
-    ("CONTAINER_DRIVER_ROOT", "/x", "set where the driver's files are"),
     ("MPS_ROOT", "/x", "set where NVIDIA's MPS daemon is"),
     ("SHARED_DEVICES_ALLOCATION_POLICY", "packed", HONOURED),
     ("DEVICE_DISCOVERY_STRATEGY", "tegra", "looked for GPUs in another way"),
@@ -313,7 +309,8 @@ VARIABLES: Final = [
 """Those of NVIDIA's daemon sets that the conversion reads, or names."""
 OPTIONS: Final = (
     *("CONFIG_FILE", "CONFIG_FILE_SRCDIR", "MIG_PARTED_CONFIG_FILE", "DEFAULT_CONFIG"),
-    *("MIG_PARTED_SELECTED_CONFIG", "NODE_NAME"),
+    *("MIG_PARTED_SELECTED_CONFIG", "NODE_NAME", "NVIDIA_DRIVER_ROOT", "NVIDIA_DEV_ROOT"),
+    *("CONTAINER_DRIVER_ROOT", "DRIVER_ROOT_CTR_PATH", "DEV_ROOT_CTR_PATH"),
 )
 """NVIDIA's variables that are options of ours."""
 PAGE: Final = Path(__file__).parents[2] / "docs" / "compat.md"

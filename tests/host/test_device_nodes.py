@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from metagpu.core.model.driver_roots import Folder
 from metagpu.host.device_nodes import DeviceNodes, device_nodes
 
 MINORS = """\
@@ -22,7 +23,8 @@ def test_device_nodes_are_found_with_those_of_mig(tmp_path: Path) -> None:
     minors.parent.mkdir(parents=True)
     minors.write_text(f"{MINORS}nonsense\n")
 
-    found = device_nodes(tmp_path)
+    found = device_nodes(Folder("/run/nvidia/driver", str(tmp_path)))
+    assert found.root == "/run/nvidia/driver"
     assert found.present == {
         *("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-caps", "/dev/nvidia-caps/nvidia-cap3")
     }
@@ -36,4 +38,4 @@ def test_device_nodes_are_found_with_those_of_mig(tmp_path: Path) -> None:
 
 def test_a_node_without_mig_has_no_capabilities(tmp_path: Path) -> None:
     """Without the driver's list there are no capabilities, and no error."""
-    assert device_nodes(tmp_path) == DeviceNodes()
+    assert device_nodes(Folder("/", str(tmp_path))) == DeviceNodes()

@@ -14,7 +14,7 @@ import pytest
 
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.host import programs as host_programs
-from metagpu.host.programs import DRIVER_ROOT, HostPrograms, run_child, run_command
+from metagpu.host.programs import HostPrograms, run_child, run_command
 from metagpu.sim.machine import programs as sim_tools
 from metagpu.sim.machine.programs import SimPrograms
 from tests.rigs.logs import capture_module_logs
@@ -77,9 +77,13 @@ async def test_a_missing_program_is_an_error_with_the_searched_folders(bare: Pat
     )
 
 
-async def test_the_drivers_container_is_searched() -> None:
-    """A driver that the gpu-operator installs is found without configuration."""
-    assert HostPrograms().roots == (DRIVER_ROOT,)
+async def test_the_toolkits_own_program_is_run(bare: Path) -> None:
+    """The toolkit's program is run itself: its script has paths of the host's."""
+    toolkit = bare / "host/usr/local/nvidia/toolkit"
+    program(toolkit, "sys.exit(3)", "nvidia-ctk")
+    program(toolkit, "print('itself')", "nvidia-ctk.real")
+
+    assert await HostPrograms(roots=(bare / "host",)).run("nvidia-ctk") == "itself"
 
 
 async def test_a_failure_has_its_last_line(bare: Path) -> None:

@@ -51,13 +51,9 @@ async def test_a_session_that_cannot_open_has_a_fix(code: int, advice: str) -> N
 
 async def test_a_missing_library_has_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without libnvidia-ml the message names the package to install or the folder to mount."""
-
-    def missing(_name: str) -> None:
-        raise OSError
-
-    monkeypatch.setattr(pynvml, "CDLL", missing)
-    with pytest.raises(DriverUnavailable, match=r"libnvidia-ml\.so\.1 cannot be loaded"):
-        await _enter(NvmlDriver().session())
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    with pytest.raises(DriverUnavailable, match=r"no-such-nvml\.so: cannot open.* --driver-root"):
+        await _enter(NvmlDriver(find_libraries=lambda: ["no-such-nvml.so"]).session())
 
 
 async def test_two_libraries_at_once_are_refused() -> None:

@@ -16,6 +16,7 @@ from metagpu.agent.timing import AgentTiming
 from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Programs
 from metagpu.core.health.timing import DEFAULT_TIMING, HealthTiming
+from metagpu.core.model.driver_roots import RootOptions
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.events import Event
 from metagpu.core.usage.timing import UsageTiming
@@ -146,7 +147,7 @@ async def agent_at_work(
         kubelet_dir=tmp_path / "device-plugins",
         pod_resources=tmp_path / "pod-resources.sock",
         run_dir=tmp_path,
-        dev_root=tmp_path,
+        roots=RootOptions(dev=str(tmp_path)),
         pod_dir=pod_dir,
         cdi_dir=cdi_dir,
     )

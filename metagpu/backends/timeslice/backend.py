@@ -212,9 +212,9 @@ class TimesliceBackend(
             bound.warning(
                 "time-slice setting unavailable",
                 fix=(
-                    "timeSlice needs nvidia-smi. Give the agent's container the `utility` "
-                    "capability of NVIDIA's runtime, name the driver's root with --dev-root, or "
-                    "leave the option out"
+                    "timeSlice needs nvidia-smi. Mount the host's root at /host in the agent's "
+                    "container, name the driver's root with --driver-root, or leave the option "
+                    "out"
                 ),
             )
 

@@ -216,8 +216,8 @@ async def test_a_missing_program_is_reported(tmp_path: Path) -> None:
         scene = Scene(care, tmp_path)
         await scene.suspended(
             "MPS needs nvidia-cuda-mps-control of the driver's utilities: install them, or give "
-            "the agent's container the `utility` capability of NVIDIA's runtime, or use --dev-root "
-            "(there is no nvidia-cuda-mps-control here; looked in PATH"
+            "the agent's container the host's root at /host, or name the driver's with "
+            "--driver-root (there is no nvidia-cuda-mps-control here; looked in PATH"
         )
         await scene.suspended("; it is tried again in 0.2 s")
 

@@ -357,7 +357,7 @@ async def test_a_missing_program_is_one_warning() -> None:
 
     [warning] = warnings
     assert "timeSlice needs nvidia-smi" in warning
-    assert "--dev-root" in warning
+    assert "--driver-root" in warning
     assert "looked in PATH" in warning
     assert programs.calls == [command(where, 1) for where in rig.gpus]
 

@@ -312,6 +312,6 @@ def _start_problem(error: ProgramError) -> str:
     if isinstance(error, ProgramMissing) and PROGRAM in str(error):
         return (
             f"MPS needs {PROGRAM} of the driver's utilities: install them, or give the agent's "
-            f"container the `utility` capability of NVIDIA's runtime, or use --dev-root ({error})"
+            f"container the host's root at /host, or name the driver's with --driver-root ({error})"
         )
     return f"the MPS control daemon could not be started: {error}"

@@ -1,0 +1,70 @@
+"""The folders where the driver may be; `core.model.driver_roots` chooses."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from metagpu.core.model.driver_roots import (
+    NVML_LIBRARY,
+    DriverRoots,
+    Folder,
+    FolderContents,
+    RootOptions,
+    candidates,
+    choose_roots,
+)
+
+LIBRARIES: Final = (
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "usr/lib/aarch64-linux-gnu/nvidia/current",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+    "lib/aarch64-linux-gnu",
+    "usr/local/nvidia/lib64",
+    "usr/lib",
+)
+"""Folders of the driver's libraries: those of NVIDIA's container toolkit, GKE's and Arch's."""
+TOOLKIT: Final = "usr/local/nvidia/toolkit"
+"""The folder of the programs that the toolkit's container of the GPU operator installs."""
+PROGRAMS: Final = ("usr/bin", "bin", "usr/local/bin", "usr/local/nvidia/bin", TOOLKIT)
+_HOOKS: Final = ("nvidia-cdi-hook", "nvidia-ctk")
+"""Programs that run a CDI file's hooks; toolkits before 1.17 have the second one alone."""
+
+
+def find_roots(options: RootOptions) -> DriverRoots:
+    """Look for the driver and the device nodes, and choose. Blocks."""
+    return choose_roots(options, {path: _contents(Path(path)) for path in candidates(options)})
+
+
+def program_roots(options: RootOptions) -> tuple[Path, ...]:
+    """Return the folders below which programs of the driver and the toolkit may be."""
+    return tuple(map(Path, candidates(options)))
+
+
+def library_folders(root: Path) -> Sequence[Path]:
+    """Return the folders below a root that have NVML. Blocks."""
+    folders = (root / folder for folder in LIBRARIES)
+    return [folder for folder in folders if (folder / NVML_LIBRARY).is_file()]
+
+
+def find_hook(host: Folder) -> str:
+    """Return the host's path of the program of CDI hooks, empty for none. Blocks."""
+    for program in _HOOKS:
+        for folder in PROGRAMS:
+            if os.access(Path(host.here) / folder / program, os.X_OK):
+                return f"/{folder}/{program}"
+    return ""
+
+
+def _contents(root: Path) -> FolderContents:
+    found = library_folders(root)
+    return FolderContents(
+        exists=root.is_dir(),
+        is_root=(root / "usr").is_dir(),
+        library=str(found[0] / NVML_LIBRARY) if found else "",
+        has_devices=any((root / "dev").glob("nvidia*")),
+    )
