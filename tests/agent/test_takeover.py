@@ -360,7 +360,8 @@ async def test_faults_of_the_last_moment_change_hands(tmp_path: Path) -> None:
         status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
         return {gpu["index"]: gpu for gpu in status["gpus"]}
 
-    async with exchanges(tmp_path, None, UNWRITTEN) as (it, _):
+    config = CONFIG.replace("100ms", "1h")  # the simulated GPU of the new daemon passes its checks
+    async with exchanges(tmp_path, None, UNWRITTEN, config) as (it, _):
         for request in (
             {"command": "cordon", "gpu": "0", "reason": "fan"},
             {"command": "sim", "change": {"do": "xid", "gpu": "1", "code": 79}},
