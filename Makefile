@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible wheel chart e2e bench locks sbom clean
+.PHONY: help demo test fuzz lint proto mgctl reproducible wheel chart image e2e bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -95,11 +95,24 @@ locks: $(VENV)/.test ## resolve the dependencies again, into requirements/ (LOCK
 	$(LOCK) -c requirements/dev.lock pyproject.toml -o requirements/run.lock
 	$(LOCK) -c requirements/dev.lock requirements/package.in -o requirements/package.lock
 
-sbom: $(VENV)/.test wheel ## list what an image contains, and its licences, into dist/
-	@rm -rf dist/image && $(PYTHON) -m venv --without-pip dist/image
-	@$(PIP) --python dist/image/bin/python install --require-hashes --no-deps -r requirements/run.lock
-	@$(PIP) --python dist/image/bin/python install --no-deps --force-reinstall dist/metagpu-*.whl
-	@$(BIN)/python requirements/sbom.py dist/image dist
+# docker, podman or buildah where one answers; else a script that lays the same layer on Debian's Python.
+ENGINE ?= $(firstword $(foreach it,docker podman buildah,$(shell $(it) info >/dev/null 2>&1 && echo $(it))))
+ARCHITECTURE ?= $(if $(filter aarch64,$(shell uname -m)),arm64,amd64)
+VERSION = $(shell $(BIN)/python -c 'import metagpu; print(metagpu.__version__)')
+export REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
+export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
+IMAGE := $(BIN)/python -m deploy.image
+
+image: $(VENV)/.test $(PROGRAMS) ## build the container image, into dist/ or into the container engine at hand (ARCHITECTURE=arm64)
+ifeq ($(ENGINE),)
+	@$(IMAGE) archive --architecture $(ARCHITECTURE)
+else
+	$(ENGINE) build --file deploy/Dockerfile --tag metagpu:$(VERSION) --platform linux/$(ARCHITECTURE) \
+		--build-arg VERSION=$(VERSION) --build-arg REVISION --build-arg SOURCE_DATE_EPOCH .
+endif
+
+sbom: $(VENV)/.test $(PROGRAMS) ## list what an image contains, and its licences, into dist/
+	@mkdir -p dist && $(IMAGE) inventory dist --architecture $(ARCHITECTURE)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) dist metagpu/programs .pytest_cache .mypy_cache .ruff_cache .hypothesis

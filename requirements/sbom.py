@@ -1,15 +1,17 @@
 """The list of what an image of metagpu contains, and under which licences.
 
-python requirements/sbom.py ENVIRONMENT FOLDER
+python requirements/sbom.py PACKAGES FOLDER
 
-ENVIRONMENT is a virtual environment with the packages of requirements/run.lock and metagpu's
-wheel. The script writes FOLDER/sbom.cdx.json (CycloneDX 1.6) and FOLDER/licenses.md.
+PACKAGES is a site-packages folder with what requirements/run.lock names and metagpu's wheel, of
+any Python. The script writes FOLDER/sbom.cdx.json (CycloneDX 1.6) and FOLDER/licenses.md.
 """
 
 import json
 import subprocess
 import sys
+import venv
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cyclonedx.schema import SchemaVersion
@@ -29,11 +31,16 @@ MUSL = {
 """No package metadata names it: the compiler brings it."""
 
 
-def inventory(environment: Path) -> dict[str, Any]:
-    """Return the components of a virtual environment, and of the programs in the wheel."""
+def inventory(packages: Path) -> dict[str, Any]:
+    """Return the components of a site-packages folder, and of the programs in the wheel."""
     command = (sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible")
     project = ("--pyproject", REPOSITORY / "pyproject.toml")
-    listed = subprocess.run((*command, *project, environment), check=True, capture_output=True)
+    with TemporaryDirectory() as environment:  # whose own packages are those
+        venv.create(environment, symlinks=True)
+        (own,) = Path(environment).glob("lib/python*/site-packages")
+        own.rmdir()
+        own.symlink_to(packages.resolve())
+        listed = subprocess.run((*command, *project, environment), check=True, capture_output=True)
     found: dict[str, Any] = json.loads(listed.stdout)
     found["components"].append(MUSL)
     found["metadata"]["component"]["version"] = __version__  # pyproject.toml reads it from there
@@ -56,9 +63,9 @@ def licenses(component: dict[str, Any]) -> str:
     return ", ".join(sorted(named))
 
 
-def main(environment: Path, folder: Path) -> None:
+def main(packages: Path, folder: Path) -> None:
     """Write both files."""
-    found = inventory(environment)
+    found = inventory(packages)
     (folder / "sbom.cdx.json").write_text(json.dumps(found, indent=1) + "\n")
     ours = found["metadata"]["component"]
     rows = [

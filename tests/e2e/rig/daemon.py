@@ -32,15 +32,15 @@ class Daemon:
         self.count = count
         self._configuration_text = configuration
         self._configuration = paths.home / "metagpu.yaml"
-        self._device_root = paths.home / "devices"
-        self._run_folder = paths.home / "metagpu"
+        self.device_root = paths.home / "devices"
+        self.run_folder = paths.home / "metagpu"
         self._options: tuple[str, ...] = ()
         command = [sys.executable, "-m", "metagpu", "run"]
         command += ["--config", str(self._configuration)]
         command += ["--simulate", f"{model}:{count}"]
         command += ["--kubelet-dir", str(KUBELET_HOME / "device-plugins")]
-        command += ["--run-dir", str(self._run_folder)]
-        command += ["--dev-root", str(self._device_root)]
+        command += ["--run-dir", str(self.run_folder)]
+        command += ["--dev-root", str(self.device_root)]
         # The daemon, and one that takes over from it and has a log of its own.
         self._program, self._other = (
             Program(name, command, logs=paths.logs, pids=paths.pids, folder=REPOSITORY)
@@ -50,9 +50,9 @@ class Daemon:
     def prepare(self) -> None:
         """Create the files of a real node: the configuration and the device files."""
         self._configuration.write_text(self._configuration_text)
-        folder = self._device_root / "dev"
+        folder = self.device_root / "dev"
         folder.mkdir(parents=True)
-        self._run_folder.mkdir()
+        self.run_folder.mkdir()
         for name in (*(f"nvidia{index}" for index in range(self.count)), *CONTROL_DEVICES):
             device = folder / name
             os.mknod(device, stat.S_IFCHR, NULL_DEVICE)
@@ -120,7 +120,7 @@ class Daemon:
     @property
     def pod_socket(self) -> Path:
         """Return the path of the containers' socket on the machine."""
-        return self._run_folder / "pod" / "mgctl.sock"
+        return self.run_folder / "pod" / "mgctl.sock"
 
     def stop(self) -> int | None:
         """Stop the daemon as systemd would, and return its exit status."""
@@ -142,7 +142,7 @@ class Daemon:
             RigError: the daemon does not answer, or answers with an error; the text is its own.
         """
         try:
-            answer: Document = send_request(self._run_folder, {"command": command, **arguments})
+            answer: Document = send_request(self.run_folder, {"command": command, **arguments})
         except MetagpuError as error:
             raise RigError(str(error)) from error
         return answer
@@ -194,7 +194,7 @@ class Daemon:
 
     @property
     def _run_dir_options(self) -> tuple[str, str]:
-        return "--run-dir", str(self._run_folder)
+        return "--run-dir", str(self.run_folder)
 
     def _call(self, program: str, *arguments: str) -> str:
         done = subprocess.run(

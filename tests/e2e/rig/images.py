@@ -1,15 +1,25 @@
-"""Container images made from one static busybox: there is no registry to pull from."""
+"""Container images for a node without a registry: of one static busybox, and of metagpu."""
 
 import hashlib
 import io
 import json
 import platform
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
+from metagpu import __version__
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.go_programs import cache_root
+from tests.e2e.rig.tools import REPOSITORY
+
 BUSYBOX_IMAGE = "metagpu.local/busybox:e2e"
 PAUSE_IMAGE = "metagpu.local/pause:e2e"
+
+METAGPU_IMAGE = f"metagpu:{__version__}"
+_SOURCES = ("deploy/Dockerfile", "deploy/image", "metagpu", "pyproject.toml", "requirements")
+"""Files and folders that the image is built of."""
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The kernel's name of the processor -> the image format's name."""
@@ -32,6 +42,36 @@ def write_images(busybox: Path, archive: Path) -> None:
     with tarfile.open(archive, "w") as tar:
         for name, content in files.items():
             tar.addfile(_entry(name, size=len(content)), io.BytesIO(content))
+
+
+def metagpu_image() -> Path:
+    """Return the archive of metagpu's image, built of this repository unless the cache has it.
+
+    Raises:
+        RigError: the build failed; the text is its own.
+    """
+    target = cache_root() / "image" / f"{_digest_sources()}.tar"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for old in target.parent.iterdir():
+            old.unlink()
+        half = target.with_suffix(".new")
+        command = [sys.executable, "-m", "deploy.image", "archive", str(half)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RigError(f"`{' '.join(command)}` failed:\n{done.stderr[-2000:]}")
+        half.rename(target)
+    return target
+
+
+def _digest_sources() -> str:
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        path = REPOSITORY / source
+        for file in sorted(path.rglob("*")) if path.is_dir() else (path,):
+            if file.is_file() and file.suffix != ".pyc":
+                digest.update(f"{file.relative_to(REPOSITORY)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _layer(busybox: Path) -> bytes:

@@ -270,8 +270,12 @@ class Node:
         archive = self.paths.home / "images.tar"
         write_images(Path(self._tools.path("busybox")), archive)
         self._await_healthy(self.containerd, self._containerd_answers)
-        self._ctr("images", "import", str(archive))
+        self.import_images(archive)
         archive.unlink()
+
+    def import_images(self, archive: Path) -> None:
+        """Import the images of an archive into the container runtime."""
+        self._ctr("images", "import", str(archive))
 
     def _ctr(self, *arguments: str) -> str:
         address = f"--address={self.paths.containerd_socket}"
