@@ -1,5 +1,6 @@
 """The exchange of the daemon: a second one takes the node over, and no pod notices."""
 
+import json
 import signal
 import socket
 import urllib.error
@@ -418,3 +419,47 @@ async def test_mps_daemons_go_on(tmp_path: Path) -> None:
             assert await new.process.wait() == 0
         for it in controls:
             await it.gone()
+
+
+SMALL = "nvidia.com/mig-1g.5gb"
+INSTANCES = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: all
+    offer: all
+    backends: [{backend: mig, profiles: [1g.5gb], keepWarm: 0s}]
+"""
+
+
+async def test_mig_instances_go_on(tmp_path: Path) -> None:
+    """A new daemon keeps the instances of running pods, and creates and removes others."""
+    driver, node = tmp_path / "driver.json", tmp_path / "node.yaml"
+    await anyio.Path(node).write_text(
+        f"gpus: [{{model: a100-40gb, mig: true}}]\nstateFile: {driver}\n"
+    )
+
+    async def instances() -> dict[int, int]:
+        """Return the first slice of each instance that the driver has."""
+        [gpu] = json.loads(await anyio.Path(driver).read_text())["gpus"].values()
+        return {it["number"]: it["start"] for it in gpu["instances"]}
+
+    async with daemon(tmp_path, INSTANCES, "--simulate", str(node)) as old:
+        kubelet = old.kubelet
+        await kubelet.wait_for(lambda: kubelet.allocatable().get(SMALL) == 7)
+        async with Exchanges(tmp_path, kubelet).daemon("", "--simulate", str(node)) as new:
+            # The new daemon reads its GPUs meanwhile, before or after the first instance.
+            first, second = (SimPod.single(name, {SMALL: 1}) for name in ("first", "second"))
+            await kubelet.admit(first)
+            before = await instances()
+            await new.logged("node taken over")
+            assert await instances() == before
+            assert len(before) == 1
+
+            await kubelet.admit(second)
+            assert before.items() < (await instances()).items()
+            await kubelet.delete(first)
+            with anyio.fail_after(30):
+                while len(await instances()) != 1:  # noqa: ASYNC110 - in a file
+                    await anyio.sleep(0.05)
+            assert not before.items() & (await instances()).items()

@@ -55,9 +55,10 @@ class SavedNode(msgspec.Struct, frozen=True):
 
 
 class _SavingCondition(threading.Condition):
-    """A node's lock that writes the state file before each release.
+    """A node's lock that reads the state file when taken, and writes it before each release.
 
-    So the file has every change that NVML has answered, however the daemon ends.
+    So the file has every change that NVML has answered, however the daemon ends, and two daemons
+    have one driver. They do not lock each other out: one of them at a time changes instances.
     """
 
     def __init__(self, node: SimNode, file: Path) -> None:
@@ -65,6 +66,16 @@ class _SavingCondition(threading.Condition):
         self._node = node
         self._file = file
         self._written = b""
+
+    def __enter__(self) -> bool:
+        """Take the lock, then read what another process has changed."""
+        taken = super().__enter__()
+        try:
+            self._catch_up()
+        except BaseException:
+            super().__exit__(None, None, None)
+            raise
+        return taken
 
     def __exit__(
         self,
@@ -77,6 +88,15 @@ class _SavingCondition(threading.Condition):
             self._keep()
         finally:
             super().__exit__(kind, error, trace)
+
+    def _catch_up(self) -> None:
+        try:
+            text = self._file.read_bytes()
+        except FileNotFoundError:  # removed beside the daemon: this node goes on as it is
+            return
+        if self._written and text != self._written:
+            _restore(self._node, msgspec.json.decode(text, type=SavedNode))
+            self._written = text
 
     def _keep(self) -> None:
         gpus = {gpu.id: _saved(gpu) for gpu in self._node.gpus if gpu.model.has_mig}
