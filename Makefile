@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible wheel chart image e2e bench locks sbom clean
+.PHONY: help demo test fuzz lint proto mgctl reproducible wheel chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -39,6 +39,11 @@ $(VENV)/.test: pyproject.toml requirements/dev.lock | $(VENV)/bin/python
 	@$(LOCKED) -r requirements/dev.lock
 	@$(OURS)
 	@touch $@ $(VENV)/.run $(VENV)/.build
+
+$(VENV)/.docs: pyproject.toml requirements/docs.lock | $(VENV)/bin/python
+	@echo "installing mkdocs into $(VENV)"
+	@$(LOCKED) -r requirements/docs.lock
+	@touch $@
 
 demo: $(VENV)/.run ## show half a GPU for a pod, on a simulated node
 	@$(BIN)/metagpu demo
@@ -81,6 +86,12 @@ e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Ku
 chart: $(VENV)/.test ## render deploy/*.yaml and the chart's table of values (needs helm; HELM=PATH)
 	$(BIN)/python deploy/render.py
 
+# The site has the tree of the repository, so that one link is right in both.
+docs: $(VENV)/.docs ## build these pages as a site, into dist/site
+	@rm -rf dist/pages && mkdir -p dist/pages
+	@ln -s $(CURDIR)/docs $(CURDIR)/deploy $(CURDIR)/bench $(CURDIR)/proto $(CURDIR)/*.md dist/pages
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/
 	$(BIN)/python -m bench
 
@@ -90,10 +101,11 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --generate-hashes --python-ver
 	--no-annotate --custom-compile-command 'make locks' $(LOCKS)
 
 locks: $(VENV)/.test ## resolve the dependencies again, into requirements/ (LOCKS=--upgrade)
-	$(LOCK) --all-extras pyproject.toml requirements/package.in -o requirements/dev.lock
+	$(LOCK) --extra test --extra bench --extra supply pyproject.toml requirements/package.in -o requirements/dev.lock
 	$(LOCK) -c requirements/dev.lock --extra build pyproject.toml requirements/package.in -o requirements/build.lock
 	$(LOCK) -c requirements/dev.lock pyproject.toml -o requirements/run.lock
 	$(LOCK) -c requirements/dev.lock requirements/package.in -o requirements/package.lock
+	$(LOCK) -c requirements/dev.lock --extra docs pyproject.toml -o requirements/docs.lock
 
 # docker, podman or buildah where one answers; else a script that lays the same layer on Debian's Python.
 ENGINE ?= $(firstword $(foreach it,docker podman buildah,$(shell $(it) info >/dev/null 2>&1 && echo $(it))))

@@ -1,18 +1,28 @@
 """The documentation is correct: its commands, its files, its tables, its links."""
 
+import ast
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from anyio import to_thread
 
 from metagpu.cli import arguments, mgctl
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.model.xid import DEFAULT_XIDS, Severity
+from metagpu.core.reports.doctor import CHECKS
+from metagpu.core.usage.report import usage_report
+from metagpu.plugins.control.socket import control_server
 from metagpu.sim.machine.gpu_models import GPU_MODELS, NvlinkFabric
 from metagpu.sim.machine.spec import build_node
+from tests.core.usage.test_report import RULES
+from tests.core.usage.test_report import node as usage_node
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -75,6 +85,68 @@ def test_the_node_file_is_good(tmp_path: Path) -> None:
     assert [gpu.model.key for gpu in build_node(str(file)).gpus] == ["a100-40gb"] * 4 + [
         "h100-80gb"
     ]
+
+
+def test_every_block_is_well_formed() -> None:
+    """YAML of the pages can be read, and Python compiles."""
+    for page, text in blocks("yaml"):
+        assert list(yaml.safe_load_all(text)), page
+    for page, text in blocks("python"):
+        compile(text, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+async def test_the_module_for_frameworks_knows_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gpu_share.py` of the data scientists' page computes the part from what `mgctl` prints."""
+    [text] = [it for page, it in blocks("python") if "def fraction" in it]
+    program = tmp_path / "mgctl"
+    program.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -m metagpu.cli.mgctl "$@" --run-dir {tmp_path}\n'
+    )
+    program.chmod(0o755)
+    module: dict[str, Any] = {}
+    exec(text.replace("/run/metagpu/mgctl", str(program)), module)  # noqa: S102 - a block of a page
+
+    snapshot, used = usage_node()
+    gpu = next(iter(snapshot.gpus.values())).gpu
+    assert gpu.memory is not None
+    quarter = gpu.memory // 4 // 2**20
+    monkeypatch.setenv("METAGPU_MEMORY_MIB", f"{gpu.id}={quarter},GPU-other=1")
+
+    async def usage(_: object) -> object:
+        return {"version": "9", "at": 0.0, "node": "n", **usage_report(snapshot, used, RULES)}
+
+    async with control_server(tmp_path, {"usage": usage}):
+        assert module["part"]() == (gpu.id, quarter)
+        assert await to_thread.run_sync(module["fraction"]) == pytest.approx(0.25)
+        assert await to_thread.run_sync(module["fraction"], 2 * quarter) == 0
+
+
+def test_troubleshooting_names_every_check() -> None:
+    """Each code of the doctor is behind a symptom."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+
+    assert [code for code in CHECKS if f"doctor.md#{code.lower()}" not in page] == []
+
+
+def test_the_sites_navigation_has_every_page() -> None:
+    """The site has the groups of the README's table, and every page but single decisions."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = yaml.safe_load(text[text.index("nav:") : text.index("theme:")])["nav"]
+    groups = {title: pages for it in nav[2:] for title, pages in it.items()}
+    listed = {"README.md", "docs/glossary.md"}
+    listed |= {
+        page for pages in groups.values() for page in ([pages] if isinstance(pages, str) else pages)
+    }
+    decisions = set((ROOT / "docs" / "decisions").glob("0*.md"))
+    rows = section("README.md", "## Where to go next")[1:]
+
+    assert [row[0].lower() for row in rows] == [title.lower() for title in groups]
+    for title, links in rows:
+        named = {it.partition("#")[0] for it in re.findall(r"\]\(([^)]+)\)", links)}
+        assert named <= listed, title
+    assert {str(it.relative_to(ROOT)) for it in PAGES if it not in decisions} <= listed
 
 
 @pytest.mark.parametrize("severity", list(Severity))
