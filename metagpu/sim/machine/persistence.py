@@ -55,7 +55,7 @@ class SavedNode(msgspec.Struct, frozen=True):
 
 
 class _SavingCondition(threading.Condition):
-    """A node's lock that reads the state file when taken, and writes it before each release.
+    """A node's lock that reads the state file, and writes it before each release.
 
     So the file has every change that NVML has answered, however the daemon ends, and two daemons
     have one driver. They do not lock each other out: one of them at a time changes instances.
@@ -68,7 +68,7 @@ class _SavingCondition(threading.Condition):
         self._written = b""
 
     def __enter__(self) -> bool:
-        """Take the lock, then read what another process has changed."""
+        """Take the lock, then read the changes of another process."""
         taken = super().__enter__()
         try:
             self._catch_up()
