@@ -170,11 +170,11 @@ def test_without_features_there_is_no_token(helm: str) -> None:
     assert _variables(spec["containers"][0])["METAGPU_CLUSTER"] == "none"
 
 
-def test_a_surge_takes_over_and_has_no_liveness_probe(helm: str) -> None:
-    """A daemon that waits for its node fails no probe; without a surge there is one."""
+def test_a_surge_takes_over(helm: str) -> None:
+    """Only a daemon that starts beside another one takes the node over; both have probes."""
     surging = _container(helm, "metrics.port=9401")
     assert _variables(surging)["METAGPU_TAKE_OVER"] == "true"
-    assert "livenessProbe" not in surging
+    assert surging["livenessProbe"]["httpGet"]["path"] == "/healthz"
     assert surging["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
     rolling = "updateStrategy.rollingUpdate"
