@@ -13,6 +13,7 @@ import yaml
 from anyio import to_thread
 
 from metagpu.cli import arguments, mgctl
+from metagpu.cli.metagpu import main
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.model.xid import DEFAULT_XIDS, Severity
@@ -27,6 +28,7 @@ from tests.core.usage.test_report import node as usage_node
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"),
+    ROOT / "deploy" / "chart" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +47,9 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
     for page, block in blocks("console"):
         for line in re.findall(r"^\$ ((?:metagpu|mgctl) .*)$", block, re.MULTILINE):
             words = shlex.split(line, comments=True)
-            end = min((words.index(it) for it in ("|", ">", "&", "...") if it in words), default=99)
+            end = min(
+                (words.index(it) for it in ("|", ">", "&", "&&", "...") if it in words), default=99
+            )
             yield page, tuple(words[:end])
 
 
@@ -85,6 +89,38 @@ def test_the_node_file_is_good(tmp_path: Path) -> None:
     assert [gpu.model.key for gpu in build_node(str(file)).gpus] == ["a100-40gb"] * 4 + [
         "h100-80gb"
     ]
+
+
+def test_every_profile_for_the_chart_is_good() -> None:
+    """Profiles that pages give to the chart are valid configurations."""
+    given = [
+        (page, profile)
+        for page, text in blocks("yaml")
+        for it in yaml.safe_load_all(text)
+        if isinstance(it, dict) and isinstance(it.get("config"), dict)
+        for profile in it["config"].get("map", {}).values()
+    ]
+
+    assert len(given) > 1
+    for page, profile in given:
+        parse(profile, page, installed_backends())
+
+
+def test_files_of_other_programs_are_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`metagpu validate` accepts the files of the page about migration, by their programs."""
+    files = [text for page, text in blocks("yaml") if page == "docs/migrating.md"]
+    for number, text in enumerate(files):
+        (tmp_path / f"{number}.yaml").write_text(text)
+    manifests = {number for number, text in enumerate(files) if text.startswith("affinity:")}
+    names = [str(tmp_path / f"{it}.yaml") for it in range(len(files)) if it not in manifests]
+
+    assert len(manifests) == 1
+    assert main(["validate", *names]) == 0
+    out = capsys.readouterr().out
+    for program in ("MetaGPU", "NVIDIA device plugin v1", "mig-parted", "HAMi"):
+        assert program in out
 
 
 def test_every_block_is_well_formed() -> None:
