@@ -106,6 +106,30 @@ def test_every_profile_for_the_chart_is_good() -> None:
         parse(profile, page, installed_backends())
 
 
+def test_every_value_for_the_chart_exists() -> None:
+    """Values that commands and files of the pages set are those of `values.yaml`."""
+    values = yaml.safe_load((ROOT / "deploy" / "chart" / "values.yaml").read_text(encoding="utf-8"))
+    commands = [
+        line for _, it in blocks("console") for line in it.splitlines() if "/chart " in line
+    ]
+    given = [key for it in commands for key in re.findall(r"--set(?:-json)? ([\w.-]+)=", it)]
+    given += [
+        key
+        for page, text in blocks("yaml")
+        if page in {"docs/install.md", "deploy/chart/README.md"}
+        for it in yaml.safe_load_all(text)
+        if "apiVersion" not in it
+        for key in it
+    ]
+
+    assert {"simulate", "image.repository", "config", "privileges"} <= set(given)
+    for key in given:
+        there = values
+        for part in key.split("."):
+            assert part in there, key
+            there = there[part]
+
+
 def test_files_of_other_programs_are_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
