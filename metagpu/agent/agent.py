@@ -15,6 +15,7 @@ from metagpu.agent.cdi_file import CdiFile
 from metagpu.agent.commands import AgentCommands
 from metagpu.agent.config_loader import ConfigLoader, read_initial
 from metagpu.agent.config_source import ConfigSource
+from metagpu.agent.driver_edits import DriverEdits
 from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.hand_over import Duties
 from metagpu.agent.layout_manager import LayoutManager
@@ -123,7 +124,7 @@ class Agent:
     def _build_layout(self) -> None:
         """Build what makes a layout of the configuration and the GPUs."""
         registry, driver, paths, timing = self.registry, self.driver, self.paths, self.timing
-        own = HostPrograms(program_roots(paths.roots))
+        own = HostPrograms(program_roots(paths.roots), links=paths.run_dir / "lib")
         programs, daemons = self.programs or own, self.daemons or HostDaemons(own)
 
         settings = self.cluster_settings
@@ -133,8 +134,9 @@ class Agent:
         self.health = HealthWatch(driver, registry, config.root.health, timing=timing.health)
         self.fault_note_file = FaultNoteFile(paths.run_dir, registry, self.health)
         self.backend_runner = BackendRunner(registry, driver, programs, daemons)
+        edits = DriverEdits(programs, partial(find_roots, paths.roots), paths.cdi_hook)
         self.cdi_file = CdiFile(
-            registry, driver, programs, paths.cdi_dir, self._read_nodes, timing.cdi
+            registry, driver, edits, paths.cdi_dir, self._read_nodes, timing.cdi
         )
         self.layout_manager = LayoutManager(
             config,

@@ -16,11 +16,11 @@ import structlog
 from anyio import to_thread
 from msgspec.structs import replace
 
+from metagpu.agent.driver_edits import DriverEdits
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.mig_reading import read_instances
-from metagpu.core.contracts.programs import Programs
-from metagpu.core.errors import CdiError, CdiNameMissing, DriverError, ProgramError
+from metagpu.core.errors import CdiError, CdiNameMissing, DriverError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -34,7 +34,6 @@ NO_DEVICE_NODES: Final = (
     "`nvidia-modprobe -c 0 -u`, or name the folder that has the host's /dev with --dev-root"
 )
 """The problem while there are GPUs and no GPU can be named."""
-_TOOLKIT_COMMAND: Final = ("nvidia-ctk", "cdi", "generate", "--format=json")
 
 NamedDevices = Mapping[GpuId, tuple[Gpu, Mapping[str, HardwareDevice]]]
 """The GPUs, and the MIG devices on each GPU by their CDI names."""
@@ -70,14 +69,11 @@ class CdiFile:
 
     registry: Registry
     driver: Driver
-    programs: Programs
+    driver_edits: DriverEdits
     folder: Path | None
     read_nodes: Callable[[], Nodes]
     timing: CdiTiming = field(default_factory=CdiTiming)
     _injection: Injection | None = None
-    _edits: cdi.ContainerEdits = field(default_factory=cdi.ContainerEdits)
-    _edits_of: str | None = None
-    _no_libraries: str = ""
     _listed: dict[GpuId, Mapping[str, HardwareDevice]] = field(default_factory=dict)
     _seen: NamedDevices | None = None
     _names: frozenset[str] = frozenset()
@@ -99,7 +95,7 @@ class CdiFile:
             return
 
         before, self._injection = self._injection, injection
-        await self._ask_toolkit()
+        await self.driver_edits.read(self.registry.snapshot.versions.driver)
         await self._list_devices()
         try:
             await self._write()
@@ -147,7 +143,7 @@ class CdiFile:
             "kind": cdi.KIND,
             "devices": len(self._names),
             "problem": self._problem or None,
-            "noLibraries": self._no_libraries or None,
+            "noLibraries": self.driver_edits.problem or None,
         }
 
     @property
@@ -219,25 +215,6 @@ class CdiFile:
                 if part.uuid
             }
 
-    async def _ask_toolkit(self) -> None:
-        """Read the driver's libraries and hooks from NVIDIA's toolkit, once a driver."""
-        driver = self.registry.snapshot.versions.driver
-        if self._edits_of == driver:
-            return
-        root = self._injection.dev_root if self._injection else ""
-        command = [*_TOOLKIT_COMMAND, *([f"--driver-root={root}"] if root else [])]
-        try:
-            self._edits = cdi.parse_edits(await self.programs.run(*command))
-        except (ProgramError, ValueError) as error:
-            problem = str(error)
-            if not isinstance(error, ProgramError):
-                problem = f"`{_TOOLKIT_COMMAND[0]}`: {error}"
-            if problem != self._no_libraries:
-                log.warning("cdi edits of the driver unavailable", error=problem)
-            self._no_libraries = problem
-        else:
-            self._edits_of, self._no_libraries = driver, ""
-
     async def _write(self, *, rescan: bool = True) -> None:
         """Write the file, if its text changes.
 
@@ -292,7 +269,7 @@ class CdiFile:
             if self._file.exists():
                 self._file.unlink()
             return frozenset()
-        text = cdi.build_spec(named, injection.common_nodes(), self._edits)
+        text = cdi.build_spec(named, injection.common_nodes(), self.driver_edits.edits)
         if text != self._text:
             _replace(self._file, text)
             self._text = text

@@ -37,6 +37,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
         roots: what was said of the driver's root and the root of /dev.
         pod_dir: the folder mounted into containers, with mgctl; `None` mounts none.
         cdi_dir: the folder of the CDI specification; `None` writes none.
+        cdi_hook: the program of CDI's hooks, by its path on the host; empty to look for it.
     """
 
     kubelet_dir: Path = KUBELET_DIR
@@ -45,6 +46,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
     roots: RootOptions = RootOptions()
     pod_dir: Path | None = None
     cdi_dir: Path | None = None
+    cdi_hook: str = ""
 
 
 def default_pod_dir(run_dir: Path) -> Path:

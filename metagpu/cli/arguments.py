@@ -77,6 +77,16 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "CDI; the container runtime has to read it (default: %(default)s)",
     )
     it.add_argument(
+        "--nvidia-cdi-hook-path",
+        metavar="PATH",
+        default=Variable(
+            ("METAGPU_NVIDIA_CDI_HOOK_PATH", "NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"),
+            otherwise="",
+        ),
+        help="the program of the CDI specification's hooks, by its path on the host (default: "
+        "nvidia-cdi-hook, found there)",
+    )
+    it.add_argument(
         "--log-level",
         default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
         choices=_LOG_LEVELS,

@@ -119,6 +119,7 @@ def _run(args: argparse.Namespace) -> int:
             roots=driver_roots_of(args),
             pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
             cdi_dir=args.cdi_dir,
+            cdi_hook=args.nvidia_cdi_hook_path,
         )
         source, take_over = source_of(args), args.take_over
 

@@ -13,6 +13,7 @@ from metagpu.core.config.document import Document
 
 _GFD: Final = "shaped GPU Feature Discovery's labels; metagpu has its own, see --cluster"
 _ROOT: Final = "set where the driver is; metagpu looks for it, and takes {} as well"
+_HOOK: Final = "set where hooks' program is; metagpu looks for it, or see --nvidia-cdi-hook-path"
 CDI_FILES: Final = (
     "shaped the CDI files that the plugin writes; metagpu writes its own, metagpu.io/gpu"
 )
@@ -40,8 +41,8 @@ IGNORED_KEYS: Final = {
         "named GPUs by index to the container runtime; metagpu names them by uuid", ("uuid",)
     ),
     "flags.plugin.cdiAnnotationPrefix": IgnoredKey(CDI_FILES, ("cdi.k8s.io/",)),
-    "flags.plugin.nvidiaCTKPath": IgnoredKey(CDI_FILES, ("/usr/bin/nvidia-ctk",)),
-    "flags.plugin.nvidiaCDIHookPath": IgnoredKey(CDI_FILES, ("/usr/bin/nvidia-ctk",)),
+    "flags.plugin.nvidiaCTKPath": IgnoredKey(_HOOK, ("/usr/bin/nvidia-ctk",)),
+    "flags.plugin.nvidiaCDIHookPath": IgnoredKey(_HOOK, ("/usr/bin/nvidia-ctk",)),
     "flags.plugin.containerDriverRoot": IgnoredKey(
         _ROOT.format("--container-driver-root"), ("/driver-root",)
     ),

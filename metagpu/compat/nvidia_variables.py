@@ -30,8 +30,6 @@ VARIABLES_OF_FLAGS: Final = {
     "DEVICE_DISCOVERY_STRATEGY": "flags.deviceDiscoveryStrategy",
     "DEVICE_ID_STRATEGY": "flags.plugin.deviceIDStrategy",
     "CDI_ANNOTATION_PREFIX": "flags.plugin.cdiAnnotationPrefix",
-    "NVIDIA_CTK_PATH": "flags.plugin.nvidiaCTKPath",
-    "NVIDIA_CDI_HOOK_PATH": "flags.plugin.nvidiaCDIHookPath",
     "MPS_ROOT": "flags.mpsRoot",
     "IMEX_CHANNEL_IDS": "imex.channelIDs",
     "IMEX_REQUIRED": "imex.required",

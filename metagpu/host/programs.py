@@ -33,12 +33,15 @@ class HostPrograms(msgspec.Struct, frozen=True):
     Attributes:
         roots: file systems of the host or of a driver container, as paths of this process.
         deadline: seconds after which a program is killed.
-        instead: commands that stand in for programs of these names.
+        substitutes: commands that stand in for programs of these names.
+        links: a folder for links to the driver's libraries, of roots whose folders have the
+            system's libraries too.
     """
 
     roots: tuple[Path, ...] = ()
     deadline: float = DEADLINE
     substitutes: Mapping[str, Sequence[str]] = msgspec.field(default_factory=dict)
+    links: Path | None = None
 
     async def run(self, program: str, *arguments: str) -> str:
         """Run a program to its end (see `core.contracts.programs.Programs`).
@@ -116,7 +119,7 @@ class HostPrograms(msgspec.Struct, frozen=True):
         for root in self.roots:
             for path in _possible_paths(root, program):
                 if os.access(path, os.X_OK) and path.is_file():
-                    return path, _with_libraries(root)
+                    return path, _with_libraries(root, self.links)
 
         searched = ["PATH", *(str(root / folder) for root in self.roots for folder in PROGRAMS)]
         raise ProgramMissing(f"there is no {program} here; looked in {', '.join(searched)}")
@@ -227,11 +230,29 @@ def _possible_paths(root: Path, program: str) -> Iterator[Path]:
     yield from (root / folder / program for folder in PROGRAMS)
 
 
-def _with_libraries(root: Path) -> Mapping[str, str]:
-    """Return an environment in which a program of another root finds its libraries."""
-    folders = list(map(str, library_folders(root)))
-    paths = [*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)} if folders else os.environ
+def _with_libraries(root: Path, links: Path | None) -> Mapping[str, str]:
+    """Return an environment in which another root's program finds the driver."""
+    folders: Sequence[Path] = library_folders(root)
+    if any((folder / "libc.so.6").exists() for folder in folders):
+        # Another system's C library beside our own linker ends the program at once.
+        folders = (
+            [_linked(folders, links / str(root).strip("/").replace("/", "-"))] if links else []
+        )
+    if not folders:
+        return os.environ
+    paths = [*map(str, folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+
+
+def _linked(folders: Sequence[Path], into: Path) -> Path:
+    """Link the driver's libraries into a folder; return it."""
+    into.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        for pattern in ("libcuda*.so*", "libnv*.so*"):
+            for library in folder.glob(pattern):
+                with suppress(FileExistsError):
+                    (into / library.name).symlink_to(library)
+    return into
 
 
 def _pipe(text: str) -> int:

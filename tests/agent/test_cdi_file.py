@@ -8,13 +8,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.agent import cdi_file
+from metagpu.agent import cdi_file, driver_edits
 from metagpu.agent.cdi_file import NO_DEVICE_NODES, CdiFile, CdiTiming
+from metagpu.agent.driver_edits import DriverEdits
 from metagpu.core.contracts.programs import Programs
 from metagpu.core.errors import CdiError, CdiNameMissing, ProgramError, ProgramMissing
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
-from metagpu.core.model.driver_roots import Folder
+from metagpu.core.model.driver_roots import DriverRoots, Folder
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import Versions
@@ -39,7 +40,7 @@ class Toolkit:
     async def run(self, *command: str) -> str:
         """Print it."""
         assert command[:4] == ("nvidia-ctk", "cdi", "generate", "--format=json")
-        assert command[4].startswith("--driver-root=/")
+        assert command[4:] == ("--nvidia-ctk-path=/usr/bin/nvidia-cdi-hook",)
         return f"time=now level=info\n{json.dumps(TOOLKIT)}\n"
 
 
@@ -90,11 +91,11 @@ async def run_file(
     async with driver.session():
         gpus = (await driver.survey()).gpus
         registry.apply(GpusFound(gpus, at=0))
-        known = tools or RecordedPrograms()
+        edits = DriverEdits(tools or RecordedPrograms(), DriverRoots, "/usr/bin/nvidia-cdi-hook")
         cdi_specification = CdiFile(
             registry,
             driver,
-            known,
+            edits,
             folder,
             lambda: device_nodes(Folder(str(root), str(root))),
             timing or CdiTiming(),
@@ -285,7 +286,7 @@ async def test_an_absent_toolkit_is_reported_once(
     """Without the toolkit the nodes are named; log and status report the missing libraries once."""
     tools = RecordedPrograms(refusal=refusal)
     async with run_file(tmp_path, tools) as it:
-        with capture_module_logs(cdi_file) as log:
+        with capture_module_logs(driver_edits) as log:
             await it.file.update(injection(tmp_path))
             await it.file.update(injection(tmp_path))
 
@@ -401,7 +402,7 @@ async def test_a_file_of_before_goes_where_there_is_no_gpu(tmp_path: Path) -> No
     async with run_file(tmp_path) as it:
         await it.file.update(injection(tmp_path))
         look = it.file.read_nodes
-        none = CdiFile(Registry(), it.file.driver, RecordedPrograms(), it.folder, look)
+        none = CdiFile(Registry(), it.file.driver, it.file.driver_edits, it.folder, look)
         await none.update(injection(tmp_path))
 
         assert list(it.folder.iterdir()) == []

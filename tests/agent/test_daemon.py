@@ -80,6 +80,7 @@ async def daemon(
     program: Sequence[str] = METAGPU_ITSELF,
     launcher: Sequence[str] = (),
     library: NvmlLibrary | None = None,
+    simulate: bool = True,
 ) -> AsyncIterator[Daemon]:
     """Run the daemon on two simulated GPUs while the block lasts.
 
@@ -90,6 +91,7 @@ async def daemon(
         program: the program and its first arguments.
         launcher: a command that starts the program, such as setpriv with its options.
         library: the machine's NVML library, in place of simulated GPUs.
+        simulate: whether GPUs are simulated, where no library is given.
     """
     await anyio.Path(folder / "metagpu.yaml").write_text(config)
     kubelet = SimKubelet(folder / "dp", pod_resources=folder / "pr.sock")
@@ -97,7 +99,11 @@ async def daemon(
     async with (
         kubelet.running(),
         await anyio.open_process(
-            [*launcher, *command_line(folder, program, simulate=library is None), *more],
+            [
+                *launcher,
+                *command_line(folder, program, simulate=simulate and library is None),
+                *more,
+            ],
             env=None if library is None else library.environment,
         ) as process,
     ):

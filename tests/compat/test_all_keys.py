@@ -103,8 +103,8 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
         (NVIDIA, "flags.plugin.deviceListStrategy", "cdi-cri", HONOURED),
         (NVIDIA, "flags.plugin.deviceIDStrategy", "index", "named GPUs by index"),
         (NVIDIA, "flags.plugin.cdiAnnotationPrefix", "a.b/", "shaped the CDI files"),
-        (NVIDIA, "flags.plugin.nvidiaCTKPath", "/x", "shaped the CDI files"),
-        (NVIDIA, "flags.plugin.nvidiaCDIHookPath", "/x", "shaped the CDI files"),
+        (NVIDIA, "flags.plugin.nvidiaCTKPath", "/x", "set where hooks' program is"),
+        (NVIDIA, "flags.plugin.nvidiaCDIHookPath", "/x", "set where hooks' program is"),
         (NVIDIA, "flags.plugin.containerDriverRoot", "/x", "set where the driver is"),
         (NVIDIA, "flags.plugin.sharedDevicesAllocationPolicy", "packed", HONOURED),
         (NVIDIA, "resources", {"gpus": [{"pattern": "A*", "name": "x"}]}, DROPPED),
@@ -282,8 +282,6 @@ VARIABLES: Final = [
     ("MOFED_ENABLED", "true", "given containers Mellanox' devices"),
     ("KUBELET_SOCKET", "/x.sock", "set where the kubelet listens"),
     ("CDI_ANNOTATION_PREFIX", "a.b/", "shaped the CDI files"),
-    ("NVIDIA_CDI_HOOK_PATH", "/x", "shaped the CDI files"),
-    ("NVIDIA_CTK_PATH", "/x", "shaped the CDI files"),
     ("MPS_ROOT", "/x", "set where NVIDIA's MPS daemon is"),
     ("SHARED_DEVICES_ALLOCATION_POLICY", "packed", HONOURED),
     ("DEVICE_DISCOVERY_STRATEGY", "tegra", "looked for GPUs in another way"),
@@ -311,6 +309,7 @@ OPTIONS: Final = (
     *("CONFIG_FILE", "CONFIG_FILE_SRCDIR", "MIG_PARTED_CONFIG_FILE", "DEFAULT_CONFIG"),
     *("MIG_PARTED_SELECTED_CONFIG", "NODE_NAME", "NVIDIA_DRIVER_ROOT", "NVIDIA_DEV_ROOT"),
     *("CONTAINER_DRIVER_ROOT", "DRIVER_ROOT_CTR_PATH", "DEV_ROOT_CTR_PATH"),
+    *("NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"),
 )
 """NVIDIA's variables that are options of ours."""
 PAGE: Final = Path(__file__).parents[2] / "docs" / "compat.md"

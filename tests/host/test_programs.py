@@ -220,3 +220,24 @@ async def test_a_child_that_cannot_be_started_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         async with run_child(["/no/such/program"], stdin=0):
             pass
+
+
+def links_of(folder: Path) -> dict[str, Path]:
+    """Return the files that the links in a folder lead to."""
+    return {link.name: link.resolve() for link in folder.iterdir()}
+
+
+async def test_another_systems_c_library_is_left_alone(bare: Path) -> None:
+    """Beside a whole system's libraries, a program finds those of the driver alone."""
+    program(bare / "host/usr/bin", "print(os.environ['LD_LIBRARY_PATH'])")
+    libraries = bare / "host/usr/lib64"
+    libraries.mkdir(parents=True)
+    for name in ("libnvidia-ml.so.1", "libcuda.so.1", "libc.so.6"):
+        (libraries / name).touch()
+    host = HostPrograms(roots=(bare / "host",), links=bare / "links")
+
+    for _ in range(2):
+        folder = Path(await host.run("nvidia-smi"))
+        assert folder.is_relative_to(bare / "links")
+        wanted = ("libnvidia-ml.so.1", "libcuda.so.1")
+        assert links_of(folder) == {name: libraries / name for name in wanted}

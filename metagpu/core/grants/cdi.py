@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.grants.grant import DeviceNode, Grant
+from metagpu.core.model.driver_roots import Folder
 from metagpu.core.model.shares import ShareId
 
 KIND: Final = "metagpu.io/gpu"
@@ -29,6 +31,8 @@ _OLDEST: Final = (0, 3, 0)
 _HOST_PATH: Final = (0, 5, 0)
 """The first version with a `hostPath` of device nodes."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_IN_CONTAINER: Final = frozenset({"createContainer", "startContainer"})
+"""Hooks whose arguments are paths in the container."""
 _IN_NAMES: Final = str.maketrans({"@": ":", "+": "_"})
 """Characters of ids that CDI names may not have; no slot of an instance has `:` or `_`."""
 
@@ -87,6 +91,40 @@ def parse_edits(printed: str) -> ContainerEdits:
         raise ValueError("its output has no cdiVersion or no containerEdits")
     major, minor, patch = map(int, version.groups())
     return ContainerEdits(edits, (major, minor, patch))
+
+
+def with_host_paths(edits: ContainerEdits, folders: Sequence[Folder]) -> ContainerEdits:
+    """Replace paths of this process by the host's.
+
+    `nvidia-ctk cdi transform root` does the same. Arguments of hooks that run in the container,
+    and paths in the container, stay.
+    """
+    folders = sorted(folders, key=lambda it: len(it.here), reverse=True)
+
+    def host_path(path: str) -> str:
+        for folder in folders:
+            here = folder.here.rstrip("/")
+            if path == here or path.startswith(f"{here}/"):
+                return f"{folder.prefix}{path[len(here) :]}" or "/"
+        return path
+
+    def argument(text: str) -> str:
+        return "::".join(host_path(part) for part in text.split("::", 1))
+
+    def moved(edit: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**edit, **({"hostPath": host_path(edit["hostPath"])} if "hostPath" in edit else {})}
+
+    def moved_hook(hook: Mapping[str, Any]) -> Mapping[str, Any]:
+        if hook.get("hookName") in _IN_CONTAINER:
+            return hook
+        return {**hook, "args": [argument(it) for it in hook.get("args") or ()]}
+
+    change = {"deviceNodes": moved, "mounts": moved, "hooks": moved_hook}
+    changed = {
+        name: [change[name](it) for it in value or ()] if name in change else value
+        for name, value in edits.edits.items()
+    }
+    return replace(edits, edits=changed)
 
 
 def build_spec(

@@ -17,6 +17,7 @@ from metagpu.core.grants.cdi import (
     parse_edits,
 )
 from metagpu.core.grants.grant import DeviceNode, Grant
+from metagpu.core.model.driver_roots import Folder
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.cdi import CdiRefusedError, check_spec
@@ -165,3 +166,35 @@ def test_the_rules_can_be_broken(change: dict[str, Any]) -> None:
     with pytest.raises(CdiRefusedError):
         check_spec(json.dumps({**TOOLKIT, **change}))
     assert check_spec(json.dumps(TOOLKIT))
+
+
+def test_paths_become_the_hosts() -> None:
+    """The innermost folder of this process that has a path decides; the container's paths stay."""
+    folders = (Folder("/run/nvidia/driver", "/host/run/nvidia/driver"), Folder("/", "/host"))
+    outside = {"hookName": "createRuntime", "path": "/usr/bin/x"}
+    inside = {**outside, "hookName": "createContainer", "args": ["/host/a::/host/b"]}
+    edits = cdi.ContainerEdits(
+        {
+            "env": ["A=/host/a"],
+            "mounts": [
+                {"hostPath": "/host/run/nvidia/driver/lib/a", "containerPath": "/lib/a"},
+                {"hostPath": "/host/run/b", "containerPath": "/host/run/b"},
+                {"hostPath": "/hostile", "containerPath": "/c"},
+            ],
+            "deviceNodes": [{"path": "/dev/x", "hostPath": "/host/dev/x"}, {"path": "/dev/y"}],
+            "hooks": [inside, {**outside, "args": ["--root", "/host", "/host/a::/host/b"]}],
+        }
+    )
+
+    assert cdi.with_host_paths(edits, folders).edits == {
+        "env": ["A=/host/a"],
+        "mounts": [
+            {"hostPath": "/run/nvidia/driver/lib/a", "containerPath": "/lib/a"},
+            {"hostPath": "/run/b", "containerPath": "/host/run/b"},
+            {"hostPath": "/hostile", "containerPath": "/c"},
+        ],
+        "deviceNodes": [{"path": "/dev/x", "hostPath": "/dev/x"}, {"path": "/dev/y"}],
+        "hooks": [inside, {**outside, "args": ["--root", "/", "/a::/b"]}],
+    }
+    own = cdi.with_host_paths(edits, (Folder("/", "/"),))
+    assert own.edits == edits.edits

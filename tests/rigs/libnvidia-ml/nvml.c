@@ -150,6 +150,11 @@ int nvmlInitWithFlags(unsigned flags)
     return SUCCESS;
 }
 
+int nvmlInit_v2(void)  /* NVIDIA's Go programs call this one */
+{
+    return nvmlInitWithFlags(0);
+}
+
 int nvmlShutdown(void)
 {
     ANSWER();
@@ -205,6 +210,23 @@ int nvmlDeviceGetUUID(gpu_t *gpu, char *text, unsigned size)
     ANSWER_GPU(gpu);
     snprintf(uuid, sizeof uuid, "GPU-00000000-0000-4000-8000-%012d", gpu->index);
     return put(text, size, uuid);
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, gpu_t **gpu)
+{
+    for (unsigned index = 0; index < setting("gpus", NO_GPU, 2); index++) {
+        char own[64];
+        if (nvmlDeviceGetUUID(&gpus[index], own, sizeof own)) continue;
+        if (!strcmp(own, uuid)) return nvmlDeviceGetHandleByIndex_v2(index, gpu);
+    }
+    return NOT_FOUND;
+}
+
+int nvmlDeviceIsMigDeviceHandle(gpu_t *gpu, unsigned *is_mig)
+{
+    ANSWER_GPU(gpu);
+    *is_mig = 0;
+    return SUCCESS;
 }
 
 int nvmlDeviceGetName(gpu_t *gpu, char *text, unsigned size)

@@ -1,0 +1,85 @@
+"""The daemon finds driver, toolkit and device nodes in each layout, and names the host's paths."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from metagpu.plugins.control.client import send_request
+from tests.agent.test_daemon import daemon
+from tests.e2e.rig.go_programs import go_programs
+from tests.rigs.cdi import check_spec
+from tests.rigs.driver_layouts import DRIVER_CONTAINER, NodeLayout
+from tests.rigs.file_systems import command_inside
+
+CONFIG = """
+version: metagpu/v1
+deviceListStrategy: cdi-cri
+pools:
+  - {name: all, backends: [{backend: fraction, sharesPerGpu: 10}]}
+"""
+
+
+@pytest.fixture(params=["stand-in", pytest.param("NVIDIA's", marks=pytest.mark.e2e)])
+def toolkit(request: pytest.FixtureRequest) -> Path | None:
+    """Return the folder of NVIDIA's own programs, or none for a stand-in."""
+    if request.param == "stand-in":
+        return None
+    [found] = [it for it in go_programs() if it.name == "nvidia-ctk"]
+    if found.missing():
+        pytest.skip("NVIDIA's toolkit is not built here: run `make e2e`")
+    return found.folder
+
+
+def host_paths(spec: dict[str, Any]) -> Iterator[str]:
+    """Yield all paths of a specification that the container runtime opens or starts."""
+    for edits in (spec["containerEdits"], *(it["containerEdits"] for it in spec["devices"])):
+        for node in edits.get("deviceNodes", ()):
+            yield node.get("hostPath", node["path"])
+        for mount in edits.get("mounts", ()):
+            yield mount["hostPath"]
+        for hook in edits.get("hooks", ()):
+            yield hook["path"]
+
+
+@pytest.mark.parametrize("in_pod", [True, False], ids=["pod", "process of the host"])
+@pytest.mark.parametrize("of_containers", [False, True], ids=["packages", "operator"])
+async def test_every_layout_serves(
+    tmp_path: Path, toolkit: Path | None, *, of_containers: bool, in_pod: bool
+) -> None:
+    """Without any option GPUs are served, and CDI names the node's own paths and hooks."""
+    driver = DRIVER_CONTAINER if of_containers else ""
+    node = NodeLayout(tmp_path / "node", driver, toolkit, in_container=of_containers, dev=driver)
+    await to_thread.run_sync(node.build)
+    here = node.root / "usr", node.root / "run", node.root / "dev"
+    for folder in here:
+        folder.mkdir(exist_ok=True)
+    inside = (
+        command_inside(tmp_path / "fs", {"/host": node.root})
+        if in_pod
+        else command_inside(
+            tmp_path / "fs",
+            {"/run": here[1], **({} if of_containers else {"/dev": here[2]})},
+            {"/usr": here[0]},
+        )
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+
+    async with daemon(
+        run, CONFIG, "--cdi-dir", str(run / "cdi"), launcher=inside, simulate=False
+    ) as it:
+        await it.until(20)
+        status = await to_thread.run_sync(send_request, run, {"command": "status"})
+        text = await anyio.Path(run / "cdi/metagpu.io-gpu.json").read_text()
+
+    spec = check_spec(text)
+    assert status["cdi"]["noLibraries"] is None
+    assert len(spec["devices"]) == 2
+    found = list(host_paths(spec))
+    assert any("libcuda.so.550" in path for path in found)
+    assert any(path.endswith("/nvidia-cdi-hook") for path in found)
+    assert [path for path in found if not node.has(path)] == []
