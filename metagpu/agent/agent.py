@@ -125,7 +125,8 @@ class Agent:
         """Build what makes a layout of the configuration and the GPUs."""
         registry, driver, paths, timing = self.registry, self.driver, self.paths, self.timing
         own = HostPrograms(program_roots(paths.roots), links=paths.run_dir / "lib")
-        programs, daemons = self.programs or own, self.daemons or HostDaemons(own)
+        programs = self.programs or own
+        self.host_daemons = daemons = self.daemons or HostDaemons(own)
 
         settings = self.cluster_settings
         waits = settings is not None and Feature.CONFIG in settings.features
@@ -317,8 +318,17 @@ class Agent:
             ConfigError: if the configuration does not fit the GPUs.
         """
         async with self.driver.session():
-            await self.health.survey()
-            layout = await self.layout_manager.prepare()
+            await self.survey()
+
+    async def survey(self) -> None:
+        """Read the GPUs and compute the layout, in a session of the driver.
+
+        Raises:
+            DriverError: if NVML cannot be used.
+            ConfigError: if the configuration does not fit the GPUs.
+        """
+        await self.health.survey()
+        layout = await self.layout_manager.prepare()
         self.registry.apply(layout.offer_fact)
         for assignment in layout.backend_assignments:
             gpu, backend = assignment.gpu, assignment.backend

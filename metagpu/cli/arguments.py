@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
     for add in (
         *(_run, _demo, _explain, _validate, _plan, _status),
-        *(_acknowledge, _cordon, _uncordon, _install, _sim),
+        *(_acknowledge, _cordon, _uncordon, _install, _uninstall, _sim),
     ):
         add(commands)
     return program
@@ -59,23 +59,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
     )
     _add_node(it)
     add_kubelet(it)
-    it.add_argument(
-        "--pod-dir",
-        metavar="DIR",
-        type=Path,
-        default=Variable(("METAGPU_POD_DIR",), convert=Path),
-        help="the folder mounted into containers with shares, with mgctl and its socket; the same "
-        f"path here and for the container runtime (default: {paths.POD_DIR}; with --run-dir, the "
-        "folder pod in it)",
-    )
-    it.add_argument(
-        "--cdi-dir",
-        metavar="DIR",
-        type=Path,
-        default=Variable(("METAGPU_CDI_DIR",), paths.CDI_DIR, convert=Path),
-        help="the folder of the CDI specification, written where a configuration gives GPUs by "
-        "CDI; the container runtime has to read it (default: %(default)s)",
-    )
+    _add_folders(it)
     it.add_argument(
         "--nvidia-cdi-hook-path",
         metavar="PATH",
@@ -291,6 +275,64 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return command
+
+
+def _uninstall(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "uninstall",
+        "list what metagpu left on this node and at the API server, and with --yes remove it. "
+        "Running pods go on, and what they use stays. No daemon may run meanwhile",
+        "metagpu uninstall --node-name gpu-1 --kubeconfig /etc/kubernetes/admin.conf\n"
+        "  metagpu uninstall --yes",
+    )
+    it.add_argument("--yes", action="store_true", help="remove what is listed without it")
+    it.add_argument(
+        "--force",
+        action="store_true",
+        help="remove also what running pods use: their programs may fail, and containers that "
+        "start again too",
+    )
+    it.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json: each thing with its result and the reason (default: text)",
+    )
+    it.add_argument(
+        "--root",
+        metavar="DIR",
+        type=Path,
+        default=Path("/"),
+        help="the root of the system that has the service's files; the variables in its "
+        "etc/metagpu/metagpu.env count as given (default: %(default)s)",
+    )
+    _add_node(it)
+    add_kubelet(it)
+    _add_folders(it)
+    add_run_dir(it)
+    add_cluster(it)
+
+
+def _add_folders(it: argparse.ArgumentParser) -> None:
+    it.add_argument(
+        "--pod-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_POD_DIR",), convert=Path),
+        help="the folder mounted into containers with shares, with mgctl and its socket; the same "
+        f"path here and for the container runtime (default: {paths.POD_DIR}; with --run-dir, the "
+        "folder pod in it)",
+    )
+    it.add_argument(
+        "--cdi-dir",
+        metavar="DIR",
+        type=Path,
+        default=Variable(("METAGPU_CDI_DIR",), paths.CDI_DIR, convert=Path),
+        help="the folder of the CDI specification, written where a configuration gives GPUs by "
+        "CDI; the container runtime has to read it (default: %(default)s)",
+    )
 
 
 def _add_node(it: argparse.ArgumentParser) -> None:

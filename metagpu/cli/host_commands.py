@@ -1,4 +1,4 @@
-"""The commands that change this host: `install` and `uninstall`."""
+"""The command `install`, which changes this host."""
 
 import argparse
 import sysconfig
@@ -13,8 +13,7 @@ def install(args: argparse.Namespace) -> int:
     Raises:
         MetagpuError: a file cannot be written.
     """
-    program = Path(sysconfig.get_path("scripts")) / "metagpu"
-    for file in service_files(program, args.root, mps=args.mps):
+    for file in service_files(installed_program(), args.root, mps=args.mps):
         match file.state:
             case FileState.SAME:
                 _say(f"kept     {file.path}")
@@ -29,6 +28,11 @@ def install(args: argparse.Namespace) -> int:
     _say("\nnext: edit /etc/metagpu/metagpu.yaml, then")
     _say("  systemctl daemon-reload && systemctl enable --now metagpu")
     return 0
+
+
+def installed_program() -> Path:
+    """Return the path of this installation's program."""
+    return Path(sysconfig.get_path("scripts")) / "metagpu"
 
 
 def _say(line: str) -> None:

@@ -23,7 +23,7 @@ from metagpu.cli.options import (
 )
 from metagpu.cli.parser import run_command
 from metagpu.cli.simulation import use_simulated_cluster
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import AnotherDaemon, MetagpuError
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     """Run a command; print a `MetagpuError` in one line."""
     try:
-        resolve_environment(args)
+        resolve_environment(args, _environment(args))
         return COMMANDS[args.command](args)
     except (MetagpuError, BaseExceptionGroup) as error:
         known = _metagpu_error(error)
@@ -63,6 +63,15 @@ def _do(args: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _environment(args: argparse.Namespace) -> Mapping[str, str]:
+    """Return the variables of this process, and for `uninstall` those of the service."""
+    if args.command != "uninstall":
+        return os.environ
+    from metagpu.host.service_files import SETTINGS, read_environment
+
+    return {**read_environment(args.root / SETTINGS / "metagpu.env"), **os.environ}
 
 
 def _exit_beside_threads(args: argparse.Namespace, status: int) -> None:
@@ -112,15 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         cluster_settings, metrics = cluster_of(args), metrics_of(args)
         check_kubelet_dir(args.kubelet_dir)
         _configure_log(args.log_level, args.log_format)
-        paths = AgentPaths(
-            kubelet_dir=args.kubelet_dir,
-            pod_resources=pod_resources_of(args),
-            run_dir=args.run_dir,
-            roots=driver_roots_of(args),
-            pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
-            cdi_dir=args.cdi_dir,
-            cdi_hook=args.nvidia_cdi_hook_path,
-        )
+        paths = _paths(args)
         source, take_over = source_of(args), args.take_over
 
         def build(asks_after: float | None = 0.0) -> "Agent":
@@ -233,6 +234,33 @@ def _install(args: argparse.Namespace) -> int:
     return install(args)
 
 
+def _uninstall(args: argparse.Namespace) -> int:
+    import anyio
+    from msgspec.structs import replace
+
+    from metagpu.agent.uninstall import Uninstall
+    from metagpu.cli.host_commands import installed_program
+    from metagpu.display.removals import show_removals
+
+    _configure_log("error", "console")
+    paths = _paths(args)
+    quiet = replace(paths, pod_dir=None, cdi_dir=None)  # it writes nothing there
+    args.agent = agent = _agent(source_of(args), args.simulate, quiet, cluster_of(args))
+    job = Uninstall(agent, paths, args.root, installed_program(), args.yes, args.force)
+    try:
+        report = anyio.run(job.run)
+    except AnotherDaemon as other:
+        raise AnotherDaemon(
+            f"{other}; end it first, by `systemctl disable --now metagpu` or without its DaemonSet"
+        ) from other
+
+    if args.output == "json":
+        _print_json(report.to_dict())
+    else:
+        show_removals(report.removals, report.notes, wanted=args.yes)
+    return 0 if report.complete or not args.yes else 1
+
+
 def _sim(args: argparse.Namespace) -> int:
     from metagpu.sim.commands.remote import send_command
     from metagpu.sim.commands.tables import print_reply
@@ -254,11 +282,24 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "cordon": _cordon,
     "uncordon": _uncordon,
     "install": _install,
+    "uninstall": _uninstall,
     "sim": _sim,
 }
 
 
 # --- shared ---------------------------------------------------------------------------------------
+
+
+def _paths(args: argparse.Namespace) -> AgentPaths:
+    return AgentPaths(
+        kubelet_dir=args.kubelet_dir,
+        pod_resources=pod_resources_of(args),
+        run_dir=args.run_dir,
+        roots=driver_roots_of(args),
+        pod_dir=args.pod_dir or default_pod_dir(args.run_dir),
+        cdi_dir=args.cdi_dir,
+        cdi_hook=getattr(args, "nvidia_cdi_hook_path", ""),
+    )
 
 
 def _agent(

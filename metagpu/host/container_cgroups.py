@@ -45,6 +45,13 @@ def find_container_cgroups(
     return found
 
 
+def find_pods(root: Path, uids: Collection[str]) -> frozenset[str]:
+    """Return the pods that have a cgroup, in any version and hierarchy; blocks."""
+    roots = [root] if is_cgroup_v2(root) else [it for it in root.glob("*") if it.is_dir()]
+    names = (Path(path).name for it in roots for path in _walked(it, "", uids))
+    return frozenset(uid for name in names if (uid := parse_pod_uid(name)) is not None)
+
+
 def is_populated(cgroup: Path) -> bool:
     """Return whether a process is in a cgroup or below, as far as known; blocks."""
     try:

@@ -15,8 +15,6 @@ from metagpu.core.errors import MetagpuError
 UNITS: Final = Path("etc/systemd/system")
 SETTINGS: Final = Path("etc/metagpu")
 """Both below the root of a system."""
-ENVIRONMENT_FILE: Final = Path("/") / SETTINGS / "metagpu.env"
-"""The options of the service, as variables."""
 _PACKAGED: Final = Path(__file__).parents[1] / "systemd"
 _CHECKED_OUT: Final = Path(__file__).parents[2] / "deploy" / "systemd"
 _PROGRAM: Final = "/usr/local/bin/metagpu"

@@ -13,6 +13,7 @@ from metagpu.backends.mig.capacity import free_capacity
 from metagpu.backends.mig.geometry import geometry_of, share_id, slot_of_instance
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming
 from metagpu.backends.mig.layout import choose_least_shared, layout_name, place_layout
+from metagpu.backends.mig.leftovers import find_instances
 from metagpu.backends.mig.metrics import KINDS, capacity_metrics, instance_metrics
 from metagpu.backends.mig.mode import (
     LEAVING,
@@ -34,12 +35,14 @@ from metagpu.core.contracts.capabilities import (
     DiagnosesGpu,
     Guard,
     HasMetrics,
+    LeavesOnNode,
     NeedsPrivileges,
     OffersExisting,
     Provisions,
     ReportsCapacity,
 )
 from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.errors import SharesOverlap, TooManyReplicas
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import CDI_STRATEGIES, Injection
@@ -66,6 +69,7 @@ class MigBackend(
     DiagnosesGpu,
     HasMetrics,
     ReportsCapacity,
+    LeavesOnNode,
 ):
     """The backend of GPUs in MIG mode.
 
@@ -323,8 +327,29 @@ class MigBackend(
             return
 
         self._log_limited_replicas(context.gpu)
-        sharing = options.sharing_by_profile(context.gpu)
-        settings = InstanceSettings(
+        settings = self._instance_settings(context.gpu, placed)
+        mode: MigModePolicy = MigModeEnabler(context, enable=options.enable_mig)
+        if options.disable_mig:
+            mode = MigModeDisabler(context)
+        run_dir = self._injection.run_dir
+        await MigReconciler(context, settings, mode, run_dir, self.mps_timing).run()
+
+    @classmethod
+    async def find_leftovers(cls, node: AbandonedNode) -> Sequence[Leftover]:
+        """Find the instances that metagpu made and no container holds, nor a process uses."""
+        found: list[Leftover] = []
+        for gpu, backend in node.assignments:
+            if isinstance(backend, cls) and gpu.mig_enabled:
+                # What allows an instance: a layout on this GPU counts as its profiles.
+                settings = backend._instance_settings(gpu, ())  # noqa: SLF001 - of this class
+                found += await find_instances(node, gpu, settings, backend.name)
+        return found
+
+    def _instance_settings(self, gpu: Gpu, placed: Sequence[PlacedProfile]) -> InstanceSettings:
+        """Return the settings of a GPU's instances, which has these of a layout."""
+        options = self._options
+        sharing = options.sharing_by_profile(gpu)
+        return InstanceSettings(
             allowed=frozenset(options.profile_names),
             keep_warm=options.warm_seconds,
             deadline=options.deadline,
@@ -335,11 +360,6 @@ class MigBackend(
             shared_memory=self._mps.shared_memory,
             timing=self.timing,
         )
-        mode: MigModePolicy = MigModeEnabler(context, enable=options.enable_mig)
-        if options.disable_mig:
-            mode = MigModeDisabler(context)
-        run_dir = self._injection.run_dir
-        await MigReconciler(context, settings, mode, run_dir, self.mps_timing).run()
 
     def _log_limited_replicas(self, gpu: Gpu) -> None:
         """Log the profiles whose instances serve fewer clients than the pool's replicas."""

@@ -23,6 +23,7 @@ from metagpu.backends.common.mps_daemon.client_limits import (
 )
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.backends.common.mps_daemon.leftovers import find_control_daemons
 from metagpu.backends.common.packing import (
     PlacementPolicy,
     candidates_of,
@@ -35,12 +36,14 @@ from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     Guard,
     HasMetrics,
+    LeavesOnNode,
     LimitsRequests,
     ManagesGpu,
     NeedsPrivileges,
     SharingStrategy,
 )
 from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
@@ -100,6 +103,7 @@ class MpsBackend(
     DeclaresSharing,
     LimitsRequests,
     HasMetrics,
+    LeavesOnNode,
 ):
     """The backend of units of threads and memory. Share ids are `GPU-<uuid>::p12`."""
 
@@ -219,6 +223,11 @@ class MpsBackend(
             )
         directories, shared = self._directories(context.gpu.id), self.options.shared_memory
         await run_gpu_owner(context, directories, self.timing, shared)
+
+    @classmethod
+    async def find_leftovers(cls, node: AbandonedNode) -> Sequence[Leftover]:
+        """Find all control daemons, those of MIG instances too."""
+        return await find_control_daemons(node)
 
     def _usable_memory(self, gpu: Gpu) -> int:
         # Units are parts of a known amount of memory: without one there are none.

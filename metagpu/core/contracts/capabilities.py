@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu
@@ -267,10 +268,19 @@ class ReportsCapacity(Backend):
         """Return the free capacity of its GPUs. Pure."""
 
 
+class LeavesOnNode(Backend):
+    """A backend of which something outlives the daemon, on the node or in its GPUs."""
+
+    @classmethod
+    @abstractmethod
+    async def find_leftovers(cls, node: AbandonedNode) -> Sequence[Leftover]:
+        """Find what the backend left, on all GPUs of the node. No daemon runs meanwhile."""
+
+
 CAPABILITIES: Final = (
     *(DeclaresSharing, DiagnosesGpu, LimitsRequests, PreparesContainers),
     *(NeedsPrivileges, ManagesGpu),
-    *(Provisions, OffersExisting, HasMetrics, ReportsCapacity),
+    *(Provisions, OffersExisting, HasMetrics, ReportsCapacity, LeavesOnNode),
 )
 """All optional abilities."""
 

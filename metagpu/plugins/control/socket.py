@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -221,6 +221,19 @@ def _fix(error: OSError) -> str:
     if isinstance(error, PermissionError):
         return "run as root, or name another folder with --run-dir"
     return f"name {'another' if error.errno else 'a shorter'} folder with --run-dir"
+
+
+@contextmanager
+def lock_of(run_dir: Path) -> Iterator[None]:
+    """Keep a daemon out of a run folder; a missing folder is not created.
+
+    Raises:
+        AnotherDaemon: a daemon runs there.
+        OSError: the lock's file cannot be opened.
+    """
+    path = run_dir / LOCK_NAME
+    with _lock(path) if path.exists() else nullcontext():
+        yield
 
 
 @contextmanager

@@ -51,8 +51,12 @@ class _Entry(msgspec.Struct, frozen=True, rename=_ENTRY):
     devices: dict[str, tuple[str, ...] | None] | tuple[str, ...] | None = None
 
 
-class _Data(msgspec.Struct, frozen=True, rename={"entries": "PodDeviceEntries"}):
+_PARTS = {"entries": "PodDeviceEntries", "registered": "RegisteredDevices"}
+
+
+class _Data(msgspec.Struct, frozen=True, rename=_PARTS):
     entries: tuple[_Entry, ...] | None = None
+    registered: dict[str, msgspec.Raw] | None = None
 
 
 class _Checkpoint(msgspec.Struct, frozen=True, rename={"data": "Data"}):
@@ -103,6 +107,19 @@ def read_allocated_ids(directory: Path) -> AllocatedIds | None:
         status.st_ino,
         status.st_mtime_ns,
     )
+
+
+def read_registered_resources(directory: Path) -> frozenset[ResourceName] | None:
+    """Return the resources that the kubelet counts, also without a plugin; blocks.
+
+    `None` where they are unknown.
+    """
+    try:
+        text = (directory / CHECKPOINT_FILE).read_bytes()
+        known = msgspec.json.decode(text, type=_Checkpoint).data.registered or {}
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+    return frozenset(map(ResourceName, known))
 
 
 def read_allocated_devices(directory: Path) -> tuple[AllocatedDevices, ...] | None:

@@ -130,7 +130,7 @@ class DaemonSupervisor:
         Raises:
             ProgramError: if the daemon does not list its clients.
         """
-        return not self._host.leased and not await self._clients()
+        return not self._host.leased and not await self.clients()
 
     async def release(self) -> None:
         """Quit the daemon if it is unused; otherwise leave it to the next supervisor."""
@@ -186,7 +186,7 @@ class DaemonSupervisor:
         """
         if self._process is None:
             return ""
-        if clients := await self._clients():
+        if clients := await self.clients():
             return f"MPS clients {format_pids(clients)}"
 
         for server in await self._control.servers():
@@ -205,7 +205,12 @@ class DaemonSupervisor:
                 await self._control.quit()
             await self._daemons.wait_ended(process)
 
-    async def _clients(self) -> Sequence[int]:
+    async def clients(self) -> Sequence[int]:
+        """List the client processes of the daemon.
+
+        Raises:
+            ProgramError: if the daemon does not list them.
+        """
         if self._process is None:
             return []
         servers = await self._control.servers()

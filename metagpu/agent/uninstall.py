@@ -1,0 +1,192 @@
+"""The removal of everything that metagpu left on this node, while no daemon runs.
+
+Each part that leaves something knows how to find and to remove it (`Leftover`). They come in an
+order: what uses a thing goes before the thing.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+from anyio import to_thread
+
+from metagpu.agent.agent import Agent
+from metagpu.agent.fault_note_file import FILE_NAME as FAULTS
+from metagpu.agent.paths import AgentPaths
+from metagpu.core.contracts.backend import installed_backends
+from metagpu.core.contracts.capabilities import LeavesOnNode
+from metagpu.core.contracts.leftovers import AbandonedNode, Leftover, Removal, Result, settle
+from metagpu.core.errors import ClusterError, DriverError, describe_error
+from metagpu.core.grants import cdi
+from metagpu.core.grants.injection import CLIENT_NAME
+from metagpu.host import node_leftovers as on_host
+from metagpu.host.cgroups import DEFAULT_ROOT
+from metagpu.host.container_cgroups import find_pods
+from metagpu.host.programs import run_command
+from metagpu.host.service_files import service_files
+from metagpu.plugins.cluster import leftovers as at_api_server
+from metagpu.plugins.control.client import SOCKET_NAME
+from metagpu.plugins.control.socket import LOCK_NAME, lock_of
+from metagpu.plugins.kubelet.checkpoint import read_allocated_ids, read_registered_resources
+from metagpu.plugins.kubelet.folder_lock import FolderLock
+from metagpu.plugins.kubelet.pod_resources import read_leases
+from metagpu.plugins.pod_api.folder import SOCKET_NAME as POD_SOCKET
+
+_POLL: Final = 0.2
+_RUN_FILES: Final = ("mps", SOCKET_NAME, FAULTS, "faults.new", "lib", LOCK_NAME)
+"""A control daemon that stays keeps them all: `mps` is not empty then."""
+_POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET)
+
+
+class Report:
+    """The result of each leftover, and notes on what could not be read."""
+
+    def __init__(self) -> None:
+        self.removals: list[Removal] = []
+        self.notes: list[str] = []
+
+    @property
+    def complete(self) -> bool:
+        """True if nothing stays."""
+        return all(it.result is not Result.STAYS for it in self.removals)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {"leftovers": [it.to_dict() for it in self.removals], "notes": self.notes}
+
+
+@dataclass
+class Uninstall:
+    """Finds the leftovers of this node, and removes them.
+
+    Attributes:
+        agent: knows configuration and GPUs; it serves nothing, and writes into no folder.
+        paths: those of the daemon that is gone.
+        root: of the system that has the service's files.
+        program: the program in these files.
+        wanted: whether to remove; else all is only listed.
+        force: whether to remove also what pods use.
+        cgroups: the folder of all cgroups, which has those of pods.
+        pods_deadline: seconds for the kubelet to say which pods hold shares.
+    """
+
+    agent: Agent
+    paths: AgentPaths
+    root: Path
+    program: Path
+    wanted: bool = False
+    force: bool = False
+    cgroups: Path = DEFAULT_ROOT
+    pods_deadline: float = 10.0
+
+    async def run(self) -> Report:
+        """Remove, or list, everything.
+
+        Raises:
+            AnotherDaemon: a daemon runs on this node.
+            ConfigError: the configuration is not valid, or does not fit the GPUs.
+        """
+        report = Report()
+        lock = FolderLock(self.paths.kubelet_dir, period=1.0)
+        async with AsyncExitStack() as stack:
+            await to_thread.run_sync(stack.enter_context, lock_of(self.paths.run_dir))
+            await stack.enter_async_context(lock.held())
+            async with self._node(report) as node:
+                for kind in installed_backends().values():
+                    if issubclass(kind, LeavesOnNode):
+                        await self._settle(await kind.find_leftovers(node), report)
+            await self._settle(await to_thread.run_sync(self._in_folders, node), report)
+            await self._at_api_server(report)
+            # The lock's file comes last: no daemon starts before.
+            await self._settle(await to_thread.run_sync(self._service_and_run_folder), report)
+        return report
+
+    async def _settle(self, found: Iterable[Leftover], report: Report) -> None:
+        for leftover in found:
+            done = await settle(leftover, wanted=self.wanted, force=self.force)
+            report.removals.append(done)
+
+    @asynccontextmanager
+    async def _node(self, report: Report) -> AsyncIterator[AbandonedNode]:
+        """Read GPUs and pods; keep the driver open while the block lasts."""
+        agent, readable = self.agent, True
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(agent.driver.session())
+                await agent.survey()
+            except DriverError as error:
+                readable = False
+                report.notes.append(f"the GPUs cannot be read, and stay as they are: {error}")
+            known = await self._learn_pods(report) if readable else True
+            snapshot = agent.registry.snapshot
+            assignments = [(it.gpu, it.backend) for it in agent.layout.backend_assignments]
+            run_dir, daemons = self.paths.run_dir.absolute(), agent.host_daemons
+            yield AbandonedNode(run_dir, daemons, agent.driver, snapshot, assignments, known)
+
+    async def _learn_pods(self, report: Report) -> bool:
+        """Return whether the kubelet knows which pods hold shares, also one that starts."""
+        reason = ""
+        with anyio.move_on_after(self.pods_deadline):
+            while True:
+                try:
+                    if await self._ask_kubelet():
+                        return True
+                    reason = "it does not list all pods that run"
+                except Exception as error:  # noqa: BLE001 - gRPC fails in many ways
+                    reason = describe_error(error)
+                await anyio.sleep(_POLL)
+        report.notes.append(f"the kubelet does not say which pods hold shares: {reason}")
+        return False
+
+    async def _ask_kubelet(self) -> bool:
+        answer = await read_leases(self.paths.pod_resources, anyio.current_time())
+        allocated = await to_thread.run_sync(read_allocated_ids, self.paths.kubelet_dir)
+        pods = allocated.pods if allocated else {}
+        # The checkpoint names the shares of ended pods too.
+        unlisted = {uid for uid, ids in pods.items() if ids - answer.holders.keys()}
+        present = await to_thread.run_sync(find_pods, self.cgroups, unlisted)
+        if present:
+            return False
+        self.agent.registry.apply(answer)
+        return True
+
+    def _in_folders(self, node: AbandonedNode) -> Sequence[Leftover]:
+        pod_dir, cdi_dir = self.paths.pod_dir, self.paths.cdi_dir
+        found = [*on_host.find_sockets(self.paths.kubelet_dir)]
+        if cdi_dir is not None:
+            file = cdi_dir / cdi.FILE_NAME
+            found += on_host.find_file("CDI specification", file, node.used_by)
+        if pod_dir is not None:
+            found += on_host.find_folder(
+                "pod folder", pod_dir, _POD_FILES, node.used_by, with_parent=True
+            )
+        return found
+
+    def _service_and_run_folder(self) -> Sequence[Leftover]:
+        files = service_files(self.program, self.root, mps=True)
+        return [
+            *on_host.find_service(files, self.root),
+            *on_host.find_folder("run folder", self.paths.run_dir, _RUN_FILES),
+        ]
+
+    async def _at_api_server(self, report: Report) -> None:
+        settings = self.agent.cluster_settings
+        if settings is None:
+            report.notes.append(
+                "the API server was not asked for labels, conditions, taint and amounts of the "
+                "Node: give --node-name and --kubeconfig"
+            )
+            return
+        registered = await to_thread.run_sync(read_registered_resources, self.paths.kubelet_dir)
+        resources = self.agent.registry.snapshot.offers.keys()
+        try:
+            async with at_api_server.connected(settings, run_command, settings.timing) as client:
+                found = await at_api_server.find_at_api_server(
+                    client, settings, resources, registered
+                )
+                await self._settle(found, report)
+        except ClusterError as error:
+            report.notes.append(f"labels and conditions of the Node are not known: {error}")

@@ -1,0 +1,223 @@
+"""`metagpu uninstall` leaves nothing on a node, and takes nothing from a running pod."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+from metagpu.agent.agent import Agent
+from metagpu.agent.config_source import ConfigSource
+from metagpu.agent.paths import AgentPaths
+from metagpu.agent.uninstall import Uninstall
+from metagpu.core.contracts.driver import ComputeMode
+from metagpu.core.grants import cdi
+from metagpu.core.model.driver_roots import RootOptions
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.plugins.cluster.settings import ClusterSettings
+from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
+from metagpu.sim.machine.gpu import SimGpu
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.programs import SimPrograms, sim_daemons
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
+from tests.agent.test_daemon import daemon
+from tests.agent.test_mps import MIXED, MPS, control_of
+from tests.rigs.agent import METAGPU, QUICK, agent_at_work
+from tests.rigs.mig import a_node, mig_pool, placements, pod
+
+NODE = "gpu-1"
+TAINT = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
+OTHER = {"key": "other", "effect": "NoSchedule"}
+
+
+async def uninstall(
+    folder: Path,
+    node: SimNode,
+    *,
+    wanted: bool = True,
+    force: bool = False,
+    cluster: ClusterSettings | None = None,
+) -> dict[str, str]:
+    """Uninstall from a node; return the result and its reason of each thing, by its kind."""
+    paths = AgentPaths(
+        kubelet_dir=folder / "device-plugins",
+        pod_resources=folder / "pod-resources.sock",
+        run_dir=folder,
+        roots=RootOptions(dev=str(folder)),
+    )
+    agent = Agent(
+        ConfigSource((folder / "metagpu.yaml",)),
+        NvmlDriver(SimLibrary(node)),
+        paths,
+        programs=SimPrograms(),
+        daemons=sim_daemons(),
+        cluster_settings=cluster,
+    )
+    left = replace(paths, pod_dir=folder / "pod")
+    root, program = folder / "root", Path("/opt/metagpu")
+    job = Uninstall(agent, left, root, program, wanted, force, pods_deadline=0.5)
+    report = await job.run()
+    return {it.kind: f"{it.result} {it.reason}".strip() for it in report.removals}
+
+
+async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
+    """A killed daemon's sockets and files go at once; what a pod has mounted goes after it."""
+    (tmp_path / "dp").mkdir()
+    before = {*os.listdir(tmp_path)}  # noqa: PTH208 - names
+    (tmp_path / "cdi").mkdir()
+    specification = tmp_path / "cdi" / cdi.FILE_NAME
+    specification.touch()  # an earlier configuration's
+    options = ("--pod-dir", str(tmp_path / "pod"), "--cdi-dir", str(tmp_path / "cdi"))
+    places = ["--kubelet-dir", str(tmp_path / "dp"), "--root", str(tmp_path / "root"), *options]
+
+    async with daemon(tmp_path, QUICK, *options) as it:
+        await it.until(20)
+        held = SimPod.single("held", {METAGPU: 3})
+        await it.kubelet.admit(held)
+        it.process.kill()
+        await it.process.wait()
+
+        async def run(*more: str) -> tuple[int, dict[str, str]]:
+            config = ("--config", str(tmp_path / "metagpu.yaml"), "--simulate", "a100-40gb:2")
+            sockets = ("--pod-resources", str(tmp_path / "pr.sock"), "-o", "json")
+            status, text = await it.command("uninstall", *config, *places, *sockets, *more)
+            found = json.loads(text)["leftovers"]
+            return status, {entry["kind"]: entry["result"] for entry in found}
+
+        mounted = {"CDI specification": "stays", "pod folder": "stays"}
+        listed = await run()
+        assert listed == (0, {"socket": "found", **mounted, "run folder": "found"})
+        assert await run("--yes") == (1, {"socket": "removed", **mounted, "run folder": "removed"})
+        assert (tmp_path / "pod" / "mgctl").exists()
+        assert specification.exists()
+
+        await it.kubelet.delete(held)
+        assert await run("--yes") == (0, dict.fromkeys(mounted, "removed"))
+    assert {*os.listdir(tmp_path)} - before <= {"metagpu.yaml", "pr.sock", "cdi"}  # noqa: PTH208 - names
+
+
+async def test_no_daemon_may_run(tmp_path: Path) -> None:
+    """The command refuses while a daemon runs, and says so; everything stays."""
+    async with daemon(tmp_path) as it:
+        await it.until(20)
+        arguments = ("--kubelet-dir", str(tmp_path / "dp"), "--simulate", "t4", "--yes")
+        status, text = await it.command("uninstall", *arguments, "--root", str(tmp_path / "r"))
+        assert status == 1
+        assert "metagpu runs here" in text
+        assert "systemctl disable --now metagpu" in text
+        assert (await it.command("status"))[0] == 0
+
+
+def mode_of(gpu: SimGpu) -> int:
+    """Return the compute mode of a simulated GPU."""
+    return gpu.compute_mode
+
+
+async def test_control_daemons_stay_with_their_clients(tmp_path: Path) -> None:
+    """One with a client goes on, with its GPU's mode; without clients it ends; both by force."""
+    node = build_node("a100-40gb:2")
+    async with agent_at_work(tmp_path, node, MIXED) as it:
+        await it.until(200, 200, MPS)
+        pod_of_mps = SimPod.single("pod", {MPS: 10})
+        envs = (await it.kubelet.admit(pod_of_mps))["main"].envs
+        await it.wait_holders()
+        held = envs["NVIDIA_VISIBLE_DEVICES"]
+        controls = {str(gpu.id): control_of(it, gpu.id) for gpu in node.gpus}
+        client = controls[held].client()
+        client.__enter__()
+        gpu = next(gpu for gpu in node.gpus if gpu.id == held)
+    assert mode_of(gpu) == ComputeMode.EXCLUSIVE_PROCESS
+    await anyio.Path(tmp_path / "metagpu.lock").touch()
+
+    found = await uninstall(tmp_path, node)
+    assert found["MPS control daemon"].startswith("stays it has clients: ")
+    assert found["run folder"].startswith("stays ")
+    assert found["MPS folder"] == "removed"
+    assert await controls[held].process() is not None
+    assert mode_of(gpu) == ComputeMode.EXCLUSIVE_PROCESS
+
+    found = await uninstall(tmp_path, node, force=True)
+    assert found == {"MPS control daemon": "removed", "run folder": "removed"}
+    assert await controls[held].process() is None
+    assert mode_of(gpu) == ComputeMode.DEFAULT
+    client.__exit__(None, None, None)
+
+
+async def test_instances_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+    """Of a layout that stayed, the instance of a pod and the one with a process stay."""
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+    config = mig_pool("layout: {1g.5gb: 3}")
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as it:
+            await it.until(3, 3, "nvidia.com/mig-1g.5gb")
+            held = pod("held", "1g.5gb")
+            await it.kubelet.admit(held)
+            await it.wait_holders()
+        before = placements(node)
+        assert len(before) == 3
+
+        assert await uninstall(tmp_path, node, wanted=False) != {}
+        assert placements(node) == before
+        await uninstall(tmp_path, node)
+        assert len(placements(node)) == 1
+
+        await kubelet.delete(held)
+        assert await uninstall(tmp_path, node) == {"MIG instance": "removed"}
+        assert placements(node) == []
+
+
+@pytest.mark.parametrize("nfd", [False, True])
+async def test_the_node_object_is_as_before(tmp_path: Path, *, nfd: bool) -> None:
+    """Labels, conditions, taint, amounts and NodeFeature go; what others wrote stays."""
+    server = SimApiServer()
+    server.add_node(NODE, {"other": "label"}, taints=[OTHER])
+    before = written(server)
+    server.add_node(NODE, {"other": "label"}, taints=[OTHER, TAINT])
+    if nfd:
+        server.install_nfd()
+    node = build_node("t4:1")
+
+    async with server.running():
+        settings = ClusterSettings(NODE, server.kubeconfig(tmp_path))
+        async with agent_at_work(tmp_path, node, cluster_settings=settings) as it:
+            await it.until(10, 10)
+            await server.until(lambda: {"nvidia.com/gpu.count", "GPUProblem"} <= names(server))
+        server.report(NODE, {METAGPU: 0, "cpu": 2}, {METAGPU: 0, "cpu": 2})
+
+        found = await uninstall(tmp_path, node, cluster=settings)
+        assert found.pop("amounts").startswith("stays the kubelet counts it")
+        expected = {"conditions", "taint", "run folder", "NodeFeature" if nfd else "labels"}
+        assert {kind for kind, it in found.items() if it == "removed"} == expected
+
+        checkpoint = tmp_path / "device-plugins" / CHECKPOINT_FILE
+        await anyio.Path(checkpoint).write_text('{"Data": {"RegisteredDevices": {}}}')
+        assert await uninstall(tmp_path, node, cluster=settings) == {"amounts": "removed"}
+        await server.until(lambda: "nvidia.com/gpu.count" not in names(server))
+        assert written(server) == {**before, "capacity": {"cpu": "2"}}
+
+
+def written(server: SimApiServer) -> Mapping[str, Any]:
+    """Return what metagpu may write of a Node, and the objects beside it."""
+    node = server.node(NODE)
+    return {
+        "labels": node["metadata"].get("labels"),
+        "taints": node["spec"].get("taints"),
+        "conditions": node["status"].get("conditions") or [],
+        "capacity": node["status"].get("capacity"),
+        "features": server.node_features(),
+    }
+
+
+def names(server: SimApiServer) -> set[str]:
+    """Return the names of labels and conditions."""
+    node = server.node(NODE)
+    conditions = {it["type"] for it in node["status"].get("conditions") or ()}
+    return {*conditions, *node["metadata"]["labels"]}
