@@ -44,6 +44,7 @@ from metagpu.core.runtime.serve import serve
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
+from metagpu.host.char_links import CharLinks, missing_links
 from metagpu.host.daemons import HostDaemons
 from metagpu.host.device_nodes import DeviceNodes, device_nodes
 from metagpu.host.driver_roots import find_roots, program_roots
@@ -97,6 +98,7 @@ class Agent:
     def __post_init__(self) -> None:
         self._node = self.source.context.node or socket.gethostname()
         self._backends = installed_backends()
+        self._char_links = CharLinks()
         self.call_stats = KubeletCallStats()
         self.main_tasks = MainTasks(self.timing.main_tasks)
         self._build_layout()
@@ -224,6 +226,7 @@ class Agent:
             self.main_tasks,
             self.cluster,
             self._privileges.report,
+            partial(find_roots, self.paths.roots),
         )
 
     def _build_takeover(self) -> Takeover:
@@ -342,7 +345,10 @@ class Agent:
         await self.config_loader.reload()
 
     def _read_nodes(self) -> DeviceNodes:
-        return device_nodes(find_roots(self.paths.roots).dev)
+        roots = find_roots(self.paths.roots)
+        nodes = device_nodes(roots.dev)
+        self._char_links.create(missing_links(roots, nodes.present))
+        return nodes
 
     async def _watch_health(self) -> None:
         if not self.health.surveyed.is_set():

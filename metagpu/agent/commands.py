@@ -12,6 +12,7 @@ from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import InstalledBackends
+from metagpu.core.model.driver_roots import DriverRoots
 from metagpu.core.reports.status import status_report
 from metagpu.core.runtime.main_tasks import MainTasks
 from metagpu.core.usage.usage_service import UsageService
@@ -31,6 +32,7 @@ class AgentCommands:
         backends: those that a configuration may name.
         cluster: the API server's side, `None` without one.
         privileges: reports the capabilities, held and needed.
+        find_roots: looks for the driver; blocks.
     """
 
     node: str
@@ -42,6 +44,7 @@ class AgentCommands:
     main_tasks: MainTasks
     cluster: "Cluster | None"
     privileges: Callable[[], Mapping[str, Any]]
+    find_roots: Callable[[], DriverRoots]
 
     @property
     def by_name(self) -> Mapping[str, CommandHandler]:
@@ -51,6 +54,7 @@ class AgentCommands:
     async def status(self, _: Mapping[str, Any]) -> object:
         """Return the state of the node and of every part of the daemon."""
         layout_manager = self.layout_manager
+        roots = await to_thread.run_sync(self.find_roots)
         return {
             **status_report(layout_manager.registry.snapshot, layout_manager.layout),
             "enforcement": self.usage_service.enforcement_report,
@@ -62,6 +66,7 @@ class AgentCommands:
             "cdi": layout_manager.cdi_file.report(),
             "endedTasks": dict(self.main_tasks.problems),
             "privileges": self.privileges(),
+            "driverRoots": roots.to_dict(),
             "mgctl": self.pod_server.report(),
         }
 

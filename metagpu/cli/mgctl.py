@@ -17,8 +17,10 @@ from metagpu import __version__
 from metagpu.agent import paths
 from metagpu.cli.options import (
     Variable,
+    add_driver_roots,
     add_kubelet,
     add_run_dir,
+    driver_roots_of,
     pod_resources_of,
     resolve_environment,
 )
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the folder mounted into containers, as for `metagpu run`",
     )
     add_kubelet(doctor)
+    add_driver_roots(doctor)
     doctor.add_argument(
         "--root",
         type=Path,
@@ -200,7 +203,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
     pod_dir = args.pod_dir or paths.default_pod_dir(args.run_dir)
     pod_resources = pod_resources_of(args)
-    where = SurveyPaths(args.root, args.kubelet_dir, pod_resources, args.run_dir, pod_dir)
+    roots = driver_roots_of(args)
+    where = SurveyPaths(args.root, args.kubelet_dir, pod_resources, args.run_dir, pod_dir, roots)
     found = diagnose(survey_node(where, status, no_status))
     if args.output == "json":
         _print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.grants import cdi
-from metagpu.core.model.driver_roots import Folder
+from metagpu.core.model.driver_roots import Folder, RootOptions
 from metagpu.core.reports.doctor import NodeFacts
+from metagpu.host.char_links import missing_links
 from metagpu.host.device_nodes import device_nodes
+from metagpu.host.driver_roots import find_roots
 from metagpu.host.linux import sees_host
 
 _CONNECT_TIMEOUT: Final = 2.0
@@ -33,18 +36,26 @@ _ENVVAR: Final = re.compile(
 
 
 class SurveyPaths(msgspec.Struct, frozen=True):
-    """The paths of a survey; `root` is the host's root, as a path of this process."""
+    """The paths of a survey; `root` is the host's root, as a path of this process.
+
+    `roots` are the named roots of driver and device nodes.
+    """
 
     root: Path
     kubelet_dir: Path
     pod_resources: Path
     run_dir: Path
     pod_dir: Path
+    roots: RootOptions = RootOptions()
 
 
 def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status: str) -> NodeFacts:
     """Collect the facts once, with the daemon's status or the reason for none."""
     proc, client = where.root / "proc", where.pod_dir / "mgctl"
+    roots = find_roots(where.roots)
+    if where.root != Path("/"):
+        roots = replace(roots, dev=Folder("/", str(where.root)), host=Folder("/", str(where.root)))
+    nodes = device_nodes(roots.dev).present
 
     return NodeFacts(
         uid=os.geteuid(),
@@ -52,7 +63,7 @@ def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status:
         in_host_pid_namespace=sees_host(proc),
         has_container_logs=(where.root / "var/log/containers").is_dir(),
         driver=_driver(proc),
-        device_nodes=device_nodes(Folder("/", str(where.root))).present,
+        device_nodes=nodes,
         kubelet_problem=_refusal(where.kubelet_dir / "kubelet.sock"),
         pod_resources_problem=_refusal(where.pod_resources),
         competing_plugins=dict(_competing_plugins(where.kubelet_dir)),
@@ -64,6 +75,8 @@ def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status:
         pod_socket_problem=_refusal(where.pod_dir / "mgctl.sock"),
         envvar_accepted=_envvar_accepted(where.root),
         cdi_files=tuple(_cdi(where.root)),
+        roots=(status or {}).get("driverRoots") or roots.to_dict(),
+        unlinked_nodes=tuple(missing_links(roots, nodes).values()),
         mps_program=shutil.which("nvidia-cuda-mps-control") or "",
     )
 

@@ -76,6 +76,11 @@ async def test_every_layout_serves(
         status = await to_thread.run_sync(send_request, run, {"command": "status"})
         text = await anyio.Path(run / "cdi/metagpu.io-gpu.json").read_text()
 
+    roots = status["driverRoots"]
+    assert roots["driverRoot"] == f"/{driver}"
+    assert roots["devRoot"] == (f"/{driver}" if in_pod or of_containers else "/")
+    assert roots["containerHostRoot"] == ("/host" if in_pod else "/")
+    assert roots["library"].startswith(roots["containerDriverRoot"])
     spec = check_spec(text)
     assert status["cdi"]["noLibraries"] is None
     assert len(spec["devices"]) == 2

@@ -3,10 +3,14 @@
 import ctypes
 from pathlib import Path
 
+import pynvml
 import pytest
+from anyio import to_thread
 
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.errors import DriverUnavailable
+from metagpu.core.model.driver_roots import RootOptions
+from metagpu.host.driver_roots import find_roots
 from metagpu.nvml.driver import NvmlDriver
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.nvidia_packages import DRIVERS, NVML, provide
@@ -21,13 +25,33 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(params=DRIVERS)
-def real(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """Return NVIDIA's own library of a driver; skip the test with the reason if there is none."""
+def package(request: pytest.FixtureRequest) -> Path:
+    """Return the files of a driver's package; skip the test with the reason if there are none."""
     try:
-        [path] = provide(NVML, request.param).rglob(NAME)
+        return provide(NVML, request.param)
     except RigError as error:
         pytest.skip(f"NVIDIA's library of driver {request.param} was not tested: {error}")
+
+
+@pytest.fixture
+def real(package: Path) -> ctypes.CDLL:
+    """Return NVIDIA's own library of a driver."""
+    [path] = package.rglob(NAME)
     return ctypes.CDLL(str(path))
+
+
+@pytest.mark.skipif(LOADED.exists(), reason="this machine has a driver")
+async def test_it_is_found_below_a_root(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of Debian's package is found in its own folder, and loaded without a linker."""
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    named = RootOptions(driver="/run/nvidia/driver", container_driver=str(package))
+    roots = await to_thread.run_sync(find_roots, named)
+    assert roots.library.endswith("/nvidia/current/libnvidia-ml.so.1")
+
+    with pytest.raises(DriverUnavailable, match="modprobe nvidia"):
+        async with NvmlDriver(find_libraries=lambda: roots.libraries).session():
+            pass
+    assert pynvml.nvmlLib._name == roots.library
 
 
 @pytest.mark.skipif(LOADED.exists(), reason="this machine has a driver")

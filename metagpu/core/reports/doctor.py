@@ -13,6 +13,7 @@ from metagpu.core.grants.injection import DeviceListStrategy
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.reports import daemon_checks as daemon
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Diagnosis, Finding
+from metagpu.core.reports.driver_checks import check_links, check_roots
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
         envvar_accepted: NVIDIA's toolkit reads NVIDIA_VISIBLE_DEVICES of unprivileged containers;
             `None` where it has no configuration.
         cdi_files: CDI specifications for NVIDIA's GPUs.
+        roots: the roots of driver and device nodes, as `metagpu status --json` has them.
+        unlinked_nodes: device nodes that need a link in /dev/char and have none.
         mps_program: path of `nvidia-cuda-mps-control`, empty when it is not found.
     """
 
@@ -58,6 +61,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     pod_socket_problem: str
     envvar_accepted: bool | None
     cdi_files: Sequence[str]
+    roots: Mapping[str, str]
+    unlinked_nodes: Sequence[str]
     mps_program: str
 
 
@@ -285,6 +290,8 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG107": _folders,
     "MG201": _driver,
     "MG202": _device_nodes,
+    "MG203": lambda facts: check_roots(facts.roots, facts.status),
+    "MG204": lambda facts: check_links(facts.unlinked_nodes),
     "MG301": _kubelet,
     "MG302": _pod_resources,
     "MG303": _competing_plugins,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from metagpu.core.model.driver_roots import DriverRoots, Folder
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import CHECKS, NodeFacts, diagnose
 
@@ -39,6 +40,8 @@ SOUND = NodeFacts(
     pod_socket_problem="",
     envvar_accepted=None,
     cdi_files=("/etc/cdi/nvidia.yaml",),
+    roots=DriverRoots(library="/usr/lib64/libnvidia-ml.so.1").to_dict(),
+    unlinked_nodes=(),
     mps_program="/usr/bin/nvidia-cuda-mps-control",
 )
 NOTHING: dict[str, Any] = {
@@ -46,6 +49,7 @@ NOTHING: dict[str, Any] = {
     "resources": {"x/y": {"capacity": 0, "allocatable": 0}},
     "gpus": [],
 }
+NO_DRIVER = DriverRoots(driver=Folder("/", "/host")).to_dict()
 SHUT = {**NOTHING, "resources": {"a/b": {"capacity": 7, "allocatable": 0}}}
 DUMB = {**(SOUND.status or {}), "unreadableGpus": [{"index": 1, "reason": "GPU 1: it hangs"}]}
 BROKEN = {**(SOUND.status or {}), "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
@@ -117,8 +121,8 @@ def test_a_sound_node_is_ok() -> None:
     assert [it.code for it in diagnoses] == list(CHECKS)
     assert {it.result for it in diagnoses} == {CheckResult.OK}
     assert all(it.finding and not it.fix for it in diagnoses)
-    assert diagnoses[15].finding == "allocatable: x/y 90"
-    assert diagnoses[16].finding == "1 GPU, none out of service"
+    assert diagnoses[17].finding == "allocatable: x/y 90"
+    assert diagnoses[18].finding == "1 GPU, none out of service"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,18 @@ def test_a_sound_node_is_ok() -> None:
             CheckResult.WARNING,
             {"device_nodes": frozenset({"/dev/nvidiactl"})},
             "missing device nodes: /dev/nvidia-uvm",
+        ),
+        (
+            "MG203",
+            CheckResult.ERROR,
+            {"roots": NO_DRIVER, "status": {**(SOUND.status or {}), "gpus": []}},
+            "is not in / (here /host)",
+        ),
+        (
+            "MG204",
+            CheckResult.WARNING,
+            {"unlinked_nodes": ("/dev/nvidia0",)},
+            "to /dev/nvidia0: con",
         ),
         ("MG301", CheckResult.ERROR, {"kubelet_problem": "/k (No such file)"}, "/k (No such file)"),
         ("MG302", CheckResult.ERROR, {"pod_resources_problem": "/p (refused)"}, "/p (refused)"),
