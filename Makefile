@@ -79,7 +79,8 @@ proto: $(VENV)/.test ## generate the protocol code anew
 	$(BIN)/python proto/generate.py
 
 e2e: export METAGPU_E2E_KUBERNETES = $(KUBERNETES)
-e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34)
+e2e: export METAGPU_E2E_PIECE = $(PIECE)
+e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34; PIECE=N of the long ones)
 	$(BIN)/python -m tests.e2e.rig prepare
 	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps -m e2e --timeout 600
 

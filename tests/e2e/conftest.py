@@ -1,5 +1,6 @@
 """One node and one daemon for the session, restored before every test."""
 
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from tests.e2e.rig.tools import Tools
 HERE = Path(__file__).parent
 LONGEST_TEST_S = 300
 
+PIECE = "METAGPU_E2E_PIECE"
+"""Environment variable: a number that chooses some of the long tests; without it all run."""
+PIECES = 10
+"""Pieces of all long tests: in as many runs with successive numbers each long test runs once."""
+
 _nodes: list[Node] = []
 """The session's node, for the report of a failed test."""
 
@@ -25,6 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
+    if piece := os.environ.get(PIECE):
+        _keep_piece(items, int(piece))
+
+
+def _keep_piece(items: list[pytest.Item], piece: int) -> None:
+    """Remove the long tests of other pieces."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    kept = long[piece % PIECES :: PIECES]
+    items[:] = [item for item in items if item not in long or item in kept]
+    names = ", ".join(item.name for item in kept) or "none"
+    print(f"piece {piece}: {names} of {len(long)} long tests")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -53,7 +53,10 @@ def phases(cluster: Cluster) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("exchanges", "pods"),
-    [(3, 60), pytest.param(10, 200, marks=pytest.mark.timeout(900))],
+    [
+        (3, 60),
+        pytest.param(10, 200, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+    ],
 )
 def test_no_pod_fails_over_exchanges(cluster: Cluster, exchanges: int, pods: int) -> None:
     """Every pod that arrives during exchanges of the daemon gets its shares and succeeds."""

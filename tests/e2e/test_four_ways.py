@@ -38,9 +38,8 @@ pools:
       - {{backend: whole, resource: {whole}}}
 """
 
-ARRIVALS = 200
 MAY_LOSE = 0.01
-"""The part of the pods that may lose a race."""
+"""The part of the pods that may lose a race; of few pods it is one."""
 SETTLED_S = 60.0
 
 LOST_RACE = re.compile(
@@ -174,15 +173,17 @@ def test_an_idle_gpu_changes_its_owner(node_of_four: Cluster) -> None:
     await_offer(node_of_four, {None: 2})
 
 
-@pytest.mark.timeout(1200)
-def test_two_hundred_pods_come_and_go(
-    node_with_turns: Cluster, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize(
+    "arrivals", [40, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
+)
+def test_pods_come_and_go(
+    node_with_turns: Cluster, arrivals: int, record_property: Callable[[str, object], None]
 ) -> None:
     """One of a hundred pods is refused at most, and no GPU is idle while a pod could have it."""
     cluster, chance = node_with_turns, random.Random(3)  # noqa: S311 - the same pods every time
     arrived, lost = 0, Counter[str]()
 
-    while arrived < ARRIVALS:
+    while arrived < arrivals:
         batch = [random_pod(chance, arrived + number) for number in range(chance.randint(3, 8))]
         arrived += len(batch)
         cluster.kubectl.apply(*batch)
@@ -202,7 +203,7 @@ def test_two_hundred_pods_come_and_go(
     record_property("arrived", arrived)
     record_property("lost a race", dict(lost))
     print(f"{arrived} pods came, {lost.total()} lost a race: {dict(lost)}")
-    assert lost.total() <= MAY_LOSE * arrived
+    assert lost.total() <= max(1, MAY_LOSE * arrived)
 
     cluster.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
     cluster.await_amounts(200, 200)

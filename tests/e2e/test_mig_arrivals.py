@@ -1,4 +1,4 @@
-"""Five hundred pods on a node whose MIG instances are created on demand."""
+"""Hundreds of pods on a node whose MIG instances are created on demand."""
 
 import random
 import time
@@ -41,7 +41,6 @@ GPUS = (
 )
 EMPTY = {"1g.5gb": (28, 28), "2g.10gb": (12, 12), "3g.20gb": (8, 8), "7g.40gb": (4, 4)}
 
-ARRIVALS = 500
 STARTING = 4
 """Pods that may be about to start when the next one comes. The kubelet has admitted all of them by
 then, so the scheduler alone knows none of them."""
@@ -124,16 +123,18 @@ def running(pods: Mapping[str, Document]) -> list[str]:
     return sorted(name for name, pod in pods.items() if pod["status"]["phase"] == "Running")
 
 
-@pytest.mark.timeout(900)
-def test_five_hundred_pods_come_and_go(
-    empty_node: MigNode, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize(
+    "arrivals", [CHECKED, pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+def test_pods_come_and_go(
+    empty_node: MigNode, arrivals: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """Instances are exactly where their pods are, and less than 1 % of pods are refused."""
+    """Instances are exactly where their pods are, and 1 % of pods are refused at most."""
     began = time.monotonic()
     chance = random.Random(4)  # noqa: S311 - the same pods every time
     with empty_node.cluster.node.api() as api:
         crowd = Crowd(empty_node, api, chance)
-        while crowd.arrived < ARRIVALS:
+        while crowd.arrived < arrivals:
             pods = crowd.await_settled(STARTING)
             crowded = sum(map(is_unschedulable, pods.values())) >= WAITING
             if crowded or len(pods) >= FULL:
@@ -158,4 +159,4 @@ def test_five_hundred_pods_come_and_go(
         crowd.await_settled(gone=True)
     empty_node.await_nothing()
     empty_node.await_amounts(EMPTY)
-    assert share < 1, crowd.lost
+    assert crowd.lost.total() <= max(1, arrivals // 100), crowd.lost

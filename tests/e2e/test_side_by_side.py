@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator
 
-import anyio
 import pytest
-from anyio import to_thread
 
-from metagpu.sim.kubelet.other_plugin import other_plugin
-from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, Cluster, idle_pod
+from tests.e2e.cluster import ALL_SHARES, CONFIGURATION, NAMESPACE, RESOURCE, Cluster, idle_pod
 from tests.e2e.rig.images import BUSYBOX_IMAGE
-from tests.e2e.rig.settings import KUBELET_HOME
+from tests.e2e.rig.programs import Program
+from tests.e2e.rig.tools import Tools
 
 SHARED = "nvidia.com/gpu.shared"
+SAMPLE = "example.com/resource"
+"""The resource of the sample device plugin of Kubernetes' own tests, which has two devices."""
 HALF_AND_HALF = f"""\
 version: metagpu/v1
 health:
@@ -106,15 +106,30 @@ def test_gpu_in_use_changes_when_its_pod_has_ended(cluster: Cluster) -> None:
         cluster.daemon.configure()
 
 
-def test_resource_is_back_after_a_second_plugin_of_its_name(cluster: Cluster) -> None:
+@pytest.fixture
+def sample_plugin(cluster: Cluster) -> Iterator[Program]:
+    """Offer all shares under the name of Kubernetes' sample device plugin; yield that plugin."""
+    cluster.daemon.configure(CONFIGURATION.replace(RESOURCE, SAMPLE))
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES, SAMPLE)
+    paths = cluster.node.paths
+    command = [Tools.cached().path("sample-device-plugin")]
+    plugin = Program("sample-device-plugin", command, logs=paths.logs, pids=paths.pids)
+    yield plugin
+    plugin.stop()
+    cluster.daemon.configure()
+
+
+def test_resource_is_back_after_a_second_plugin_of_its_name(
+    cluster: Cluster, sample_plugin: Program
+) -> None:
     """A plugin that registers our name and ends costs seconds, and no restart."""
+    sample_plugin.start()
+    cluster.await_amounts(2, 2, SAMPLE)
+    cluster.start(idle_pod("theirs", 2, SAMPLE))
+    assert "CNVRG_META_GPU_DEVICES" not in cluster.inspect_container("theirs").environment
 
-    async def register_and_end() -> None:
-        folder, ids = KUBELET_HOME / "device-plugins", ["other-1", "other-2", "other-3"]
-        async with other_plugin(folder, RESOURCE, ids):
-            await to_thread.run_sync(cluster.await_amounts, 3, 3)
-
-    anyio.run(register_and_end)
-    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
-
-    assert len(cluster.run("later", 100).share_ids) == 100
+    sample_plugin.stop()
+    cluster.delete("theirs")
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES, SAMPLE)
+    cluster.start(idle_pod("ours", 100, SAMPLE))
+    assert len(cluster.inspect_container("ours").share_ids) == 100

@@ -64,6 +64,7 @@ def build_programs(programs: GoPrograms) -> None:
         try:
             for program in programs.programs:
                 _build(go, programs, program, fresh)
+            _copy_files(go, programs, fresh)
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
         finally:
@@ -113,6 +114,14 @@ def _build(go: str, programs: GoPrograms, program: str, folder: Path) -> None:
             output.seek(0)
             raise RigError(f"building {program} failed:\n{output.read()[-4000:]}")
     print(f"built {program} in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _copy_files(go: str, programs: GoPrograms, folder: Path) -> None:
+    command = [go, "list", "-m", "-f", "{{.Dir}}", programs.module]
+    env = os.environ | build_settings(programs)
+    module = Path(subprocess.check_output(command, cwd=programs.source, env=env, text=True).strip())
+    for file in programs.files:
+        shutil.copy(module / file, folder)
 
 
 def _wait_for_build(build: subprocess.Popen[bytes], program: str, started: float) -> None:

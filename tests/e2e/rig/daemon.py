@@ -35,15 +35,26 @@ class Daemon:
         self.device_root = paths.home / "devices"
         self.run_folder = paths.home / "metagpu"
         self._options: tuple[str, ...] = ()
+        self.gpus: tuple[str, ...] = ("--simulate", f"{model}:{count}")
+        """The options of the GPUs, which are simulated, or those of NVML."""
+        self.environment: dict[str, str] = {}
+        """Additions to the environment of the next start."""
         command = [sys.executable, "-m", "metagpu", "run"]
         command += ["--config", str(self._configuration)]
-        command += ["--simulate", f"{model}:{count}"]
         command += ["--kubelet-dir", str(KUBELET_HOME / "device-plugins")]
         command += ["--run-dir", str(self.run_folder)]
         command += ["--dev-root", str(self.device_root)]
+        command += ["--cdi-dir", str(paths.cdi)]
         # The daemon, and one that takes over from it and has a log of its own.
         self._program, self._other = (
-            Program(name, command, logs=paths.logs, pids=paths.pids, folder=REPOSITORY)
+            Program(
+                name,
+                command,
+                logs=paths.logs,
+                pids=paths.pids,
+                environment=self.environment,
+                folder=REPOSITORY,
+            )
             for name in ("metagpu", "metagpu-successor")
         )
 
@@ -88,13 +99,13 @@ class Daemon:
         A later option replaces an earlier one of the same name, so OPTIONS may also replace.
         """
         self._options = options
-        self._program.start(*options)
+        self._program.start(*self.gpus, *options)
 
     def exchange(self) -> None:
         """Start a daemon that takes the node over from the running one, and end that."""
         old, new = self._program, self._other
         known = _count_exchanges(new)
-        new.start(*self._options, "--take-over")
+        new.start(*self.gpus, *self._options, "--take-over")
         wait_for(
             "the node to be taken over",
             lambda: _count_exchanges(new) > known,

@@ -15,7 +15,7 @@ MODULES = Path(__file__).parent / "modules"
 
 KUBERNETES = "METAGPU_E2E_KUBERNETES"
 """Environment variable: the minor version of Kubernetes, one of `modules/kubernetes-*`."""
-USUAL_KUBERNETES = "1.34"
+USUAL_KUBERNETES = "1.36"
 
 
 def cache_root() -> Path:
@@ -36,6 +36,8 @@ class GoPrograms:
     """The folder with go.mod and go.sum, where it is not NAME."""
     stamps: tuple[str, ...] = ()
     """Variables that the linker sets, as `PACKAGE.NAME={version}`."""
+    files: tuple[str, ...] = ()
+    """Files of the module that are copied beside the programs."""
     cgo: bool = False
     """Whether the programs load libraries of the host."""
 
@@ -65,7 +67,8 @@ class GoPrograms:
 
     def missing(self) -> bool:
         """Return whether a program has still to be built."""
-        return not all(os.access(self.folder / program, os.X_OK) for program in self.programs)
+        built = all(os.access(self.folder / program, os.X_OK) for program in self.programs)
+        return not (built and all((self.folder / Path(file).name).exists() for file in self.files))
 
 
 def kubernetes() -> GoPrograms:
@@ -100,9 +103,16 @@ def go_programs() -> tuple[GoPrograms, ...]:
         RigError: the rig does not have the Kubernetes that the environment asks for.
     """
     node = kubernetes()
+    containerd = "github.com/containerd/containerd/v2"
     toolkit, helm = "github.com/NVIDIA/nvidia-container-toolkit", "helm.sh/helm/v3"
     return (
         node,
+        GoPrograms(
+            "containerd",
+            containerd,
+            ("cmd/containerd", "cmd/containerd-shim-runc-v2", "cmd/ctr"),
+            stamps=(f"{containerd}/version.Version={{version}}",),
+        ),
         GoPrograms(
             "sample-device-plugin",
             node.module,
@@ -120,5 +130,10 @@ def go_programs() -> tuple[GoPrograms, ...]:
             stamps=(f"{toolkit}/internal/info.version={{version}}",),
             cgo=True,
         ),
-        GoPrograms("nfd", "sigs.k8s.io/node-feature-discovery", ("cmd/nfd-master",)),
+        GoPrograms(
+            "nfd",
+            "sigs.k8s.io/node-feature-discovery",
+            ("cmd/nfd-master",),
+            files=("deployment/base/nfd-crds/nfd-api-crds.yaml",),
+        ),
     )

@@ -1,4 +1,4 @@
-"""NVIDIA's MPS programs and NVML out of Debian's archive, unpacked into the cache, never installed.
+"""NVIDIA's programs and libraries out of Debian's archive, unpacked into the cache, not installed.
 
 The archive is the one that this machine's apt uses, with the component `non-free` and the suites
 that have the packages. apt works in a folder of its own: the machine's lists and sources stay.
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.go_programs import cache_root
 
-MPS, NVML = "nvidia-cuda-mps", "libnvidia-ml1"
+MPS, NVML, CUDA = "nvidia-cuda-mps", "libnvidia-ml1", "libcuda1"
 SUITES = ("bookworm", "trixie", "sid", "experimental")
 """535 is in bookworm, 550 in trixie; what is newer comes to sid or experimental first."""
 NEWEST = "newest"

@@ -16,7 +16,7 @@ from tests.e2e.rig.build import build_programs, find_go, missing_go_hint
 from tests.e2e.rig.errors import MissingError, RigError
 from tests.e2e.rig.tools import DISTRIBUTION_PROGRAMS, Tools, distribution_path
 
-PACKAGES = ("containerd", "runc", "etcd-server", "containernetworking-plugins", "busybox-static")
+PACKAGES = ("runc", "etcd-server", "containernetworking-plugins", "busybox-static")
 """Debian's and Ubuntu's names of the unpacked packages."""
 
 HOST_PROGRAMS = {
@@ -100,7 +100,7 @@ def unpack_distribution(tools: Tools) -> None:
 
 def _require_runnable(root: Path) -> None:
     """Raise unless the unpacked programs start: a missing library shows here."""
-    for name in ("containerd", "runc", "etcd"):
+    for name in ("runc", "etcd"):
         command = [str(distribution_path(root, name)), "--version"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode != 0:

@@ -63,6 +63,11 @@ class NodePaths:
         return self.home / "containerd-state"
 
     @property
+    def cdi(self) -> Path:
+        """Return the daemon's folder of CDI specifications, beside the usual two."""
+        return self.home / "cdi"
+
+    @property
     def configuration(self) -> Path:
         """Return the folder of configuration files, except the network's."""
         return self.home / "configuration"
@@ -107,24 +112,29 @@ def write_kubelet_configuration(
 
 def _containerd(paths: NodePaths, tools: Tools) -> str:
     return f"""
-version = 2
+version = 3
 root = "{paths.home}/containerd"
 state = "{paths.containerd_state}"
 [grpc]
   address = "{paths.containerd_socket}"
 [plugins."io.containerd.internal.v1.opt"]
   path = "{paths.home}/opt"
+[plugins."io.containerd.nri.v1.nri"]
+  disable = true
 [plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "{PAUSE_IMAGE}"
-  restrict_oom_score_adj = true
   stream_server_address = "{LOOPBACK}"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "{PAUSE_IMAGE}"
+[plugins."io.containerd.cri.v1.runtime"]
+  restrict_oom_score_adj = true
   netns_mounts_under_state_dir = true
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{tools.cni_folder}"
+  cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi", "{paths.cdi}"]
+  [plugins."io.containerd.cri.v1.runtime".cni]
+    bin_dirs = ["{tools.cni_folder}"]
     conf_dir = "{paths.network}"
-  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+  [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
-    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+    [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
       BinaryName = "{tools.path("runc")}"
 """
 

@@ -8,17 +8,7 @@ from tests.e2e.rig.go_programs import GoPrograms, cache_root, go_programs
 
 REPOSITORY = Path(__file__).parents[3]
 
-DISTRIBUTION_PROGRAMS = (
-    "containerd",
-    "containerd-shim-runc-v2",
-    "ctr",
-    "runc",
-    "etcd",
-    "busybox",
-    "bridge",
-    "loopback",
-    "host-local",
-)
+DISTRIBUTION_PROGRAMS = ("runc", "etcd", "busybox", "bridge", "loopback", "host-local")
 
 DISTRIBUTION_FOLDERS = ("usr/bin", "usr/sbin", "bin", "sbin", "usr/lib/cni")
 """Folders of programs in packages; they differ between releases."""
@@ -43,9 +33,9 @@ class Tools:
         return cls(go_programs(), cache_root() / "distribution")
 
     def path(self, program: str) -> str:
-        """Return the path of PROGRAM, present or not."""
+        """Return the path of a program, or of a file beside one, present or not."""
         for built in self.built:
-            if program in built.programs:
+            if program in built.programs or program in map(os.path.basename, built.files):
                 return str(built.folder / program)
         return str(distribution_path(self.distribution, program))
 
