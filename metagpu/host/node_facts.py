@@ -18,7 +18,7 @@ from metagpu.core.model.driver_roots import Folder, RootOptions
 from metagpu.core.reports.doctor import NodeFacts
 from metagpu.host.char_links import missing_links
 from metagpu.host.device_nodes import device_nodes
-from metagpu.host.driver_roots import find_roots
+from metagpu.host.driver_roots import PROGRAMS, find_roots, program_roots
 from metagpu.host.linux import sees_host
 
 _CONNECT_TIMEOUT: Final = 2.0
@@ -55,7 +55,7 @@ def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status:
     roots = find_roots(where.roots)
     if where.root != Path("/"):
         roots = replace(roots, dev=Folder("/", str(where.root)), host=Folder("/", str(where.root)))
-    nodes = device_nodes(roots.dev).present
+    host, nodes = Path(roots.host.here), device_nodes(roots.dev).present
 
     return NodeFacts(
         uid=os.geteuid(),
@@ -73,11 +73,11 @@ def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status:
         has_mgctl=client.is_file() and os.access(client, os.X_OK),
         noexec=client.is_file() and bool(os.statvfs(client).f_flag & os.ST_NOEXEC),
         pod_socket_problem=_refusal(where.pod_dir / "mgctl.sock"),
-        envvar_accepted=_envvar_accepted(where.root),
-        cdi_files=tuple(_cdi(where.root)),
+        envvar_accepted=_envvar_accepted(host),
+        cdi_files=tuple(_cdi(host)),
         roots=(status or {}).get("driverRoots") or roots.to_dict(),
         unlinked_nodes=tuple(missing_links(roots, nodes).values()),
-        mps_program=shutil.which("nvidia-cuda-mps-control") or "",
+        mps_program=_program("nvidia-cuda-mps-control", where.roots),
     )
 
 
@@ -130,7 +130,8 @@ def _plugin_name(name: str) -> str:
 
 
 def _cdi(root: Path) -> Iterator[str]:
-    for folder in ("etc/cdi", "var/run/cdi"):
+    # /var/run is a link to /run, on some hosts an absolute one, which leads out of a mounted root.
+    for folder in ("etc/cdi", "run/cdi"):
         for path in sorted((root / folder).glob("*")):
             text = _text(path) if path.suffix in {".yaml", ".json"} else ""
             if "nvidia.com/" in text or cdi.KIND in text:
@@ -141,6 +142,12 @@ def _envvar_accepted(root: Path) -> bool | None:
     """Return whether a toolkit of this node reads the variable of every container."""
     files = [root / name for name in _TOOLKIT if (root / name).is_file()]
     return any(not _ENVVAR.search(_text(file)) for file in files) if files else None
+
+
+def _program(name: str, options: RootOptions) -> str:
+    """Return the path of a program of the driver's, empty if it is not found."""
+    folders = [str(root / folder) for root in program_roots(options) for folder in PROGRAMS]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 
 def _text(path: Path) -> str:

@@ -39,6 +39,26 @@ async def test_reads_structures_of_c(library: NvmlLibrary) -> None:
         assert await nvml.processes(one.id) == (GpuProcess(4711, GIB),)
 
 
+async def test_the_library_of_now_is_used(
+    library: NvmlLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each session has the library of the driver's place of now; the same one is loaded once."""
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    paths, later = [str(library.path)], NvmlLibrary(tmp_path / "later")
+    library.set("gpus", "-", 1)
+    nvml = NvmlDriver(deadline=DEADLINE, find_libraries=lambda: ["/no/such/nvml.so", *paths])
+
+    found = []
+    for path in (paths[0], paths[0], str(later.path)):
+        paths[:] = [path]
+        async with nvml.session():
+            found.append((len((await nvml.survey()).gpus), pynvml.nvmlLib))
+
+    (one, first), (same, again), (two, other) = found
+    assert (one, same, two) == (1, 1, 2)
+    assert first is again is not other
+
+
 async def test_hears_events_of_c(library: NvmlLibrary) -> None:
     """An event wakes the wait of a C library, with the GPU and the MIG instance it is about."""
     nvml = NvmlDriver(library.load(), DEADLINE)
