@@ -44,7 +44,7 @@ from metagpu.core.runtime.serve import serve
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
-from metagpu.host.char_links import CharLinks, missing_links
+from metagpu.host.char_links import CharLinks
 from metagpu.host.daemons import HostDaemons
 from metagpu.host.device_nodes import DeviceNodes, device_nodes
 from metagpu.host.driver_roots import find_roots, program_roots
@@ -98,7 +98,6 @@ class Agent:
     def __post_init__(self) -> None:
         self._node = self.source.context.node or socket.gethostname()
         self._backends = installed_backends()
-        self._char_links = CharLinks()
         self.call_stats = KubeletCallStats()
         self.main_tasks = MainTasks(self.timing.main_tasks)
         self._build_layout()
@@ -304,6 +303,7 @@ class Agent:
             partial(run_with_restart, self._serve_pods, "mgctl in containers"),
             partial(run_with_restart, self.cdi_file.run, "CDI specification"),
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
+            partial(run_with_restart, self._link_nodes, "links in /dev/char"),
             *((self.cluster.run,) if self.cluster else ()),
             *turn_tasks(self.cluster_settings, self.layout_manager, self.timing.turns),
         )
@@ -344,11 +344,12 @@ class Agent:
         """Read and apply the configuration again; an error is logged, and changes nothing."""
         await self.config_loader.reload()
 
+    async def _link_nodes(self) -> None:
+        links = CharLinks(partial(find_roots, self.paths.roots))
+        await links.run(self.timing.layout.device_nodes)
+
     def _read_nodes(self) -> DeviceNodes:
-        roots = find_roots(self.paths.roots)
-        nodes = device_nodes(roots.dev)
-        self._char_links.create(missing_links(roots, nodes.present))
-        return nodes
+        return device_nodes(find_roots(self.paths.roots).dev)
 
     async def _watch_health(self) -> None:
         if not self.health.surveyed.is_set():

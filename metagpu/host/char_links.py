@@ -8,14 +8,17 @@ model: at the next `systemctl daemon-reload` running containers lose their GPUs.
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+import anyio
 import structlog
+from anyio import to_thread
 
 from metagpu.core.model.driver_roots import DriverRoots
 from metagpu.core.runtime.log_once import LogOnce
+from metagpu.host.device_nodes import device_nodes
 
 _MAJOR: Final = re.compile(r"^\s*(\d+) nvidia", re.MULTILINE)
 _SLICES: Final = ("kubepods.slice", "systemd/kubepods.slice")
@@ -57,11 +60,25 @@ def missing_links(
 
 
 class CharLinks:
-    """Creates missing links; a link that exists stays as it is."""
+    """Creates missing links; a link that exists stays as it is.
 
-    def __init__(self) -> None:
-        """Start without a logged problem."""
+    Args:
+        find_roots: looks for the device nodes; blocks.
+    """
+
+    def __init__(self, find_roots: Callable[[], DriverRoots] = DriverRoots) -> None:
+        self._find_roots = find_roots
         self._logged = LogOnce()
+
+    async def run(self, period: float) -> None:
+        """Create missing links every `period` seconds until cancelled."""
+        while True:
+            await to_thread.run_sync(self._look)
+            await anyio.sleep(period)
+
+    def _look(self) -> None:
+        roots = self._find_roots()
+        self.create(missing_links(roots, device_nodes(roots.dev).present))
 
     def create(self, links: Mapping[Path, str]) -> None:
         """Create links; log each new problem once. Blocks."""

@@ -2,14 +2,17 @@
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 
 from metagpu.core.model.driver_roots import DriverRoots, Folder
 from metagpu.host import char_links
 from metagpu.host.char_links import CharLinks, missing_links
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import until
 
 DEVICES = "Character devices:\n  1 mem\n195 nvidia\n508 nvidia-uvm\n\nBlock devices:\n  8 sd\n"
 NODES = ("/dev/nvidia0", "/dev/nvidia-uvm", "/dev/nvidia1", "/dev/nvidia-caps", "/dev/nvidia9")
@@ -51,6 +54,28 @@ def test_links_are_created_once(roots: DriverRoots, tmp_path: Path) -> None:
     CharLinks().create(links)
     assert missing(roots, tmp_path) == {}
     assert own.readlink() == Path("/elsewhere")
+
+
+async def test_nodes_that_come_later_are_linked(
+    roots: DriverRoots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon links the nodes at its start, and those that the driver creates later."""
+    wired = partial(missing_links, proc=tmp_path / "proc", cgroups=tmp_path / "cgroup")
+    monkeypatch.setattr(char_links, "missing_links", wired)
+    folder = anyio.Path(tmp_path / "host/dev/char")
+
+    async def linked(*names: str) -> None:
+        async def is_so() -> bool:
+            return {link.name async for link in folder.iterdir()} == {*names}
+
+        await until(is_so, 30)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(CharLinks(lambda: roots).run, 0.01)
+        await linked("195:0", "195:1", "508:0")
+        os.mknod(tmp_path / "driver/dev/nvidia2", stat.S_IFCHR, os.makedev(195, 2))
+        await linked("195:0", "195:1", "195:2", "508:0")
+        group.cancel_scope.cancel()
 
 
 def test_no_link_is_missing_without_systemds_driver(roots: DriverRoots, tmp_path: Path) -> None:
