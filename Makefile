@@ -90,7 +90,7 @@ chart: $(VENV)/.test ## render deploy/*.yaml and the chart's table of values (ne
 # The site has the tree of the repository, so that one link is right in both.
 docs: $(VENV)/.docs ## build these pages as a site, into dist/site
 	@rm -rf dist/pages && mkdir -p dist/pages
-	@ln -s $(CURDIR)/docs $(CURDIR)/deploy $(CURDIR)/bench $(CURDIR)/proto $(CURDIR)/*.md dist/pages
+	@ln -s $(CURDIR)/docs $(CURDIR)/deploy $(CURDIR)/bench $(CURDIR)/proto $(CURDIR)/tests $(CURDIR)/*.md dist/pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/

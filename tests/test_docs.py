@@ -28,7 +28,7 @@ from tests.core.usage.test_report import node as usage_node
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"),
-    ROOT / "deploy" / "chart" / "README.md",
+    *(ROOT / "deploy" / "chart" / "README.md", ROOT / "tests" / "e2e" / "README.md"),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -259,5 +259,14 @@ def test_every_link_has_a_target(page: Path) -> None:
         there = (page.parent / path).resolve() if path else page
         if not there.exists() or (anchor and anchor not in anchors(there)):
             broken.append(link)
+        elif not in_site(there.relative_to(ROOT)):
+            broken.append(f"{link} is not in the site of `make docs`")
 
     assert broken == []
+
+
+def in_site(file: Path) -> bool:
+    """Return whether the site has a file of the repository; Makefile and mkdocs.yml say which."""
+    if len(file.parts) == 1 or file.parts[0] == "tests":
+        return file.suffix == ".md"
+    return file.parts[0] in {"bench", "deploy", "docs", "proto"} and (ROOT / file).is_file()
