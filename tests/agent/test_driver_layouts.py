@@ -1,6 +1,6 @@
 """The daemon finds driver, toolkit and device nodes in each layout, and names the host's paths."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,31 @@ def host_paths(spec: dict[str, Any]) -> Iterator[str]:
             yield hook["path"]
 
 
+async def served(
+    tmp_path: Path, inside: Sequence[str], *options: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a daemon until it offers two GPUs; return its status and its CDI specification."""
+    run = tmp_path / "run"
+    await anyio.Path(run).mkdir()
+    more = ("--cdi-dir", str(run / "cdi"), *options)
+    async with daemon(run, CONFIG, *more, launcher=inside, simulate=False) as it:
+        await it.until(20)
+        status = await to_thread.run_sync(send_request, run, {"command": "status"})
+        text = await anyio.Path(run / "cdi/metagpu.io-gpu.json").read_text()
+    assert isinstance(status, dict)
+    return status, check_spec(text)
+
+
+def check_names(node: NodeLayout, status: dict[str, Any], spec: dict[str, Any]) -> None:
+    """Check that a specification names two GPUs, the driver and hooks, as the node has them."""
+    assert status["cdi"]["noLibraries"] is None
+    assert len(spec["devices"]) == 2
+    found = list(host_paths(spec))
+    assert any("libcuda.so.550" in path for path in found)
+    assert any(path.endswith("/nvidia-cdi-hook") for path in found)
+    assert [path for path in found if not node.has(path)] == []
+
+
 @pytest.mark.parametrize("in_pod", [True, False], ids=["pod", "process of the host"])
 @pytest.mark.parametrize("of_containers", [False, True], ids=["packages", "operator"])
 async def test_every_layout_serves(
@@ -66,25 +91,28 @@ async def test_every_layout_serves(
             {"/usr": here[0]},
         )
     )
-    run = tmp_path / "run"
-    run.mkdir()
-
-    async with daemon(
-        run, CONFIG, "--cdi-dir", str(run / "cdi"), launcher=inside, simulate=False
-    ) as it:
-        await it.until(20)
-        status = await to_thread.run_sync(send_request, run, {"command": "status"})
-        text = await anyio.Path(run / "cdi/metagpu.io-gpu.json").read_text()
+    status, spec = await served(tmp_path, inside)
 
     roots = status["driverRoots"]
     assert roots["driverRoot"] == f"/{driver}"
     assert roots["devRoot"] == (f"/{driver}" if in_pod or of_containers else "/")
     assert roots["containerHostRoot"] == ("/host" if in_pod else "/")
     assert roots["library"].startswith(roots["containerDriverRoot"])
-    spec = check_spec(text)
-    assert status["cdi"]["noLibraries"] is None
-    assert len(spec["devices"]) == 2
-    found = list(host_paths(spec))
-    assert any("libcuda.so.550" in path for path in found)
-    assert any(path.endswith("/nvidia-cdi-hook") for path in found)
-    assert [path for path in found if not node.has(path)] == []
+    check_names(node, status, spec)
+
+
+async def test_a_named_root_of_the_chart_serves(tmp_path: Path) -> None:
+    """With the driver's root named and mounted on its own, CDI names the same paths."""
+    node = NodeLayout(tmp_path / "node", DRIVER_CONTAINER, in_container=True, dev=DRIVER_CONTAINER)
+    await to_thread.run_sync(node.build)
+    mounts = {"/host": node.root, "/driver-root": node.root / DRIVER_CONTAINER}
+    inside = command_inside(tmp_path / "fs", mounts)
+
+    status, spec = await served(tmp_path, inside, "--driver-root", f"/{DRIVER_CONTAINER}")
+
+    roots = status["driverRoots"]
+    assert (roots["driverRoot"], roots["containerDriverRoot"]) == (
+        f"/{DRIVER_CONTAINER}",
+        "/driver-root",
+    )
+    check_names(node, status, spec)

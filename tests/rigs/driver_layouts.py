@@ -3,8 +3,7 @@
 import os
 import stat
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy2
 from typing import Final
@@ -41,6 +40,7 @@ class NodeLayout:
         driver: the driver's root below it, as a path of the node.
         toolkit: a folder with NVIDIA's own programs; a stand-in prints a specification without.
         in_container: whether the toolkit's container installed it.
+        dev: the folder below the root that has /dev with the device nodes.
     """
 
     root: Path
@@ -48,7 +48,6 @@ class NodeLayout:
     toolkit: Path | None = None
     in_container: bool = False
     dev: str = ""
-    mounts: Mapping[str, Path] = field(default_factory=dict)
 
     def build(self) -> None:
         """Write the files."""
