@@ -37,6 +37,7 @@ from metagpu.core.contracts.programs import Programs
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
+from metagpu.core.model.driver_roots import host_roots
 from metagpu.core.runtime.main_tasks import MainTasks, Work
 from metagpu.core.runtime.pausable_tasks import PausableTasks
 from metagpu.core.runtime.restart import run_with_restart
@@ -127,7 +128,8 @@ class Agent:
         registry, driver, paths, timing = self.registry, self.driver, self.paths, self.timing
         own = HostPrograms(program_roots(paths.roots), links=paths.run_dir / "lib")
         programs = self.programs or own
-        self.host_daemons = daemons = self.daemons or HostDaemons(own)
+        on_host = HostDaemons(own, roots=host_roots(paths.roots))
+        self.host_daemons = daemons = self.daemons or on_host
 
         settings = self.cluster_settings
         waits = settings is not None and Feature.CONFIG in settings.features

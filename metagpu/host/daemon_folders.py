@@ -54,28 +54,6 @@ def is_mounted(folder: Path) -> bool:
     return os.path.ismount(folder)
 
 
-def is_seen_by_host(folder: Path, proc: Path) -> bool:
-    """Return whether the host's first process has the file system of a folder mounted."""
-    device = folder.stat().st_dev
-    number = b"%d:%d" % (os.major(device), os.minor(device))
-    try:
-        mounts = (proc / "1" / "mountinfo").read_bytes()
-    except OSError:
-        return False
-    # Pods choose parts of the lines, with characters that end lines or fields elsewhere.
-    return any(line.split(b" ")[2:3] == [number] for line in mounts.split(b"\n"))
-
-
-def tmpfs_options(folder: Path, size: int) -> str:
-    """Return the options of a tmpfs in place of a folder, with the folder's own mode.
-
-    A file takes memory of the kernel even if it is empty, so their number is limited too: one for
-    each 4 KiB.
-    """
-    mode = folder.stat().st_mode & 0o7777
-    return f"size={size},nr_inodes={size // 4096},mode={mode:o},nosuid,nodev,noexec"
-
-
 def _names(folder: int) -> list[str]:
     with os.scandir(folder) as entries:
         return [entry.name for entry in islice(entries, _BATCH)]

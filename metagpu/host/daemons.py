@@ -1,6 +1,9 @@
-"""Long-running host processes: started detached, found by their environment."""
+"""Long-running host processes: started on the host, found by their environment."""
 
+import json
 import os
+import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -12,21 +15,16 @@ from anyio import to_thread
 from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.host import daemon_folders, daemon_processes
+from metagpu.host.driver_roots import LIBRARIES, PROGRAMS
 from metagpu.host.programs import HostPrograms
 
 KILL_DEADLINE: Final = 5.0
 """Seconds for the end of a killed process; a process that hangs in a driver does not end."""
 
-_DETACHED: Final = 'output=$1; shift; : >"$output"; "$@" </dev/null >>"$output" 2>&1 & echo $!'
-"""For `sh -c`: start a program in the background and print its pid. The program keeps the pid:
-`unshare` and the inner `sh` are replaced by the program that they start. The program appends, so
-that its output can be shortened while it runs.
-"""
 LONGEST_OUTPUT: Final = 4 << 20
 """Bytes of a daemon's output that are kept: it writes lines about each command and each client."""
 _LAST_OUTPUT: Final = 4096
-_SEES: Final = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
-"""For `sh -c` in a mount namespace of its own: mount one folder over another."""
+_LAUNCHER: Final = str(Path(__file__).with_name("daemon_launcher.py"))
 
 
 class HostDaemons(msgspec.Struct, frozen=True):
@@ -34,14 +32,18 @@ class HostDaemons(msgspec.Struct, frozen=True):
 
     Attributes:
         programs: finds and runs the daemons' programs.
-        mounts: whether daemons get their mounts, which needs the right to mount; simulated daemons
-            run without.
+        on_host: whether daemons run in the host's file system, with their mounts and a cgroup of
+            their own, which needs rights; simulated daemons run where this process does.
+        roots: the driver's roots, as paths of the host; `None` for those of `programs`.
         proc: the /proc that shows the containers of processes.
+        host_process: a process in the host's namespaces.
     """
 
     programs: HostPrograms
-    mounts: bool = True
+    on_host: bool = True
+    roots: Sequence[str] | None = None
     proc: Path = Path("/proc")
+    host_process: int = 1
 
     async def start(self, daemon: DaemonSpec) -> DaemonProcess:
         """Start a daemon, which outlives this process.
@@ -51,27 +53,18 @@ class HostDaemons(msgspec.Struct, frozen=True):
             ProgramError: a volume cannot be mounted or emptied, another process has the daemon's
                 lock, or the daemon could not be started, or ended at once.
         """
-        command, own = await self.programs.resolve(daemon.program, *daemon.arguments)
-        path = _path_beside(Path(command[0]))
+        command, _ = await self.programs.resolve(daemon.program, *daemon.arguments)
         await self._refuse_second(daemon)
-        if self.mounts:
-            for target, folder in daemon.mounts.items():
-                command = ["sh", "-c", _SEES, "sh", str(folder), str(target), *command]
-            if daemon.mounts:
-                unshare, _ = await self.programs.resolve("unshare")
-                command = [*unshare, "--mount", "--propagation", "private", "--", *command]
-            for folder, size in daemon.volumes.items():
-                await self._mount(folder, size, links=folder != daemon.lock.parent)
+        if daemon.volumes and self.on_host:
+            await self._mount(daemon)
         await self.empty(daemon.lock.parent)
 
-        printed = await self.programs.run_with_input(
-            "sh",
-            *("-c", _DETACHED, "sh", str(daemon.output), *command),
-            env={**own, "PATH": path, **daemon.env},
-            new_session=True,
-        )
-        await to_thread.run_sync(daemon_processes.write_pid, daemon.pid_file, int(printed))
-        found = await to_thread.run_sync(daemon_processes.read_process, int(printed))
+        if self.on_host:
+            command = [daemon.program, *daemon.arguments]
+        env = daemon.env if self.on_host else {**os.environ, **daemon.env}
+        pid = int(await self._launch("start", daemon, command=command, env=env))
+        await to_thread.run_sync(daemon_processes.write_pid, daemon.pid_file, pid)
+        found = await to_thread.run_sync(daemon_processes.read_process, pid)
         if found is None:
             words = await self.last_output_line(daemon)
             raise ProgramError(f"`{daemon.program}` ended at once: {words}")
@@ -104,14 +97,15 @@ class HostDaemons(msgspec.Struct, frozen=True):
         await to_thread.run_sync(daemon_folders.empty, folder)
 
     async def unmount(self, daemon: DaemonSpec) -> None:
-        """Unmount the volumes of a daemon; the mounts of containers stay.
+        """Unmount the volumes of a daemon, and remove its cgroup.
+
+        The mounts of containers stay.
 
         Raises:
             ProgramError: a volume cannot be unmounted.
         """
-        for folder in daemon.volumes if self.mounts else ():
-            if await to_thread.run_sync(daemon_folders.is_mounted, folder):
-                await self.programs.run("umount", "-l", str(folder))
+        if self.on_host:
+            await self._launch("unmount", daemon)
 
     async def send_command(self, daemon: DaemonSpec, words: str, deadline: float) -> str:
         """Run the program that talks to the daemon; return its output.
@@ -199,35 +193,45 @@ class HostDaemons(msgspec.Struct, frozen=True):
             f"end it (`kill {pid}`)"
         )
 
-    async def _mount(self, folder: Path, size: int, *, links: bool) -> None:
-        """Mount a tmpfs; without `links`, the kernel follows no link in it, where it can.
+    async def _mount(self, daemon: DaemonSpec) -> None:
+        """Mount the volumes on the host, and check that this process sees them.
 
-        Linux 5.10 and util-linux 2.38 can.
+        An earlier start, or an earlier agent, may have mounted them.
         """
-        # An earlier start, or an earlier agent, may have mounted it.
-        if not await to_thread.run_sync(daemon_folders.is_mounted, folder):
-            await self._mount_tmpfs(folder, size, links=links)
-        if not await to_thread.run_sync(daemon_folders.is_seen_by_host, folder, self.proc):
-            await self.programs.run("umount", "-l", str(folder))
-            raise ProgramError(
-                f"a tmpfs at {folder} is not seen by the host: give the volume of the run "
-                "directory `mountPropagation: Bidirectional`, and the pod `hostPID: true`"
-            )
-
-    async def _mount_tmpfs(self, folder: Path, size: int, *, links: bool) -> None:
-        options = await to_thread.run_sync(daemon_folders.tmpfs_options, folder, size)
-        mount = ("mount", "-t", "tmpfs", "tmpfs", str(folder), "-o")
-        try:
-            if not links:
-                with suppress(ProgramError):
-                    await self.programs.run(*mount, f"{options},nosymfollow")
+        if self.host_process == os.getpid():
+            raise ProgramError("this daemon is started on the host: give the pod `hostPID: true`")
+        await self._launch("mount", daemon)
+        for folder in daemon.volumes:
             if not await to_thread.run_sync(daemon_folders.is_mounted, folder):
-                await self.programs.run(*mount, options)
-        except ProgramError as error:
-            raise ProgramError(
-                f"{folder} needs a limit, so that containers cannot fill the host's memory; "
-                f"give metagpu the capability CAP_SYS_ADMIN ({error})"
-            ) from error
+                await self._launch("unmount", daemon)
+                raise ProgramError(
+                    f"a tmpfs that the host has at {folder} is not seen here: give the volume of "
+                    "the run directory `mountPropagation: HostToContainer`, at the host's path"
+                )
+
+    async def _launch(self, operation: str, daemon: DaemonSpec, **more: object) -> str:
+        """Run an operation of `daemon_launcher`; return its result."""
+        roots = map(str, self.programs.roots) if self.roots is None else self.roots
+        request = {
+            "on_host": self.on_host,
+            "host_process": self.host_process,
+            "cgroup": daemon.cgroup if self.on_host else "",
+            "volumes": {str(folder): size for folder, size in daemon.volumes.items()},
+            "links": [str(it) for it in daemon.volumes if it != daemon.lock.parent],
+            "mounts": {str(at): str(folder) for at, folder in daemon.mounts.items()},
+            "output": str(daemon.output),
+            "folder": str(daemon.pid_file.parent),
+            "path": os.environ.get("PATH", os.defpath),
+            "roots": list(roots),
+            "programs": PROGRAMS,
+            "libraries": LIBRARIES,
+            **more,
+        }
+        command = (sys.executable, "-I", "-S", _LAUNCHER, operation, json.dumps(request))
+        answer = json.loads(await self.programs.run_with_input(*command))
+        if "problem" in answer:
+            raise ProgramError(answer["problem"])
+        return str(answer["result"])
 
 
 def _read_end(file: Path) -> str:
@@ -239,12 +243,3 @@ def _read_end(file: Path) -> str:
 def _limit(file: Path) -> None:
     if file.stat().st_size > LONGEST_OUTPUT:
         os.truncate(file, 0)
-
-
-def _path_beside(program: Path) -> str:
-    """Return a PATH in which a program finds the programs beside it first.
-
-    Debian has NVIDIA's control daemon in `bin`, and the server that it starts in `sbin`.
-    """
-    beside = (program.parent, program.parent.parent / "sbin")
-    return os.pathsep.join([*map(str, beside), os.environ.get("PATH", os.defpath)])

@@ -219,4 +219,4 @@ def test_the_stand_in_is_what_a_simulated_node_runs() -> None:
     command = DAEMONS.programs.substitutes["nvidia-cuda-mps-control"]
 
     assert Path(command[-1]).name == "mps_control.py"
-    assert not DAEMONS.mounts
+    assert not DAEMONS.on_host

@@ -74,7 +74,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     """Prepare a folder for a control daemon, which is gone at the end."""
     gpu = GpuId("GPU-0")
     if request.param == "real":
-        daemons = HostDaemons(HostPrograms(), mounts=os.geteuid() == 0)
+        daemons = HostDaemons(HostPrograms(), on_host=os.geteuid() == 0)
         try:
             await daemons.programs.resolve(PROGRAM)
         except ProgramMissing as error:

@@ -80,24 +80,3 @@ def test_a_folder_that_is_filled_all_the_time_is_an_error(
 
     with pytest.raises(ProgramError, match="a container writes into it all the time"):
         daemon_folders.empty(tmp_path)
-
-
-def test_the_host_sees_what_it_has_mounted(tmp_path: Path) -> None:
-    """The host's first process tells by its list of mounts whether it sees a folder's device."""
-    device = tmp_path.stat().st_dev
-    table = tmp_path / "1" / "mountinfo"
-    assert not daemon_folders.is_seen_by_host(tmp_path, tmp_path)
-
-    table.parent.mkdir()
-    line = "27 1 {}:{} / /x rw,relatime - tmpfs tmpfs rw\n"
-    table.write_text(line.format(os.major(device), os.minor(device)))
-    assert daemon_folders.is_seen_by_host(tmp_path, tmp_path)
-
-    other = line.format(os.major(device) + 1, os.minor(device))
-    table.write_text(other)
-    assert not daemon_folders.is_seen_by_host(tmp_path, tmp_path)
-
-    # A pod chooses names in these lines: none of their characters begins a further line.
-    forged = line.format(os.major(device), os.minor(device)).strip()
-    table.write_text(other.replace("/x", f"/a\x1c{forged.replace(' ', chr(0x85))}\x1cb"))
-    assert not daemon_folders.is_seen_by_host(tmp_path, tmp_path)

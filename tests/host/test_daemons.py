@@ -5,6 +5,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -262,7 +263,7 @@ async def test_a_volume_is_bounded_and_mounted_once(tmp_path: Path) -> None:
 
 
 IN_CONTAINER = """
-import sys
+import os, sys
 from pathlib import Path
 import anyio
 from msgspec.structs import replace
@@ -272,46 +273,127 @@ from tests.host.test_daemons import HOST, sleeper
 async def main(folder):
     spec = replace(sleeper(folder), volumes={folder / "volume": 1 << 20})
     try:
-        await HOST.kill(await HOST.start(spec))
+        print((await replace(HOST, host_process=os.getppid()).start(spec)).pid)
     except ProgramError as error:
         print(error)
-    print((folder / "volume").is_mount())
 
 anyio.run(main, Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("propagation", ["private", "shared"])
-async def test_a_volume_reaches_the_host_or_is_refused(tmp_path: Path, propagation: str) -> None:
-    """In a mount namespace of its own, as a container has, a volume is mounted for the host too.
+async def run_in_container(command: Sequence[str], folder: Path) -> str:
+    """Run `IN_CONTAINER` by a command that separates it from the host; return what it prints."""
+    program = [*command, sys.executable, "-c", IN_CONTAINER, str(folder)]
+    return (await anyio.run_process(program, stderr=None)).stdout.decode()
 
-    Where mounts do not propagate to the host, the error has the fix, and no mount is left.
+
+@pytest.mark.parametrize("propagation", ["private", "slave"])
+async def test_a_daemon_of_a_container_has_the_hosts_mounts(
+    tmp_path: Path, propagation: str
+) -> None:
+    """From a container's mount namespace, the daemon and its volume are in the host's.
+
+    Where the container does not see the host's mounts, the error has the fix, and no mount is left.
     """
     if os.geteuid() != 0:
-        pytest.skip("only root may mount: run as root to see that a volume reaches the host")
+        pytest.skip("only root may mount: run as root to see that a volume is the host's")
     volume = tmp_path / "volume"
     volume.mkdir()
     run = HOST.programs.run
     await run("mount", "--bind", str(tmp_path), str(tmp_path))
     try:
-        await run("mount", f"--make-{propagation}", str(tmp_path))
-        container = ("unshare", "--mount", "--propagation", "unchanged", sys.executable)
-        printed = await run(*container, "-c", IN_CONTAINER, str(tmp_path))
+        await run("mount", "--make-shared", str(tmp_path))
+        container = ("unshare", "--mount", "--propagation", propagation)
+        printed = await run_in_container(container, tmp_path)
 
-        reaches = propagation == "shared"
-        assert printed.splitlines()[-1] == str(reaches)
-        assert volume.is_mount() == reaches
-        assert ("`mountPropagation: Bidirectional`" in printed) == (not reaches)
+        if propagation == "private":
+            assert "`mountPropagation: HostToContainer`" in printed
+            assert not volume.is_mount()
+        else:
+            daemon = await HOST.find(sleeper(tmp_path))
+            assert daemon is not None
+            assert daemon.pid == int(printed.splitlines()[-1])
+            assert volume.is_mount()
+            namespaces = [anyio.Path(f"/proc/{it}/ns/mnt") for it in (daemon.pid, "self")]
+            assert len({await it.readlink() for it in namespaces}) == 1
+            await HOST.kill(daemon)
     finally:
         await run("umount", "--recursive", "-l", str(tmp_path))
 
 
-async def test_a_volume_that_cannot_be_mounted_is_an_error(tmp_path: Path) -> None:
-    """Without the right to mount no daemon starts; the error names the capability."""
-    refusing = HostPrograms(roots=(), substitutes={"mount": ["sh", "-c", "echo no; exit 32"]})
+async def test_a_pod_without_the_hosts_processes_starts_no_daemon(tmp_path: Path) -> None:
+    """A first process that is metagpu itself is not the host's; the error has the fix."""
+    host = replace(HOST, host_process=HERE)
+    with pytest.raises(ProgramError, match="give the pod `hostPID: true`"):
+        await host.start(replace(sleeper(tmp_path), volumes={tmp_path: 1 << 20}))
 
-    with pytest.raises(ProgramError, match=r"give metagpu the capability CAP_SYS_ADMIN \(.*: no"):
-        await HostDaemons(refusing).start(replace(sleeper(tmp_path), volumes={tmp_path: 1 << 20}))
+
+@pytest.mark.parametrize("lacking", ["sys_admin", "sys_ptrace"])
+async def test_a_missing_capability_is_named(tmp_path: Path, lacking: str) -> None:
+    """Without the right to mount, or to enter the host, no daemon starts; the error names it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root has capabilities to lose: run as root")
+    (tmp_path / "volume").mkdir()
+    drop = ("setpriv", f"--bounding-set=-{lacking}", f"--inh-caps=-{lacking}")
+    container = ("unshare", "--mount", *drop) if lacking == "sys_ptrace" else drop
+    printed = await run_in_container(container, tmp_path)
+
+    assert f"metagpu needs the capability {lacking.upper()}" in printed
+
+
+async def test_a_daemon_is_in_a_cgroup_of_its_own(tmp_path: Path) -> None:
+    """The daemon is in its cgroup in every hierarchy, with a node's score; both end with it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root makes cgroups: run as root to see that a daemon has its own")
+    name = f"metagpu-test/{tmp_path.name}"
+    spec = replace(sleeper(tmp_path), cgroup=name)
+    process = await HOST.start(spec)
+    try:
+        lines = await anyio.Path(f"/proc/{process.pid}/cgroup").read_text()
+        assert {line.rpartition(":")[2] for line in lines.splitlines()} == {f"/{name}"}
+        own = await anyio.Path("/proc/self/cgroup").read_text()
+        assert name not in own
+    finally:
+        await HOST.kill(process)
+        await HOST.unmount(spec)
+    assert not [it async for it in anyio.Path("/sys/fs/cgroup").glob(f"**/{name}")]
+
+
+def _copy_shell(root: Path, libraries: Sequence[str]) -> None:
+    script = b'#!/bin/sh\necho up > "$WHERE/mark"\nkill -STOP $$\n'
+    files = {it: Path(it).read_bytes() for it in ("/bin/sh", *libraries)}
+    for name, content in (files | {"/usr/bin/nvidia-daemon": script}).items():
+        copy = root / name.lstrip("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        copy.chmod(0o755)
+
+
+async def test_a_driver_container_is_entered(tmp_path: Path) -> None:
+    """A root with a loader of its own is the daemon's root, and has the daemon's folder."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may change its root: run as root to see that a daemon does")
+    root = tmp_path / "driver"
+    for name in ("proc", "sys", "dev"):
+        (root / name).mkdir(parents=True)
+    listing = await HOST.programs.run("ldd", "/bin/sh")
+    await to_thread.run_sync(_copy_shell, root, [it for it in listing.split() if it[0] == "/"])
+    home = tmp_path / "home"
+    home.mkdir()
+    spec = replace(sleeper(home), program="nvidia-daemon")
+    host = HostDaemons(HostPrograms(roots=(root,)))
+
+    process = await host.start(spec)
+    try:
+
+        async def marked() -> bool:
+            return (home / "mark").exists()
+
+        await until(marked)
+        assert await anyio.Path(f"/proc/{process.pid}/root").readlink() == anyio.Path(root)
+        assert await host.find(spec) == process
+    finally:
+        await host.kill(process)
 
 
 async def test_the_lock_of_a_container_keeps_no_daemon_from_its_start(tmp_path: Path) -> None:
@@ -381,13 +463,12 @@ async def test_long_output_is_discarded(tmp_path: Path, monkeypatch: pytest.Monk
         await HOST.kill(process)
 
 
-async def test_refused_mounts_are_in_the_output(tmp_path: Path) -> None:
-    """A mount that fails ends the start, with the reason in the daemon's output."""
+async def test_a_mount_that_fails_ends_the_start(tmp_path: Path) -> None:
+    """A daemon whose mount fails is not started; the error has the folder and the reason."""
     spec = replace(sleeper(tmp_path), mounts={tmp_path / "nowhere": tmp_path / "missing"})
 
-    with suppress(ProgramError):  # it may be seen before it has ended
-        await HOST.wait_ended(await HOST.start(spec))
-    assert "mount" in await anyio.Path(spec.output).read_text()
+    with pytest.raises(ProgramError, match="nowhere: No such file or directory"):
+        await HOST.start(spec)
 
 
 def test_processes_are_identified_by_their_start() -> None:

@@ -20,6 +20,7 @@ class DaemonSpec(msgspec.Struct, frozen=True):
             which is emptied before each start.
         mounts: folders of the host, by the folders in whose place the program sees them.
         volumes: folders that containers may write to, each a tmpfs with so many bytes.
+        cgroup: the daemon's cgroup, below the host's root cgroup; empty leaves it where it starts.
     """
 
     program: str
@@ -30,6 +31,7 @@ class DaemonSpec(msgspec.Struct, frozen=True):
     lock: Path
     mounts: Mapping[Path, Path] = msgspec.field(default_factory=dict)
     volumes: Mapping[Path, int] = msgspec.field(default_factory=dict)
+    cgroup: str = ""
 
 
 class DaemonProcess(msgspec.Struct, frozen=True):

@@ -117,6 +117,11 @@ def candidates(options: RootOptions) -> Sequence[str]:
     return tuple(dict.fromkeys(folder.here for folder in found))
 
 
+def host_roots(options: RootOptions) -> Sequence[str]:
+    """Return every possible root of the driver, as a path of the host."""
+    return tuple(dict.fromkeys(folder.host for folder in _driver_candidates(options)))
+
+
 def choose_roots(options: RootOptions, seen: Mapping[str, FolderContents]) -> DriverRoots:
     """Choose the roots: the named, the driver container's, the host's, or our own.
 

@@ -36,4 +36,4 @@ def sim_daemons(driver: int | None = None) -> HostDaemons:
     """
     options = () if driver is None else (f"--driver={driver}",)
     substitutes = {name: (*command, *options) for name, command in STAND_INS.items()}
-    return HostDaemons(HostPrograms(roots=(), substitutes=substitutes), mounts=False)
+    return HostDaemons(HostPrograms(roots=(), substitutes=substitutes), on_host=False)

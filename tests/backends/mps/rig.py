@@ -92,7 +92,7 @@ class Scene:
         async def is_so() -> bool:
             return await self.at(index).process() not in (None, process)
 
-        await until(is_so, 30)
+        await until(is_so, 90)  # a daemon that hangs is probed to the end first
 
     async def process(self, index: int = 0) -> DaemonProcess:
         """Return the running control daemon."""

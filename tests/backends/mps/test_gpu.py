@@ -209,7 +209,7 @@ async def test_a_fault_of_a_client_is_reported(tmp_path: Path) -> None:
 
 async def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     """Shares are Unhealthy, the reason has the fix, and the program is searched again."""
-    nobody = HostDaemons(HostPrograms(roots=(tmp_path / "driver",)), mounts=False)
+    nobody = HostDaemons(HostPrograms(roots=(tmp_path / "driver",)), on_host=False)
     injection = Injection(run_dir=str(tmp_path))
 
     async with run_backends(ALONE, injection=injection, daemons=nobody) as care:

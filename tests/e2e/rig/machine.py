@@ -137,7 +137,8 @@ def end_containers(paths: NodePaths) -> None:
 
     containerd itself must have ended, or containerd would start the containers again.
     A shim has the address of our socket in its command line, and all processes of its
-    container descend from the shim.
+    container descend from the shim. MPS daemons do not: they have a folder of ours in their
+    environment.
     """
 
     def none_remain() -> bool:
@@ -148,11 +149,20 @@ def end_containers(paths: NodePaths) -> None:
             for pid, command in everyone.items()
             if Path(command[0]).name.startswith("containerd-shim") and address in command
         }
-        ours = _descendants(set(shims)) & set(everyone)
+        mps = {pid for pid in everyone if _is_mps_daemon(pid, paths.home)}
+        ours = (_descendants(set(shims)) | mps) & set(everyone)
         end_processes({pid: everyone[pid] for pid in ours})
-        return not shims
+        return not shims and not mps
 
     wait_for("the containers to end", none_remain, within_s=30)
+
+
+def _is_mps_daemon(pid: int, home: Path) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False  # the process has just ended
+    return b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(home) in environment
 
 
 def _descendants(ancestors: set[int]) -> set[int]:
@@ -191,16 +201,17 @@ def _mounts_under(folder: Path) -> list[Path]:
 
 
 def _remove_cgroups() -> None:
-    """Remove the pods' empty cgroups from every hierarchy."""
+    """Remove the empty cgroups of pods and of MPS daemons from every hierarchy."""
     roots = [
         line.split()[1]
         for line in Path("/proc/mounts").read_text().splitlines()
         if line.split()[2] in ("cgroup", "cgroup2")
     ]
     for root in roots:
-        for folder, _, _ in os.walk(Path(root) / "kubepods", topdown=False):
-            with contextlib.suppress(OSError):
-                Path(folder).rmdir()
+        for name in ("kubepods", "metagpu"):
+            for folder, _, _ in os.walk(Path(root) / name, topdown=False):
+                with contextlib.suppress(OSError):
+                    Path(folder).rmdir()
 
 
 def _remove_container_logs(paths: NodePaths) -> None:

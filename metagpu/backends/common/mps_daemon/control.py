@@ -20,6 +20,9 @@ PROGRAM: Final = "nvidia-cuda-mps-control"
 PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
 SHM: Final = Path("/dev/shm")  # noqa: S108 - the path that MPS uses
+_CGROUP: Final = "metagpu"
+"""The cgroup of all control daemons, beside the kubelet's `kubepods`: no container's end, and no
+limit of a container, concerns what is in it."""
 _LOCK: Final = "control_lock"
 """The file in the pipe directory that NVIDIA's daemon locks while it runs, in every version."""
 _PIPES_SIZE: Final = 16 * MIB
@@ -145,6 +148,7 @@ def control_daemon_spec(device: str, directories: MpsDirectories, shared_memory:
         lock=directories.pipes / _LOCK,
         mounts={SHM: directories.shm},
         volumes={directories.pipes: _PIPES_SIZE, directories.shm: shared_memory},
+        cgroup=f"{_CGROUP}/mps-{device}",
     )
 
 
