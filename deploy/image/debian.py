@@ -19,6 +19,8 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _UNUSED = (
     *(f"usr/share/{it}" for it in ("bash-completion", "info", "lintian", "locale", "man", "perl5")),
     *("usr/share/pixmaps", "usr/lib/systemd", "var/cache/debconf"),
+    # A hook for Ubuntu's crash reports: a link that leads nowhere outside the image.
+    *(f"usr/lib/python{PYTHON}/sitecustomize.py", f"etc/python{PYTHON}"),
 )
 _USERS = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
 _GROUPS = "root:x:0:\nnogroup:x:65534:\n"
@@ -102,8 +104,9 @@ def _record(root: Path, package: Path) -> None:
 
 def _strip(root: Path) -> None:
     """Remove documentation, but no licence."""
-    for folder in _UNUSED:
-        shutil.rmtree(root / folder, ignore_errors=True)
+    for name in _UNUSED:
+        shutil.rmtree(root / name, ignore_errors=True)
+        (root / name).unlink(missing_ok=True)
     for file in (root / "usr" / "share" / "doc").rglob("*"):
         if file.name != "copyright" and not file.is_dir():
             file.unlink()

@@ -17,6 +17,8 @@ from tests.e2e.rig.tools import REPOSITORY
 BUSYBOX_IMAGE = "metagpu.local/busybox:e2e"
 PAUSE_IMAGE = "metagpu.local/pause:e2e"
 
+KEPT_IMAGES = 3
+"""Archives of 150 MB that the cache keeps, for other checkouts of this repository."""
 METAGPU_IMAGE = f"metagpu:{__version__}"
 _SOURCES = ("deploy/Dockerfile", "deploy/image", "metagpu", "pyproject.toml", "requirements")
 """Files and folders that the image is built of."""
@@ -53,7 +55,8 @@ def metagpu_image() -> Path:
     target = cache_root() / "image" / f"{_digest_sources()}.tar"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        for old in target.parent.iterdir():
+        kept = sorted(target.parent.iterdir(), key=lambda it: it.stat().st_mtime)
+        for old in kept[:-KEPT_IMAGES]:
             old.unlink()
         half = target.with_suffix(".new")
         command = [sys.executable, "-m", "deploy.image", "archive", str(half)]
