@@ -20,22 +20,33 @@ BINDING_S = 0.01
 """From a binding to the kubelet, and from the failure of a pod to the scheduler."""
 ADMISSION_S = 0.01
 """The kubelet's time for one pod."""
-RELEASE_S = 0.05
-"""From a pod's end to the plugin, which asks the kubelet for it. The scheduler knows it at once."""
-TERMINATION_S = 5.0
+RELEASE_S = 0.03
+"""From a pod's end to the plugin, which hears of it from the API server as the scheduler does, and
+then asks the kubelet."""
+POLLED_RELEASE_S = 5.0
+"""The same, in the mean, where the plugin asks the kubelet every ten seconds."""
+TERMINATION_S = 1.5
 """From the deletion of a pod, which the plugin may know of, to its end."""
+CONTAINERS_END_S = 1.0
+"""From the end of a pod's containers, which the plugin may know of, to that of the pod [measured,
+Kubernetes 1.34]; of pods that end by themselves."""
 STATUS_PERIOD_S = 10.0
 """The kubelet's `nodeStatusUpdateFrequency`."""
 
 
 @dataclass(eq=False)
 class Pod:
-    """One request, and its failures so far. Times are seconds."""
+    """One request, and its failures so far. Times are seconds.
+
+    Attributes:
+        deleted: whether the pod is deleted at its time; the others end by themselves.
+    """
 
     resource: str
     size: int
     arrives: float
     stays: float
+    deleted: bool = True
     failures: int = 0
 
 
@@ -88,13 +99,15 @@ class Cluster:
         delay: seconds until the scheduler knows the node's numbers; `None` for a kubelet that
             reports them every ten seconds by itself.
         raise_delay: the same for a number that rises, in addition.
-        announced: whether the plugin knows which pods terminate.
+        announced: whether the plugin knows which pods are about to end.
+        release: seconds from a pod's end until the plugin knows it.
     """
 
     node: Node
     delay: float | None
     raise_delay: float = 0.3
     announced: bool = False
+    release: float = RELEASE_S
     now: float = 0.0
     refusals: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -185,11 +198,12 @@ class Cluster:
         if self.announced:
             self.node.announce(pod)
             self._advance()
-        self._in(TERMINATION_S, partial(self._end, pod))
+        last = TERMINATION_S if pod.deleted else CONTAINERS_END_S
+        self._in(last, partial(self._end, pod))
 
     def _end(self, pod: Pod) -> None:
         self.node.release(pod, self.now)
-        self._in(RELEASE_S, self._advance)
+        self._in(self.release, self._advance)
         self._free(pod)
 
     def _free(self, pod: Pod) -> None:

@@ -29,7 +29,7 @@ class Fractions:
     offered: list[int] = field(default_factory=list)
     changed: float = float("-inf")
     _held: dict[Pod, Mapping[int, int]] = field(default_factory=dict)
-    _terminating: set[Pod] = field(default_factory=set)
+    _ending: set[Pod] = field(default_factory=set)
     _admitted: bool = False
 
     def __post_init__(self) -> None:
@@ -49,22 +49,24 @@ class Fractions:
     def amounts(self) -> Mapping[str, int]:
         """Return the held shares and those on offer.
 
-        While pods terminate no more than there will be at their end: the scheduler frees their
-        shares before it hears of another number.
+        While pods are about to end no more than the kubelet can give at their end: the scheduler
+        frees their shares before it hears of another number, and the kubelet has the list of now.
         """
         now = self.gpus * WHOLE - sum(self.free) + sum(self.offered)
-        ends = [self._terminating, *({pod} for pod in self._terminating)]
+        ends = [self._ending, *({pod} for pod in self._ending)]
         return {RESOURCE: min([now, *(self._after(pods) for pods in ends)])}
 
     def _after(self, ended: Collection[Pod]) -> int:
         after = Fractions(self.gpus, self.rule)
         after.changed = self.changed
-        after.free = list(self.free)
+        after.free = list(self.offered)
+        held = self.gpus * WHOLE - sum(self.free)
         for pod in ended:
+            held -= pod.size
             for gpu, size in self._held[pod].items():
                 after.free[gpu] += size
         after.advance(self.changed + STAGE_S)
-        return self.gpus * WHOLE - sum(after.free) + sum(after.offered)
+        return held + sum(after.offered)
 
     def admit(self, pod: Pod) -> bool:
         """Place a pod on one GPU, or on whole GPUs and a part of one more."""
@@ -91,12 +93,12 @@ class Fractions:
         return parts if sum(parts.values()) == size else None
 
     def announce(self, pod: Pod) -> None:
-        """Note that a pod terminates."""
-        self._terminating.add(pod)
+        """Note that a pod is about to end."""
+        self._ending.add(pod)
 
     def release(self, pod: Pod, now: float) -> None:  # noqa: ARG002 - the model's protocol
         """Free a pod's shares: their ids stay listed until the rule decides."""
-        self._terminating.discard(pod)
+        self._ending.discard(pod)
         for gpu, size in self._held.pop(pod).items():
             self.free[gpu] += size
             self.offered[gpu] += size

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from bench import fraction_offers, mixed_offers
-from bench.cluster_model import Cluster, Node, Outcome, Pod
+from bench.cluster_model import POLLED_RELEASE_S, RELEASE_S, Cluster, Node, Outcome, Pod
 
 GPUS: Final = (1, 2, 8)
 LOADS: Final = (0.3, 0.8, 1.1)
@@ -42,12 +42,13 @@ def main() -> int:
     for gpus, load, delay in itertools.product(args.gpus, args.loads, DELAYS):
         where = f"{gpus} GPUs, load {load}, Node {_delay_text(delay)}"
         for announced in (False, True) if delay else (False,):
-            ends = ", pods that terminate are known" if announced else ""
+            ends = ", ends are known before" if announced else ""
             print(f"\nfractions, {where}{ends}\n{_HEAD}")
             pods = arrivals(args.pods, fraction_request(gpus), gpus, load)
             for name, rule in fraction_offers.RULES.items():
                 node = fraction_offers.Fractions(gpus, rule)
-                print(_row(name, run(node, pods, delay, announced=announced)), flush=True)
+                release = RELEASE_S if announced else POLLED_RELEASE_S
+                print(_row(name, run(node, pods, delay, release, announced=announced)), flush=True)
         print(f"\nthree backends, {where}\n{_HEAD}")
         pods = arrivals(args.pods, mixed_request(gpus, args.doubles), gpus, load)
         for name, make in mixed_offers.RULES.items():
@@ -58,12 +59,18 @@ def main() -> int:
 
 
 def run(
-    node: Node, pods: Callable[[], Sequence[Pod]], delay: float | None, *, announced: bool = False
+    node: Node,
+    pods: Callable[[], Sequence[Pod]],
+    delay: float | None,
+    release: float = RELEASE_S,
+    *,
+    announced: bool = False,
 ) -> Outcome:
     """Run the pods against a node; the first tenth of the time is not counted."""
     arriving = pods()
     ends = arriving[-1].arrives
-    return Cluster(node, delay, announced=announced).run(arriving, ends / 10, ends)
+    cluster = Cluster(node, delay, announced=announced, release=release)
+    return cluster.run(arriving, ends / 10, ends)
 
 
 def fraction_request(gpus: int) -> Draw:
@@ -102,7 +109,7 @@ def arrivals(count: int, draw: Draw, gpus: int, load: float) -> Callable[[], Seq
             for number in range(burst):
                 resource, size, _ = draw(chance)
                 stays = chance.expovariate(1 / STAY_S)
-                yield Pod(resource, size, now + 0.005 * number, stays)
+                yield Pod(resource, size, now + 0.005 * number, stays, chance.random() < 1 / 2)
             made += burst
 
     return lambda: list(pods(random.Random(_SEED)))  # noqa: S311 - the same pods every time

@@ -251,6 +251,14 @@ def test_demo_shows_the_owners_of_idle_gpus() -> None:
     ]
 
 
+def test_demo_shows_exact_offers_beside_those_of_all_free_shares() -> None:
+    """A pod that fits on no GPU waits, and is refused if all free shares count."""
+    assert [
+        (policy["offer"], [(it["free"], it["outcome"]) for it in policy["outcomes"]])
+        for policy in demo()["offers"]
+    ] == [("all", [(60, "is refused")]), ("exact", [(30, "waits"), (130, "runs")])]
+
+
 def test_demo_creates_and_removes_instances() -> None:
     """Each pod gets an instance where it costs others least; ended pods free slices."""
     steps = demo()["mig"]["steps"]

@@ -46,6 +46,8 @@ STARTING = 4
 then, so the scheduler alone knows none of them."""
 FULL, WAITING, LEAVING = 11, 3, 5
 """Limits of all pods, of unschedulable pods, and of pods that are being deleted."""
+REFUSED = "UnexpectedAdmissionError", "OutOf"
+"""By metagpu or the kubelet's device manager; by the kubelet itself, for the Node's number."""
 CHECKED = 50
 """Arrivals between two complete checks, which wait until all pods have settled."""
 
@@ -86,8 +88,7 @@ class Crowd:
 
         def probe() -> dict[str, Document]:
             pods = self.api.pods(NAMESPACE)
-            for name, pod in pods.items():
-                self._note(name, pod)
+            self._note_all(pods)
             staying = {name: pod for name, pod in pods.items() if name not in self.leaving}
             coming = [name for name, pod in staying.items() if is_being_admitted(pod)]
             begun = [name for name, pod in staying.items() if not is_settled(pod)]
@@ -101,11 +102,15 @@ class Crowd:
         found = wait_for("pods to settle", probe, within_s=SETTLED_S, pause_s=0.05)
         return {name: pod for name, pod in found.items() if name}
 
+    def _note_all(self, pods: dict[str, Document]) -> None:
+        for name, pod in pods.items():
+            self._note(name, pod)
+
     def _note(self, name: str, pod: Document) -> None:
         if name in self.leaving or is_leaving(pod):
             return
         if why := failure(pod):
-            assert why.startswith("UnexpectedAdmissionError"), f"{name} failed: {why}"
+            assert why.startswith(REFUSED), f"{name} failed: {why}"
             self.lost[generalize(why)] += 1
             self.leave(name)
         elif is_unschedulable(pod):

@@ -1,5 +1,6 @@
 """This node's pods as the API server lists them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -39,7 +40,10 @@ class KnownPod(msgspec.Struct, frozen=True):
         memory_annotations: its annotations about GPU memory (`core/usage/annotations.py`).
         owner_uid: uid of its controller; `owner_api` is the controller's API, as `apps/v1`.
         rejection: why the kubelet did not admit it, `None` for all other pods.
-        terminating: whether the pod has been deleted, and its containers may still run.
+        terminating: whether the pod may end in the next moment: it has been deleted, or all its
+            containers have ended for good.
+        arriving: the shares of each resource that the pod requests, while it is bound to the node
+            and the kubelet has not admitted it yet.
     """
 
     uid: str
@@ -52,6 +56,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     owner_api: str = ""
     rejection: Rejection | None = None
     terminating: bool = False
+    arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -66,13 +71,15 @@ class PodIndex(msgspec.Struct, frozen=True):
     """All pods of the node; empty before the API server has answered, or without one.
 
     Attributes:
-        terminating: namespace and name of the pods that have been deleted and have not ended.
+        terminating: namespace and name of the pods that may end in the next moment, or have ended.
+        arriving: the shares that pods request which are bound to the node and not admitted yet.
         listed: whether the API server has answered.
     """
 
     by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
     by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
     terminating: frozenset[tuple[str, str]] = frozenset()
+    arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
     listed: bool = False
 
     @classmethod
@@ -83,7 +90,8 @@ class PodIndex(msgspec.Struct, frozen=True):
         return cls(
             MappingProxyType({pod.uid: pod for pod in known}),
             MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
-            frozenset((it.namespace, it.name) for it in known if it.terminating and not it.ended),
+            frozenset((it.namespace, it.name) for it in known if it.terminating or it.ended),
+            sum((Counter(it.arriving) for it in known if it.arriving), Counter()),
             listed=True,
         )
 

@@ -275,7 +275,7 @@ def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
     return [snapshot.gpus[gpu].free_part(offer) for gpu in offer.by_gpu]
 
 
-def _counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
+def counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
     """Return the free parts that pods are bound for: of no GPU whose turn ends."""
     return [
         part
@@ -291,7 +291,7 @@ def with_held_back(snapshot: Snapshot) -> Snapshot:
     held: dict[GpuId, dict[ResourceName, frozenset[ShareId]]] = {}
     for resource, offer in snapshot.offers.items():
         if offer.rule.requests is not RequestRule.ANY:
-            for gpu in held_back_gpus(offer.rule.requests, _counted_parts(snapshot, offer)):
+            for gpu in held_back_gpus(offer.rule.requests, counted_parts(snapshot, offer)):
                 held.setdefault(gpu, {})[resource] = offer.ids[gpu]
 
     changed = [

@@ -1,15 +1,13 @@
 """Transitions of leases: claims, releases and the kubelet's lists of holders."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
     Holder,
@@ -21,7 +19,7 @@ from metagpu.core.model.shares import (
     gpu_of,
 )
 from metagpu.core.model.sharing import unavailable_shares
-from metagpu.core.model.snapshot import GpuState, Snapshot, with_held_back, with_states
+from metagpu.core.model.snapshot import GpuState, Snapshot, with_states
 from metagpu.core.state.facts import (
     Fact,
     KubeletStarted,
@@ -286,25 +284,6 @@ def with_leases(
     events: list[Fact] = [SharesReleased(tuple(released), at)] if released else []
     events += [SharesClaimed(tuple(begun), at)] if begun else []
     return with_states(snapshot, states), tuple(events)
-
-
-def after_ends(snapshot: Snapshot) -> Iterator[Snapshot]:
-    """Yield the snapshot after the end of each terminating pod, and of all of them.
-
-    Pods without shares that are held back by a rule are left out: no number depends on their ends.
-    """
-    ending = defaultdict[tuple[str, str], list[ShareId]](list)
-    for state in snapshot.gpus.values() if snapshot.pods.terminating else ():
-        for share_id, lease in state.leases.items():
-            holder, offer = lease.holder, snapshot.offers.get(lease.share.resource)
-            if holder is None or offer is None or offer.rule.requests is RequestRule.ANY:
-                continue
-            if (pod := (holder.namespace, holder.pod)) in snapshot.pods.terminating:
-                ending[pod].append(share_id)
-
-    ends = list(ending.values())
-    for ended in (*ends, *([list(chain(*ends))] if len(ends) > 1 else [])):
-        yield with_held_back(with_leases(snapshot, 0, ended=ended)[0])
 
 
 def _cleaning(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Mapping[str, float]:

@@ -5,9 +5,9 @@ from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from metagpu.core.model.ends import uncounted_shares
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.state.leases import after_ends
 from metagpu.plugins.cluster.gpu_labels import NVIDIA_PREFIX
 
 FIELD_MANAGER: Final = "metagpu"
@@ -188,14 +188,15 @@ def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
 def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     """Count the healthy shares, held or free, of each resource that metagpu serves.
 
-    Shares whose turn ends are not counted. While pods terminate there are no more than after their
-    ends: the scheduler frees their shares, and tries waiting pods, before any number can fall.
+    Shares whose turn ends are not counted. While pods are about to end there are no more than can
+    be had after their ends: the scheduler frees their shares, and tries waiting pods, before any
+    number can fall.
     """
-    amounts = healthy_shares_of(snapshot)
-    for after in after_ends(snapshot):
-        later = healthy_shares_of(after)
-        amounts = {resource: min(count, later[resource]) for resource, count in amounts.items()}
-    return amounts
+    uncounted = uncounted_shares(snapshot)
+    return {
+        resource: max(0, count - uncounted.get(resource, 0))
+        for resource, count in healthy_shares_of(snapshot).items()
+    }
 
 
 def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:

@@ -140,5 +140,5 @@ def watched_state(snapshot: Snapshot) -> object:
         for state in snapshot.gpus.values()
     )
     node = snapshot.topology, snapshot.versions, snapshot.competing_plugins
-    terminating = snapshot.pods.terminating
-    return terminating, gpus, snapshot.unreadable_gpus, snapshot.offers, *node
+    pods = snapshot.pods.terminating, snapshot.pods.arriving
+    return pods, gpus, snapshot.unreadable_gpus, snapshot.offers, *node

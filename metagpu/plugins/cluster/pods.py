@@ -1,13 +1,19 @@
 """The informer of this node's Pods: keeps the few fields that the registry needs."""
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
+
+import anyio
+import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.annotations import memory_annotations
-from metagpu.plugins.cluster.node_object import KubeObject
+from metagpu.plugins.cluster.node_object import KubeObject, parse_quantity
 from metagpu.plugins.cluster.watch import Informer
 
 if TYPE_CHECKING:
@@ -18,7 +24,34 @@ REJECTED: Final = "UnexpectedAdmissionError"
 """The kubelet's reason where a device plugin, or the kubelet's device manager, rejects a pod."""
 MIRROR: Final = "kubernetes.io/config.mirror"
 """The annotation of a pod by which the kubelet shows a static pod."""
+SOON: Final = 3.0
+"""Seconds from a Pod's deletion in which most Pods end."""
+EARLY: Final = 0.5
+"""Seconds by which the end of a grace period may be seen too late."""
 _STATUSES: Final = ("containerStatuses", "initContainerStatuses", "ephemeralContainerStatuses")
+
+
+class DeletedPod(msgspec.Struct, frozen=True):
+    """The deletion of a Pod. Times are seconds, of the event loop.
+
+    Most Pods end soon after their deletion; the others have until the end of their grace period.
+
+    Attributes:
+        seen: when the deletion was seen first.
+        grace: how long the Pod's containers may still run.
+    """
+
+    seen: float
+    grace: float
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the Pod may end in the next moment."""
+        return now < self.seen + SOON or now >= self.seen + self.grace - EARLY
+
+    def next_change(self, now: float) -> float:
+        """Return the time at which `is_ending` may change."""
+        times = self.seen + SOON, self.seen + self.grace - EARLY
+        return min((time for time in times if time > now), default=math.inf)
 
 
 class PodInformer(Informer):
@@ -28,17 +61,32 @@ class PodInformer(Informer):
         super().__init__(client, PODS, f"spec.nodeName={node}", f"{PODS} on {node}")
         self._registry = registry
         self._pods: dict[str, KnownPod] = {}
+        self._deleted: dict[str, DeletedPod] = {}
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Follow the Pods until cancelled, and report when those that are deleted may end."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(super().run)
+            while True:
+                self._changed = anyio.Event()
+                now = anyio.current_time()
+                due = min((it.next_change(now) for it in self._deleted.values()), default=math.inf)
+                with anyio.move_on_at(due):
+                    await self._changed.wait()
+                    continue
+                self._publish()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in the complete list of Pods."""
-        self._pods = {pod.uid: pod for pod in map(known_pod, items)}
+        self._pods = {}
+        for item in items:
+            self._take_in(item)
         self._publish()
 
     def on_update(self, item: KubeObject) -> None:
         """Take in a Pod that is new or changed."""
-        pod = known_pod(item)
-        if self._pods.get(pod.uid) != pod:
-            self._pods[pod.uid] = pod
+        if self._take_in(item):
             self._publish()
 
     def on_delete(self, item: KubeObject) -> None:
@@ -46,8 +94,28 @@ class PodInformer(Informer):
         self._pods.pop(known_pod(item).uid, None)
         self._publish()
 
+    def _take_in(self, item: KubeObject) -> bool:
+        """Note a Pod; return whether it has changed."""
+        pod, metadata = known_pod(item), item["metadata"]
+        deleted = "deletionTimestamp" in metadata and pod.uid not in self._deleted
+        if deleted:
+            grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
+            self._deleted[pod.uid] = DeletedPod(anyio.current_time(), grace)
+            self._changed.set()
+        if self._pods.get(pod.uid) == pod:
+            return deleted
+        self._pods[pod.uid] = pod
+        return True
+
     def _publish(self) -> None:
-        self._registry.apply(PodsListed(tuple(self._pods.values())))
+        now = anyio.current_time()
+        self._deleted = {uid: it for uid, it in self._deleted.items() if uid in self._pods}
+        ending = {uid for uid, it in self._deleted.items() if it.is_ending(now)}
+        pods = (
+            replace(pod, terminating=True) if uid in ending else pod
+            for uid, pod in self._pods.items()
+        )
+        self._registry.apply(PodsListed(tuple(pods)))
 
 
 def known_pod(item: KubeObject) -> KnownPod:
@@ -66,8 +134,41 @@ def known_pod(item: KubeObject) -> KnownPod:
         owner_uid=str(owner.get("uid") or ""),
         owner_api=str(owner.get("apiVersion") or ""),
         rejection=_rejection(item),
-        terminating="deletionTimestamp" in metadata,
+        terminating=_containers_ended(item),
+        arriving=_arriving(item),
     )
+
+
+def _arriving(item: KubeObject) -> Mapping[str, int]:
+    """Return what a Pod requests, until the kubelet has admitted it.
+
+    The kubelet sets the time of the Pod's start then.
+    """
+    status, found = item.get("status") or {}, Counter[str]()
+    if status.get("phase") != "Pending" or "startTime" in status:
+        return {}
+    for container in (item.get("spec") or {}).get("containers") or ():
+        for name, amount in ((container.get("resources") or {}).get("limits") or {}).items():
+            if "/" in name:
+                found[name] += parse_quantity(amount) or 0
+    return found
+
+
+def _containers_ended(item: KubeObject) -> bool:
+    """Return whether the kubelet starts none of a Pod's containers again.
+
+    It reports the end of the containers a second before that of the Pod.
+    """
+    spec, status = item.get("spec") or {}, item.get("status") or {}
+    policy, containers = spec.get("restartPolicy"), spec.get("containers") or ()
+    ends = [
+        end
+        for it in status.get("containerStatuses") or ()
+        if (end := (it.get("state") or {}).get("terminated")) is not None
+    ]
+    succeeded = all(end.get("exitCode") == 0 for end in ends)
+    for_good = policy == "Never" or (policy == "OnFailure" and succeeded)
+    return for_good and bool(containers) and len(ends) == len(containers)
 
 
 def _rejection(item: KubeObject) -> Rejection | None:

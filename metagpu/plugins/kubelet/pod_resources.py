@@ -15,11 +15,12 @@ from anyio import to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.errors import describe_error
+from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ResourceName, ShareId
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.log_once import LogOnce
-from metagpu.core.state.events import CheckpointRequested, Event, PodEnded
+from metagpu.core.state.events import CheckpointRequested, PodEnded
 from metagpu.core.state.facts import (
     KubeletStarted,
     LeasesObserved,
@@ -86,38 +87,61 @@ class LeaseFollower:
         self._kubelet: tuple[Identity, Identity] = (None, None)
         self._failures = LogOnce()
         self._triggered = anyio.Event()
+        self._pod_ended = anyio.Event()
 
     async def run(self, polled: anyio.Event | None = None) -> None:
         """Look at the kubelet until cancelled; set `polled` after the first look.
 
-        The kubelet is asked at once; after every grant, change of the offer, start of a kubelet, or
-        end of a pod that holds shares (where the API server reports pods); and periodically, more
-        often while shares are unavailable, or while it is not known who holds what.
+        The kubelet is asked at once; soon after every grant, change of the offer or start of a
+        kubelet; at once at the end of a pod that holds shares (where the API server reports pods);
+        and periodically, more often while shares are unavailable, or while it is not known who
+        holds what.
         """
         kinds = SharesClaimed, SharesOffered, KubeletStarted, PodEnded
         delay = 0.0
 
         async def receive() -> None:
             async for event in events:
-                if _may_change_leases(event, self._registry):
+                if not isinstance(event, PodEnded):
                     self._triggered.set()
+                elif _holds_shares(event, self._registry):
+                    self._pod_ended.set()
 
         with self._registry.events.subscribe(*kinds) as events:
             async with anyio.create_task_group() as group:
                 group.start_soon(receive)
 
                 while True:
-                    self._triggered = anyio.Event()
+                    self._triggered, self._pod_ended = anyio.Event(), anyio.Event()
                     await self.look()
                     if polled is not None:
                         polled.set()
 
-                    delay = self._next_delay(delay)
-                    with anyio.move_on_after(delay) as waiting:
-                        await self._triggered.wait()
-                    if not waiting.cancelled_caught:
-                        await anyio.sleep(self._timing.settle)
-                        delay = 0.0
+                    delay = await self._wait(self._next_delay(delay))
+
+    async def _wait(self, delay: float) -> float:
+        """Wait until the next look is due; return the delay, 0 after a trigger.
+
+        The kubelet lists a granted pod some time later. A pod that has ended at the API server has
+        ended at the kubelet before, and the scheduler tries waiting pods in this very moment.
+        """
+        async with anyio.create_task_group() as group:
+
+            async def wait_triggered() -> None:
+                nonlocal delay
+                with anyio.move_on_after(delay) as waiting:
+                    await self._triggered.wait()
+                if not waiting.cancelled_caught:
+                    delay = 0.0
+                    await anyio.sleep(self._timing.settle)
+                group.cancel_scope.cancel()
+
+            group.start_soon(wait_triggered)
+            await self._pod_ended.wait()
+            delay = 0.0
+            await anyio.sleep(self._timing.after_end)
+            group.cancel_scope.cancel()
+        return delay
 
     async def catch_up(self) -> None:
         """Learn the shares that another daemon granted at this kubelet.
@@ -200,28 +224,29 @@ class LeaseFollower:
 
     def _next_delay(self, delay: float) -> float:
         """Return the delay to the next look, after one with this delay."""
-        timing, states = self._timing, self._registry.snapshot.gpus.values()
+        timing, snapshot = self._timing, self._registry.snapshot
+        states = snapshot.gpus.values()
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
         contended = any(state.unavailable_shares for state in states)
         longest = timing.contended_period if contended else timing.poll_period
-        if any(map(_may_change_soon, states)):
+        if any(_may_change_soon(state, snapshot.pods) for state in states):
             # A pod is being admitted, or has ended: ask soon, then later.
             return min(max(2 * delay, timing.settle), longest)
         return longest
 
 
-def _may_change_soon(state: GpuState) -> bool:
-    """Return whether shares of a GPU are taken, and the kubelet does not say by whom."""
+def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
+    """Return whether a pod that is unknown or has ended holds shares of a GPU."""
     return bool(state.allocated - state.leases.keys()) or any(
-        lease.holder is None for lease in state.leases.values()
+        lease.holder is None
+        or (pods.listed and ((pod := pods.find(lease.holder, None)) is None or pod.ended))
+        for lease in state.leases.values()
     )
 
 
-def _may_change_leases(event: Event, registry: Registry) -> bool:
-    """Return whether an event may change leases; most ended pods held no share."""
-    if not isinstance(event, PodEnded):
-        return True
+def _holds_shares(event: PodEnded, registry: Registry) -> bool:
+    """Return whether an ended pod holds shares; most never did."""
     pod = event.pod
     return any(
         lease.holder is not None

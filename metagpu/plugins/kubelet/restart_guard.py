@@ -146,9 +146,13 @@ class KubeletReadiness(msgspec.Struct):
             if lease.since < answer.at and lease.share.id not in answer.holders
         ]
         if self.ready:
-            # Where all leases would end, and the checkpoint names one, the answer comes thrice.
+            # Where all leases would end, and the checkpoint names one, the answer comes thrice. It
+            # names the pod of the last admission after its end too.
             ids = allocated.resources if allocated else {}
-            doubtful = not answer.holders and any(it.holder and it.share.id in ids for it in gone)
+            doubtful = not answer.holders and any(
+                it.holder and it.share.id in ids and not _has_ended(it.holder, snapshot)
+                for it in gone
+            )
             self.doubted = self.doubted + 1 if doubtful else 0
             return not doubtful or self.doubted >= _REPETITIONS
 

@@ -33,6 +33,8 @@ class KubeletTiming(msgspec.Struct, frozen=True):
         settle: from a grant to the request that finds its pod: the kubelet lists the pod once it
             is admitted. It also keeps a burst of pods far below the kubelet's limit of 100
             requests a second.
+        after_end: from the end of a pod at the API server to the request. One request serves all
+            pods that end at once.
         poll_deadline: of a PodResources request.
         readiness: of answers without a break, after which a restarted kubelet knows its pods.
         watch_period: between two looks at registrations.
@@ -61,6 +63,7 @@ class KubeletTiming(msgspec.Struct, frozen=True):
     poll_period: float = 10.0
     contended_period: float = 2.0
     settle: float = 0.5
+    after_end: float = 0.005
     poll_deadline: float = 5.0
     readiness: float = 60.0
     watch_period: float = 1.0

@@ -1,7 +1,8 @@
 """`metagpu demo`: the main features in ten seconds, on simulated nodes.
 
 Fractions: pods start, and one GPU fails. A mixed pool: an idle GPU belongs to the backend of the
-first request. MIG: pods' requests create instances, which stay for a while after the pods.
+first request. MIG: pods' requests create instances, which stay for a while after the pods. Offers:
+a pod waits where no GPU has its shares, and is refused where all free shares are on offer.
 
 Only the hardware and the cluster are simulated: metagpu's agent, pynvml over the simulated NVML,
 and gRPC over unix sockets are real.
@@ -35,13 +36,18 @@ from metagpu.sim.demo.script import (
     FAULTY_GPU,
     MIG,
     NODE,
+    OFFER_POLICIES,
+    OFFERS_CONFIG,
+    OFFERS_HELD,
+    OFFERS_NODE,
+    OFFERS_WAITING,
     PODS,
     POOL,
     RESOURCE,
     XID,
     DemoScenario,
 )
-from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
+from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.machine.gpu import SimGpu
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import SimPrograms, sim_daemons
@@ -90,8 +96,7 @@ class DemoNode:
     async def schedule(self, name: str, shares: int) -> dict[str, Any]:
         """Create a pod, which waits while the node has too few free shares for it."""
         request = {"pod": name, "resource": RESOURCE, "shares": shares}
-        await self._wait_listed()
-        free = self.kubelet.allocatable()[RESOURCE] - len(self._holders())
+        free = await self.count_free()
         if shares > free:
             message = f"it asks for {shares} shares, and {free} count as free"
             return {**request, "admitted": False, "reason": "Unschedulable", "message": message}
@@ -104,6 +109,20 @@ class DemoNode:
             "gpus": envs[VISIBLE_DEVICES].split(","),
             "memoryMiB": int(envs["METAGPU_MAX_MEM"]),
         }
+
+    async def try_pod(self, name: str, shares: int) -> dict[str, Any]:
+        """Create a pod; return the shares that count as free, and what becomes of it."""
+        free = await self.count_free()
+        try:
+            runs = (await self.schedule(name, shares))["admitted"]
+        except AdmissionError:
+            return {"free": free, "outcome": "is refused"}
+        return {"free": free, "outcome": "runs" if runs else "waits"}
+
+    async def count_free(self) -> int:
+        """Return the shares that count as free for the scheduler."""
+        await self._wait_listed()
+        return self.kubelet.allocatable()[RESOURCE] - len(self._holders())
 
     async def wait_settled(self) -> None:
         """Wait until no GPU is cleaned up and no share is delayed."""
@@ -165,6 +184,7 @@ def run(*, as_json: bool) -> int:
             **anyio.run(_run_fractions, Path(folder)),
             "pool": anyio.run(_run_scenario, Path(folder) / "pool", POOL),
             "mig": anyio.run(_run_scenario, Path(folder) / "mig", MIG),
+            "offers": [anyio.run(_run_offer, Path(folder), it) for it in OFFER_POLICIES],
         }
 
     if as_json:
@@ -224,6 +244,24 @@ async def _run_scenario(folder: Path, scenario: DemoScenario) -> dict[str, Any]:
             await demo.end_pod(pod)
         await demo.wait_idle()  # otherwise MPS control daemons outlive the demo, for their clients
         return {"gpus": scenario.gpus, "steps": steps}
+
+
+async def _run_offer(folder: Path, offer: str) -> dict[str, Any]:
+    """Create a pod for which each of two GPUs has too little."""
+    config = OFFERS_CONFIG.format(offer=offer)
+    async with _running_node(folder / offer, OFFERS_NODE, config) as demo:
+        every = 100 * len(demo.node.gpus)
+        await demo.wait_allocatable(every)
+        held = [SimPod.single(name, {RESOURCE: shares}) for name, shares in OFFERS_HELD]
+        for pod in held:
+            await demo.kubelet.admit(pod)
+        await demo.wait_settled()
+        outcomes = [await demo.try_pod(*OFFERS_WAITING)]
+        if outcomes[0]["outcome"] == "waits":
+            await demo.end_pod(held[0])
+            await demo.wait_allocatable(every)  # with an idle GPU nothing is held back
+            outcomes.append(await demo.try_pod(*OFFERS_WAITING))
+        return {"offer": offer, "outcomes": outcomes}
 
 
 @asynccontextmanager

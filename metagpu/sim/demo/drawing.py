@@ -34,6 +34,10 @@ def show_demo(story: Mapping[str, Any]) -> None:
         _steps(story["mig"]["steps"], _slices),
         "The GPU column shows memory slices; 3 is a slice of a 3g instance. An instance without a "
         "pod is kept for the next pod of its size, until another pod needs its slices.",
+        *_heading("5. Exact offers: 30 shares are free on each of two GPUs, and a pod requests 40"),
+        _offers(story["offers"]),
+        "The scheduler counts the shares of a node. With `offer: exact`, the default, it counts as "
+        "many as one request can get: the pod waits for the end of another, and then runs.",
     )
 
 
@@ -51,6 +55,15 @@ def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) 
             indices = ", ".join(index[gpu] for gpu in pod["gpus"])
             memory = f"{pod['memoryMiB']} MiB"
         rows.add(pod["pod"], pod["resource"], str(pod["shares"]), indices, memory)
+    return rows
+
+
+def _offers(policies: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Return a table of what becomes of the pod under each policy."""
+    rows = table("OFFER", "COUNT AS FREE", "THE POD", "THEN COUNT", "AND THE POD")
+    for policy in policies:
+        cells = [it for each in policy["outcomes"] for it in (str(each["free"]), each["outcome"])]
+        rows.add(policy["offer"], *cells, *["-"] * (4 - len(cells)))
     return rows
 
 

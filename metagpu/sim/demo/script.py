@@ -22,6 +22,16 @@ PODS: Final = (
 )
 
 
+OFFERS_NODE: Final = "a100-40gb:2"
+OFFERS_CONFIG: Final = """\
+version: metagpu/v1
+pools: [{{name: all, backends: [{{backend: fraction, offer: {offer}}}]}}]
+"""
+OFFER_POLICIES: Final = ("all", "exact")
+OFFERS_HELD: Final = (("lab", 70), ("serve", 70))
+OFFERS_WAITING: Final = ("train", 40)
+
+
 class DemoScenario(msgspec.Struct, frozen=True):
     """Pods that start and end on a node, one after the other.
 

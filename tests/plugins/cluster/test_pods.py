@@ -1,6 +1,6 @@
 """This node's Pods in the registry."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +12,12 @@ from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.state.events import PodEnded
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.pods import PodInformer, known_pod
+from metagpu.plugins.cluster.pods import SOON, PodInformer, known_pod
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, client_of, cluster_at_work
 from tests.rigs.build import after
+from tests.rigs.waiting import skip
 
 KEY = "gpu-mem-limit.cnvrg.io/metagpu"
 
@@ -196,19 +197,60 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_pod_that_was_deleted_terminates_until_it_has_ended() -> None:
-    """The deletion is known before the end."""
-    metadata = {"uid": "a", "namespace": "team", "name": "alice"}
-    deleted = {**metadata, "deletionTimestamp": "2026-11-21T12:00:00Z"}
+async def test_a_deleted_pod_may_end_soon_or_when_its_grace_is_over(tmp_path: Path) -> None:
+    """Between these times a pod that terminates for minutes lowers no number."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE)
+    deletion = {"deletionTimestamp": "2026-11-21T12:00:00Z", "deletionGracePeriodSeconds": 60}
 
-    def terminating(of: dict[str, str], phase: str) -> frozenset[tuple[str, str]]:
-        return PodIndex.from_pods(
-            [known_pod({"metadata": of, "status": {"phase": phase}})]
-        ).terminating
+    async with followed(server, tmp_path) as registry:
+        await knows(registry, lambda pods: pods.listed and not pods.terminating)
+        key = ("pods", "team", "alice")
+        server.store.merge(key, {"metadata": deletion}, status=False, manager="kubectl")
+        await knows(registry, lambda pods: pods.terminating == {("team", "alice")})
+        skip(SOON)
+        await knows(registry, lambda pods: not pods.terminating)
+        skip(60 - SOON)
+        await knows(registry, lambda pods: bool(pods.terminating))
 
-    assert terminating(metadata, "Running") == frozenset()
-    assert terminating(deleted, "Running") == {("team", "alice")}
-    assert terminating(deleted, "Succeeded") == frozenset()
+
+def test_a_pod_arrives_until_the_kubelet_has_admitted_it() -> None:
+    """The kubelet reports the time of a pod's start once it has admitted the pod."""
+    limits = {"resources": {"limits": {"cnvrg.io/metagpu": "30", "memory": "1Gi"}}}
+
+    def arriving(phase: str, **status: str) -> Mapping[str, int]:
+        metadata = {"uid": "a", "namespace": "team", "name": "alice"}
+        item = {"metadata": metadata, "status": {"phase": phase, **status}}
+        pod = known_pod({**item, "spec": {"containers": [limits, limits]}})
+        return PodIndex.from_pods([pod]).arriving
+
+    assert arriving("Pending") == {"cnvrg.io/metagpu": 60}
+    assert arriving("Pending", startTime="2026-11-21T12:00:00Z") == {}
+    assert arriving("Running") == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "states", "ends"),
+    [
+        ("Never", [{"terminated": {"exitCode": 1}}, {"terminated": {"exitCode": 0}}], True),
+        ("Never", [{"terminated": {"exitCode": 0}}, {"running": {}}], False),
+        ("Never", [{"terminated": {"exitCode": 0}}], False),
+        ("OnFailure", [{"terminated": {"exitCode": 0}}, {"terminated": {"exitCode": 0}}], True),
+        ("OnFailure", [{"terminated": {"exitCode": 0}}, {"terminated": {"exitCode": 1}}], False),
+        ("Always", [{"terminated": {"exitCode": 0}}, {"terminated": {"exitCode": 0}}], False),
+    ],
+)
+def test_a_pod_ends_when_no_container_starts_again(
+    policy: str, states: list[dict[str, Any]], *, ends: bool
+) -> None:
+    """The kubelet reports the end of containers before the pod's phase, which ends the request."""
+    item = {
+        "metadata": {"uid": "a", "namespace": "team", "name": "alice"},
+        "spec": {"restartPolicy": policy, "containers": [{"name": "main"}, {"name": "log"}]},
+        "status": {"phase": "Running", "containerStatuses": [{"state": it} for it in states]},
+    }
+    pods = PodIndex.from_pods([known_pod(item)])
+    assert pods.terminating == ({("team", "alice")} if ends else frozenset())
 
 
 def test_a_first_list_of_no_pods_is_news() -> None:

@@ -23,6 +23,7 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule, largest_request
+from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, OfferTurn, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import free_parts
 from metagpu.core.state.facts import (
@@ -35,10 +36,12 @@ from metagpu.core.state.facts import (
     GpusFound,
     GpuUncordoned,
     LeasesObserved,
+    PodsListed,
     SharesClaimed,
     TurnsChanged,
 )
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.node_object import allocatable_of
 from metagpu.plugins.kubelet import messages as wire
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.pb import v1beta1
@@ -166,6 +169,32 @@ class Offers(RuleBasedStateMachine):
                 assert len(self.offered(resource)) == len(grantable)
 
     @invariant()
+    def what_counts_as_free_at_an_end_can_be_had(self) -> None:
+        """Check each end, and all at once, as the scheduler and kubelet see it before metagpu."""
+        pods = {holder.pod for _, holder in self.held.values()}
+        for ended in [{pod} for pod in pods] + [pods]:
+            self.registry.apply(PodsListed(tuple(_known(pod, pod in ended) for pod in pods)))
+            snapshot = self.registry.snapshot
+            amounts = allocatable_of(snapshot)
+            freed = [share for share, holder in self.held.values() if holder.pod in ended]
+            for resource, backend in self.layout.backends.items():
+                if self.rule_of(resource) not in EXACT:
+                    continue
+                stays = [s for s, holder in self.held.values() if holder.pod not in ended]
+                used = sum(share.resource == resource for share in stays)
+                available = [
+                    *self.offered(resource),
+                    *(it for it in freed if it.resource == resource and self.is_healthy(it)),
+                ]
+                sizes = map(len, snapshot.offers[resource].by_gpu.values())
+                largest = max(sizes, default=0)
+                promised = amounts[resource] - used
+                if self.rule_of(resource) is RequestRule.ONE_GPU:
+                    promised = min(promised, largest)
+                for size in range(1, promised + 1):
+                    backend.check(backend.prefer(available, [], size, snapshot), snapshot)
+
+    @invariant()
     def held_shares_are_healthy_unless_their_gpu_is_not(self) -> None:
         """Check that nothing that a pod holds is listed Unhealthy because it is held back."""
         for state in self.registry.snapshot.gpus.values():
@@ -202,6 +231,10 @@ class Offers(RuleBasedStateMachine):
         devices = v1beta1.ListAndWatchResponse.parse(data).devices
         healthy = {device.id for device in devices if device.health == "Healthy"}
         return [share for share in self.free(resource) if share.id in healthy]
+
+    def is_healthy(self, share: Share) -> bool:
+        """Return whether a share could be granted, if no lease were on it."""
+        return self.registry.snapshot.gpus[share.gpu].open_to(share.backend)
 
     @property
     def refused(self) -> set[ShareId]:
@@ -273,6 +306,10 @@ class Offers(RuleBasedStateMachine):
         """Advance the time."""
         self.now += 10
         return self.now
+
+
+def _known(name: str, ending: bool) -> KnownPod:  # noqa: FBT001 - as in the record
+    return KnownPod(name, "team", name, "Running", terminating=ending)
 
 
 def _list(backends: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Leases in random schedules of starts, failures and clocks, beside an independent account.
+"""Leases in random schedules of starts, ends, failures and clocks, beside an independent account.
 
 The account is the node's: which containers run, and with which shares. The kubelet of this test
 keeps nothing but what a kubelet keeps, and forgets it as one does. The daemon is the real registry,
@@ -27,10 +27,11 @@ from hypothesis.stateful import (
 )
 
 from metagpu.core.errors import RequestError
+from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.state.events import CheckpointRequested
-from metagpu.core.state.facts import GpusFound, LeasesObserved
+from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import messages as wire
 from metagpu.plugins.kubelet import pod_resources
@@ -165,6 +166,9 @@ class Schedules(RuleBasedStateMachine):
         self.kubelet = Kubelet(self.pods)
         self.answer: bytes | None = None
         self.readable = True
+        self.follows_api = False
+        self.unreported: list[str] = []
+        self.ended: list[str] = []
 
     def teardown(self) -> None:
         """Close the loop, and set the time of day right."""
@@ -187,12 +191,14 @@ class Schedules(RuleBasedStateMachine):
         """Admit a pod, whose containers wait for each other's devices."""
         self.readmit()
         pod = Pod(next(self.names))
+        self.list_pods(pod.uid)  # the kubelet knows it from there
         self.kubelet.pending = pod.uid
         for number, resource in enumerate(resources):
             name = f"c{number}"
             ids = self.allocate(resource, size)
             if ids is None:  # the pod has failed
                 self.pods_in_admission = None
+                self.unreported.append(pod.uid)
                 return
             pod.containers[name] = resource, ids
             self.kubelet.memory.setdefault(pod.uid, {})[name] = resource, ids
@@ -211,6 +217,14 @@ class Schedules(RuleBasedStateMachine):
         """End a pod."""
         uid = data.draw(st.sampled_from(sorted(self.pods)[1:]))
         del self.pods[uid]
+        self.unreported.append(uid)
+
+    @rule()
+    def report_pods(self) -> None:
+        """Report the pods of the API server, the ended ones too."""
+        self.follows_api = True
+        self.ended, self.unreported = self.unreported, []
+        self.list_pods()
 
     @rule(how=st.sampled_from(("", *UNREADABLE)), times=st.sampled_from((1, 3, 40)))
     def wait(self, how: str, times: int) -> None:
@@ -256,6 +270,7 @@ class Schedules(RuleBasedStateMachine):
         self.follower = LeaseFollower(
             self.registry, Path("socket"), directory=Path("folder"), node="node-1"
         )
+        self.list_pods()
         self.look(how, 0)
         self.register()
 
@@ -320,6 +335,14 @@ class Schedules(RuleBasedStateMachine):
         self.kubelet.start(remembers=remembers, keeps_file=keeps_file)
         self.register()
         self.look(how, 0.5)
+
+    def list_pods(self, *coming: str) -> None:
+        """Report the pods as the API server knows them, where the daemon follows it."""
+        if self.follows_api:
+            phases = dict.fromkeys((*self.pods, *self.unreported, *coming), "Running")
+            phases |= dict.fromkeys(self.ended, "Succeeded")
+            pods = (KnownPod(uid, "team", uid, phase) for uid, phase in phases.items())
+            self.registry.apply(PodsListed(tuple(pods)))
 
     def register(self) -> None:
         """Register the daemon: the kubelet gets its lists, and writes its checkpoint."""

@@ -85,6 +85,14 @@ def test_the_checkpoint_confirms_that_all_leases_ended() -> None:
     assert judged(ready(), 3, answer(3), file(300)).kubelet_ready
 
 
+def test_an_answer_that_ends_the_leases_of_ended_pods_is_believed_at_once() -> None:
+    """The checkpoint names the pod of the last admission also after its end."""
+    ended = PodsListed((KnownPod("uid", "team", "alice", "Succeeded"),))
+    snapshot = after(ended, since=HELD)
+
+    assert judged(ready(), 3, answer(3), file(200, SHARE.id), snapshot).kubelet_ready
+
+
 def test_another_list_ends_the_doubt() -> None:
     """Empty lists count only one after the other."""
     judge, looks = ready(), []
