@@ -24,7 +24,7 @@ from metagpu.agent.optional_parts import build_cluster, build_exporter, turn_tas
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.privileges import PrivilegeCheck
 from metagpu.agent.takeover import Takeover
-from metagpu.agent.tenure import build_tenure
+from metagpu.agent.tenure import TenureEnd, build_tenure
 from metagpu.agent.timing import AgentTiming
 from metagpu.agent.usage import build_usage_service, running_holders
 from metagpu.core.config.config import Config
@@ -275,7 +275,8 @@ class Agent:
             beside=self.beside,
         )
         report = partial(report_state, self._offering.ready)
-        await serve(serving, report, reload=self.reload, over=self.tenure.over)
+        if await serve(serving, report, reload=self.reload, over=self.tenure.over):
+            self.tenure.end = TenureEnd.STOPPED  # a signal may come while the node is handed over
 
     @property
     def tasks(self) -> tuple[Work, ...]:

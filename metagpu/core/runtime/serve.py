@@ -16,7 +16,7 @@ async def serve(
     *tasks: Callable[[], Coroutine[Any, Any, None]],
     reload: Callable[[], Awaitable[None]],
     over: anyio.Event | None = None,
-) -> None:
+) -> bool:
     """Run all tasks until SIGTERM or SIGINT, or until it is over; SIGHUP reloads.
 
     Signals that come during a reload are heard: a reload that waits delays no end, and is followed
@@ -25,6 +25,9 @@ async def serve(
     At the end all tasks are cancelled together; each leaves its blocks in order, so the kubelet
     sees its streams end before the process ends. A task that fails ends the others, and its error
     is raised.
+
+    Returns:
+        Whether a signal asked for the end, also one that came while all ended for another reason.
 
     Raises:
         MetagpuError: all tasks were cancelled, neither by a signal nor because it is over.
@@ -38,22 +41,29 @@ async def serve(
             wanted = anyio.Event()
             await reload()
 
+    stopped = False
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        async with anyio.create_task_group() as group:
+        async with anyio.create_task_group() as listening:
+            async with anyio.create_task_group() as group:
 
-            async def end() -> None:
-                await over.wait()
-                group.cancel_scope.cancel()
-
-            for task in (reload_when_wanted, end, *tasks):
-                group.start_soon(task)
-
-            async for received in signals:
-                if received is signal.SIGHUP:
-                    wanted.set()
-                else:
-                    log.info("stopping", signal=received.name)
+                async def end() -> None:
+                    await over.wait()
                     group.cancel_scope.cancel()
-                    return
-    if not over.is_set():
+
+                async def listen() -> None:
+                    nonlocal stopped
+                    async for received in signals:
+                        if received is signal.SIGHUP:
+                            wanted.set()
+                        else:
+                            log.info("stopping", signal=received.name)
+                            stopped = True
+                            group.cancel_scope.cancel()
+
+                listening.start_soon(listen)
+                for task in (reload_when_wanted, end, *tasks):
+                    group.start_soon(task)
+            listening.cancel_scope.cancel()
+    if not (stopped or over.is_set()):
         raise MetagpuError("all tasks of metagpu ended without a signal: a fault of metagpu's own")
+    return stopped
