@@ -34,6 +34,9 @@ MARK = KUBELET_HOME / ".metagpu-e2e"
 """The file marks a kubelet's home as the rig's, to be used again and removed."""
 
 CONTAINER_LOGS = Path("/var/log/containers")
+SERVICE_ADDRESS = "10.96.0.1/32"
+"""The address of the Service `kubernetes`, which `service_address` gives to the machine."""
+
 NETWORK_RESULTS = Path("/var/lib/cni/results")
 SHIM_SOCKETS = Path("/run/containerd")
 
@@ -119,6 +122,9 @@ def clean(paths: NodePaths) -> None:
         unmount_under(KUBELET_HOME)
         shutil.rmtree(KUBELET_HOME)
     _remove_cgroups()
+    subprocess.run(
+        ["ip", "address", "delete", SERVICE_ADDRESS, "dev", "lo"], check=False, capture_output=True
+    )
     if Path(f"/sys/class/net/{NETWORK}").exists():
         subprocess.run(["ip", "link", "delete", NETWORK], check=True)
     for result in NETWORK_RESULTS.glob("*"):

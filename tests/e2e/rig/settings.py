@@ -177,6 +177,7 @@ def _network(paths: NodePaths) -> dict[str, object]:
     addresses = {
         "type": "host-local",
         "ranges": [[{"subnet": POD_SUBNET}]],
+        "routes": [{"dst": SERVICE_SUBNET}],
         "dataDir": str(paths.home / "addresses"),
     }
     bridge = {"type": "bridge", "bridge": NETWORK, "isGateway": True, "ipam": addresses}
