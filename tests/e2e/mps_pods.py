@@ -27,6 +27,8 @@ mgctl: {inPods: false}
 pools: [{name: all, backends: [{backend: mps, unitsPerGpu: 10}]}]
 """
 SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "seccompProfile": {"type": "RuntimeDefault"},
     "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT"]},
 }
 """The rights of a container with MPS; no other is needed."""
@@ -125,8 +127,9 @@ class MpsPods:
             raise RigError(str(error)) from error
         if any(gpu.get("suspended") for gpu in status["gpus"]) or not status["gpus"]:
             raise RigError(f"the GPU does not serve: {status['gpus']}")
-        (pid,) = self._agents()
-        return pid
+        if len(pids := self._agents()) != 1:
+            raise RigError(f"processes of metagpu: {pids}")
+        return pids[0]
 
     def await_another(self, agent: int) -> None:
         """Wait until another metagpu than this one serves."""
