@@ -1,4 +1,4 @@
-"""A base of Debian's packages: Python, and the programs that start MPS control daemons.
+"""A base of Debian's packages: Python, and programs for a look into the pod.
 
 Packages are downloaded by apt, which verifies the archive's signature, and unpacked. No script of
 theirs runs, so no root is needed. apt works in a folder of its own.
@@ -12,7 +12,7 @@ from deploy.image.layer import MACHINES, PYTHON, Interpreter, run
 
 RELEASE = "trixie"
 PACKAGES = ("base-files", "ca-certificates", "dash", "mount", f"python{PYTHON}", "util-linux")
-"""With all that they depend on. `sh`, `mount`, `umount` and `unshare` serve MPS."""
+"""With all that they depend on; metagpu itself needs Python alone."""
 ARCHIVE = os.environ.get("DEBIAN_ARCHIVE", "http://deb.debian.org")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
