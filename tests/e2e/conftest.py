@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.joined import Joined, credentials, joined
-from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.daemon import Daemon, traces
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.tools import Tools
 
@@ -67,6 +67,7 @@ def node() -> Iterator[Node]:
 def daemon(node: Node) -> Iterator[Daemon]:
     """Start the metagpu daemon beside the node's kubelet."""
     daemon = Daemon(node.paths, CONFIGURATION, model=MODEL, count=GPUS)
+    daemon.traces_before = traces(node.kubectl, node.name, daemon.run_folder)
     daemon.prepare()
     daemon.start()
     yield daemon

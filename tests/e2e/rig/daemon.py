@@ -6,12 +6,13 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from metagpu.core.errors import MetagpuError
 from metagpu.plugins.control.client import send_request
 from tests.e2e.rig.errors import RigError
-from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.kubectl import Document, Kubectl
 from tests.e2e.rig.programs import Program
 from tests.e2e.rig.settings import KUBELET_HOME, NodePaths
 from tests.e2e.rig.tools import REPOSITORY
@@ -34,6 +35,7 @@ class Daemon:
         self._configuration = paths.home / "metagpu.yaml"
         self.device_root = paths.home / "devices"
         self.run_folder = paths.home / "metagpu"
+        self.traces_before: Mapping[str, object] = {}
         self._options: tuple[str, ...] = ()
         self.gpus: tuple[str, ...] = ("--simulate", f"{model}:{count}")
         """The options of the GPUs, which are simulated, or those of NVML."""
@@ -68,6 +70,26 @@ class Daemon:
             device = folder / name
             os.mknod(device, stat.S_IFCHR, NULL_DEVICE)
             device.chmod(0o666)  # mknod's own mode is reduced by the umask
+
+    def uninstall(self, *options: str) -> list[Document]:
+        """Remove what the daemon left; return each leftover with its result."""
+        self._program.stop()
+        folders = ("--config", str(self._configuration), "--simulate", "a100-40gb:4,h100-80gb:4")
+        places = ("--kubelet-dir", str(KUBELET_HOME / "device-plugins"), *self._run_dir_options)
+        command = [sys.executable, "-m", "metagpu", "uninstall", "--yes", "-o", "json"]
+        root = ("--root", str(self.run_folder.with_name("host")))
+        done = subprocess.run(
+            [*command, *folders, *places, *root, *options],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CALL_S,
+        )
+        if not done.stdout:
+            raise RigError(f"metagpu uninstall: {done.stderr}")
+        found: list[Document] = json.loads(done.stdout)["leftovers"]
+        return found
 
     def configure(self, configuration: str | None = None) -> None:
         """Write another configuration, or the usual one; a running daemon reloads it."""
@@ -226,3 +248,21 @@ def _count_exchanges(program: Program) -> int:
     if not program.log.exists():
         return 0
     return program.log.read_text(errors="replace").count("node taken over")
+
+
+def traces(kubectl: Kubectl, name: str, run_folder: Path) -> Mapping[str, object]:
+    """Return what metagpu may leave: files, mounts, cgroups, fields of the Node."""
+    kept = {"kubelet.sock", "kubelet_internal_checkpoint", "DEPRECATION"}
+    document = kubectl.get("node", name)
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    groups = Path("/sys/fs/cgroup")
+    return {
+        "run folder": run_folder.exists(),
+        "sockets": {it.name for it in (KUBELET_HOME / "device-plugins").iterdir()} - kept,
+        "mounts": [it for it in mounts if str(run_folder) in it],
+        "cgroups": [*groups.glob("metagpu"), *groups.glob("*/metagpu")],
+        "labels": document["metadata"]["labels"],
+        "annotations": sorted(document["metadata"]["annotations"]),
+        "taints": document["spec"].get("taints"),
+        "conditions": {it["type"] for it in document["status"]["conditions"]},
+    }
