@@ -20,8 +20,6 @@ from tests.e2e.rig.kubectl import Document
 from tests.e2e.test_mig_arrivals import STARTING, WAITING, Crowd, running
 
 ARRIVALS: Final = int(os.environ.get("ARRIVALS", "0"))
-FEW: Final = 40
-"""Pods where nobody asks for more."""
 WHOLE: Final = 100
 SMALLEST, LARGEST = 10, 150
 LONGEST_S: Final = 30
@@ -125,11 +123,3 @@ def test_exact_offers_refuse_nearly_no_pod(
     record_property("use", crowd.mean_use)
     if offer == "exact":
         assert crowd.lost.total() <= max(1, ARRIVALS / 100)
-
-
-@pytest.mark.skipif(bool(ARRIVALS), reason="the test of more pods runs")
-def test_pods_of_mixed_sizes_come_and_go(cluster: Cluster) -> None:
-    """Nearly each pod that has to wait gets its shares once they are free on one GPU."""
-    crowd = arrivals(cluster, "exact", 2, FEW)
-    assert crowd.waited
-    assert crowd.lost.total() <= 1
