@@ -21,7 +21,6 @@ _PROGRAM: Final = "/usr/local/bin/metagpu"
 """The program's path in the units as they are packaged."""
 _TARGETS: Final = {
     "metagpu.service": UNITS,
-    "metagpu-upgrade.service": UNITS,
     "metagpu.env": SETTINGS,
     "metagpu.yaml": SETTINGS,
 }
