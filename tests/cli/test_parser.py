@@ -15,7 +15,10 @@ from metagpu.__main__ import main as program
 from metagpu.cli.metagpu import main
 from metagpu.cli.parser import run_command
 
-ALL = "run, demo, explain, validate, plan, status, acknowledge, cordon, uncordon, sim"
+ALL = (
+    "run, demo, explain, validate, plan, status, acknowledge, cordon, uncordon, install, "
+    "uninstall, sim"
+)
 
 
 @pytest.mark.parametrize(

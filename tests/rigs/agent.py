@@ -71,6 +71,11 @@ class Scene:
             ),
             within=30,
         )
+        # Resources are registered one after the other, and the next pod may ask for another one.
+        with anyio.move_on_after(1):
+            await self.kubelet.wait_for(
+                lambda: self.agent.registry.snapshot.offers.keys() <= self.kubelet.capacity().keys()
+            )
 
     async def wait_snapshot(self, predicate: Callable[[Snapshot], bool]) -> None:
         """Wait until the agent's snapshot fulfils a predicate."""
