@@ -147,6 +147,26 @@ def test_files_of_other_programs_are_good(
         assert program in out
 
 
+def test_the_pod_that_uninstalls_sees_what_the_daemon_saw() -> None:
+    """The manifest has the DaemonSet's image, mounts and volumes, and a command that runs."""
+    [pod] = [yaml.safe_load(it) for page, it in blocks("yaml") if "metagpu, uninstall" in it]
+    static = (ROOT / "deploy" / "static.yaml").read_text(encoding="utf-8")
+    [daemon_set] = [it for it in yaml.safe_load_all(static) if it["kind"] == "DaemonSet"]
+    of_pod, of_daemon = pod["spec"], daemon_set["spec"]["template"]["spec"]
+    [mine], [daemons] = of_pod["containers"], of_daemon["containers"]
+    _, *words = mine["command"]
+
+    assert arguments.parser().parse_args(words).yes
+    assert mine["image"] == daemons["image"]
+    assert of_pod["hostPID"] is of_daemon["hostPID"] is True
+    assert {it["name"] for it in mine["volumeMounts"]} == {it["name"] for it in of_pod["volumes"]}
+    assert all(it in of_pod["volumes"] for it in of_daemon["volumes"])
+    places = {(it["name"], it["mountPath"], "readOnly" in it) for it in mine["volumeMounts"]}
+    assert places >= {
+        (it["name"], it["mountPath"], "readOnly" in it) for it in daemons["volumeMounts"]
+    }
+
+
 def test_every_block_is_well_formed() -> None:
     """YAML of the pages can be read, and Python compiles."""
     for page, text in blocks("yaml"):

@@ -4,7 +4,7 @@ Each part that leaves something knows how to find and to remove it (`Leftover`).
 order: what uses a thing goes before the thing.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from metagpu.agent.paths import AgentPaths
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.contracts.capabilities import LeavesOnNode
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover, Removal, Result, settle
-from metagpu.core.errors import ClusterError, DriverError, describe_error
+from metagpu.core.errors import ClusterError, DriverError, KubeletError, describe_error
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import CLIENT_NAME
+from metagpu.core.model.shares import Holder
 from metagpu.host import node_leftovers as on_host
 from metagpu.host.cgroups import DEFAULT_ROOT
 from metagpu.host.container_cgroups import find_pods
@@ -38,6 +39,8 @@ from metagpu.plugins.pod_api.folder import SOCKET_NAME as POD_SOCKET
 _POLL: Final = 0.2
 _RUN_FILES: Final = ("mps", SOCKET_NAME, FAULTS, "faults.new", "lib", LOCK_NAME)
 """A control daemon that stays keeps them all: `mps` is not empty then."""
+_GPU: Final = "GPU-"
+"""The prefix of our shares' ids."""
 _POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET)
 
 
@@ -87,10 +90,17 @@ class Uninstall:
 
         Raises:
             AnotherDaemon: a daemon runs on this node.
+            KubeletError: there is no kubelet's folder, and something is to be removed.
             ConfigError: the configuration is not valid, or does not fit the GPUs.
         """
+        folder = self.paths.kubelet_dir
+        if self.wanted and not await anyio.Path(folder).is_dir():
+            raise KubeletError(
+                f"nothing is removed: there is no {folder}; run this on the node, or in a pod that "
+                "mounts what the DaemonSet does, or name the kubelet's folder with --kubelet-dir"
+            )
         report = Report()
-        lock = FolderLock(self.paths.kubelet_dir, period=1.0)
+        lock = FolderLock(folder, period=1.0)
         async with AsyncExitStack() as stack:
             await to_thread.run_sync(stack.enter_context, lock_of(self.paths.run_dir))
             await stack.enter_async_context(lock.held())
@@ -112,36 +122,35 @@ class Uninstall:
     @asynccontextmanager
     async def _node(self, report: Report) -> AsyncIterator[AbandonedNode]:
         """Read GPUs and pods; keep the driver open while the block lasts."""
-        agent, readable = self.agent, True
+        agent = self.agent
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(agent.driver.session())
                 await agent.survey()
             except DriverError as error:
-                readable = False
                 report.notes.append(f"the GPUs cannot be read, and stay as they are: {error}")
-            known = await self._learn_pods(report) if readable else True
+            holders = await self._learn_holders(report)
             snapshot = agent.registry.snapshot
             assignments = [(it.gpu, it.backend) for it in agent.layout.backend_assignments]
             run_dir, daemons = self.paths.run_dir.absolute(), agent.host_daemons
-            yield AbandonedNode(run_dir, daemons, agent.driver, snapshot, assignments, known)
+            yield AbandonedNode(run_dir, daemons, agent.driver, snapshot, assignments, holders)
 
-    async def _learn_pods(self, report: Report) -> bool:
-        """Return whether the kubelet knows which pods hold shares, also one that starts."""
+    async def _learn_holders(self, report: Report) -> Collection[Holder] | None:
+        """Return the containers with shares, `None` if the kubelet does not say in time."""
         reason = ""
         with anyio.move_on_after(self.pods_deadline):
             while True:
                 try:
-                    if await self._ask_kubelet():
-                        return True
+                    if (holders := await self._ask_kubelet()) is not None:
+                        return holders
                     reason = "it does not list all pods that run"
                 except Exception as error:  # noqa: BLE001 - gRPC fails in many ways
                     reason = describe_error(error)
                 await anyio.sleep(_POLL)
         report.notes.append(f"the kubelet does not say which pods hold shares: {reason}")
-        return False
+        return None
 
-    async def _ask_kubelet(self) -> bool:
+    async def _ask_kubelet(self) -> Collection[Holder] | None:
         answer = await read_leases(self.paths.pod_resources, anyio.current_time())
         allocated = await to_thread.run_sync(read_allocated_ids, self.paths.kubelet_dir)
         pods = allocated.pods if allocated else {}
@@ -149,9 +158,10 @@ class Uninstall:
         unlisted = {uid for uid, ids in pods.items() if ids - answer.holders.keys()}
         present = await to_thread.run_sync(find_pods, self.cgroups, unlisted)
         if present:
-            return False
+            return None
         self.agent.registry.apply(answer)
-        return True
+        # The registry knows no lease of a GPU that cannot be read.
+        return {it for share, it in answer.holders.items() if share.startswith(_GPU)}
 
     def _in_folders(self, node: AbandonedNode) -> Sequence[Leftover]:
         pod_dir, cdi_dir = self.paths.pod_dir, self.paths.cdi_dir

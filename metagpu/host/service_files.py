@@ -48,6 +48,8 @@ class ServiceFile(msgspec.Struct, frozen=True):
             found = self.path.read_text(encoding="utf-8", errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return FileState.MISSING
+        except OSError:  # something else is at its place, or only others may read it
+            return FileState.CHANGED
         return FileState.SAME if found == self.content else FileState.CHANGED
 
     def write(self) -> None:

@@ -15,6 +15,7 @@ from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.uninstall import Uninstall
 from metagpu.core.contracts.driver import ComputeMode
+from metagpu.core.errors import MetagpuError
 from metagpu.core.grants import cdi
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.nvml.driver import NvmlDriver
@@ -60,7 +61,7 @@ async def uninstall(
         daemons=sim_daemons(),
         cluster_settings=cluster,
     )
-    left = replace(paths, pod_dir=folder / "pod")
+    left = replace(paths, pod_dir=folder / "pod", cdi_dir=folder / "cdi")
     root, program = folder / "root", Path("/opt/metagpu")
     job = Uninstall(agent, left, root, program, wanted, force, pods_deadline=0.5)
     report = await job.run()
@@ -101,6 +102,45 @@ async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
         await it.kubelet.delete(held)
         assert await run("--yes") == (0, dict.fromkeys(mounted, "removed"))
     assert {*os.listdir(tmp_path)} - before <= {"metagpu.yaml", "pr.sock", "cdi"}  # noqa: PTH208 - names
+
+
+@pytest.mark.parametrize("lost", ["driver", "gpu"])
+async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) -> None:
+    """The kubelet says who holds shares, also of GPUs that cannot be read."""
+    node = build_node("a100-40gb:2")
+    specification = tmp_path / "cdi" / cdi.FILE_NAME
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, node, QUICK, kubelet=kubelet) as it:
+            await it.until(20, 20)
+            held = SimPod.single("held", {METAGPU: 3})
+            envs = (await kubelet.admit(held))["main"].envs
+        if lost == "driver":
+            node.unload_driver()
+        else:
+            [gpu] = [it for it in node.gpus if it.id == envs["NVIDIA_VISIBLE_DEVICES"]]
+            node.lose_gpu(gpu)
+        await anyio.Path(specification.parent).mkdir()
+        await anyio.Path(specification).touch()
+
+        found = await uninstall(tmp_path, node)
+        assert found["CDI specification"] == "stays used by pod default/held; --force removes it"
+
+        await kubelet.delete(held)
+        assert (await uninstall(tmp_path, node))["CDI specification"] == "removed"
+    await anyio.Path(specification).touch()
+    found = await uninstall(tmp_path, node)
+    assert found["CDI specification"].startswith("stays the kubelet does not say")
+    assert (await uninstall(tmp_path, node, force=True))["CDI specification"] == "removed"
+
+
+async def test_nothing_is_removed_without_the_kubelets_folder(tmp_path: Path) -> None:
+    """A container without the node's mounts would look like a clean node."""
+    node = build_node("t4:1")
+    (tmp_path / "metagpu.yaml").write_text(QUICK)
+    assert await uninstall(tmp_path, node, wanted=False) == {}
+    with pytest.raises(MetagpuError, match=r"device-plugins.* mounts .*--kubelet-dir"):
+        await uninstall(tmp_path, node)
 
 
 async def test_no_daemon_may_run(tmp_path: Path) -> None:

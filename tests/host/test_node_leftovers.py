@@ -44,16 +44,17 @@ def test_a_folder_with_control_daemons_stays_whole(tmp_path: Path) -> None:
 
 def test_what_an_operator_has_changed_stays(tmp_path: Path) -> None:
     """A service file that differs stays, with force too; the others go, and the unit's link."""
-    files = [ServiceFile(tmp_path / "etc/metagpu" / name, "x") for name in ("a", "b")]
-    for file in files:
+    files = [ServiceFile(tmp_path / "etc/metagpu" / name, "x") for name in ("a", "b", "c")]
+    for file in files[:2]:
         file.write()
     files[1].path.write_text("y")
+    files[2].path.mkdir()  # cannot be read
     link = tmp_path / "etc/systemd/system/multi-user.target.wants/metagpu.service"
     link.parent.mkdir(parents=True)
     link.symlink_to("/etc/systemd/system/metagpu.service")
 
     results = [removed(it, force=True).result for it in find_service(files, tmp_path)]
-    assert results == [Result.REMOVED, Result.STAYS, Result.REMOVED]
+    assert results == [Result.REMOVED, Result.STAYS, Result.STAYS, Result.REMOVED]
     assert files[1].path.read_text() == "y"
     assert not link.is_symlink()
 

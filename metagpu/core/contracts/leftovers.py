@@ -1,6 +1,6 @@
 """Leftovers: made by metagpu on a node or at the API server, and left by its end."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ class AbandonedNode(msgspec.Struct, frozen=True):
         run_dir: the daemon's run folder.
         snapshot: GPUs and leases.
         assignments: the backends of the configuration, each with a GPU.
-        pods_known: whether the kubelet has said which pods hold shares.
+        holders: the containers with shares by the kubelet's list, also of GPUs that cannot be
+            read; `None` where it does not say.
     """
 
     run_dir: Path
@@ -79,25 +80,17 @@ class AbandonedNode(msgspec.Struct, frozen=True):
     driver: Driver
     snapshot: Snapshot
     assignments: Sequence[tuple[Gpu, Backend]]
-    pods_known: bool
-
-    @property
-    def holders(self) -> Sequence[Holder]:
-        """The containers with shares, in the order of their names."""
-        leases = (it for state in self.snapshot.gpus.values() for it in state.leases.values())
-        found = {it.holder for it in leases if it.holder is not None}
-        return sorted(found, key=lambda it: (it.namespace, it.pod, it.container))
+    holders: Collection[Holder] | None
 
     @property
     def used_by(self) -> str:
         """The pods for which something has to stay; empty if none holds a share."""
-        if not self.pods_known:
+        if self.holders is None:
             return "the kubelet does not say which pods hold shares"
-        if not (holders := self.holders):
+        if not self.holders:
             return ""
-        first = f"{holders[0].namespace}/{holders[0].pod}"
-        others = len({(it.namespace, it.pod) for it in holders}) - 1
-        return f"used by pod {first}" + (f" and {others} others" if others else "")
+        first, *others = sorted({f"{it.namespace}/{it.pod}" for it in self.holders})
+        return f"used by pod {first}" + (f" and {len(others)} others" if others else "")
 
 
 async def settle(found: Leftover, *, wanted: bool, force: bool) -> Removal:

@@ -240,19 +240,31 @@ def lock_of(run_dir: Path) -> Iterator[None]:
 def _lock(path: Path) -> Iterator[None]:
     """Hold a lock file while the block lasts; the kernel releases it at any end.
 
-    The file stays: removed, it would let a second daemon lock a new file beside the first's.
+    Only an uninstallation removes the file, and it holds the lock. A lock on a removed file
+    is taken again, on the file at the path: two files would let two daemons run.
 
     Raises:
         AnotherDaemon: another daemon holds the lock.
         OSError: the file cannot be created.
     """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
-    try:
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AnotherDaemon(f"another metagpu runs here already: it holds {path}") from None
-        yield
-    finally:
-        os.close(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AnotherDaemon(f"another metagpu runs here already: it holds {path}") from None
+            if _is_at(path, lock):
+                yield
+                return
+        finally:
+            os.close(lock)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Return whether an open file is the one at a path."""
+    try:
+        there, here = path.stat(), os.fstat(file)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

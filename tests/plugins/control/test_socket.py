@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -258,6 +259,24 @@ async def test_a_daemon_that_still_starts_keeps_others_out(tmp_path: Path) -> No
 
     async with control_server(tmp_path, HANDLERS):
         assert await asked(tmp_path, command="echo") == {"command": "echo"}
+
+
+async def test_a_lock_on_a_removed_file_counts_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file goes between its opening and its lock, as by an uninstallation that ends."""
+    locked = fcntl.flock
+
+    def remove_first(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", locked)
+        (tmp_path / LOCK_NAME).unlink()
+        locked(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    async with control_server(tmp_path, HANDLERS):
+        with pytest.raises(MetagpuError, match="another metagpu runs here already"):
+            async with control_server(tmp_path, HANDLERS):
+                pass
 
 
 async def test_a_foreign_file_in_the_sockets_place_stays(tmp_path: Path) -> None:

@@ -78,6 +78,6 @@ async def _reason_to_stay(node: AbandonedNode, device: str, supervisor: DaemonSu
     if clients:
         return f"it has clients: {format_pids(clients)}"
     state = node.snapshot.gpus.get(GpuId(device))
-    if state is not None and not state.leases and node.pods_known:
+    if state is not None and not state.leases and node.holders is not None:
         return ""
     return node.used_by
