@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -90,41 +91,70 @@ class Tenure:
             TakeoverFailed: the daemon that gave the node away keeps its locks.
         """
         async with AsyncExitStack() as stack:
-            predecessor = None
+            another: AnotherDaemon | None = None
             try:
                 await self._hold(stack)
             except AnotherDaemon as other:
-                if takeover is None:
-                    raise
-                async with anyio.create_task_group() as waiting:
-                    waiting.start_soon(self._answer_probes)
-                    predecessor = await self._wait_node(stack, other, asks_after)
-                    waiting.cancel_scope.cancel()
-            if predecessor is None and takeover is not None:
-                await takeover.grant_at_once()
+                another = other
+            serve = partial(self._serve, stack, tasks, after, beside)
+            if another is None:
+                if takeover is not None:
+                    await takeover.grant_at_once()
+                await serve()
+            elif takeover is None:
+                raise another
+            else:
+                probes = PausableTasks((self._answer_probes,))
+                async with anyio.create_task_group() as probing:
+                    probing.start_soon(probes.run)
+                    predecessor = await self._wait_node(stack, another, asks_after)
+                    if predecessor is None:
+                        await takeover.grant_at_once()
+                        await probes.pause()  # the tasks need their port, here and below
+                        await serve()
+                    else:
+                        for task in tasks:
+                            probing.start_soon(task)
+                        await self._take_over(stack, predecessor, takeover)
+                        await probes.pause()
+                        await self._serve(stack, (), after)
 
-            async with (
-                beside() if predecessor is None else nullcontext(),
-                anyio.create_task_group() as group,
-            ):
-                if predecessor is None:
-                    group.start_soon(after.run)  # first: it counts events, and none may be missed
-                for task in tasks:
-                    group.start_soon(task)
-                if predecessor is not None and takeover is not None:
-                    if not await self._succeed(predecessor, takeover):
-                        self._end(TenureEnd.FAILED)
-                        await anyio.sleep_forever()
-                    await self._hold_soon(stack)
-                    group.start_soon(after.run)
-                async with anyio.create_task_group() as locking:
-                    locking.start_soon(self.lock.run)
-                    await self.hand_over.done.wait()
-                    locking.cancel_scope.cancel()
-                await stack.aclose()  # the new daemon waits for the locks; nothing takes them again
-                await self.hand_over.gate.wait_answered()  # here signals are heard
-                self._end(TenureEnd.HANDED_OVER)
-                await anyio.sleep_forever()
+    async def _serve(
+        self,
+        stack: AsyncExitStack,
+        tasks: Sequence[Work],
+        after: PausableTasks,
+        beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    ) -> None:
+        """Run the tasks until another daemon has the node, and then until cancelled."""
+        async with beside(), anyio.create_task_group() as group:
+            for task in (after.run, *tasks):  # first the one that counts events: all of them
+                group.start_soon(task)
+            await self._keep_until_handed_over(stack)
+
+    async def _take_over(
+        self, stack: AsyncExitStack, predecessor: Predecessor, takeover: Takeover
+    ) -> None:
+        """Get the node and its locks; a failure is the end of the tenure.
+
+        Raises:
+            TakeoverFailed: the daemon that gave the node away keeps its locks.
+        """
+        if not await self._succeed(predecessor, takeover):
+            self._end(TenureEnd.FAILED)
+            await anyio.sleep_forever()
+        await self._hold_soon(stack)
+
+    async def _keep_until_handed_over(self, stack: AsyncExitStack) -> None:
+        """Keep the locks until another daemon has the node; then wait to be cancelled."""
+        async with anyio.create_task_group() as locking:
+            locking.start_soon(self.lock.run)
+            await self.hand_over.done.wait()
+            locking.cancel_scope.cancel()
+        await stack.aclose()  # the new daemon waits for the locks; nothing takes them again
+        await self.hand_over.gate.wait_answered()  # here signals are heard
+        self._end(TenureEnd.HANDED_OVER)
+        await anyio.sleep_forever()
 
     def _end(self, end: TenureEnd) -> None:
         self.end = end

@@ -317,6 +317,23 @@ async def test_probes_of_a_daemon_that_waits(tmp_path: Path, *, same_network: bo
             assert await probe(addresses[0], "metrics") == 200
 
 
+BLIND = """
+import anyio
+from metagpu.core.health.watch import HealthWatch
+HealthWatch.survey = lambda self: anyio.sleep_forever()
+"""
+"""A daemon whose NVML does not answer."""
+
+
+async def test_a_daemon_that_cannot_take_over_yet_is_alive(tmp_path: Path) -> None:
+    """The kubelet does not restart a new daemon for a driver that is slow."""
+    address = f"127.0.0.1:{free_port()}"
+    async with exchanges(tmp_path, None) as (it, _), it.daemon(BLIND, "--metrics", address):
+        await until_probe(address, "healthz", 200)
+        assert await probe(address, "readyz") == 503
+        assert it.kubelet.registrations[METAGPU] == 1
+
+
 def free_port() -> int:
     """Return a port of this machine that nobody uses."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -23,13 +23,21 @@ _REASON_LENGTH: Final = 500
 
 
 class NotedFault(msgspec.Struct, frozen=True):
-    """A GPU that is out of service; `needs_proof` as in `GpuRecovery`."""
+    """A GPU that is out of service; `needs_proof` as in `GpuRecovery`.
+
+    A newer daemon may know kinds of faults that this one does not: `kind` is `None` then.
+    """
 
     gpu: GpuId
     reason: str
     since: float
-    fault: Fault | None = None
+    fault: str | None = None
     needs_proof: bool = False
+
+    @property
+    def kind(self) -> Fault | None:
+        """The kind of the fault."""
+        return Fault(self.fault) if self.fault in set(Fault) else None
 
 
 class NotedDevice(msgspec.Struct, frozen=True):

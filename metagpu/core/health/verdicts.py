@@ -48,7 +48,7 @@ class GpuVerdicts:
         for fault in found.faults:
             recovery = GpuRecovery(needs_proof=fault.needs_proof)
             self.recovering[fault.gpu] = self._restored_recoveries[fault.gpu] = recovery
-            self.registry.apply(GpuFaulted(fault.gpu, fault.reason, fault.since, fault.fault))
+            self.registry.apply(GpuFaulted(fault.gpu, fault.reason, fault.since, fault.kind))
             if fault.needs_proof:
                 self.registry.apply(GpuNeedsProof(fault.gpu))
             log.error("gpu still out of service", gpu=fault.gpu, reason=fault.reason)

@@ -5,6 +5,8 @@ from metagpu.core.health.fault_note import (
     NotedCordon,
     NotedDevice,
     NotedFault,
+    decode,
+    encode,
     take_note,
 )
 from metagpu.core.health.verdicts import GpuVerdicts
@@ -73,3 +75,11 @@ def test_the_proof_that_either_daemon_asks_for_is_needed() -> None:
     verdicts.fault(A, "XID 79", Fault.XID, proof=True)
     verdicts.adopt(silent)
     assert verdicts.recovering[A].needs_proof
+
+
+def test_a_kind_of_fault_of_a_newer_daemon_is_restored() -> None:
+    """A GPU stays out of service, whatever this daemon knows of the reason."""
+    newer = decode(encode(FaultNote((NotedFault(A, "melted", 1, "heat"),)), "boot"), "boot")
+    verdict = started(newer).registry.snapshot.gpus[A].verdict
+
+    assert (verdict.healthy, verdict.reason, verdict.fault) == (False, "melted", None)
