@@ -122,7 +122,6 @@ def go_programs() -> tuple[GoPrograms, ...]:
         GoPrograms(
             "helm", helm, ("cmd/helm",), stamps=(f"{helm}/internal/version.version=v{{version}}",)
         ),
-        GoPrograms("kubeconform", "github.com/yannh/kubeconform", ("cmd/kubeconform",)),
         GoPrograms(
             "nvidia-ctk",
             toolkit,
