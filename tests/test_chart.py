@@ -18,6 +18,7 @@ from metagpu.cli.arguments import parser
 from metagpu.cli.options import Variable
 from metagpu.plugins.cluster.settings import ALL_FEATURES, Feature
 from tests.e2e.rig.tools import Tools
+from tests.rigs.driver_layouts import HOST_FOLDERS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -101,8 +102,9 @@ def test_manifests_are_those_of_the_chart(helm: str) -> None:
         ("privileges.mig=true", ["KILL", "SYS_ADMIN"]),
         ("privileges.timeSlice=true,privileges.memoryEnforcement=false", ["SYS_ADMIN"]),
         ("privileges.driverLimits=true", ["KILL", "SYS_ADMIN"]),
-        ("privileges.mps=true", None),
+        ("privileges.mps=true", ["KILL", "SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT"]),
         ("privileges.devices=true", None),
+        ("privileges.devices=true,privileges.mps=true", None),
     ],
 )
 def test_privileges_are_those_of_the_features(
@@ -119,6 +121,95 @@ def test_privileges_are_those_of_the_features(
     assert security["allowPrivilegeEscalation"] is False
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert "privileged" not in security
+
+
+def test_mps_is_not_confined_by_apparmor(helm: str) -> None:
+    """Mounts of MPS are not refused by the runtime's profile, before and after Kubernetes 1.30."""
+    assert _container(helm, "privileges.mps=true")["securityContext"]["appArmorProfile"] == {
+        "type": "Unconfined"
+    }
+    assert "appArmorProfile" not in _container(helm, "simulate=t4:1")["securityContext"]
+
+    older = script.render(helm, "--set=privileges.mps=true", "--kube-version=1.29.0")
+    [template] = [
+        it["spec"]["template"] for it in yaml.safe_load_all(older) if it["kind"] == "DaemonSet"
+    ]
+    name = "container.apparmor.security.beta.kubernetes.io/metagpu"
+    assert template["metadata"]["annotations"][name] == "unconfined"
+    [container] = template["spec"]["containers"]
+    assert "appArmorProfile" not in container["securityContext"]
+
+
+def test_named_fields_replace_those_of_the_privileges(helm: str) -> None:
+    """A field that `securityContext` sets to false is false."""
+    security = _container(helm, "securityContext.readOnlyRootFilesystem=false")["securityContext"]
+    assert security["readOnlyRootFilesystem"] is False
+    assert security["runAsUser"] == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        ("cdi.enabled=true", ["/host/run/cdi"]),
+        ("deviceListStrategy=cdi-cri,cdi.dir=/etc/cdi", ["/host/etc/cdi"]),
+        ("privileges.mps=true", []),
+        ("privileges.devices=true", []),
+        ("devCharLinks=true", ["/host/dev/char"]),
+        ("nvidiaDriverRoot=/", []),
+        ("cdi.enabled=true,nvidiaDriverRoot=/run/nvidia/driver", ["/host/run/cdi"]),
+        ("nvidiaDevRoot=/", []),
+        ("nvidiaDevRoot=/run/nvidia/driver", []),
+        ("nvidiaDevRoot=/opt/gpus,nvidiaDriverRoot=/opt/gpus", []),
+        ("nvidiaDevRoot=/opt/gpus", ["/host/opt/gpus/dev"]),
+    ],
+)
+def test_only_folders_without_the_hosts_sockets_are_mounted(
+    helm: str, values: str, more: list[str]
+) -> None:
+    """The pod sees the host's programs, libraries and devices, and never the host's root."""
+    spec = _pod(helm, values)
+    paths = {it["name"]: it["hostPath"]["path"] for it in spec["volumes"] if "hostPath" in it}
+    assert not {"/", "/run", "/var", "/var/run", "/etc"} & set(paths.values())
+    mounts = {it["mountPath"]: it for it in spec["containers"][0]["volumeMounts"]}
+    below = {path: it for path, it in mounts.items() if path.startswith("/host/")}
+    assert sorted(below) == sorted([*(f"/host/{it}" for it in HOST_FOLDERS), *more])
+    for path, mount in below.items():
+        assert paths[mount["name"]].removeprefix("/var") == path.removeprefix("/host")
+        assert mount.get("readOnly", False) is (path != "/host/dev/char")
+    # A recursive mount sees no later mounts: the driver container's come when they come.
+    assert {path for path, it in below.items() if it.get("recursiveReadOnly")} == {
+        f"/host/{it}" for it in ("usr", "lib", "dev")
+    }
+
+
+def test_without_a_reason_nothing_of_the_host_is_mounted(helm: str) -> None:
+    """NVIDIA's runtime brings driver and devices: the pod needs no folder for them."""
+    mounts = {it["mountPath"] for it in _pod(helm, "simulate=")["containers"][0]["volumeMounts"]}
+    assert not [it for it in mounts if it.startswith(("/host", "/driver-root"))]
+
+
+@pytest.mark.parametrize("page", ["deploy/chart/README.md", "docs/upgrade.md"])
+def test_an_upgrade_takes_the_new_charts_defaults(page: str) -> None:
+    """With --reuse-values helm ignores the defaults of values that a new chart adds."""
+    text = (ROOT / page).read_text()
+    assert "helm upgrade metagpu deploy/chart" in text
+    assert " --reuse-values" not in text
+
+
+def test_the_notes_name_the_quota_of_gke() -> None:
+    """GKE admits system-node-critical outside of kube-system by a ResourceQuota alone."""
+    assert "ResourceQuota" in (CHART / "templates" / "NOTES.txt").read_text()
+    page = (ROOT / "docs" / "distributions.md").read_text()
+    [quota] = re.findall(r"```yaml\n(apiVersion: v1\nkind: ResourceQuota\n.*?)```", page, re.DOTALL)
+    [scope] = yaml.safe_load(quota)["spec"]["scopeSelector"]["matchExpressions"]
+    assert scope["scopeName"] == "PriorityClass"
+    assert scope["values"] == [VALUES["priorityClassName"]]
+
+
+@pytest.mark.parametrize("values", ["enabled=true", "kubeletRoot=/k", "global.a=b"])
+def test_what_fits_is_accepted(helm: str, values: str) -> None:
+    """The schema refuses neither a short path nor what helm and other charts set."""
+    assert _render(helm, values)
 
 
 @pytest.mark.parametrize("feature", list(Feature))
@@ -192,6 +283,19 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("features.janitor=true,admissionPolicies=false", "the janitor needs pods"),
         ("features.janitor=true,features.janitor-dry-run=true", "set one of them"),
         ("metrics.port=0", "maxSurge waits for the probe"),
+        (
+            "metrics.port=0,metrics.serviceMonitor.enabled=true,updateStrategy.type=OnDelete",
+            "metrics.serviceMonitor: there are no metrics",
+        ),
+        (
+            "metrics.port=0,metrics.podMonitor.enabled=true,updateStrategy.type=OnDelete",
+            "metrics.podMonitor: there are no metrics",
+        ),
+        ("updateStrategy.rollingUpdate.maxSurge=0", "one of maxSurge and maxUnavailable is 0"),
+        ("updateStrategy.rollingUpdate.maxUnavailable=1", "one of maxSurge and maxUnavailable"),
+        ("cdi.dir=", "/cdi/dir"),
+        ("config.map.a b=c", "invalid propertyName 'a b'"),
+        ("kubeletRoot=/", "/kubeletRoot"),
         ("privileges.root=true", "additional properties 'root' not allowed"),
         ("kubeletRoot=var/lib/kubelet", "/kubeletRoot"),
         ("config.inline.version=v1", "missing property 'pools'"),
@@ -208,10 +312,15 @@ def _render(helm: str, *values: str) -> list[dict[str, Any]]:
     return [it for it in yaml.safe_load_all(script.render(helm, *options)) if it]
 
 
-def _container(helm: str, *values: str) -> dict[str, Any]:
+def _pod(helm: str, *values: str) -> dict[str, Any]:
     documents = _render(helm, *values)
-    spec = next(it for it in documents if it["kind"] == "DaemonSet")["spec"]["template"]["spec"]
-    container: dict[str, Any] = spec["containers"][0]
+    daemon_set = next(it for it in documents if it["kind"] == "DaemonSet")
+    spec: dict[str, Any] = daemon_set["spec"]["template"]["spec"]
+    return spec
+
+
+def _container(helm: str, *values: str) -> dict[str, Any]:
+    container: dict[str, Any] = _pod(helm, *values)["containers"][0]
     return container
 
 
@@ -223,7 +332,7 @@ def _schema_keys(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[st
     """Yield each value of the schema, and whether its own keys are open."""
     for name, inner in schema.get("properties", {}).items():
         here = SCHEMA["definitions"][inner["$ref"].rpartition("/")[2]] if "$ref" in inner else inner
-        if (whole := f"{path}{name}") == "global":  # helm's own
+        if (whole := f"{path}{name}") in {"global", "enabled"}:  # helm's own
             continue
         closed = here.get("additionalProperties") is False
         yield whole, not closed

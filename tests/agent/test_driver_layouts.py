@@ -12,7 +12,7 @@ from metagpu.plugins.control.client import send_request
 from tests.agent.test_daemon import daemon
 from tests.e2e.rig.go_programs import go_programs
 from tests.rigs.cdi import check_spec
-from tests.rigs.driver_layouts import DRIVER_CONTAINER, NodeLayout
+from tests.rigs.driver_layouts import DRIVER_CONTAINER, HOST_FOLDERS, NodeLayout
 from tests.rigs.file_systems import command_inside
 
 CONFIG = """
@@ -60,6 +60,13 @@ async def served(
     return status, check_spec(text)
 
 
+def mounts_of_a_pod(node: NodeLayout) -> dict[str, Path]:
+    """Return the chart's mounts of the host's folders, which the kubelet creates if missing."""
+    for folder in HOST_FOLDERS:
+        (node.root / folder).mkdir(parents=True, exist_ok=True)
+    return {f"/host/{it}": node.root / it for it in HOST_FOLDERS}
+
+
 def check_names(node: NodeLayout, status: dict[str, Any], spec: dict[str, Any]) -> None:
     """Check that a specification names two GPUs, the driver and hooks, as the node has them."""
     assert status["cdi"]["noLibraries"] is None
@@ -83,7 +90,7 @@ async def test_every_layout_serves(
     for folder in here:
         folder.mkdir(exist_ok=True)
     inside = (
-        command_inside(tmp_path / "fs", {"/host": node.root})
+        command_inside(tmp_path / "fs", mounts_of_a_pod(node))
         if in_pod
         else command_inside(
             tmp_path / "fs",
@@ -105,7 +112,7 @@ async def test_a_named_root_of_the_chart_serves(tmp_path: Path) -> None:
     """With the driver's root named and mounted on its own, CDI names the same paths."""
     node = NodeLayout(tmp_path / "node", DRIVER_CONTAINER, in_container=True, dev=DRIVER_CONTAINER)
     await to_thread.run_sync(node.build)
-    mounts = {"/host": node.root, "/driver-root": node.root / DRIVER_CONTAINER}
+    mounts = mounts_of_a_pod(node) | {"/driver-root": node.root / DRIVER_CONTAINER}
     inside = command_inside(tmp_path / "fs", mounts)
 
     status, spec = await served(tmp_path, inside, "--driver-root", f"/{DRIVER_CONTAINER}")

@@ -56,7 +56,7 @@ class Release:
 
     def upgrade(self, *options: str) -> None:
         """Change the release, and wait until it is rolled out."""
-        wait = ("--reuse-values", "--wait", "--timeout=120s")
+        wait = ("--reset-then-reuse-values", "--wait", "--timeout=120s")
         self.helm("upgrade", "metagpu", CHART, *wait, *options)
 
     def clear(self) -> None:

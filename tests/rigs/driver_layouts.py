@@ -14,6 +14,8 @@ VERSION: Final = "550.163.01"
 """The version that the C library of `nvml_library` reports."""
 LIBRARIES: Final = "usr/lib/x86_64-linux-gnu"
 DRIVER_CONTAINER: Final = "run/nvidia/driver"
+HOST_FOLDERS: Final = ("usr", "lib", "dev", "run/nvidia")
+"""Folders of the host that the chart's pod has below /host."""
 TOOLKIT_CONTAINER: Final = "usr/local/nvidia/toolkit"
 _NULL: Final = os.makedev(1, 3)
 _STAND_IN: Final = """

@@ -75,6 +75,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if or .Values.cdi.enabled (contains "cdi" .Values.deviceListStrategy) }}yes{{ end -}}
 {{- end }}
 
+{{/* The root of /dev that needs a mount of its own: no other mount of the host's has it. */}}
+{{- define "metagpu.devRoot" -}}
+{{- $root := trimSuffix "/" .Values.nvidiaDevRoot -}}
+{{- if not (or (eq $root .Values.nvidiaDriverRoot) (hasPrefix "/run/nvidia/" (printf "%s/" $root))) }}{{ $root }}{{ end -}}
+{{- end }}
+
 {{/* Combinations that no schema can refuse. */}}
 {{- define "metagpu.check" -}}
 {{- if and .Values.config.name (or .Values.config.map .Values.config.inline) }}
@@ -94,6 +100,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- if and (include "metagpu.surges" .) (not .Values.metrics.port) }}
 {{- fail "metrics.port: a rollout with maxSurge waits for the probe /readyz; set a port, or updateStrategy.rollingUpdate.maxSurge=0 and maxUnavailable=1" }}
+{{- end }}
+{{- if eq .Values.updateStrategy.type "RollingUpdate" }}
+{{- $unavailable := toString (default dict .Values.updateStrategy.rollingUpdate).maxUnavailable }}
+{{- if eq (empty (include "metagpu.surges" .)) (has $unavailable (list "0" "0%")) }}
+{{- fail "updateStrategy.rollingUpdate: one of maxSurge and maxUnavailable is 0, and the other is not: set maxSurge=1 and maxUnavailable=0, or maxSurge=0 and maxUnavailable=1" }}
+{{- end }}
+{{- end }}
+{{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.port) }}
+{{- fail "metrics.serviceMonitor: there are no metrics without a port: set metrics.port, or metrics.serviceMonitor.enabled=false" }}
+{{- end }}
+{{- if and .Values.metrics.podMonitor.enabled (not .Values.metrics.port) }}
+{{- fail "metrics.podMonitor: there are no metrics without a port: set metrics.port, or metrics.podMonitor.enabled=false" }}
 {{- end }}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled }}
 {{- fail "metrics: a PodMonitor and a ServiceMonitor would count everything twice: set one of them" }}
