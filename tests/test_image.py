@@ -6,7 +6,9 @@ import re
 import tarfile
 from pathlib import Path
 
-from deploy.image import archive
+import pytest
+
+from deploy.image import archive, debian
 from deploy.image.__main__ import DOCKERFILE
 
 VARIABLES = {"VERSION": "1.2.3", "REVISION": "abc"}
@@ -72,6 +74,28 @@ def test_an_archive_depends_on_content_alone(tmp_path: Path) -> None:
     ]
 
     assert written[0] == written[1] != written[2]
+
+
+@pytest.mark.parametrize(
+    ("sources", "named", "archive"),
+    [
+        (["http://mirror.example/debian-security/", "http://mirror.example/debian/"], "", True),
+        (["http://mirror.example/ubuntu/"], "http://mirror.example/", True),
+        (["http://mirror.example/ubuntu/"], "", False),
+        ([], "", False),
+    ],
+)
+def test_the_archive_is_that_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, sources: list[str], named: str, *, archive: bool
+) -> None:
+    """Debian's packages come from where apt's sources say, or the variable; else an error."""
+    monkeypatch.setenv("DEBIAN_ARCHIVE", named)
+    monkeypatch.setattr(debian, "run", lambda *_: "\n".join(sources))
+    if archive:
+        assert debian.find_archive() == "http://mirror.example"
+    else:
+        with pytest.raises(SystemExit, match="in DEBIAN_ARCHIVE"):
+            debian.find_archive()
 
 
 def test_files_belong_to_root_and_give_nobodys_rights(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from deploy.image.layer import MACHINES, PYTHON, Interpreter, run
 RELEASE = "trixie"
 PACKAGES = ("base-files", "ca-certificates", "dash", "mount", f"python{PYTHON}", "util-linux")
 """With all that they depend on; metagpu itself needs Python alone."""
-ARCHIVE = os.environ.get("DEBIAN_ARCHIVE", "http://deb.debian.org")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 _UNUSED = (
@@ -63,15 +62,36 @@ def own_architecture() -> str:
     return names[os.uname().machine]
 
 
+def find_archive() -> str:
+    """Return the address that has `debian` and `debian-security`, as apt's sources here name it.
+
+    The variable DEBIAN_ARCHIVE names another one.
+
+    Raises:
+        SystemExit: apt has no source of Debian's archive.
+    """
+    if named := os.environ.get("DEBIAN_ARCHIVE"):
+        return named.rstrip("/")
+    for source in run("apt-get", "indextargets", "--format", "$(REPO_URI)").splitlines():
+        address, _, name = source.rstrip("/").rpartition("/")
+        if address and name == "debian":
+            return address
+    raise SystemExit(
+        "apt has no source of Debian's archive on this machine: name the address that has "
+        "`debian` and `debian-security` in DEBIAN_ARCHIVE"
+    )
+
+
 def _write_settings(work: Path, architecture: str) -> Path:
     """Write apt's settings for a state of its own; return their file."""
     sources = work / "sources"
     for folder in (sources, work / "lists" / "partial", work / "cache" / "archives" / "partial"):
         folder.mkdir(parents=True)
+    archive = find_archive()
     parts = {"debian": f"{RELEASE} {RELEASE}-updates", "debian-security": f"{RELEASE}-security"}
     (sources / "debian.sources").write_text(
         "\n".join(
-            f"Types: deb\nURIs: {ARCHIVE}/{name}\nSuites: {suites}\nComponents: main\n"
+            f"Types: deb\nURIs: {archive}/{name}\nSuites: {suites}\nComponents: main\n"
             f"Signed-By: {KEYRING}\n"
             for name, suites in parts.items()
         )

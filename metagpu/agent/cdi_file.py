@@ -47,7 +47,8 @@ class CdiTiming(msgspec.Struct, frozen=True):
     """Seconds.
 
     Attributes:
-        check: between two checks whether another program has changed the file.
+        check: between two checks whether another program has changed the file, and between two
+            attempts to read the driver's edits.
         node_deadline: the wait for the device nodes of a new MIG device. The driver's programs, or
             udev, create them a moment after the device.
         node_poll: between two scans for these nodes.
@@ -151,12 +152,18 @@ class CdiFile:
         return (self.folder or CDI_DIR) / cdi.FILE_NAME
 
     async def _check_file(self) -> None:
-        """Write the file again when another program has changed or removed it."""
+        """Write the file again when another program has changed or removed it.
+
+        While the driver's edits are missing, the toolkit is asked for them again: it may have been
+        installed meanwhile, or have been over its deadline.
+        """
         while True:
             await anyio.sleep(self.timing.check)
             if self._names and await to_thread.run_sync(_read, self._file) != self._text:
                 self._text = ""
-            if self._problem or not self._text:
+            if missing := bool(self.driver_edits.problem):
+                await self.driver_edits.read(self.registry.snapshot.versions.driver)
+            if missing or self._problem or not self._text:
                 await self._try()
 
     async def _try(self, *, rescan: bool = True) -> None:

@@ -62,7 +62,8 @@ class DriverEdits:
                 problem = f"`{_COMMAND[0]}`: {error}"
             if problem != self.problem:
                 log.warning("cdi edits of the driver unavailable", error=problem)
-            self.problem = problem
+            # Those of another driver, or of other roots, name libraries that are gone.
+            self.edits, self.problem, self._read_for = cdi.ContainerEdits(), problem, None
             return
         self.edits, self.problem, self._read_for = edits, "", (driver, roots)
 

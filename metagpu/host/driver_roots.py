@@ -34,6 +34,9 @@ PROGRAMS: Final = ("usr/bin", "bin", "usr/local/bin", "usr/local/nvidia/bin", TO
 _HOOKS: Final = ("nvidia-cdi-hook", "nvidia-ctk")
 """Programs that run a CDI file's hooks; toolkits before 1.17 have the second one alone."""
 
+_MOST_LINKS: Final = 40
+"""Links that the kernel follows in one path."""
+
 
 def find_roots(options: RootOptions) -> DriverRoots:
     """Look for the driver and the device nodes, and choose. Blocks."""
@@ -47,17 +50,53 @@ def program_roots(options: RootOptions) -> tuple[Path, ...]:
 
 def library_folders(root: Path) -> Sequence[Path]:
     """Return the folders below a root that have NVML. Blocks."""
-    folders = (root / folder for folder in LIBRARIES)
-    return [folder for folder in folders if (folder / NVML_LIBRARY).is_file()]
+    found = [
+        folder
+        for name in LIBRARIES
+        for folder in (
+            follow_links(root, name),
+            follow_links(root, f"{name}/{NVML_LIBRARY}").parent,
+        )
+        if _has_library(root, folder)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def follow_links(root: Path, path: str) -> Path:
+    """Return where a path below a root leads for the root's own system. Blocks.
+
+    An absolute link there starts at that root, and the kernel would start at this process's.
+    """
+    found, links, left = root, _MOST_LINKS, [*reversed(Path(path).parts)]
+    while left:
+        part = left.pop()
+        following = found / part
+        if part == "/":
+            found = root
+        elif part == "..":
+            found = root if found == root else found.parent
+        elif links and following.is_symlink():
+            links -= 1
+            left.extend(reversed(following.readlink().parts))
+        else:
+            found = following
+    return found
 
 
 def find_hook(host: Folder) -> str:
     """Return the host's path of the program of CDI hooks, empty for none. Blocks."""
     for program in _HOOKS:
         for folder in PROGRAMS:
-            if os.access(Path(host.here) / folder / program, os.X_OK):
+            if os.access(follow_links(Path(host.here), f"{folder}/{program}"), os.X_OK):
                 return f"/{folder}/{program}"
     return ""
+
+
+def _has_library(root: Path, folder: Path) -> bool:
+    """Return whether the linker opens the root's own NVML in a folder."""
+    library = folder / NVML_LIBRARY
+    there = follow_links(root, str(library.relative_to(root)))
+    return library.is_file() and library.resolve() == there.resolve()
 
 
 def _contents(root: Path) -> FolderContents:

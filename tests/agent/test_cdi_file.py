@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -29,6 +30,7 @@ from metagpu.testing.node import RecordedPrograms
 from tests.core.grants.test_cdi import TOOLKIT
 from tests.rigs.cdi import CdiRefusedError, check_spec, host, resolve_nodes
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import until
 
 BY_CDI = frozenset({DeviceListStrategy.CDI_CRI})
 NODE_FILE = "gpus: [{model: a100-40gb, mig: true, instances: [2g.10gb@4]}, {model: a100-40gb}]\n"
@@ -59,6 +61,11 @@ class CdiFileRig:
         """Return the devices that are in the file."""
         spec = check_spec(self._file.read_text())
         return [device["name"] for device in spec["devices"]]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Return what is in the file."""
+        return check_spec(self._file.read_text())
 
     def set_devices(self, **named: HardwareDevice) -> None:
         """Set the devices that the first GPU's backend reports."""
@@ -297,6 +304,51 @@ async def test_an_absent_toolkit_is_reported_once(
         assert report is not None
         assert why in report["noLibraries"]
         assert len(tools.calls) == 2  # it may have been installed meanwhile
+
+
+class LateToolkit(Toolkit):
+    """A host whose toolkit answers in some of its runs."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = [*answers]
+
+    async def run(self, *command: str) -> str:
+        """Print the specification, or fail; the last answer repeats."""
+        if self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]:
+            return await super().run(*command)
+        raise ProgramError("`nvidia-ctk` did not end within 30 s")
+
+
+async def test_a_toolkit_that_answers_later_is_asked_again(tmp_path: Path) -> None:
+    """Without any change of the node the file gets the libraries; the log has one failure."""
+    tools = LateToolkit(False, False, True)  # noqa: FBT003 - three runs
+    async with (
+        run_file(tmp_path, tools, CdiTiming(check=0.01)) as it,
+        anyio.create_task_group() as group,
+    ):
+        with capture_module_logs(driver_edits) as log:
+            await it.file.update(injection(tmp_path))
+            assert "containerEdits" in it.spec
+            assert "mounts" not in it.spec["containerEdits"]
+            group.start_soon(it.file.run)
+
+            async def mounted() -> bool:
+                return "mounts" in it.spec["containerEdits"]
+
+            await until(mounted)
+        assert len(log) == 1
+        assert problems_of(it.file, "noLibraries") is None
+        group.cancel_scope.cancel()
+
+
+async def test_a_failing_toolkit_leaves_no_libraries_of_another_driver(tmp_path: Path) -> None:
+    """The file loses the old driver's libraries when those of the new one cannot be read."""
+    async with run_file(tmp_path, LateToolkit(True, False, True)) as it:  # noqa: FBT003 - three runs
+        for version, known in (("570.1", True), ("580.2", False), ("570.1", True)):
+            it.file.registry.apply(DriverRead(Versions(version)))
+            await it.file.update(injection(tmp_path))
+            assert ("mounts" in it.spec["containerEdits"]) == known
+            assert (problems_of(it.file, "noLibraries") is None) == known
 
 
 async def test_another_driver_has_other_libraries(tmp_path: Path) -> None:

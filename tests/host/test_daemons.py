@@ -24,6 +24,7 @@ from metagpu.host.programs import HostPrograms
 from metagpu.sim.machine.containers import SimHost
 from tests.host.test_programs import program
 from tests.rigs.daemons import DAEMONS, serving, stand_in
+from tests.rigs.privileges import require_mounts
 from tests.rigs.waiting import until
 
 HERE = os.getpid()
@@ -218,8 +219,7 @@ async def test_a_missing_program_is_an_error(tmp_path: Path) -> None:
 
 async def test_a_daemon_sees_its_own_folder(tmp_path: Path) -> None:
     """Only the daemon sees its mounts; the host's folder stays unchanged."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount: run as root to see that a daemon has its own /dev/shm")
+    require_mounts("a daemon has its own /dev/shm")
     place, private = tmp_path / "place", tmp_path / "private"
     place.mkdir()
     private.mkdir()
@@ -238,8 +238,7 @@ async def test_a_daemon_sees_its_own_folder(tmp_path: Path) -> None:
 
 async def test_a_volume_is_bounded_and_mounted_once(tmp_path: Path) -> None:
     """A volume is a tmpfs with a size and the folder's mode; the next start uses it again."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount: run as root to see that a volume has a size")
+    require_mounts("a volume has a size")
     volume = tmp_path / "volume"
     volume.mkdir()
     volume.chmod(0o1777)
@@ -295,8 +294,7 @@ async def test_a_daemon_of_a_container_has_the_hosts_mounts(
 
     Where the container does not see the host's mounts, the error has the fix, and no mount is left.
     """
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount: run as root to see that a volume is the host's")
+    require_mounts("a volume is the host's")
     volume = tmp_path / "volume"
     volume.mkdir()
     run = HOST.programs.run
@@ -331,8 +329,7 @@ async def test_a_pod_without_the_hosts_processes_starts_no_daemon(tmp_path: Path
 @pytest.mark.parametrize("lacking", ["sys_admin", "sys_ptrace"])
 async def test_a_missing_capability_is_named(tmp_path: Path, lacking: str) -> None:
     """Without the right to mount, or to enter the host, no daemon starts; the error names it."""
-    if os.geteuid() != 0:
-        pytest.skip("only root has capabilities to lose: run as root")
+    require_mounts("a capability that is missing")
     (tmp_path / "volume").mkdir()
     drop = ("setpriv", f"--bounding-set=-{lacking}", f"--inh-caps=-{lacking}")
     container = ("unshare", "--mount", *drop) if lacking == "sys_ptrace" else drop
@@ -343,8 +340,7 @@ async def test_a_missing_capability_is_named(tmp_path: Path, lacking: str) -> No
 
 async def test_a_daemon_is_in_a_cgroup_of_its_own(tmp_path: Path) -> None:
     """The daemon is in its cgroup in every hierarchy, with a node's score; both end with it."""
-    if os.geteuid() != 0:
-        pytest.skip("only root makes cgroups: run as root to see that a daemon has its own")
+    require_mounts("a daemon has its own cgroup, which a container's root cannot make either")
     name = f"metagpu-test/{tmp_path.name}"
     spec = replace(sleeper(tmp_path), cgroup=name)
     process = await HOST.start(spec)
@@ -371,8 +367,7 @@ def _copy_shell(root: Path, libraries: Sequence[str]) -> None:
 
 async def test_a_driver_container_is_entered(tmp_path: Path) -> None:
     """A root with a loader of its own is the daemon's root, and has the daemon's folder."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may change its root: run as root to see that a daemon does")
+    require_mounts("a daemon changes its root")
     root = tmp_path / "driver"
     for name in ("proc", "sys", "dev"):
         (root / name).mkdir(parents=True)
@@ -465,6 +460,7 @@ async def test_long_output_is_discarded(tmp_path: Path, monkeypatch: pytest.Monk
 
 async def test_a_mount_that_fails_ends_the_start(tmp_path: Path) -> None:
     """A daemon whose mount fails is not started; the error has the folder and the reason."""
+    require_mounts("a mount that fails")
     spec = replace(sleeper(tmp_path), mounts={tmp_path / "nowhere": tmp_path / "missing"})
 
     with pytest.raises(ProgramError, match="nowhere: No such file or directory"):

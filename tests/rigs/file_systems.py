@@ -1,11 +1,10 @@
 """A process in a file system of its own, as a container has it; only root may make one."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 
-import pytest
+from tests.rigs.privileges import require_mounts
 
 
 def command_inside(
@@ -18,8 +17,7 @@ def command_inside(
         mounts: folders by the path where the command sees them.
         over: folders whose files the command sees beside those of a folder of this machine.
     """
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount: run as root to test the layouts of a node")
+    require_mounts("the layouts of a node")
     root.mkdir()
     lines = ["set -e", f"root={quote(str(root))}", "mount -t tmpfs tmpfs $root"]
     for entry in sorted(Path("/").iterdir()):

@@ -1,6 +1,5 @@
 """NVIDIA's own MPS control daemons, from Debian's archive."""
 
-import os
 from functools import cache
 from pathlib import Path
 
@@ -10,14 +9,14 @@ from metagpu.host.daemons import HostDaemons
 from metagpu.host.programs import HostPrograms
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.nvidia_packages import DRIVERS, MPS, provide
+from tests.rigs.privileges import require_mounts
 
 __all__ = ["DRIVERS", "real_daemons"]
 
 
 def real_daemons(driver: str) -> HostDaemons:
     """Return daemons of a driver's version; skip the test with the reason if there are none."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount: run as root to test NVIDIA's own MPS programs")
+    require_mounts("NVIDIA's own MPS programs")
     found = _provide(driver)
     if isinstance(found, RigError):
         pytest.skip(f"NVIDIA's own MPS programs of driver {driver} were not tested: {found}")
