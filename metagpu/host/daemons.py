@@ -218,7 +218,7 @@ class HostDaemons(msgspec.Struct, frozen=True):
             "cgroup": daemon.cgroup if self.on_host else "",
             "volumes": {str(folder): size for folder, size in daemon.volumes.items()},
             "links": [str(it) for it in daemon.volumes if it != daemon.lock.parent],
-            "mounts": {str(at): str(folder) for at, folder in daemon.mounts.items()},
+            "mounts": {str(at): str(it) for at, it in daemon.mounts.items() if self.on_host},
             "output": str(daemon.output),
             "folder": str(daemon.pid_file.parent),
             "path": os.environ.get("PATH", os.defpath),

@@ -467,6 +467,14 @@ async def test_a_mount_that_fails_ends_the_start(tmp_path: Path) -> None:
         await HOST.start(spec)
 
 
+async def test_a_simulated_daemon_needs_no_mount(tmp_path: Path) -> None:
+    """A daemon that is not the host's starts without its mounts, and so without a privilege."""
+    spec = replace(sleeper(tmp_path), mounts={tmp_path / "nowhere": tmp_path / "missing"})
+    daemons = replace(HOST, on_host=False)
+
+    await daemons.kill(await daemons.start(spec))
+
+
 def test_processes_are_identified_by_their_start() -> None:
     """Our pid with another start time is not a running process."""
     ourselves = running.read_process(HERE)
