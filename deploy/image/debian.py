@@ -72,7 +72,9 @@ def find_archive() -> str:
     """
     if named := os.environ.get("DEBIAN_ARCHIVE"):
         return named.rstrip("/")
-    for source in run("apt-get", "indextargets", "--format", "$(REPO_URI)").splitlines():
+    # Without the release's information: apt may never have been updated on this machine.
+    targets = run("apt-get", "indextargets", "--no-release-info", "--format", "$(REPO_URI)")
+    for source in targets.splitlines():
         address, _, name = source.rstrip("/").rpartition("/")
         if address and name == "debian":
             return address

@@ -145,6 +145,15 @@ class Cluster:
             with self.wait_for_new_list():
                 self.daemon.start(*options)
         self.await_amounts(ALL_SHARES, ALL_SHARES)
+        wait_for("every share to be free", self._all_free, within_s=AMOUNTS_S)
+
+    def _all_free(self) -> bool:
+        """Return whether the daemon knows of no holder, also after a restart of the kubelet.
+
+        The Node's numbers may be those of before the restart.
+        """
+        shares = [gpu["shares"] for gpu in self.daemon.status()["gpus"]]
+        return all(it["free"] == it["capacity"] for known in shares for it in known.values())
 
     @contextmanager
     def wait_for_new_list(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """metagpu as a DaemonSet with NVIDIA's own MPS programs, and a client in a pod."""
 
+import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -10,7 +12,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.host import daemon_processes
 from metagpu.plugins.control.client import send_request
 from tests.e2e.cluster import NAMESPACE, Cluster, Incarnation, pod
-from tests.e2e.mps_agent import DRIVER_ROOT, MEMORY
+from tests.e2e.mps_agent import DRIVER_ROOT, HOST_PROCESS, MEMORY
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
@@ -72,7 +74,10 @@ class MpsPods:
             "workingDir": str(REPOSITORY),
             "securityContext": SECURITY,
             "resources": {"limits": {"memory": str(MEMORY)}},
-            "env": [{"name": DRIVER_ROOT, "value": str(self._driver_root)}],
+            "env": [
+                {"name": DRIVER_ROOT, "value": str(self._driver_root)},
+                {"name": HOST_PROCESS, "value": str(os.getpid())},
+            ],
         }
         run_dir = host_path(self.run_dir)
         run_dir[1]["mountPropagation"] = "HostToContainer"
@@ -146,6 +151,8 @@ class MpsPods:
         with suppress(RigError):
             self.kubectl("delete", "daemonset", NAME, f"--namespace={NAMESPACE}", "--wait")
         self._cluster.clear()
+        subprocess.run(["umount", "--recursive", "--lazy", str(self.run_dir)], check=False)
+        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _client_is_connected(self) -> bool:
         return "connected" in self.kubectl("logs", "client", f"--namespace={NAMESPACE}")

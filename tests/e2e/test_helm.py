@@ -21,6 +21,9 @@ from tests.e2e.test_exchange import arrivals, phases
 
 CHART = str(REPOSITORY / "deploy" / "chart")
 SYSTEM = "kube-system"
+RELEASE, NAME = "chart", "chart-metagpu"
+"""Not `metagpu`: other tests have applied the manifests of deploy/, which have that name."""
+OURS = f"--selector=app.kubernetes.io/instance={RELEASE}"
 GPU_LABEL = "nvidia.com/gpu.present"
 SOON_S = 60.0
 
@@ -48,7 +51,7 @@ MATRIX = (
 
 @dataclass(frozen=True)
 class Release:
-    """The release `metagpu` on the node."""
+    """The release on the node."""
 
     cluster: Cluster
     helm: Helm
@@ -57,7 +60,7 @@ class Release:
     def upgrade(self, *options: str) -> None:
         """Change the release, and wait until it is rolled out."""
         wait = ("--reset-then-reuse-values", "--wait", "--timeout=120s")
-        self.helm("upgrade", "metagpu", CHART, *wait, *options)
+        self.helm("upgrade", RELEASE, CHART, *wait, *options)
 
     def clear(self) -> None:
         """Delete the pods with shares, and wait until they are gone."""
@@ -67,9 +70,7 @@ class Release:
 
     def daemons(self) -> dict[str, Document]:
         """Return the pods of the DaemonSet that do not end, by uid."""
-        found = self.cluster.kubectl.list(
-            "pods", SYSTEM, "--selector=app.kubernetes.io/name=metagpu"
-        )
+        found = self.cluster.kubectl.list("pods", SYSTEM, OURS)
         alive = [it for it in found if "deletionTimestamp" not in it["metadata"]]
         return {it["metadata"]["uid"]: it for it in alive}
 
@@ -89,13 +90,13 @@ def release(node: Node, daemon: Daemon, helm: Helm) -> Iterator[Release]:
     node.kubectl("label", "node", node.name, f"{GPU_LABEL}=true")
     with service_address():
         notes = helm(
-            *("install", "metagpu", CHART, "--wait", "--timeout=120s"),
+            *("install", RELEASE, CHART, "--wait", "--timeout=120s"),
             *("--set", f"simulate={MODEL}:{GPUS}", "--set-json", _inline(CONFIGURATION)),
         )
         cluster = Cluster(node, daemon)
         wait_for("all shares", lambda: _shares(cluster) == ALL_SHARES, within_s=SOON_S)
         yield Release(cluster, helm, notes)
-        helm("uninstall", "metagpu", "--ignore-not-found")
+        helm("uninstall", RELEASE, "--ignore-not-found")
         cluster.clear()
     node.kubectl("label", "node", node.name, f"{GPU_LABEL}-")
 
@@ -148,7 +149,7 @@ def test_a_changed_profile_restarts_nothing_and_can_be_rolled_back(idle: Release
         "--set-json", _inline(CONFIGURATION.replace("sharesPerGpu: 100", "sharesPerGpu: 10"))
     )
     wait_for("ten shares each", lambda: _shares(idle.cluster) == GPUS * 10, within_s=SOON_S)
-    idle.helm("rollback", "metagpu", "--wait")
+    idle.helm("rollback", RELEASE, "--wait")
     wait_for("all shares again", lambda: _shares(idle.cluster) == ALL_SHARES, within_s=SOON_S)
     assert idle.daemons().keys() == before
 
@@ -197,15 +198,15 @@ def test_an_uninstall_leaves_no_label_and_no_share(idle: Release) -> None:
     assert _own_labels(idle.cluster)
     idle.upgrade("--set", "removeLabelsOnExit=true")
     kubectl(
-        *("delete", "daemonset", "metagpu", f"--namespace={SYSTEM}"),
+        *("delete", "daemonset", NAME, f"--namespace={SYSTEM}"),
         *("--cascade=foreground", "--timeout=60s"),
     )
-    idle.helm("uninstall", "metagpu")
+    idle.helm("uninstall", RELEASE)
     wait_for("no share", lambda: _shares(idle.cluster) == 0, within_s=SOON_S)
     assert _own_labels(idle.cluster) == set()
     status = kubectl.get("node", idle.cluster.node.name)["status"]
     assert not [it for it in status["conditions"] if it["type"].startswith("GPU")]
-    left = kubectl("get", _KINDS, "--all-namespaces", "--selector=app.kubernetes.io/name=metagpu")
+    left = kubectl("get", _KINDS, "--all-namespaces", OURS)
     assert left == ""
     assert idle.cluster.inspect_container("holds") == held
 

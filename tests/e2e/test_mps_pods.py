@@ -22,8 +22,8 @@ def pods(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[MpsPods]:
         pytest.skip(f"NVIDIA's own MPS programs were not tested: {error}")
     cluster.daemon.stop()
     made = MpsPods(cluster, root)
-    made.prepare()
     try:
+        made.prepare()
         made.apply()
         made.await_another(0)
         made.start_client()
