@@ -31,6 +31,9 @@ _NVML: Final = "libnvidia-ml.so.1"
 _SCORE: Final = "-997"
 """The OOM score of a pod that is critical to its node: all clients end with their daemon."""
 
+_NEEDED: Final = {errno.EPERM: "SYS_ADMIN", errno.EACCES: "DAC_OVERRIDE"}
+"""Capabilities by errors. The root of a hierarchy of cgroups has the mode 0555."""
+
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 Request = Mapping[str, Any]
@@ -61,7 +64,8 @@ def enter_host(process: int) -> None:
         names = [f"/proc/{process}/ns/{kind}" for kind in ("cgroup", "mnt")]
         opened = {it: os.open(it, os.O_RDONLY | os.O_CLOEXEC) for it in names}
     except PermissionError as error:
-        raise OSError(f"{_text(error)}; metagpu needs the capability SYS_PTRACE") from error
+        why = f"{error.filename}: {error.strerror}; metagpu needs the capability SYS_PTRACE"
+        raise OSError(why) from error
     for name, namespace in opened.items():
         _check(_libc.setns(namespace, 0), name)
 
@@ -262,7 +266,8 @@ def _check(result: int, what: str) -> None:
 
 def _text(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    hint = "; metagpu needs the capability SYS_ADMIN" if error.errno == errno.EPERM else ""
+    needed = _NEEDED.get(error.errno or 0)
+    hint = f"; metagpu needs the capability {needed}" if needed else ""
     return f"{where}{error.strerror or error}{hint}"
 
 

@@ -31,7 +31,10 @@ pools: [{name: all, backends: [{backend: mps, unitsPerGpu: 10}]}]
 SECURITY = {
     "allowPrivilegeEscalation": False,
     "seccompProfile": {"type": "RuntimeDefault"},
-    "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT"]},
+    "capabilities": {
+        "drop": ["ALL"],
+        "add": ["SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "DAC_OVERRIDE"],
+    },
 }
 """The rights of a container with MPS; no other is needed."""
 CLIENT = """
