@@ -5,6 +5,7 @@ base. Nothing runs in the image: a machine of any processor lays the layer for a
 """
 
 import configparser
+import csv
 import os
 import shutil
 import subprocess
@@ -105,6 +106,18 @@ def install(packages: Path, architecture: str) -> None:
     shutil.rmtree(packages / "bin", ignore_errors=True)
     for stray in packages.glob("*.md"):
         stray.unlink()
+    for record in packages.glob("*.dist-info/RECORD"):
+        _correct_record(record, packages)
+
+
+def _correct_record(record: Path, packages: Path) -> None:
+    """Remove from a package's list of files what is not in the layer.
+
+    A program that pip wrote has the builder's Python in its first line, and the list its digest.
+    """
+    lines = record.read_text().splitlines(keepends=True)
+    present = (it for it in lines if (packages / next(csv.reader([it]))[0]).exists())
+    record.write_text("".join(present))
 
 
 def _write_programs(root: Path, packages: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -20,8 +21,13 @@ PAUSE_IMAGE = "metagpu.local/pause:e2e"
 KEPT_IMAGES = 3
 """Archives of 150 MB that the cache keeps, for other checkouts of this repository."""
 METAGPU_IMAGE = f"metagpu:{__version__}"
-_SOURCES = ("deploy/Dockerfile", "deploy/image", "metagpu", "pyproject.toml", "requirements")
+_SOURCES = (
+    *("LICENSE", "README.md", "deploy/Dockerfile", "deploy/image", "metagpu"),
+    *("pyproject.toml", "requirements"),
+)
 """Files and folders that the image is built of."""
+IMAGE_EPOCH = {"SOURCE_DATE_EPOCH": "0"}
+"""The moment of every build of the image, whatever commit asks for it."""
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The kernel's name of the processor -> the image format's name."""
@@ -60,7 +66,14 @@ def metagpu_image() -> Path:
             old.unlink()
         half = target.with_suffix(".new")
         command = [sys.executable, "-m", "deploy.image", "archive", str(half)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | IMAGE_EPOCH,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode != 0:
             raise RigError(f"`{' '.join(command)}` failed:\n{done.stderr[-2000:]}")
         half.rename(target)
