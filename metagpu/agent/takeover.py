@@ -84,7 +84,7 @@ class Takeover:
         self.finished.set()
         runner.leaves_gpus = False
         lasted = f"{anyio.current_time() - began:.3f}s"
-        log.info("node taken over", after=lasted, leases=len(state.leases))
+        log.info("kubelet reads the new lists", after=lasted, leases=len(state.leases))
 
     async def grant_at_once(self) -> None:
         """Begin without an exchange; the wait for the node may have been long."""

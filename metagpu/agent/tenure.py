@@ -144,6 +144,7 @@ class Tenure:
             self._end(TenureEnd.FAILED)
             await anyio.sleep_forever()
         await self._hold_soon(stack)
+        log.info("node taken over")  # not before commands are answered
 
     async def _keep_until_handed_over(self, stack: AsyncExitStack) -> None:
         """Keep the locks until another daemon has the node; then wait to be cancelled."""
