@@ -102,7 +102,10 @@ def test_manifests_are_those_of_the_chart(helm: str) -> None:
         ("privileges.mig=true", ["KILL", "SYS_ADMIN"]),
         ("privileges.timeSlice=true,privileges.memoryEnforcement=false", ["SYS_ADMIN"]),
         ("privileges.driverLimits=true", ["KILL", "SYS_ADMIN"]),
-        ("privileges.mps=true", ["KILL", "SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "DAC_OVERRIDE"]),
+        (
+            "privileges.mps=true",
+            ["KILL", "SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "DAC_OVERRIDE", "FOWNER"],
+        ),
         ("privileges.devices=true", None),
         ("privileges.devices=true,privileges.mps=true", None),
     ],

@@ -13,7 +13,7 @@ from anyio import to_thread
 from metagpu.core.contracts.programs import Programs
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants import cdi
-from metagpu.core.model.driver_roots import DriverRoots
+from metagpu.core.model.driver_roots import MOUNT_HOST, DriverRoots
 from metagpu.host.driver_roots import find_hook
 
 _COMMAND: Final = ("nvidia-ctk", "cdi", "generate", "--format=json")
@@ -86,7 +86,7 @@ class DriverEdits:
         if not hook and edits.edits.get("hooks"):
             raise ValueError(
                 "the hooks of its specification need nvidia-cdi-hook on the host, and it is not "
-                f"below {roots.host.here}; install NVIDIA's container toolkit on the host, mount "
-                "the host's root at /host, or name the program with --nvidia-cdi-hook-path"
+                f"below {roots.host.here}; install NVIDIA's container toolkit on the host, "
+                f"{MOUNT_HOST}, or name the program with --nvidia-cdi-hook-path"
             )
         return cdi.with_host_paths(edits, (roots.driver, roots.dev, roots.host))

@@ -174,7 +174,7 @@ def pod_resources_of(args: argparse.Namespace) -> Path:
 
 def add_driver_roots(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the driver and the device nodes are."""
-    found = "default: found in the driver container, the host's root at /host, or here"
+    found = "default: found in the driver container, the host's folders below /host, or here"
     for option, variables, help_text in (
         (
             "--driver-root",

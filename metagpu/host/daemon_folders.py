@@ -46,7 +46,9 @@ def empty(folder: Path) -> None:
         finally:
             os.close(top)
     except OSError as error:
-        raise ProgramError(f"{folder} cannot be emptied: {error.strerror}") from error
+        # Another user may have left a folder with the sticky bit.
+        needed = "; metagpu needs the capability FOWNER" if error.errno == errno.EPERM else ""
+        raise ProgramError(f"{folder} cannot be emptied: {error.strerror}{needed}") from error
 
 
 def is_mounted(folder: Path) -> bool:

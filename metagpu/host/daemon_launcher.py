@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +31,8 @@ _NVML: Final = "libnvidia-ml.so.1"
 _SCORE: Final = "-997"
 """The OOM score of a pod that is critical to its node: all clients end with their daemon."""
 
-_NEEDED: Final = {errno.EPERM: "SYS_ADMIN", errno.EACCES: "DAC_OVERRIDE"}
-"""Capabilities by errors. The root of a hierarchy of cgroups has the mode 0555."""
-
+_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where programs of the host are for a container, whose own PATH says nothing of them."""
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 Request = Mapping[str, Any]
@@ -42,32 +41,32 @@ Request = Mapping[str, Any]
 def main(operation: str, request: Request) -> None:
     """Carry out an operation; print its result, or why it failed, in JSON."""
     try:
-        if request["on_host"]:
-            enter_host(request["host_process"])
+        if request["on_host"] and enter_host(request["host_process"]):
+            request = {**request, "path": _PATH}
         answer = {"result": OPERATIONS[operation](request)}
     except OSError as error:
         answer = {"problem": _text(error)}
     print(json.dumps(answer))
 
 
-def enter_host(process: int) -> None:
+def enter_host(process: int) -> bool:
     """Enter the cgroup and mount namespace of a process of the host.
 
-    A process that has its mounts already stays where it is.
+    Returns:
+        Whether this process was elsewhere; one that has the host's mounts stays where it is.
 
     Raises:
         OSError: the kernel refuses.
     """
     if _root_mount(process) == _root_mount(os.getpid()):
-        return
-    try:
-        names = [f"/proc/{process}/ns/{kind}" for kind in ("cgroup", "mnt")]
+        return False
+    names = [f"/proc/{process}/ns/{kind}" for kind in ("cgroup", "mnt")]
+    with _needs("the capability SYS_PTRACE", errno.EACCES, errno.EPERM):
         opened = {it: os.open(it, os.O_RDONLY | os.O_CLOEXEC) for it in names}
-    except PermissionError as error:
-        why = f"{error.filename}: {error.strerror}; metagpu needs the capability SYS_PTRACE"
-        raise OSError(why) from error
-    for name, namespace in opened.items():
-        _check(_libc.setns(namespace, 0), name)
+    with _needs("the capabilities SYS_ADMIN and SYS_CHROOT", errno.EPERM):
+        for name, namespace in opened.items():
+            _check(_libc.setns(namespace, 0), name)
+    return True
 
 
 def mount(request: Request) -> str:
@@ -96,7 +95,8 @@ def unmount(request: Request) -> str:
     """
     for folder in request["volumes"]:
         if os.path.ismount(folder):
-            _check(_libc.umount2(os.fsencode(folder), _DETACH), folder)
+            with _may_mount():
+                _check(_libc.umount2(os.fsencode(folder), _DETACH), folder)
     for root, _ in _hierarchies() if request["cgroup"] else ():
         for level in (root / request["cgroup"], (root / request["cgroup"]).parent):
             with suppress(OSError):  # it has another daemon, or is gone
@@ -136,7 +136,9 @@ def _become(request: Request) -> None:
     """
     os.setsid()
     if request["cgroup"]:
-        _enter_cgroup(request["cgroup"])
+        # The root of a hierarchy of cgroups has the mode 0555.
+        with _needs("the capability DAC_OVERRIDE", errno.EACCES):
+            _enter_cgroup(request["cgroup"])
     with suppress(OSError):  # a lower score needs the capability SYS_RESOURCE
         Path("/proc/self/oom_score_adj").write_text(_SCORE, encoding="ascii")
     # The daemon appends, so that its output can be shortened while it runs.
@@ -151,7 +153,8 @@ def _become(request: Request) -> None:
         command = [program, *command[1:]]
         env = {"PATH": _path_beside(program, request["path"]), **libraries, **env}
     if request["mounts"] or root != "/":
-        _check(_libc.unshare(_NEW_MOUNTS), "a mount namespace")
+        with _may_mount():
+            _check(_libc.unshare(_NEW_MOUNTS), "a mount namespace")
         # What the host unmounts, as a pod's volume, is not kept by the daemon.
         _mount("", "/", _SLAVE | _RECURSIVE)
     if root != "/":
@@ -163,7 +166,8 @@ def _become(request: Request) -> None:
     for target, folder in request["mounts"].items():
         _mount(folder, root.rstrip("/") + target, _BIND)
     if root != "/":
-        os.chroot(root)
+        with _needs("the capability SYS_CHROOT", errno.EPERM):
+            os.chroot(root)
     os.chdir("/")
     os.execve(command[0], command, env)
 
@@ -250,7 +254,8 @@ def _root_mount(process: int) -> bytes:
 def _mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
     words = [os.fsencode(it) or None for it in (source, target, kind)]
     result = _libc.mount(*words, ctypes.c_ulong(flags), os.fsencode(options) or None)
-    _check(result, target)
+    with _may_mount():
+        _check(result, target)
 
 
 def _check(result: int, what: str) -> None:
@@ -264,11 +269,29 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, os.strerror(number), what)
 
 
+@contextmanager
+def _may_mount() -> Iterator[None]:
+    with (
+        _needs("the capability SYS_ADMIN", errno.EPERM),
+        _needs("the AppArmor profile Unconfined", errno.EACCES),
+    ):
+        yield
+
+
+@contextmanager
+def _needs(right: str, *numbers: int) -> Iterator[None]:
+    """Name the missing right where a call in the block fails with these errors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
+        raise OSError(f"{_text(error)}; metagpu needs {right}") from error
+
+
 def _text(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    needed = _NEEDED.get(error.errno or 0)
-    hint = f"; metagpu needs the capability {needed}" if needed else ""
-    return f"{where}{error.strerror or error}{hint}"
+    return f"{where}{error.strerror or error}"
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class HostDaemons(msgspec.Struct, frozen=True):
             ProgramError: a volume cannot be mounted or emptied, another process has the daemon's
                 lock, or the daemon could not be started, or ended at once.
         """
+        # Also for a daemon on the host, which the launcher finds again: its commands start here.
         command, _ = await self.programs.resolve(daemon.program, *daemon.arguments)
         await self._refuse_second(daemon)
         if daemon.volumes and self.on_host:

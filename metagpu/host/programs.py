@@ -17,7 +17,7 @@ from anyio.abc import ByteReceiveStream, Process
 
 from metagpu.core.contracts.programs import CommandResult
 from metagpu.core.errors import ProgramError, ProgramMissing
-from metagpu.host.driver_roots import PROGRAMS, TOOLKIT, library_folders
+from metagpu.host.driver_roots import PROGRAMS, TOOLKIT, follow_links, library_folders
 
 DEADLINE: Final = 10.0
 """Seconds for one run: nvidia-smi takes one or two without persistence mode."""
@@ -226,8 +226,8 @@ async def _drain(stream: ByteReceiveStream | None, into: bytearray) -> None:
 
 def _possible_paths(root: Path, program: str) -> Iterator[Path]:
     # The toolkit's own name is a script, which names the host's paths; the program is beside it.
-    yield root / TOOLKIT / f"{program}.real"
-    yield from (root / folder / program for folder in PROGRAMS)
+    yield follow_links(root, f"{TOOLKIT}/{program}.real")
+    yield from (follow_links(root, f"{folder}/{program}") for folder in PROGRAMS)
 
 
 def _with_libraries(root: Path, links: Path | None) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ import pynvml
 import structlog
 
 from metagpu.core.errors import DriverUnavailable
+from metagpu.core.model.driver_roots import MOUNT_HOST
 
 log = structlog.get_logger()
 
@@ -37,6 +38,6 @@ def load_library(names: Sequence[str]) -> None:
         log.info("nvml library loaded", path=name)
         return
     raise DriverUnavailable(
-        f"NVML is missing: {'; '.join(problems)}; install the NVIDIA driver on this node, mount "
-        "the host's root at /host in the container, or name the driver's root with --driver-root"
+        f"NVML is missing: {'; '.join(problems)}; install the NVIDIA driver on this node, "
+        f"{MOUNT_HOST} in the container, or name the driver's root with --driver-root"
     )

@@ -10,6 +10,7 @@ import pytest
 from metagpu.sim.kubelet.pods import SimContainer, SimPod
 from tests.agent.test_daemon import daemon
 from tests.rigs.agent import METAGPU, QUICK
+from tests.rigs.privileges import with_only
 
 KILL = QUICK.replace("name: all", "name: all\n    memoryEnforcement: {policy: kill}")
 
@@ -17,12 +18,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root gives capabilities up"),
     pytest.mark.skipif(which("setpriv") is None, reason="setpriv of util-linux is missing"),
 ]
-
-
-def with_only(*capabilities: str) -> tuple[str, ...]:
-    """Return the command that starts a program as root with these capabilities alone."""
-    bounds = ",".join(("-all", *(f"+{it}" for it in capabilities)))
-    return ("setpriv", f"--bounding-set={bounds}", "--inh-caps=-all", "--no-new-privs")
 
 
 async def test_fractions_need_no_capability(tmp_path: Path) -> None:

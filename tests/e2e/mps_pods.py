@@ -16,7 +16,7 @@ from tests.e2e.mps_agent import DRIVER_ROOT, HOST_PROCESS, MEMORY
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
-from tests.e2e.rig.programs import running_processes
+from tests.e2e.rig.programs import command_line, end_processes, running_processes
 from tests.e2e.rig.settings import KUBELET_HOME
 from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
@@ -33,7 +33,7 @@ SECURITY = {
     "seccompProfile": {"type": "RuntimeDefault"},
     "capabilities": {
         "drop": ["ALL"],
-        "add": ["SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "DAC_OVERRIDE"],
+        "add": ["SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "DAC_OVERRIDE", "FOWNER"],
     },
 }
 """The rights of a container with MPS; no other is needed."""
@@ -150,10 +150,13 @@ class MpsPods:
         return str(status["lastState"].get("terminated", {}).get("reason"))
 
     def remove(self) -> None:
-        """Remove the DaemonSet and the client, and wait for the end of the control daemon."""
+        """Remove the DaemonSet and the client, and end the control daemon, which outlives both."""
         with suppress(RigError):
             self.kubectl("delete", "daemonset", NAME, f"--namespace={NAMESPACE}", "--wait")
         self._cluster.clear()
+        with suppress(RigError, ValueError):  # none was started
+            daemon = self.control_daemon().pid
+            end_processes({daemon: command_line(daemon)})
         subprocess.run(["umount", "--recursive", "--lazy", str(self.run_dir)], check=False)
         shutil.rmtree(self.run_dir, ignore_errors=True)
 

@@ -112,14 +112,16 @@ def driver(configurable: Cluster) -> Iterator[Path]:
         "PATH": os.pathsep.join([str(hook.parent), os.environ["PATH"]]),
         "NVIDIA_CTK_CDI_GENERATE_MODE": "management",
     }
-    daemon.stop()
-    daemon.start()
-    configurable.await_amounts(200, 200)
-    yield libraries
-    daemon.stop()
-    daemon.gpus = simulated
-    daemon.environment.clear()
-    shutil.rmtree(daemon.device_root / "usr")
+    try:
+        daemon.stop()
+        daemon.start()
+        configurable.await_amounts(200, 200)
+        yield libraries
+    finally:
+        daemon.stop()
+        daemon.gpus = simulated
+        daemon.environment.clear()
+        shutil.rmtree(daemon.device_root / "usr")
 
 
 def test_a_container_has_the_drivers_libraries(configurable: Cluster, driver: Path) -> None:

@@ -88,17 +88,19 @@ def release(node: Node, daemon: Daemon, helm: Helm) -> Iterator[Release]:
     daemon.stop()
     node.import_images(metagpu_image())
     node.kubectl("label", "node", node.name, f"{GPU_LABEL}=true")
+    cluster = Cluster(node, daemon)
     with service_address():
-        notes = helm(
-            *("install", RELEASE, CHART, "--wait", "--timeout=120s"),
-            *("--set", f"simulate={MODEL}:{GPUS}", "--set-json", _inline(CONFIGURATION)),
-        )
-        cluster = Cluster(node, daemon)
-        wait_for("all shares", lambda: _shares(cluster) == ALL_SHARES, within_s=SOON_S)
-        yield Release(cluster, helm, notes)
-        helm("uninstall", RELEASE, "--ignore-not-found")
-        cluster.clear()
-    node.kubectl("label", "node", node.name, f"{GPU_LABEL}-")
+        try:
+            notes = helm(
+                *("install", RELEASE, CHART, "--wait", "--timeout=120s"),
+                *("--set", f"simulate={MODEL}:{GPUS}", "--set-json", _inline(CONFIGURATION)),
+            )
+            wait_for("all shares", lambda: _shares(cluster) == ALL_SHARES, within_s=SOON_S)
+            yield Release(cluster, helm, notes)
+        finally:
+            helm("uninstall", RELEASE, "--ignore-not-found")
+            cluster.clear()
+            node.kubectl("label", "node", node.name, f"{GPU_LABEL}-")
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def idle(release: Release) -> Release:
 def test_the_api_server_accepts_what_the_chart_renders(
     node: Node, helm: Helm, values: tuple[str, ...]
 ) -> None:
-    """Every object passes the API server's own schema, validation and CEL compiler."""
+    """Kubernetes' own kinds pass the API server's schema, validation and CEL compiler."""
     options = [part for value in values for part in ("--set", value)]
     version = json.loads(node.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
     rendered = helm("template", "metagpu", CHART, f"--kube-version={version}", *options)
@@ -152,6 +154,8 @@ def test_a_changed_profile_restarts_nothing_and_can_be_rolled_back(idle: Release
     idle.helm("rollback", RELEASE, "--wait")
     wait_for("all shares again", lambda: _shares(idle.cluster) == ALL_SHARES, within_s=SOON_S)
     assert idle.daemons().keys() == before
+    (container,) = next(iter(idle.daemons().values()))["status"]["containerStatuses"]
+    assert container["restartCount"] == 0
 
 
 def test_no_pod_fails_during_a_rollout(idle: Release) -> None:

@@ -81,9 +81,9 @@ def agent(cluster: Cluster, archive: Path) -> Iterator[str]:
     node = cluster.node
     node.import_images(archive)
     cluster.daemon.stop()
-    with cluster.wait_for_new_list():
-        cluster.kubectl.apply(*manifests(cluster))
     try:
+        with cluster.wait_for_new_list():
+            cluster.kubectl.apply(*manifests(cluster))
         yield str(wait_for("the agent's pod to run", lambda: running(cluster), within_s=READY_S))
     finally:
         cluster.clear()

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.mps_pods import NAME, MpsPods
+from tests.e2e.mps_pods import NAME, SOON_S, MpsPods
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import PAUSE_IMAGE
 from tests.e2e.rig.nvidia_packages import MPS, provide
+from tests.e2e.rig.waiting import wait_for
 
 
 @pytest.fixture
@@ -72,4 +73,4 @@ def test_no_end_of_a_container_ends_a_control_daemon(pods: MpsPods) -> None:
         pods.await_another(agent)
         assert (pods.control_daemon(), pods.client()) == (daemon, client), end.__name__
         if end is exhaust_memory:
-            assert pods.last_end() == "OOMKilled"
+            wait_for("the reason", lambda: pods.last_end() == "OOMKilled", within_s=SOON_S)

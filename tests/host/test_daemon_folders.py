@@ -1,12 +1,29 @@
 """Folders that containers may write to: emptied without following, waiting, or going deep."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 from metagpu.core.errors import ProgramError
 from metagpu.host import daemon_folders
+from tests.rigs.privileges import with_only
+
+MPS = ("sys_admin", "sys_ptrace", "sys_chroot", "dac_override", "fowner")
+"""The capabilities of a container with MPS (docs/permissions.md)."""
+EMPTY = """
+import sys
+from pathlib import Path
+from metagpu.core.errors import ProgramError
+from metagpu.host.daemon_folders import empty
+try:
+    empty(Path(sys.argv[1]))
+except ProgramError as error:
+    print(error)
+"""
 
 
 def deep_tree(folder: Path, depth: int) -> None:
@@ -80,3 +97,25 @@ def test_a_folder_that_is_filled_all_the_time_is_an_error(
 
     with pytest.raises(ProgramError, match="a container writes into it all the time"):
         daemon_folders.empty(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.skipif(which("setpriv") is None, reason="setpriv of util-linux is missing")
+@pytest.mark.parametrize("lacking", ["", "fowner"])
+def test_a_sticky_folder_of_another_user_is_removed(tmp_path: Path, lacking: str) -> None:
+    """The capabilities of MPS suffice for what a container's user keeps; a missing one is named."""
+    sticky = tmp_path / "sticky"
+    sticky.mkdir()
+    (sticky / "kept").touch()
+    for path in (sticky / "kept", sticky):
+        os.chown(path, 1000, 1000)
+    sticky.chmod(0o1777)
+    run = (*with_only(*(it for it in MPS if it != lacking)), sys.executable, "-c", EMPTY)
+    done = subprocess.run((*run, tmp_path), check=True, capture_output=True, text=True)  # noqa: S603
+
+    if lacking:
+        assert "metagpu needs the capability FOWNER" in done.stdout
+        assert sticky.exists()
+    else:
+        assert done.stdout == ""
+        assert list(tmp_path.iterdir()) == []

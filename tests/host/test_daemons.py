@@ -1,6 +1,7 @@
 """Daemons of the host: programs that outlive metagpu, found again and never mistaken."""
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -326,20 +327,31 @@ async def test_a_pod_without_the_hosts_processes_starts_no_daemon(tmp_path: Path
         await host.start(replace(sleeper(tmp_path), volumes={tmp_path: 1 << 20}))
 
 
-@pytest.mark.parametrize("lacking", ["sys_admin", "sys_ptrace"])
+@pytest.mark.parametrize("lacking", ["sys_admin", "sys_ptrace", "sys_chroot"])
 async def test_a_missing_capability_is_named(tmp_path: Path, lacking: str) -> None:
     """Without the right to mount, or to enter the host, no daemon starts; the error names it."""
     require_mounts("a capability that is missing")
     (tmp_path / "volume").mkdir()
     drop = ("setpriv", f"--bounding-set=-{lacking}", f"--inh-caps=-{lacking}")
-    container = ("unshare", "--mount", *drop) if lacking == "sys_ptrace" else drop
+    container = drop if lacking == "sys_admin" else ("unshare", "--mount", *drop)
     printed = await run_in_container(container, tmp_path)
 
-    assert f"metagpu needs the capability {lacking.upper()}" in printed
+    assert lacking.upper() in printed.partition("metagpu needs the capabilit")[2]
+
+
+SYS_RESOURCE = 24
+"""The bit of the capability that lowers scores, of linux/capability.h."""
+OWN_SCORE = int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def holds(capability: int) -> bool:
+    """Return whether this process has a capability."""
+    (mask,) = re.findall(r"^CapEff:\s(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> capability & 1)
 
 
 async def test_a_daemon_is_in_a_cgroup_of_its_own(tmp_path: Path) -> None:
-    """The daemon is in its cgroup in every hierarchy, with a node's score; both end with it."""
+    """The daemon is in its cgroup in every hierarchy, with a node's score; it ends with it."""
     require_mounts("a daemon has its own cgroup, which a container's root cannot make either")
     name = f"metagpu-test/{tmp_path.name}"
     spec = replace(sleeper(tmp_path), cgroup=name)
@@ -349,6 +361,8 @@ async def test_a_daemon_is_in_a_cgroup_of_its_own(tmp_path: Path) -> None:
         assert {line.rpartition(":")[2] for line in lines.splitlines()} == {f"/{name}"}
         own = await anyio.Path("/proc/self/cgroup").read_text()
         assert name not in own
+        score = int(await anyio.Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+        assert score == (-997 if holds(SYS_RESOURCE) else OWN_SCORE)
     finally:
         await HOST.kill(process)
         await HOST.unmount(spec)

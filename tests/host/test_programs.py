@@ -54,6 +54,15 @@ async def test_a_program_of_the_drivers_root_is_found(bare: Path, folder: str) -
     assert await tools.run("nvidia-smi") == str(bare / "host" / folder / "nvidia-smi")
 
 
+async def test_an_absolute_link_leads_below_its_root(bare: Path) -> None:
+    """A link in the driver's root is that system's: here its target is another file, or none."""
+    program(bare / "host/etc/alternatives", "print('the root has it')")
+    (bare / "host/usr/bin").mkdir(parents=True)
+    (bare / "host/usr/bin/nvidia-smi").symlink_to("/etc/alternatives/nvidia-smi")
+
+    assert await HostPrograms(roots=(bare / "host",)).run("nvidia-smi") == "the root has it"
+
+
 async def test_a_drivers_root_brings_its_library(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,12 @@ from functools import cache
 import pytest
 
 
+def with_only(*capabilities: str) -> tuple[str, ...]:
+    """Return the command that starts a program as root with these capabilities alone."""
+    bounds = ",".join(("-all", *(f"+{it}" for it in capabilities)))
+    return ("setpriv", f"--bounding-set={bounds}", "--inh-caps=-all", "--no-new-privs")
+
+
 def require_mounts(what: str) -> None:
     """Skip the test where this process may not mount; WHAT is not tested then."""
     if not _may_mount():

@@ -25,6 +25,7 @@ from metagpu.core.contracts.capabilities import (
 from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.errors import ProgramError, ProgramMissing, TooManyReplicas
 from metagpu.core.grants.injection import Injection
+from metagpu.core.model.driver_roots import MOUNT_HOST
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.shares import Share, Verdict
@@ -212,9 +213,8 @@ class TimesliceBackend(
             bound.warning(
                 "time-slice setting unavailable",
                 fix=(
-                    "timeSlice needs nvidia-smi. Mount the host's root at /host in the agent's "
-                    "container, name the driver's root with --driver-root, or leave the option "
-                    "out"
+                    f"timeSlice needs nvidia-smi: {MOUNT_HOST} in the container, name the "
+                    "driver's root with --driver-root, or leave the option out"
                 ),
             )
 

@@ -14,7 +14,9 @@ DRIVER_CONTAINER: Final = "/run/nvidia/driver"
 """The file system of the driver container of NVIDIA's GPU operator."""
 HOST_MOUNT: Final = "/host"
 DRIVER_MOUNT: Final = "/driver-root"
-"""Mounts of the host's root and the driver's root in a pod, as pods of NVIDIA's have them."""
+"""Mounts of the host's folders and the driver's root in a pod, as pods of NVIDIA's have them."""
+MOUNT_HOST: Final = f"mount the host's /usr, /lib, /dev and /run/nvidia below {HOST_MOUNT}"
+"""For messages. The whole root would bring the host's sockets, which accept connections."""
 NVML_LIBRARY: Final = "libnvidia-ml.so.1"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from metagpu.core.model.driver_roots import NVML_LIBRARY
+from metagpu.core.model.driver_roots import MOUNT_HOST, NVML_LIBRARY
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Finding
 
 
@@ -16,7 +16,7 @@ def check_roots(roots: Mapping[str, str], status: Mapping[str, Any] | None) -> F
         return OK, found
     if (status or {}).get("gpus"):
         return OK, f"{found}; NVML is found by the linker"
-    fix = "install the driver; in a container, mount the host's root at /host, or see --driver-root"
+    fix = f"install the driver; in a container, {MOUNT_HOST}, or see --driver-root"
     return ERROR, f"{NVML_LIBRARY} is not in {driver}, {roots['reason']}", fix
 
 

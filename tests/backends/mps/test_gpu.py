@@ -215,9 +215,9 @@ async def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     async with run_backends(ALONE, injection=injection, daemons=nobody) as care:
         scene = Scene(care, tmp_path)
         await scene.suspended(
-            "MPS needs nvidia-cuda-mps-control of the driver's utilities: install them, or give "
-            "the agent's container the host's root at /host, or name the driver's with "
-            "--driver-root (there is no nvidia-cuda-mps-control here; looked in PATH"
+            "MPS needs nvidia-cuda-mps-control of the driver's utilities: install them, mount the "
+            "host's /usr, /lib, /dev and /run/nvidia below /host in the container, or name the "
+            "driver's root with --driver-root (there is no nvidia-cuda-mps-control here; looked in"
         )
         await scene.suspended("; it is tried again in 0.2 s")
 

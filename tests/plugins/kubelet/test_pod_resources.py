@@ -65,6 +65,15 @@ async def held(it: Node, count: int) -> None:
                 return
 
 
+async def start(it: Node) -> SimPod:
+    """Start a pod with three shares; return it once they have their holder."""
+    await it.until(20, 20)
+    train = pod("train", 3)
+    await it.kubelet.admit(train)
+    await held(it, 3)
+    return train
+
+
 async def test_every_share_has_its_holder(tmp_path: Path) -> None:
     """Each held share has namespace, pod and container of its holder."""
     two = SimPod(
@@ -100,10 +109,7 @@ async def test_grant_wakes_the_reader(tmp_path: Path) -> None:
 async def test_released_when_the_pod_is_gone(tmp_path: Path) -> None:
     """A share is free again once the kubelet no longer lists it."""
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
-        await it.until(20, 20)
-        train = pod("train", 3)
-        await it.kubelet.admit(train)
-        await held(it, 3)
+        train = await start(it)
         await it.kubelet.delete(train)
         await held(it, 0)
 
@@ -117,10 +123,7 @@ async def test_released_soon_where_others_want_the_gpu(tmp_path: Path) -> None:
         it.kubelet.running(),
         following(it, tmp_path, timing),
     ):
-        await it.until(20, 20)
-        train = pod("train", 3)
-        await it.kubelet.admit(train)
-        await held(it, 3)
+        train = await start(it)
         await anyio.wait_all_tasks_blocked()
         await it.kubelet.delete(train)
         await held(it, 0)
@@ -131,10 +134,7 @@ async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.M
     looks: list[Fact] = []
 
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
-        await it.until(20, 20)
-        train = pod("train", 3)
-        await it.kubelet.admit(train)
-        await held(it, 3)
+        train = await start(it)
         known = KnownPod("t", "default", "train", "Running")
         others = KnownPod("o", "default", "other", "Running")
         it.registry.apply(PodsListed((known, others)))
@@ -181,10 +181,7 @@ async def test_a_pods_end_is_asked_for_at_once(tmp_path: Path) -> None:
 async def test_an_ended_pod_that_is_still_listed_is_asked_for_again(tmp_path: Path) -> None:
     """The API server may report an end that the kubelet does not know yet."""
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
-        await it.until(20, 20)
-        train = pod("train", 3)
-        await it.kubelet.admit(train)
-        await held(it, 3)
+        train = await start(it)
         known = KnownPod("t", "default", "train", "Running")
         it.registry.apply(PodsListed((known,)))
         it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
@@ -209,10 +206,7 @@ async def test_throttled_reader_keeps_its_leases(
 
     monkeypatch.setattr(PodResourcesSource, "check_rate", throttle)
     async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
-        await it.until(20, 20)
-        train = pod("train", 3)
-        await it.kubelet.admit(train)
-        await held(it, 3)
+        train = await start(it)
 
         refusing = True
         await it.kubelet.delete(train)

@@ -27,6 +27,7 @@ from metagpu.backends.common.mps_daemon.decisions import (
 from metagpu.core.contracts.daemons import DaemonProcess, Daemons
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.errors import DriverError, ProgramError, ProgramMissing
+from metagpu.core.model.driver_roots import MOUNT_HOST
 
 LEAVE_DEADLINE: Final = 10.0
 """Seconds that a backend gives its supervisor at the end, to quit the control daemon."""
@@ -316,7 +317,7 @@ def format_pids(pids: Sequence[int]) -> str:
 def _start_problem(error: ProgramError) -> str:
     if isinstance(error, ProgramMissing) and PROGRAM in str(error):
         return (
-            f"MPS needs {PROGRAM} of the driver's utilities: install them, or give the agent's "
-            f"container the host's root at /host, or name the driver's with --driver-root ({error})"
+            f"MPS needs {PROGRAM} of the driver's utilities: install them, {MOUNT_HOST} in the "
+            f"container, or name the driver's root with --driver-root ({error})"
         )
     return f"the MPS control daemon could not be started: {error}"
