@@ -182,6 +182,19 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
+def test_the_client_of_the_api_server_loads_no_models() -> None:
+    """The client loads kubernetes_asyncio without its models, most of its memory and time."""
+    program = "import sys, metagpu.plugins.cluster.client; print(*sys.modules)"
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    names = set(done.stdout.split())
+
+    assert "kubernetes_asyncio.client.api_client" in names
+    assert not [name for name in names if name.startswith("kubernetes_asyncio.client.models.")]
+    assert not [name for name in names if name.startswith("kubernetes_asyncio.client.api.")]
+
+
 def test_values_of_the_daemon_are_structs() -> None:
     """The daemon's values are no dataclasses: Python compiles each one's methods at each start."""
     program = """

@@ -1,7 +1,7 @@
 """Requests and watches of the API server; loaded only where one is used.
 
-With `credentials` the only module that imports kubernetes_asyncio. Objects stay plain data: for
-each watched Node, the library's models cost thirty times as much.
+Objects stay plain data: for each watched Node, the models of kubernetes_asyncio cost thirty times
+as much.
 """
 
 from collections import Counter
@@ -14,13 +14,12 @@ import aiohttp
 import anyio
 import msgspec
 import yaml
-from kubernetes_asyncio.client import ApiClient
-from kubernetes_asyncio.config import ConfigException
 
 from metagpu import __version__
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster.credentials import load_credentials
+from metagpu.plugins.cluster.library import ApiClient, ConfigException
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.settings import ClusterTiming
 

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from anyio import to_thread
-from kubernetes_asyncio.client import Configuration
-from kubernetes_asyncio.config import ConfigException, load_incluster_config
-from kubernetes_asyncio.config.exec_provider import ExecProvider
-from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, KubeConfigMerger
 
 from metagpu.core.contracts.programs import RunCommand
+from metagpu.plugins.cluster.library import (
+    ConfigException,
+    ConfigNode,
+    Configuration,
+    ExecProvider,
+    KubeConfigLoader,
+    KubeConfigMerger,
+    load_incluster_config,
+)
 
 _REPLACED: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
 """Keys of a kubeconfig's user that the answer of its program replaces."""
