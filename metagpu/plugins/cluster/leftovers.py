@@ -37,7 +37,7 @@ async def connected(
     settings: ClusterSettings, run_command: RunCommand, timing: ClusterTiming
 ) -> AsyncIterator["KubeClient"]:
     """Open a client of the API server while the block lasts."""
-    from metagpu.plugins.cluster.client import open_client  # noqa: PLC0415 - 45 MB
+    from metagpu.plugins.cluster.client import open_client  # noqa: PLC0415 - 12 MB
 
     async with open_client(settings.kubeconfig, run_command, timing) as client:
         yield client

@@ -1,4 +1,4 @@
-"""What metagpu uses of kubernetes_asyncio: connection and credentials, no models.
+"""The part of kubernetes_asyncio that metagpu uses: connection and credentials.
 
 The library's own `__init__` modules import all 767 models: 33 MB of memory and a quarter of a
 second, for classes that nobody here uses. Bare packages take their place.
