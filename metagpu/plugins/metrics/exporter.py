@@ -15,7 +15,7 @@ from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import snapshot_samples
-from metagpu.plugins.metrics.http_server import HttpResponse, PageServer
+from metagpu.plugins.metrics.http_server import HttpRequest, HttpResponse, PageServer
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
 from metagpu.plugins.metrics.single_flight import SingleFlight
 from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming
@@ -96,25 +96,25 @@ class Exporter:
 
         return await to_thread.run_sync(render)
 
-    async def _metrics(self) -> HttpResponse:
+    async def _metrics(self, _: HttpRequest) -> HttpResponse:
         page = await self._page.get()
         if page is None:
             return HttpResponse(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED.encode())
         return HttpResponse(HTTPStatus.OK, page, CONTENT_TYPE)
 
-    async def _healthz(self) -> HttpResponse:
+    async def _healthz(self, _: HttpRequest) -> HttpResponse:
         late = self._timing.late_loop
         return _probe_response(liveness_problems(self._lag_probe.lag, self._sources.ended(), late))
 
-    async def _readyz(self) -> HttpResponse:
+    async def _readyz(self, _: HttpRequest) -> HttpResponse:
         return _probe_response(
             readiness_problems(self._sources.registry.snapshot, self._sources.kubelet)
         )
 
-    async def _waits(self) -> HttpResponse:
+    async def _waits(self, _: HttpRequest) -> HttpResponse:
         return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, _WAITS.encode())
 
-    async def _index(self) -> HttpResponse:
+    async def _index(self, _: HttpRequest) -> HttpResponse:
         return HttpResponse(HTTPStatus.OK, _INDEX.encode())
 
 

@@ -50,11 +50,20 @@ class HttpResponse(msgspec.Struct, frozen=True):
     content: str = PLAIN
 
 
-Page = Callable[[], Awaitable[HttpResponse]]
+class HttpRequest(msgspec.Struct, frozen=True):
+    """A request; `headers` have their names in lower case."""
+
+    headers: Mapping[str, str]
+
+
+Page = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 class PageServer:
     """Serves pages by their paths, for GET and HEAD.
+
+    Args:
+        name: what is served, for messages; `--NAME` is the option that gives the address.
 
     Attributes:
         port: the port that is bound now, 0 without one.
@@ -65,8 +74,11 @@ class PageServer:
         address: ListenAddress,
         pages: Mapping[str, Page],
         timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+        *,
+        name: str = "metrics",
     ) -> None:
         self.port = 0
+        self._name = name
         self._address = address
         self._pages = pages
         self._timing = timing
@@ -75,20 +87,21 @@ class PageServer:
     async def run(self) -> None:
         """Serve until cancelled; a port that cannot be bound is tried again."""
         logged, retry = LogOnce(), self._timing.retry_period
+        served, unavailable = f"{self._name} served", f"{self._name} port unavailable"
 
         while True:
             try:
                 listener = _bind(self._address, self._timing.silence)
             except OSError as error:
-                problem = _bind_problem(self._address, error)
+                problem = _bind_problem(self._address, error, f"--{self._name}")
                 if logged.is_new(self, problem):
-                    log.error("metrics port unavailable", error=problem, retry=f"{retry:g}s")
+                    log.error(unavailable, error=problem, retry=f"{retry:g}s")
                 await anyio.sleep(retry)
                 continue
 
             with closing(listener):
                 address = ListenAddress(self._address.host, listener.getsockname()[1])
-                log.info("metrics served", address=str(address))
+                log.info(served, address=str(address))
                 await self._serve(listener)
 
     async def run_if_free(self) -> None:
@@ -157,7 +170,7 @@ class PageServer:
             known = ", ".join(self._pages)
             return _plain(HTTPStatus.NOT_FOUND, f"no such page; the pages are: {known}")
         try:
-            return await page()
+            return await page(_to_request(request))
         except Exception:
             log.exception("page failed", page=path)
             text = "metagpu failed; its log has the details"
@@ -178,6 +191,10 @@ async def _read_request(http: h11.Connection, connection: socket.socket) -> h11.
         if event is not h11.NEED_DATA:
             raise EOFError
         http.receive_data(await asyncio.get_running_loop().sock_recv(connection, _CHUNK))
+
+
+def _to_request(request: h11.Request) -> HttpRequest:
+    return HttpRequest({key.decode(): value.decode("latin-1") for key, value in request.headers})
 
 
 def _encode(http: h11.Connection, response: HttpResponse, *, head: bool) -> bytes:
@@ -247,14 +264,14 @@ def _listen(host: str, port: int, silence: int, *, v6: bool) -> socket.socket:
     return listener
 
 
-def _bind_problem(address: ListenAddress, error: OSError) -> str:
+def _bind_problem(address: ListenAddress, error: OSError, option: str) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            reason = "another program has this port; stop it, or give --metrics another port"
+            reason = f"another program has this port; stop it, or give {option} another port"
         case errno.EADDRNOTAVAIL:
-            reason = "this machine has no such address; give --metrics one that it has"
+            reason = f"this machine has no such address; give {option} one that it has"
         case errno.EACCES:
-            reason = "only root may bind this port; give --metrics one above 1023"
+            reason = f"only root may bind this port; give {option} one above 1023"
         case _:
             reason = error.strerror or str(error)
     return f"{address}: {reason}"

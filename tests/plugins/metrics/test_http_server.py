@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from metagpu.plugins.metrics import http_server as http
 from metagpu.plugins.metrics.address import ALL_ADDRESSES, ListenAddress
-from metagpu.plugins.metrics.http_server import CONNECTIONS, HttpResponse, PageServer
+from metagpu.plugins.metrics.http_server import CONNECTIONS, HttpRequest, HttpResponse, PageServer
 from metagpu.plugins.metrics.sources import MetricsTiming
 from tests.plugins.metrics.rig import asked, sent
 from tests.rigs.logs import capture_module_logs
@@ -35,24 +35,24 @@ class Pages:
     gate: anyio.Event = field(default_factory=anyio.Event)
     open: int = 0
 
-    async def hello(self) -> HttpResponse:
+    async def hello(self, _: HttpRequest) -> HttpResponse:
         """Return a short page."""
         return HttpResponse(HTTPStatus.OK, b"hello\n", "text/x-greeting")
 
-    async def wait(self) -> HttpResponse:
+    async def wait(self, request: HttpRequest) -> HttpResponse:
         """Return a page when the event is set."""
         self.open += 1
         try:
             await self.gate.wait()
         finally:
             self.open -= 1
-        return await self.hello()
+        return await self.hello(request)
 
-    async def large(self) -> HttpResponse:
+    async def large(self, _: HttpRequest) -> HttpResponse:
         """Return a large page."""
         return HttpResponse(HTTPStatus.OK, LARGE)
 
-    async def fail(self) -> HttpResponse:
+    async def fail(self, _: HttpRequest) -> HttpResponse:
         """Fail by a fault of the page."""
         raise ZeroDivisionError
 
