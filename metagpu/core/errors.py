@@ -4,6 +4,7 @@ MetagpuError
 ├── ConfigError             the operator: a file holds something that metagpu cannot follow
 ├── RequestError            the pod: its request cannot be met (the pod's events show the message)
 │   ├── UnknownShare        the id is not, or no longer, on offer
+│   ├── UnknownDevice       the allocated device of a ResourceClaim is not, or no longer, on offer
 │   ├── GpuUnhealthy        the share's GPU is out of service
 │   ├── InstanceUnhealthy   the share's MIG device is out of service
 │   ├── GpuPaused           an operator or the backend grants no new shares of the GPU for now
@@ -82,6 +83,13 @@ class UnknownShare(RequestError):
             f"{resource}: no share has the id {share!r}; the list of shares was sent again, "
             "a new pod will get one that exists"
         )
+
+
+class UnknownDevice(RequestError):
+    """Raised when a ResourceClaim is allocated a device that the node does not offer."""
+
+    def __init__(self, pool: str, device: str, reason: str) -> None:
+        super().__init__(f"device {device} of the ResourceSlice pool {pool} is not here: {reason}")
 
 
 class GpuUnhealthy(RequestError):

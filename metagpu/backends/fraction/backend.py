@@ -96,7 +96,8 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
         memory = unit or total // number_of
 
         # Two digits at least and never more than needed: an id outlives a change of count.
-        return self.equal_shares(gpu, (f"m{number:02d}" for number in range(number_of)), memory)
+        slots = (f"m{number:02d}" for number in range(number_of))
+        return self.equal_shares(gpu, slots, memory, by_size=unit is not None)
 
     def misfit_reason(self, gpu: Gpu) -> str:
         """Return why a GPU is too small for one share."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from metagpu.core.config.document import Document
 from metagpu.core.config.memory import MemoryEnforcement
 from metagpu.core.config.mgctl import MgctlConfig
-from metagpu.core.config.resource_names import name_problem
+from metagpu.core.config.resource_names import driver_problem, name_problem
 from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
@@ -21,7 +21,7 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import OfferPolicy
+from metagpu.core.model.offers import Front, OfferPolicy
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.xid import Severity
 
@@ -76,6 +76,9 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     A GPU is in the first pool that selects it. A pool without backends offers none of its GPUs, and
     no other pool does; `reason` explains that to people. With `offer: exact` several backends take
     turns in offering an idle GPU, and each has the option `offer` where nothing else is given.
+
+    Attributes:
+        fronts: the API of Kubernetes by which pods get the shares; one.
     """
 
     name: str
@@ -84,14 +87,43 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     memory_enforcement: MemoryEnforcement = MemoryEnforcement()
     reason: str = ""
     offer: OfferPolicy = OfferPolicy.EXACT
+    fronts: tuple[Front, ...] = (Front.DEVICE_PLUGIN,)
 
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise ValueError("a pool needs a name; messages about its GPUs show it")
+        if len(self.fronts) != 1:
+            allowed = " or ".join(f"[{front}]" for front in Front)
+            raise ValueError(f"fronts: write {allowed}, and a second pool for other GPUs")
+
+    @property
+    def front(self) -> Front:
+        """Return the API by which pods get the shares."""
+        return self.fronts[0]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its backends take turns; with DRA the scheduler keeps them apart."""
+        return self.offer is OfferPolicy.EXACT and self.front is Front.DEVICE_PLUGIN
 
     def exclusion_reason(self, gpu: Gpu) -> str | None:
         """Return why a GPU is not in this pool, `None` for a GPU that is."""
         return None if self.gpus == "all" else self.gpus.exclusion_reason(gpu)
+
+
+class DraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The settings of the front DRA.
+
+    Attributes:
+        driver: the name of the driver. ResourceClaims that are allocated have it: a new name leaves
+            them without a driver.
+    """
+
+    driver: str = "gpu.metagpu.io"
+
+    def __post_init__(self) -> None:
+        if problem := driver_problem(self.driver):
+            raise ValueError(f"{self.driver!r} is no name of a driver: {problem}")
 
 
 class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -106,6 +138,7 @@ class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     pass_device_specs: bool = True
     cdi_kind: str = cdi.KIND
     mgctl: MgctlConfig = MgctlConfig()
+    dra: DraConfig = DraConfig()
 
     @property
     def strategies(self) -> tuple[DeviceListStrategy, ...]:
@@ -207,15 +240,16 @@ class Config:
                 resource name is not valid.
         """
         built = []
-        names: dict[ResourceName, str] = {}
+        names: dict[ResourceName, tuple[str, Front]] = {}
 
         for number, pool in enumerate(self.root.pools):
             backends = []
+            in_pool = injection if pool.front is Front.DEVICE_PLUGIN else injection.by_own_cdi
             for place, options in enumerate(self.options[pool.name]):
                 try:
-                    backend = self._backends[options.backend].configured(options, injection)
+                    backend = self._backends[options.backend].configured(options, in_pool)
                     for resource in backend.resources:
-                        _reserve_name(resource, backend.name, names)
+                        _reserve_name(resource, backend.name, pool.front, names)
                 except ValueError as error:
                     path = f"pools[{number}].backends[{place}]"
                     key = ".resource" if isinstance(error, _NameError) else ""
@@ -239,11 +273,21 @@ class _NameError(ValueError):
     """Raised when a resource cannot be offered under its name."""
 
 
-def _reserve_name(resource: ResourceName, backend: str, names: dict[ResourceName, str]) -> None:
+def _reserve_name(
+    resource: ResourceName,
+    backend: str,
+    front: Front,
+    names: dict[ResourceName, tuple[str, Front]],
+) -> None:
     if problem := name_problem(resource):
         raise _NameError(f"{resource!r} is no resource name: {problem}")
 
-    first = names.setdefault(resource, backend)
+    first, its_front = names.setdefault(resource, (backend, front))
+    if its_front is not front:
+        raise _NameError(
+            f"{resource} is offered by the front {its_front} already and cannot be offered by "
+            f"{front} too; give it another `resource`"
+        )
     if first != backend:
         raise _NameError(
             f"{resource} is offered by backend {first} already and cannot be offered by {backend} "

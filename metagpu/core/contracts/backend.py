@@ -139,12 +139,18 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
         return (self.resource,)
 
     def equal_shares(
-        self, gpu: Gpu, slots: Iterable[str], memory: int, *, replica: bool = False
+        self,
+        gpu: Gpu,
+        slots: Iterable[str],
+        memory: int,
+        *,
+        replica: bool = False,
+        by_size: bool = False,
     ) -> list[Share]:
         """Return one share of a GPU for each slot, all of `memory` bytes.
 
         A share's id ends in its slot, and its footprint is this slot alone; so the shares are
-        interchangeable. `replica`: see `Share`.
+        interchangeable. `replica`, `by_size`: see `Share`.
         """
         return [
             Share(
@@ -157,6 +163,7 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
                 memory=memory,
                 replica=replica,
                 interchangeable=True,
+                by_size=by_size,
             )
             for number, slot in enumerate(slots)
         ]

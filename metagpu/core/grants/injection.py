@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.grants import cdi
 from metagpu.core.grants.grant import DeviceNode, Grant, Mount
@@ -87,6 +88,11 @@ class Injection(msgspec.Struct, frozen=True):
     def uses_only_own_cdi(self) -> bool:
         """True if grants have only such names: the device of a name may change."""
         return self.uses_own_cdi and self.strategies <= CDI_STRATEGIES
+
+    @property
+    def by_own_cdi(self) -> "Injection":
+        """The injection that names GPUs to the runtime by our own specification alone."""
+        return replace(self, strategies=frozenset({DeviceListStrategy.CDI_CRI}), cdi_kind=cdi.KIND)
 
     @property
     def shows_one_answer(self) -> bool:

@@ -24,7 +24,7 @@ from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance
-from metagpu.core.model.offers import OfferPolicy
+from metagpu.core.model.offers import Front, RequestRule
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesOffered
@@ -87,6 +87,7 @@ class Layout(msgspec.Struct, frozen=True):
         backend_assignments: each GPU with each backend of its pool.
         unused_pools: the pools without a GPU, each with the reason.
         misfits: the pools with GPUs that can have none of their shares.
+        dra: the resources of pools with the front DRA.
     """
 
     pool_assignments: tuple[PoolAssignment, ...]
@@ -95,6 +96,7 @@ class Layout(msgspec.Struct, frozen=True):
     backend_assignments: tuple[BackendAssignment, ...] = ()
     unused_pools: Mapping[str, str] = {}
     misfits: tuple[PoolMisfit, ...] = ()
+    dra: frozenset[ResourceName] = frozenset()
 
     @property
     def offer_fact(self) -> SharesOffered:
@@ -107,11 +109,15 @@ class Layout(msgspec.Struct, frozen=True):
             resource: offer_rule(backend, gpus.get(resource, {}).values())
             for resource, backend in self.backends.items()
         }
-        return SharesOffered(tuple(self.backends), self.shares, rules)
+        # The scheduler itself counts by GPU: nothing is held back.
+        rules.update(
+            (it, replace(rules[it], requests=RequestRule.ANY)) for it in self.dra & rules.keys()
+        )
+        return SharesOffered(tuple(self.backends), self.shares, rules, self.dra)
 
     def gpus_in_turns(self, config: Config) -> Sequence[Sequence[GpuId]]:
         """Return the GPUs of each pool whose backends take turns with idle GPUs."""
-        pools = [pool.name for pool in config.root.pools if pool.offer is OfferPolicy.EXACT]
+        pools = [pool.name for pool in config.root.pools if pool.takes_turns]
         return [
             [each.gpu.id for each in self.pool_assignments if each.pool == name] for name in pools
         ]
@@ -193,6 +199,7 @@ def build_layout(
         tuple(backend_assignments),
         _unused_pools([pool for pool, _ in pools], pool_assignments),
         tuple(_misfits(pools, pool_assignments)),
+        _dra_resources(pools),
     )
 
 
@@ -268,6 +275,16 @@ def _answering_backends(
         if resource not in found or found[resource].name != backend.name:
             found[resource] = backend
     return found
+
+
+def _dra_resources(pools: Iterable[tuple[Pool, list[Backend]]]) -> frozenset[ResourceName]:
+    return frozenset(
+        resource
+        for pool, backends in pools
+        if pool.front is Front.DRA
+        for backend in backends
+        for resource in backend.resources
+    )
 
 
 def _answers(

@@ -12,6 +12,17 @@ import msgspec
 from metagpu.core.model.gpu import GpuId
 
 
+class Front(StrEnum):
+    """The API of Kubernetes by which pods get the shares of a pool.
+
+    - device-plugin: extended resources, counted by the kubelet.
+    - dra: ResourceClaims, allocated by the scheduler from ResourceSlices.
+    """
+
+    DEVICE_PLUGIN = "device-plugin"
+    DRA = "dra"
+
+
 class OfferPolicy(StrEnum):
     """The configured answer to free shares that no request could take together.
 

@@ -33,6 +33,7 @@ class Share(msgspec.Struct, frozen=True):
             the memory of a replica is nominal.
         interchangeable: whether its backend offers the whole GPU in such shares, all alike, so that
             held ones can be counted as any of them; never a share of a MIG instance.
+        by_size: whether people ask for memory, as 10Gi, of which each share has `memory`.
     """
 
     id: ShareId
@@ -44,6 +45,7 @@ class Share(msgspec.Struct, frozen=True):
     memory: int
     replica: bool = False
     interchangeable: bool = False
+    by_size: bool = False
 
     def __hash__(self) -> int:
         """Return the hash of the id: sets of shares are built while the kubelet waits."""

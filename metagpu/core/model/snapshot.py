@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.offers import (
     FreePart,
+    Front,
     OfferRule,
     RequestRule,
     held_back_gpus,
@@ -36,6 +37,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         shares: all shares on offer from the GPU, of every resource.
+        front: the API by which pods get them.
         leases: all leases on the GPU, also on shares that are no longer on offer.
         allocated: the ids that the kubelet's checkpoint names for pods that have not ended. The
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
@@ -59,6 +61,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     gpu: Gpu
     verdict: Verdict
     shares: tuple[Share, ...] = ()
+    front: Front = Front.DEVICE_PLUGIN
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     allocated: frozenset[ShareId] = frozenset()
     unavailable_shares: frozenset[ShareId] = frozenset()
@@ -225,6 +228,7 @@ class Offer(msgspec.Struct, frozen=True):
     Attributes:
         ids: the ids of the shares on each GPU.
         rule: the rule by which free shares are held back.
+        front: the API by which pods get the shares.
     """
 
     resource: ResourceName
@@ -232,6 +236,7 @@ class Offer(msgspec.Struct, frozen=True):
     shares: Mapping[ShareId, Share]
     ids: Mapping[GpuId, frozenset[ShareId]]
     rule: OfferRule = OfferRule()
+    front: Front = Front.DEVICE_PLUGIN
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -261,6 +266,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     registration_problems: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
     pods: PodIndex = msgspec.field(default_factory=PodIndex)
     kubelet: tuple[int, int, int] | None = None
+
+    def offers_of(self, front: Front) -> Mapping[ResourceName, Offer]:
+        """Return the offers of one front."""
+        return {name: offer for name, offer in self.offers.items() if offer.front is front}
+
+    def plugin_offer(self, resource: ResourceName) -> Offer | None:
+        """Return the offer of a resource by the device plugin API, `None` without one."""
+        offer = self.offers.get(resource)
+        return offer if offer is not None and offer.front is Front.DEVICE_PLUGIN else None
 
 
 def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:

@@ -166,11 +166,13 @@ class SharesOffered(msgspec.Struct, frozen=True):
         resources: every resource, also those without a share.
         rules: the rule by which free shares of a resource are held back; nothing is held back of a
             resource without one.
+        dra: the resources of pools with the front DRA; the device plugin API serves all others.
     """
 
     resources: tuple[ResourceName, ...]
     shares: tuple[Share, ...]
     rules: Mapping[ResourceName, OfferRule] = msgspec.field(default_factory=dict)
+    dra: frozenset[ResourceName] = frozenset()
 
 
 class TurnsChanged(msgspec.Struct, frozen=True):

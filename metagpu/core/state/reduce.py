@@ -11,7 +11,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId, Topology
-from metagpu.core.model.offers import OfferRule
+from metagpu.core.model.offers import Front, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
@@ -203,13 +203,15 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
 
     for state in snapshot.gpus.values():
         shares = tuple(share for share in offered if share.gpu == state.gpu.id)
+        front = _front_of(shares, fact.dra)
         leases = _with_known_shares(state.leases, shares)
         states.append(
             state
-            if shares == state.shares
+            if shares == state.shares and front is state.front
             else replace(
                 state,
                 shares=shares,
+                front=front,
                 leases=leases,
                 # Leased shares that are not on offer any more still conflict with others.
                 can_conflict=can_conflict(list(dict.fromkeys([*shares, *_held(leases)]))),
@@ -219,10 +221,7 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
             )
         )
 
-    offers = {
-        resource: _offer(resource, offered, fact.rules.get(resource, OfferRule()))
-        for resource in fact.resources
-    }
+    offers = {resource: _offer(resource, offered, fact) for resource in fact.resources}
     if offers == snapshot.offers:
         return snapshot, ()
 
@@ -263,7 +262,12 @@ def _with_known_shares(
     return MappingProxyType({**leases, **recognized}) if recognized else leases
 
 
-def _offer(resource: ResourceName, shares: Iterable[Share], rule: OfferRule) -> Offer:
+def _front_of(shares: Iterable[Share], dra: frozenset[ResourceName]) -> Front:
+    """Return the front of a GPU: that of its pool, and so of any of its shares."""
+    return Front.DRA if any(share.resource in dra for share in shares) else Front.DEVICE_PLUGIN
+
+
+def _offer(resource: ResourceName, shares: Iterable[Share], fact: SharesOffered) -> Offer:
     own = {share.id: share for share in shares if share.resource == resource}
     by_gpu: dict[GpuId, list[Share]] = {}
 
@@ -271,4 +275,11 @@ def _offer(resource: ResourceName, shares: Iterable[Share], rule: OfferRule) -> 
         by_gpu.setdefault(share.gpu, []).append(share)
 
     ids = {gpu: frozenset(share.id for share in those) for gpu, those in by_gpu.items()}
-    return Offer(resource, {gpu: tuple(those) for gpu, those in by_gpu.items()}, own, ids, rule)
+    return Offer(
+        resource,
+        {gpu: tuple(those) for gpu, those in by_gpu.items()},
+        own,
+        ids,
+        fact.rules.get(resource, OfferRule()),
+        Front.DRA if resource in fact.dra else Front.DEVICE_PLUGIN,
+    )

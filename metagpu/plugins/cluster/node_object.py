@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from metagpu.core.model.ends import uncounted_shares
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.cluster.gpu_labels import NVIDIA_PREFIX
@@ -177,10 +178,10 @@ def parse_quantity(quantity: object) -> int | None:
 
 
 def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
-    """Count all shares of each resource that metagpu serves."""
+    """Count all shares of each resource that metagpu serves to the kubelet."""
     return {
         resource: len(offer.shares)
-        for resource, offer in snapshot.offers.items()
+        for resource, offer in snapshot.offers_of(Front.DEVICE_PLUGIN).items()
         if resource not in snapshot.competing_plugins
     }
 
@@ -208,7 +209,7 @@ def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
             if (state := snapshot.gpus[gpu]).verdict.healthy
             for uncounted in (state.unhealthy_shares | state.withdrawn_shares,)
         )
-        for resource, offer in snapshot.offers.items()
+        for resource, offer in snapshot.offers_of(Front.DEVICE_PLUGIN).items()
         if resource not in snapshot.competing_plugins
     }
 

@@ -34,7 +34,7 @@ def find_shares(resource: ResourceName, ids: Iterable[str], snapshot: Snapshot) 
     Raises:
         UnknownShare: the resource has no such share.
     """
-    offer = snapshot.offers.get(resource)
+    offer = snapshot.plugin_offer(resource)
     known = cast("Mapping[str, Share]", offer.shares if offer else {})
 
     try:

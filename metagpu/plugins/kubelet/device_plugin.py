@@ -281,7 +281,7 @@ class DevicePluginService:
         """
         chosen: list[str] = []
         snapshot = self._registry.snapshot
-        offer = snapshot.offers.get(self.resource)
+        offer = snapshot.plugin_offer(self.resource)
 
         if offer is not None:
             known = cast("Mapping[str, Share]", offer.shares).get

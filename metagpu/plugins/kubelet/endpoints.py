@@ -9,6 +9,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from metagpu.core.contracts.backend import Backend
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -36,7 +37,7 @@ async def serve_offers(
     succession: Succession | None = None,
     timing: KubeletTiming = TIMING,
 ) -> None:
-    """Serve and register all resources that the registry offers, until cancelled.
+    """Serve and register all resources of the device plugin API, until cancelled.
 
     A resource that stays on offer is not touched when others come or go.
 
@@ -64,7 +65,9 @@ async def serve_offers(
         group.start_soon(directory.watch)
         group.start_soon(partial(run_with_restart, watch.run, "watch of registrations"))
 
-        async for resources in registry.watch(lambda snapshot: tuple(snapshot.offers)):
+        async for resources in registry.watch(
+            lambda snapshot: tuple(snapshot.offers_of(Front.DEVICE_PLUGIN))
+        ):
             for resource in endpoints.keys() - set(resources):
                 del endpoints[resource]
                 scopes.pop(resource).cancel()

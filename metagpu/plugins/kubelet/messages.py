@@ -85,7 +85,7 @@ class DeviceList:
 
     def view(self, snapshot: Snapshot) -> ListView:
         """Return the state that the list depends on."""
-        offer = snapshot.offers.get(self._resource)
+        offer = snapshot.plugin_offer(self._resource)
         if offer is None:
             return ()
 

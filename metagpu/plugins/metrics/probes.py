@@ -5,6 +5,7 @@ from typing import Final
 
 import anyio
 
+from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
 
@@ -52,7 +53,7 @@ def readiness_problems(snapshot: Snapshot, kubelet: KubeletCallStats) -> list[st
         return ["no resource is offered yet"]
 
     found = []
-    for resource in snapshot.offers:
+    for resource in snapshot.offers_of(Front.DEVICE_PLUGIN):
         if (other := snapshot.competing_plugins.get(resource)) is not None:
             found.append(f"{resource} is served by another device plugin on {other}")
         elif not kubelet.of_resource(resource).listed:

@@ -34,14 +34,38 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 "metagpu/v1?"
             ),
         ),
+        # fronts
+        (
+            backend("{backend: fraction}") + "    fronts: [device-plugin, dra]\n",
+            (
+                "3: pools[0]: fronts: write [device-plugin] or [dra], and a second pool for other "
+                "GPUs"
+            ),
+        ),
+        (
+            backend("{backend: fraction}")
+            + "    fronts: [dra]\n"
+            + "  - name: other\n    backends: [{backend: fraction}]\n",
+            (
+                "8: pools[1].backends[0].resource: cnvrg.io/metagpu is offered by the front dra "
+                "already and cannot be offered by device-plugin too; give it another `resource`"
+            ),
+        ),
+        (
+            POOL + "dra: {driver: GPU.example}\n",
+            (
+                "6: dra: 'GPU.example' is no name of a driver: it must be a lower-case DNS name of "
+                "at most 63 characters"
+            ),
+        ),
         (HEAD + "pools: []\n", "2: pools: there is no pool; write at least one"),
         (HEAD + "pools: {a: 1}\n", "2: pools: expected a list, got a mapping"),
         # unknown keys
         (
             POOL + "helth: {}\n",
             (
-                "6: helth: unknown key; allowed: cdiKind, deviceListStrategy, health, "
-                "mgctl, passDeviceSpecs, pools, version; did you mean health?"
+                "6: helth: unknown key; allowed: cdiKind, deviceListStrategy, dra, "
+                "health, mgctl, passDeviceSpecs, pools, version; did you mean health?"
             ),
         ),
         (
@@ -68,8 +92,8 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         (
             POOL + '"dotted.key[0]": 3\n',
             (
-                "1: dotted.key[0]: unknown key; allowed: cdiKind, deviceListStrategy, health, "
-                "mgctl, passDeviceSpecs, pools, version"
+                "1: dotted.key[0]: unknown key; allowed: cdiKind, deviceListStrategy, dra, "
+                "health, mgctl, passDeviceSpecs, pools, version"
             ),
         ),
         (POOL + "3: 4\n", "6: 3: the key: expected a text"),

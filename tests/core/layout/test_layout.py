@@ -12,9 +12,11 @@ from metagpu.core.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import PoolAssignment, build_layout, check_layout
 from metagpu.core.model.gpu import Gpu, GpuId
-from metagpu.core.model.shares import Share
+from metagpu.core.model.offers import Front, RequestRule
+from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.state.facts import GpusFound
 from tests.backends.mig.gpus import mig_gpu
-from tests.rigs.build import BACKENDS, METAGPU, config, gpu, layout_of, pool
+from tests.rigs.build import BACKENDS, METAGPU, after, config, gpu, layout_of, pool
 
 T4 = "Tesla T4"
 TWO_POOLS = """\
@@ -264,3 +266,29 @@ def test_a_backend_that_serves_makes_up_for_one_that_does_not_fit() -> None:
     text = MIG_AND_REST.replace("7}}]", "7}}, {backend: fraction}]")
 
     assert layout_of(mig_gpu(0, "h100-80gb"), text=text).misfits == ()
+
+
+def test_nothing_of_a_pool_with_the_front_dra_is_held_back_or_taken_in_turns() -> None:
+    """The scheduler counts by GPU, and counters keep backends apart: every share is on offer."""
+    text = """\
+version: metagpu/v1
+pools:
+  - name: claims
+    gpus: {index: 0}
+    fronts: [dra]
+    backends:
+      - {backend: mps, resource: example.com/mps, maxClients: 3}
+      - {backend: timeslice, replicas: 2}
+  - {name: pods, backends: [{backend: mps}]}
+"""
+    layout = layout_of(gpu(0), gpu(1), text=text)
+    offers = after(GpusFound((gpu(0), gpu(1)), at=0), layout.offer_fact)
+
+    assert layout.gpus_in_turns(config(text)) == [[gpu(1).id]]
+    assert {name: (it.front, it.rule.requests) for name, it in offers.offers.items()} == {
+        "example.com/mps": (Front.DRA, RequestRule.ANY),
+        "nvidia.com/gpu.shared": (Front.DRA, RequestRule.ANY),
+        "nvidia.com/gpu.mps": (Front.DEVICE_PLUGIN, RequestRule.ONE_GPU),
+    }
+    assert offers.offers[ResourceName("example.com/mps")].rule.max_containers == {gpu(0).id: 3}
+    assert [it.front for it in offers.gpus.values()] == [Front.DRA, Front.DEVICE_PLUGIN]

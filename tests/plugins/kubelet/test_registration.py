@@ -22,6 +22,7 @@ from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimKubelet, SimPod
 from metagpu.sim.kubelet.transport import AbortableServer
 from tests.plugins.kubelet.rig import (
+    CONFIG,
     FOUR_RESOURCES,
     METAGPU,
     RESOURCES,
@@ -362,6 +363,18 @@ async def test_resource_taken_back_leaves_no_ghost(tmp_path: Path) -> None:
 
         assert it.kubelet.open_streams[gone] == 0
         assert [it.kubelet.lists[resource] for resource in kept] == lists
+
+
+async def test_resource_of_the_front_dra_is_not_registered(tmp_path: Path) -> None:
+    """The endpoint goes with the pool's front, and is back with it: the names are the same."""
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        it.offer(CONFIG + "    fronts: [dra]\n")
+        await it.until(0, 0)
+        assert it.sockets() == []
+
+        it.offer()
+        await it.until(20, 20)
 
 
 async def test_sockets_are_for_root_alone(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""Devices: shares of a GPU under the names that ResourceClaims have. Pure.
+
+A device is one thing that the scheduler may allocate. Equal shares of a GPU are one device, of
+which a ResourceClaim consumes a part; a whole GPU or a MIG instance is a device of its own.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from metagpu.core.errors import UnknownDevice
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.mig import is_mig, slot_of
+from metagpu.core.model.offers import Front
+from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.model.snapshot import GpuState, Snapshot
+
+SHARES: Final = "shares"
+SLICES: Final = "slices"
+MEMORY: Final = "memory"
+WHOLE_TYPE: Final = "gpu"
+MIG_TYPE: Final = "mig"
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One device of a GPU.
+
+    Attributes:
+        name: a DNS label, unique in the GPU's ResourceSlice pool.
+        type: the attribute `type`, by which DeviceClasses select.
+        resource: the resource name of its shares in the configuration.
+        shares: the shares that it stands for, in order.
+        capacity_name: the capacity that ResourceClaims consume; `None` for a device that one
+            ResourceClaim has alone.
+        unit: the amount of that capacity in each share; bytes of memory, else 1.
+    """
+
+    name: str
+    gpu: GpuId
+    type: str
+    backend: str
+    resource: ResourceName
+    shares: tuple[Share, ...]
+    capacity_name: str | None = None
+    unit: int = 1
+
+    def count_shares(self, consumed: int | None) -> int:
+        """Return the number of shares in an amount of the consumed capacity."""
+        if self.capacity_name is None:
+            return len(self.shares)
+        return -(-(self.unit if consumed is None else consumed) // self.unit)
+
+
+def pool_name(node: str, gpu: GpuId) -> str:
+    """Return the name of a GPU's ResourceSlice pool."""
+    return f"{node}/{gpu.lower()}"
+
+
+def devices_of(state: GpuState) -> tuple[Device, ...]:
+    """Return the devices of a GPU, in the order in which the scheduler tries them.
+
+    A GPU of a pool with another front has none.
+    """
+    return _devices(state.shares) if state.front is Front.DRA else ()
+
+
+def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device:
+    """Find the device of an allocation.
+
+    Raises:
+        UnknownDevice: no GPU of this node has it on offer; the pod's events show the text.
+    """
+    for gpu, state in snapshot.gpus.items():
+        if pool_name(node, gpu) == pool:
+            found = next((it for it in devices_of(state) if it.name == device), None)
+            if found is not None:
+                return found
+            offered = "offers other devices now" if devices_of(state) else "offers no devices now"
+            reason = f"GPU {state.gpu} {offered}; delete the ResourceClaim to get another device"
+            raise UnknownDevice(pool, device, reason)
+    reason = f"node {node} has no such GPU; delete the ResourceClaim to get another device"
+    raise UnknownDevice(pool, device, reason)
+
+
+def _devices(shares: Iterable[Share]) -> tuple[Device, ...]:
+    together: dict[str, list[Share]] = {}
+    for share in shares:
+        together.setdefault(_name(share), []).append(share)
+    return tuple(_device(name, tuple(those)) for name, those in together.items())
+
+
+def _name(share: Share) -> str:
+    """Return the name of a share's device.
+
+    Legal in a name are lower-case letters, digits and hyphens, 63 at most: `1g.5gb+me@4` becomes
+    `1g5gbplusme-4`.
+    """
+    gpu = share.gpu.lower()
+    if "::" not in share.id:
+        return gpu
+    if not is_mig(share.id):
+        return f"{gpu}-{share.backend}"
+    slot = slot_of(share.id).replace(".", "").replace("+", "plus").replace("@", "-")
+    return f"{gpu}-{MIG_TYPE}-{slot}"
+
+
+def _device(name: str, shares: tuple[Share, ...]) -> Device:
+    first = shares[0]
+    if "::" not in first.id:
+        kind, capacity, unit = WHOLE_TYPE, None, 1
+    elif is_mig(first.id):
+        kind, capacity, unit = MIG_TYPE, None, 1
+    elif first.by_size:
+        kind, capacity, unit = first.backend, MEMORY, first.memory
+    else:
+        kind, capacity, unit = first.backend, SLICES if first.replica else SHARES, 1
+    return Device(name, first.gpu, kind, first.backend, first.resource, shares, capacity, unit)
