@@ -103,7 +103,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
 
     @property
     def takes_turns(self) -> bool:
-        """Whether its backends take turns; with DRA the scheduler keeps them apart."""
+        """Return whether its backends take turns; with DRA the scheduler keeps them apart."""
         return self.offer is OfferPolicy.EXACT and self.front is Front.DEVICE_PLUGIN
 
     def exclusion_reason(self, gpu: Gpu) -> str | None:
