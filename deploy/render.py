@@ -37,6 +37,7 @@ CONFIG: Final = {
 MANIFESTS: Final[Mapping[str, Sequence[str]]] = {
     "static": (),
     "rbac": (),
+    "viewers": (),
     "admission-policy": (),
     "janitor-policy": (),
     "janitor": ("features.janitor=true",),

@@ -16,7 +16,7 @@ import yaml
 import metagpu
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import Variable
-from metagpu.plugins.cluster.settings import ALL_FEATURES, Feature
+from metagpu.plugins.cluster.settings import ALL_FEATURES, VIEWER, Feature
 from tests.e2e.rig.tools import Tools
 from tests.rigs.driver_layouts import HOST_FOLDERS
 
@@ -221,6 +221,7 @@ def test_a_feature_alone_has_its_rights_alone(helm: str, feature: Feature) -> No
     needed = {Feature.PODS, Feature.POD_EVENTS} if feature.startswith("janitor") else set()
     on = {feature, *needed}
     values = ",".join(f"features.{it}={str(it in on).lower()}" for it in Feature)
+    values += ",statusApi.port=0"
     rights = {
         (resource, verb)
         for document in _render(helm, values, "config.map.default=a")
@@ -233,6 +234,27 @@ def test_a_feature_alone_has_its_rights_alone(helm: str, feature: Feature) -> No
     for it in on:
         expected |= _RIGHTS[it]
     assert rights == expected
+
+
+def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) -> None:
+    """The account reviews tokens; viewers are bound by nobody; the metrics stay closed."""
+    documents = _render(helm, "fullnameOverride=mine")
+    by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
+    account = by_name["ClusterRole", "mine"]["rules"]
+    assert [it["verbs"] for it in account if "tokenreviews" in it["resources"]] == [["create"]]
+    roles = [it["roleRef"]["name"] for it in documents if it["kind"].endswith("RoleBinding")]
+    assert "mine-viewer" not in roles
+    viewer = {rule["resources"][0]: rule for rule in by_name["Role", "mine-viewer"]["rules"]}
+    assert viewer.keys() == {"pods", "pods/proxy", "serviceaccounts/token"}
+    assert viewer["serviceaccounts/token"]["resourceNames"] == [VIEWER]
+    assert by_name["ServiceAccount", VIEWER]["automountServiceAccountToken"] is False
+    [rule] = by_name["NetworkPolicy", "mine"]["spec"]["ingress"]
+    assert rule == {"ports": [{"protocol": "TCP", "port": "status-api"}]}
+
+    without = _render(helm, "statusApi.port=0")
+    assert "tokenreviews" not in str(without)
+    assert not [it for it in without if VIEWER in it["metadata"]["name"]]
+    assert "METAGPU_STATUS_API" not in _variables(_container(helm, "statusApi.port=0"))
 
 
 _PATCH_NODES = {("nodes", "patch")}
@@ -286,6 +308,7 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("features.janitor=true,admissionPolicies=false", "the janitor needs pods"),
         ("features.janitor=true,features.janitor-dry-run=true", "set one of them"),
         ("metrics.port=0", "maxSurge waits for the probe"),
+        ("metrics.port=9440", "statusApi.port: the metrics have this port"),
         (
             "metrics.port=0,metrics.serviceMonitor.enabled=true,updateStrategy.type=OnDelete",
             "metrics.serviceMonitor: there are no metrics",

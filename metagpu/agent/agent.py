@@ -20,7 +20,12 @@ from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.hand_over import Duties
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.offering import Offering
-from metagpu.agent.optional_parts import build_cluster, build_exporter, turn_tasks
+from metagpu.agent.optional_parts import (
+    build_cluster,
+    build_exporter,
+    build_status_api,
+    turn_tasks,
+)
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.privileges import PrivilegeCheck
 from metagpu.agent.takeover import Takeover
@@ -75,6 +80,7 @@ class Agent:
         host: processes of the host; this host's own by default.
         cluster_settings: the uses of the API server, `None` for none.
         metrics: the address of the metrics and probes, `None` for none.
+        status_address: the address of the status API, `None` for none.
         beside: what runs around the agent's tasks, as a simulated cluster does.
         take_over: whether to take the node over from another daemon; without it, another daemon
             is an error.
@@ -91,6 +97,7 @@ class Agent:
     host: Host | None = None
     cluster_settings: ClusterSettings | None = None
     metrics: ListenAddress | None = None
+    status_address: ListenAddress | None = None
     beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     timing: AgentTiming = field(default_factory=AgentTiming)
     take_over: bool = False
@@ -229,6 +236,12 @@ class Agent:
             self._privileges.report,
             partial(find_roots, self.paths.roots),
         )
+        self.status_api = build_status_api(
+            self.status_address,
+            self.cluster_settings,
+            self._agent_commands.reports,
+            self.timing.metrics,
+        )
 
     def _build_takeover(self) -> Takeover:
         return Takeover(
@@ -308,6 +321,7 @@ class Agent:
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
             partial(run_with_restart, self._link_nodes, "links in /dev/char"),
             *((self.cluster.run,) if self.cluster else ()),
+            *((self.status_api.run,) if self.status_api else ()),
             *turn_tasks(self.cluster_settings, self.layout_manager, self.timing.turns),
         )
 

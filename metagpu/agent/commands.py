@@ -1,6 +1,6 @@
 """The agent's own commands on the control socket: status, plan, usage."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from metagpu.core.contracts.backend import InstalledBackends
 from metagpu.core.model.driver_roots import DriverRoots
 from metagpu.core.reports.status import status_report
 from metagpu.core.runtime.main_tasks import MainTasks
+from metagpu.core.usage.report import without_processes
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.pod_api.server import PodMgctlServer
@@ -51,7 +52,22 @@ class AgentCommands:
         """The handlers of the commands, by name."""
         return {"status": self.status, "plan": self.plan, "usage": self.usage}
 
-    async def status(self, _: Mapping[str, Any]) -> object:
+    @property
+    def reports(self) -> Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]:
+        """The reports of the status API, by path: the answers to `status` and `usage`.
+
+        Processes are left out: a viewer of the cluster is shown no command lines.
+        """
+
+        async def status() -> Mapping[str, Any]:
+            return {"version": __version__, "node": self.node, **await self.status({})}
+
+        async def usage() -> Mapping[str, Any]:
+            return without_processes(await self.usage({}))
+
+        return {"/api/v1/status": status, "/api/v1/usage": usage}
+
+    async def status(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the node and of every part of the daemon."""
         layout_manager = self.layout_manager
         roots = await to_thread.run_sync(self.find_roots)
@@ -83,6 +99,6 @@ class AgentCommands:
         plan = partial(self.layout_manager.plan, config, existing=existing)
         return await to_thread.run_sync(plan)
 
-    async def usage(self, _: Mapping[str, Any]) -> object:
+    async def usage(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the usage of the node's GPUs, by container."""
         return {"version": __version__, "node": self.node, **await self.usage_service.report()}

@@ -3,9 +3,9 @@
 The libraries of the API server and of the metrics are loaded only with these parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.layout_manager import LayoutManager
@@ -27,6 +27,7 @@ from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming, NvmlSt
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
     from metagpu.plugins.metrics.exporter import Exporter
+    from metagpu.plugins.metrics.status_api import StatusApi
 
 
 def build_cluster(
@@ -80,6 +81,21 @@ def build_exporter(
         ended=lambda: main_tasks.problems,
     )
     return Exporter(address, sources, timing)
+
+
+def build_status_api(
+    address: ListenAddress | None,
+    settings: ClusterSettings | None,
+    reports: Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]],
+    timing: MetricsTiming,
+) -> "StatusApi | None":
+    """Build the status API, `None` without an address or without an API server."""
+    if address is None or settings is None:
+        return None
+    from metagpu.plugins.cluster.token_review import TokenReviewer  # noqa: PLC0415 - as said
+    from metagpu.plugins.metrics.status_api import StatusApi  # noqa: PLC0415 - as said
+
+    return StatusApi(address, reports, TokenReviewer(settings, run_command), timing)
 
 
 def turn_tasks(

@@ -20,6 +20,7 @@ from metagpu.cli.options import (
     pod_resources_of,
     resolve_environment,
     source_of,
+    status_api_of,
 )
 from metagpu.cli.parser import run_command
 from metagpu.cli.simulation import use_simulated_cluster
@@ -119,6 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
         use_simulated_cluster(args)
         cluster_settings, metrics = cluster_of(args), metrics_of(args)
+        status_address = status_api_of(args, cluster_settings)
         check_kubelet_dir(args.kubelet_dir)
         _configure_log(args.log_level, args.log_format)
         paths = _paths(args)
@@ -131,6 +133,7 @@ def _run(args: argparse.Namespace) -> int:
                 paths,
                 cluster_settings,
                 metrics,
+                status_address=status_address,
                 cluster_node=args.node_name if args.with_kubelet else None,
             )
             agent.take_over, agent.asks_after = take_over, asks_after
@@ -309,6 +312,7 @@ def _agent(
     cluster_settings: "ClusterSettings | None" = None,
     metrics: "ListenAddress | None" = None,
     *,
+    status_address: "ListenAddress | None" = None,
     cluster_node: str | None = None,
 ) -> "Agent":
     """Build the agent; `cluster_node` is the name of the Node of a simulated cluster."""
@@ -320,12 +324,25 @@ def _agent(
     paths = paths or AgentPaths()
     if simulate is None:
         driver = NvmlDriver(find_libraries=lambda: find_roots(paths.roots).libraries)
-        return Agent(source, driver, paths, cluster_settings=cluster_settings, metrics=metrics)
+        return Agent(
+            source,
+            driver,
+            paths,
+            cluster_settings=cluster_settings,
+            metrics=metrics,
+            status_address=status_address,
+        )
 
     from metagpu.cli.simulation import simulated_agent
 
     return simulated_agent(
-        source, simulate, paths, cluster_settings, metrics, cluster_node=cluster_node
+        source,
+        simulate,
+        paths,
+        cluster_settings,
+        metrics,
+        status_address=status_address,
+        cluster_node=cluster_node,
     )
 
 

@@ -249,6 +249,14 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
         "as 127.0.0.1:9400; :9400 is every address of the node (default: not served)",
     )
 
+    parser.add_argument(
+        "--status-api",
+        metavar="ADDRESS",
+        default=Variable(("METAGPU_STATUS_API",)),
+        help="serve the node's status to viewers of the cluster (kubectl metagpu) on this address, "
+        "such as :9440; the API server reviews their tokens (default: not served)",
+    )
+
 
 def metrics_of(args: argparse.Namespace) -> ListenAddress | None:
     """Return the address in resolved arguments, `None` if there is none.
@@ -257,6 +265,25 @@ def metrics_of(args: argparse.Namespace) -> ListenAddress | None:
         ConfigError: if the text is no address.
     """
     return parse_address(args.metrics) if args.metrics else None
+
+
+def status_api_of(
+    args: argparse.Namespace, settings: ClusterSettings | None
+) -> ListenAddress | None:
+    """Return the status API's address in resolved arguments, `None` if there is none.
+
+    Raises:
+        ConfigError: if the text is no address, or the API server is not used.
+    """
+    if not args.status_api:
+        return None
+    if settings is None:
+        problem = (
+            "the API server reviews the tokens of its clients; also give --node-name, and outside "
+            "a pod --kubeconfig"
+        )
+        raise ConfigError(problem, file="--status-api")
+    return parse_address(args.status_api, "--status-api")
 
 
 def cluster_of(args: argparse.Namespace) -> ClusterSettings | None:

@@ -58,6 +58,7 @@ def simulated_agent(
     cluster_settings: "ClusterSettings | None",
     metrics: "ListenAddress | None",
     *,
+    status_address: "ListenAddress | None" = None,
     cluster_node: str | None = None,
 ) -> "Agent":
     """Build an agent on a simulated node; a `cluster_node` names that of its cluster.
@@ -87,6 +88,7 @@ def simulated_agent(
         host=LinuxHost(own_pids=True),
         cluster_settings=cluster_settings,
         metrics=metrics,
+        status_address=status_address,
     )
     if cluster is not None:
         agent.beside = cluster.running

@@ -118,6 +118,7 @@ async def agent_at_work(
     pod_dir: Path | None = None,
     cdi_dir: Path | None = None,
     metrics: ListenAddress | None = None,
+    status_address: ListenAddress | None = None,
     timing: AgentTiming | None = None,
     kubelet_timing: KubeletTiming | None = None,
     usage_timing: UsageTiming = QUICK_USAGE,
@@ -140,6 +141,7 @@ async def agent_at_work(
         pod_dir: the folder mounted into containers.
         cdi_dir: the folder of the CDI specification.
         metrics: the address of metrics and probes.
+        status_address: the address of the status API.
         timing: the agent's timing.
         kubelet_timing: timing towards the kubelet, in place of `timing`'s.
         usage_timing: timing of the usage service.
@@ -168,6 +170,7 @@ async def agent_at_work(
         daemons=sim_daemons(),
         host=host,
         metrics=metrics,
+        status_address=status_address,
         timing=replace(
             timing or AgentTiming(),
             kubelet=kubelet_timing or TIMING,

@@ -45,6 +45,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ join "," $on }}
 {{- end }}
 
+{{/* Not empty where the status is served to viewers: an API server reviews their tokens. */}}
+{{- define "metagpu.viewers" -}}
+{{- if and .Values.statusApi.port (include "metagpu.features" .) }}yes{{ end }}
+{{- end }}
+
 {{/* Not empty where one of the named features is in use. */}}
 {{- define "metagpu.uses" -}}
 {{- $root := index . 0 -}}
@@ -91,6 +96,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- if and .Values.config.default .Values.config.map (ne .Values.config.default "default") (not (hasKey .Values.config.map .Values.config.default)) }}
 {{- fail (printf "config.default: config.map has no profile %q" .Values.config.default) }}
+{{- end }}
+{{- if and .Values.metrics.port (eq (int .Values.metrics.port) (int .Values.statusApi.port)) }}
+{{- fail "statusApi.port: the metrics have this port; give it another one, or 0 for none" }}
 {{- end }}
 {{- if and .Values.features.janitor (index .Values.features "janitor-dry-run") }}
 {{- fail "features: janitor deletes pods and janitor-dry-run deletes none: set one of them" }}

@@ -100,6 +100,21 @@ def pod_report(
     }
 
 
+def without_processes(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `usage_report` with the number of processes in place of the processes."""
+    return {
+        **report,
+        "containers": [
+            {
+                **container,
+                "gpus": [{**it, "processes": len(it["processes"])} for it in container["gpus"]],
+            }
+            for container in report["containers"]
+        ],
+        "unauthorized": len(report["unauthorized"]),
+    }
+
+
 class _GpuTotals(msgspec.Struct, frozen=True):
     """Totals of a GPU, or of one pod on it: shares, memory, and utilization by pid."""
 

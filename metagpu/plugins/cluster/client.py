@@ -61,6 +61,7 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: KubeObject | None = None,
         content: str = JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> KubeObject:
         """Make one request and return the answer.
 
@@ -70,7 +71,12 @@ class KubeClient:
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
         try:
             async with self._answer(
-                method, path, timeout, query=query or {}, body=body, content=content
+                method,
+                path,
+                timeout,
+                query=query or {},
+                body=body,
+                headers={"Content-Type": content, **(headers or {})},
             ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -123,7 +129,7 @@ class KubeClient:
         *,
         query: Mapping[str, str],
         body: KubeObject | None = None,
-        content: str = JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Make one request; its answer is open for the length of the block."""
         for is_last in (False, True):
@@ -133,7 +139,7 @@ class KubeClient:
                         path,
                         method,
                         query_params=list(query.items()),
-                        header_params={"Accept": JSON, "Content-Type": content},
+                        header_params={"Accept": JSON, "Content-Type": JSON, **(headers or {})},
                         body=body,
                         auth_settings=["BearerToken"],
                         _preload_content=False,

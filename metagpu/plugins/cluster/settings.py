@@ -15,6 +15,10 @@ TOKEN_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 """The token that Kubernetes gives to a pod with a service account."""
 DEFAULT_NAMESPACE: Final = "kube-system"
 """The namespace of our own objects outside a pod."""
+VIEWER: Final = "metagpu-viewer"
+"""The ServiceAccount, in the namespace of our pod, whose tokens open the status API."""
+AUDIENCE: Final = "metagpu.io/status"
+"""The audience of these tokens."""
 _OBJECT_NAME: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 

@@ -30,7 +30,7 @@ class ListenAddress(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str) -> ListenAddress:
+def parse_address(text: str, option: str = "--metrics") -> ListenAddress:
     """Parse an address such as `127.0.0.1:9400`, `[::1]:9400` or `localhost:9400`.
 
     `:9400` means all addresses.
@@ -42,24 +42,24 @@ def parse_address(text: str) -> ListenAddress:
     plain = host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
     if not colon or not (port.isascii() and port.isdecimal()) or int(port) > _MOST:
-        raise _error(text)
+        raise _error(text, option)
     if plain == "localhost":
         return ListenAddress(_LOCALHOST, int(port))
     if plain:
         try:
             version = ip_address(plain).version
         except ValueError:
-            raise _error(text) from None
+            raise _error(text, option) from None
         if (version == 6) != (plain != host):  # noqa: PLR2004 - brackets belong to IPv6 alone
-            raise _error(text)
+            raise _error(text, option)
     elif host:
-        raise _error(text)
+        raise _error(text, option)
     return ListenAddress(plain or ALL_ADDRESSES, int(port))
 
 
-def _error(text: str) -> ConfigError:
+def _error(text: str, option: str) -> ConfigError:
     return ConfigError(
         f"{text!r} is no listen address; write an IP address of this machine and a port, as "
         "in 127.0.0.1:9400 or [::1]:9400, or :9400 for all its addresses",
-        file="--metrics",
+        file=option,
     )

@@ -21,24 +21,32 @@ _LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 
 @dataclass(frozen=True)
 class ObjectSelection:
-    """A selection of a collection's objects, by namespace and fields."""
+    """A selection of a collection's objects, by namespace, fields and labels."""
 
     collection: str
     namespace: str
     fields: Mapping[str, str]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, collection: str, namespace: str, selector: str) -> "ObjectSelection":
-        """Read a field selector such as `spec.nodeName=gpu-1`."""
-        return cls(
-            collection, namespace, dict(part.split("=") for part in selector.split(",") if part)
-        )
+    def of(
+        cls, collection: str, namespace: str, selector: str, labels: str = ""
+    ) -> "ObjectSelection":
+        """Read a field selector such as `spec.nodeName=gpu-1`, and one of labels."""
+        return cls(collection, namespace, _pairs(selector), _pairs(labels))
 
     def contains(self, key: Key, it: Object) -> bool:
         """Return whether the selection contains an object."""
         if key[0] != self.collection or self.namespace not in {"", key[1]}:
             return False
-        return all(_field(it, path) == value for path, value in self.fields.items())
+        given = it["metadata"].get("labels") or {}
+        return all(_field(it, path) == value for path, value in self.fields.items()) and all(
+            given.get(name) == value for name, value in self.labels.items()
+        )
+
+
+def _pairs(selector: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in selector.split(",") if part)
 
 
 def _field(it: Any, path: str) -> Any:  # noqa: ANN401 - any JSON

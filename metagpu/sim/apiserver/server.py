@@ -17,9 +17,11 @@ import anyio
 import yaml
 from aiohttp import web
 
+from metagpu.sim.apiserver import pod_proxy
 from metagpu.sim.apiserver.cluster import SimCluster
 from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
 from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection
+from metagpu.sim.apiserver.pod_proxy import SimTokens
 
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
@@ -27,6 +29,9 @@ _NODE: Final = "/api/v1/nodes"
 _PODS: Final = "/api/v1/pods"
 _POD: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 _CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
+_LISTED: Final = tuple(
+    f"/api/v1/namespaces/{{namespace}}/{it}" for it in ("pods", "resourcequotas", "events")
+)
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
     "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
@@ -57,6 +62,7 @@ class SimApiServer(SimCluster):
         failing: (method, part of a path) of requests that fail for now.
         rejected: parts of paths whose patches and new objects are invalid.
         failures: answers to the next requests of any kind.
+        tokens: the tokens of ServiceAccounts.
         nfd: Node Feature Discovery's master, `None` where NFD is not installed.
         nfd_active: whether NFD's master runs.
     """
@@ -72,6 +78,7 @@ class SimApiServer(SimCluster):
         self.failing: list[tuple[str, str]] = []
         self.rejected: list[str] = []
         self.failures: deque[ApiError] = deque()
+        self.tokens = SimTokens()
         self.port = 0
         self._changed = anyio.Event()
         self._ending = anyio.Event()
@@ -124,7 +131,12 @@ class SimApiServer(SimCluster):
         app.router.add_delete(_POD, self._delete_pod)
         app.router.add_post(_EVENTS, self._create)
         app.router.add_patch(_EVENTS + "/{name}", self._patch)
+        for path in _LISTED:
+            app.router.add_get(path, self._list)
+        for path in (_NODE + "/{name}", _POD):
+            app.router.add_get(path, self._get)
         add_routes(app, self.store)
+        pod_proxy.add_routes(app, self.store, self.tokens)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
@@ -200,6 +212,7 @@ class SimApiServer(SimCluster):
             request.path.rpartition("/")[2],
             request.match_info.get("namespace", ""),
             request.query.get("fieldSelector", ""),
+            request.query.get("labelSelector", ""),
         )
         if request.query.get("watch"):
             return await self._watch(request, selection)
@@ -210,6 +223,11 @@ class SimApiServer(SimCluster):
                 "items": list(self.store.select(selection)),
             }
         )
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        collection = "pods" if "namespace" in request.match_info else "nodes"
+        key = (collection, request.match_info.get("namespace", ""), request.match_info["name"])
+        return web.json_response(self.store.get_object(key))
 
     async def _watch(self, request: web.Request, selection: ObjectSelection) -> web.StreamResponse:
         """Send the changes of some objects since a version."""

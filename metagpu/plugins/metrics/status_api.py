@@ -1,0 +1,102 @@
+"""Status and usage of this node as JSON, for viewers of the cluster.
+
+It names pods, so each request carries a viewer's token: the port itself may be open to all pods.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final, Protocol
+
+import anyio
+import msgspec
+
+from metagpu.core.runtime.restart import run_with_restart
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.metrics.http_server import HttpRequest, HttpResponse, Page, PageServer
+from metagpu.plugins.metrics.single_flight import SingleFlight
+from metagpu.plugins.metrics.sources import MetricsTiming
+
+TOKEN_HEADER: Final = "metagpu-token"  # noqa: S105 - the header's name
+"""The header with a viewer's token. The API server keeps `Authorization` to itself."""
+_JSON: Final = "application/json"
+
+Report = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+class TokenCheck(Protocol):
+    """A check of viewers' tokens."""
+
+    async def run(self) -> None:
+        """Hold what the check needs, until cancelled."""
+
+    async def check(self, token: str) -> str:
+        """Return why a token gives no access, an empty text for a viewer's.
+
+        Raises:
+            ConnectionError: the token could not be checked; the message says why.
+        """
+        ...
+
+
+class StatusApi:
+    """Serves reports of this node to viewers.
+
+    Attributes:
+        server: the HTTP server of the reports.
+    """
+
+    def __init__(
+        self,
+        address: ListenAddress,
+        reports: Mapping[str, Report],
+        tokens: TokenCheck,
+        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+    ) -> None:
+        self._tokens = tokens
+        self._reports = [
+            SingleFlight[bytes](path, _encoded(report), timing.page_age)
+            for path, report in reports.items()
+        ]
+        pages = zip(reports, self._reports, strict=True)
+        self.server = PageServer(
+            address, {path: self._page(it) for path, it in pages}, timing, name="status-api"
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled; a failure here ends nothing else."""
+        async with anyio.create_task_group() as group:
+            for report in self._reports:
+                group.start_soon(report.run)
+            group.start_soon(partial(run_with_restart, self._tokens.run, "review of tokens"))
+            group.start_soon(partial(run_with_restart, self.server.run, "status API"))
+
+    def _page(self, report: SingleFlight[bytes]) -> Page:
+        async def page(request: HttpRequest) -> HttpResponse:
+            try:
+                problem = await self._tokens.check(request.headers.get(TOKEN_HEADER, ""))
+            except ConnectionError as error:
+                return _problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            if problem:
+                # Not 401: the API server's clients would renew their own credentials.
+                return _problem(HTTPStatus.FORBIDDEN, problem)
+            body = await report.get()
+            if body is None:
+                text = "metagpu failed to make the report; its log has the details"
+                return _problem(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+            return HttpResponse(HTTPStatus.OK, body, _JSON)
+
+        return page
+
+
+def _encoded(report: Report) -> Callable[[], Awaitable[bytes]]:
+    async def encoded() -> bytes:
+        return msgspec.json.encode(await report())
+
+    return encoded
+
+
+def _problem(status: HTTPStatus, message: str) -> HttpResponse:
+    """Return an error in the shape of Kubernetes' own, whose clients show the message."""
+    body = {"kind": "Status", "apiVersion": "v1", "code": int(status), "message": message}
+    return HttpResponse(status, msgspec.json.encode(body), _JSON)

@@ -1,0 +1,93 @@
+"""The pod proxy of the simulated API server, and the tokens of ServiceAccounts."""
+
+import json
+import secrets
+import time
+from base64 import urlsafe_b64encode
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from metagpu.sim.apiserver.objects import ApiError, Object, ObjectStore
+
+_PROXY: Final = "/api/v1/namespaces/{namespace}/pods/{pod}/proxy/{path:.*}"
+_TOKEN: Final = "/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"  # noqa: S105 - a path
+_REVIEW: Final = "/apis/authentication.k8s.io/v1/tokenreviews"
+_KEPT: Final = frozenset(("authorization", "host", "connection", "accept-encoding"))
+"""Headers that the API server does not pass on as they are."""
+
+
+@dataclass
+class SimTokens:
+    """Tokens of ServiceAccounts, by their text, with their user and audiences."""
+
+    issued: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+
+    def issue(self, namespace: str, name: str, audiences: list[str]) -> str:
+        """Create a token, in the shape of a signed one."""
+        user = f"system:serviceaccount:{namespace}:{name}"
+        claims = {"sub": user, "aud": audiences, "exp": int(time.time()) + 600}
+        parts = [_encoded({"alg": "none"}), _encoded(claims), secrets.token_urlsafe(16)]
+        self.issued[token := ".".join(parts)] = (user, audiences)
+        return token
+
+    def review(self, token: str, audiences: list[str]) -> Object:
+        """Return the status of a TokenReview."""
+        user, of_token = self.issued.get(token, ("", []))
+        common = [it for it in of_token if it in audiences]
+        if not common:
+            return {"authenticated": False, "error": "invalid bearer token"}
+        return {"authenticated": True, "user": {"username": user}, "audiences": common}
+
+
+def add_routes(app: web.Application, store: ObjectStore, tokens: SimTokens) -> None:
+    """Add routes of the pod proxy, of tokens and of their reviews."""
+    sessions: list[aiohttp.ClientSession] = []
+
+    async def proxy(request: web.Request) -> web.StreamResponse:
+        pod, _, port = request.match_info["pod"].partition(":")
+        it = store.get_object(("pods", request.match_info["namespace"], pod))
+        address = (it.get("status") or {}).get("podIP")
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _KEPT}
+        url = f"http://{address}:{port}/{request.match_info['path']}"
+        try:
+            async with sessions[0].get(url, headers=headers) as answer:
+                body = await answer.read()
+                content = answer.headers.get("content-type", "text/plain")
+                return web.Response(
+                    status=answer.status, body=body, headers={"content-type": content}
+                )
+        except aiohttp.ClientError as error:
+            message = f"error trying to reach service: {error}"
+            raise ApiError(503, "ServiceUnavailable", message) from error
+
+    async def issue(request: web.Request) -> web.StreamResponse:
+        where, body = request.match_info, json.loads(await request.read())
+        key = ("serviceaccounts", where["namespace"], where["name"])
+        store.get_object(key)
+        token = tokens.issue(where["namespace"], where["name"], body["spec"]["audiences"])
+        return web.json_response({**body, "status": {"token": token}}, status=201)
+
+    async def review(request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        spec = body["spec"]
+        status = tokens.review(spec["token"], spec["audiences"])
+        return web.json_response({**body, "status": status}, status=201)
+
+    async def open_session(_: web.Application) -> None:
+        sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+
+    async def close_session(_: web.Application) -> None:
+        await sessions.pop().close()
+
+    app.on_startup.append(open_session)
+    app.on_cleanup.append(close_session)
+    app.router.add_get(_PROXY, proxy)
+    app.router.add_post(_TOKEN, issue)
+    app.router.add_post(_REVIEW, review)
+
+
+def _encoded(value: Object) -> str:
+    return urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")

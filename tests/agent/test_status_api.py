@@ -1,0 +1,157 @@
+"""The status API of a whole agent, asked as viewers ask: through the API server's pod proxy."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metagpu.cli.arguments import parser
+from metagpu.cli.options import cluster_of, resolve_environment, status_api_of
+from metagpu.core.errors import ClusterError, ConfigError
+from metagpu.plugins.cluster.client import KubeClient
+from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER, ClusterSettings, Feature
+from metagpu.plugins.cluster.token_review import REVIEWS
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.plugins.cluster.rig import open_client_at
+from tests.plugins.metrics.rig import asked
+from tests.rigs.agent import METAGPU, Scene, agent_at_work
+from tests.rigs.waiting import until
+
+NODE = "gpu-1"
+SYSTEM = "kube-system"
+
+
+@dataclass
+class StatusScene:
+    """An agent with its status API, behind a simulated API server."""
+
+    it: Scene
+    server: SimApiServer
+    client: KubeClient
+    port: int
+
+    async def get(self, path: str, token: str) -> Mapping[str, Any]:
+        """Ask by the pod proxy."""
+        proxy = f"/api/v1/namespaces/{SYSTEM}/pods/agent:{self.port}/proxy{path}"
+        return await self.client.call("GET", proxy, headers={"Metagpu-Token": token})
+
+    def token(self, name: str = VIEWER, audience: str = AUDIENCE, namespace: str = SYSTEM) -> str:
+        """Issue a token of a ServiceAccount."""
+        return self.server.tokens.issue(namespace, name, [audience])
+
+    @property
+    def reviews(self) -> int:
+        """The number of reviews of tokens."""
+        return sum(it.target == REVIEWS for it in self.server.requests)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[StatusScene]:
+    """Run an agent with two GPUs, and its pod at the API server."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.add_pod(SYSTEM, "agent", NODE)["status"]["podIP"] = "127.0.0.1"
+    async with server.running():
+        settings = ClusterSettings(
+            NODE, server.kubeconfig(tmp_path), features=frozenset({Feature.LABELS})
+        )
+        async with (
+            agent_at_work(
+                tmp_path, cluster_settings=settings, status_address=ListenAddress("127.0.0.1", 0)
+            ) as it,
+            open_client_at(server.kubeconfig(tmp_path)) as client,
+        ):
+            await it.until(20, 20)
+            api = it.agent.status_api
+            assert api is not None
+            scene = StatusScene(it, server, client, 0)
+
+            async def answers() -> bool:
+                if (port := api.server.port) == 0:
+                    return False
+                scene.port = port
+                try:
+                    await scene.get("/api/v1/usage", scene.token())
+                except ClusterError as error:
+                    return error.status != 503
+                return True
+
+            await until(answers, deadline=30)
+            yield scene
+
+
+async def test_a_viewer_gets_status_and_usage(tmp_path: Path) -> None:
+    """A viewer's token opens both reports, and is reviewed once; commands are in neither."""
+    async with serving(tmp_path) as scene:
+        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.it.wait_holders()
+        token, before = scene.token(), scene.reviews
+        status = await scene.get("/api/v1/status", token)
+        usage = await scene.get("/api/v1/usage", token)
+
+        assert scene.reviews == before + 1
+        assert status["node"] == usage["node"]
+        assert [it["holder"] for it in status["leases"]] == ["default/alice (main)"]
+        assert status["offers"][METAGPU]["free"] == 17
+        [container] = usage["containers"]
+        assert (container["pod"], container["gpus"][0]["processes"]) == ("alice", 0)
+
+
+async def test_nobody_else_gets_anything(tmp_path: Path) -> None:
+    """No token, another account's, another audience's or an invented one opens the port.
+
+    What does not even claim to be a viewer's token costs the API server nothing.
+    """
+    async with serving(tmp_path) as scene:
+        before = scene.reviews
+        for token in (
+            "",
+            "a.b.c",
+            scene.token(name="default"),
+            scene.token(namespace="team-a"),
+            scene.token(audience="https://kubernetes.default.svc"),
+        ):
+            with pytest.raises(ClusterError) as refused:
+                await scene.get("/api/v1/status", token)
+            assert refused.value.status == 403
+        assert scene.reviews == before
+
+        invented = scene.token()
+        del scene.server.tokens.issued[invented]
+        with pytest.raises(ClusterError, match="does not accept this token"):
+            await scene.get("/api/v1/status", invented)
+        assert scene.reviews == before + 1
+
+        code, _, body = await asked(scene.port, "/api/v1/status")  # from any pod of the cluster
+        assert (code, "a token of" in body) == (403, True)
+
+
+async def test_invented_tokens_cost_few_reviews(tmp_path: Path) -> None:
+    """A flood of invented tokens is limited here, and a known viewer's token still opens."""
+    async with serving(tmp_path) as scene:
+        known = scene.token()
+        await scene.get("/api/v1/usage", known)
+        before, statuses = scene.reviews, []
+        for _ in range(60):
+            invented = scene.token()
+            del scene.server.tokens.issued[invented]
+            with pytest.raises(ClusterError) as refused:
+                await scene.get("/api/v1/usage", invented)
+            statuses.append(refused.value.status)
+        assert scene.reviews - before < 40
+        assert statuses[-1] == 503
+        assert await scene.get("/api/v1/usage", known)
+
+
+def test_the_status_api_needs_an_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an API server nobody could review tokens: the option says what to give."""
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    args = parser().parse_args(["run", "--status-api", ":9440"])
+    resolve_environment(args, {})
+    with pytest.raises(ConfigError, match="also give --node-name"):
+        status_api_of(args, cluster_of(args))
