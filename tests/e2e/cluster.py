@@ -183,11 +183,10 @@ class Cluster:
         )
 
     def await_amounts(self, capacity: int, allocatable: int, resource: str = RESOURCE) -> None:
-        """Wait until the node has these amounts of a resource."""
+        """Wait until the node has these amounts of a resource, whatever serves it."""
 
         def probe() -> bool:
-            if allocatable:
-                self.daemon.require_alive()
+            self.daemon.require_no_crash()
             seen = self.node.resource(resource)
             if seen != (capacity, allocatable):
                 raise RigError(f"capacity and allocatable are {seen}")

@@ -1,16 +1,17 @@
 """One node and one daemon for the session, restored before every test."""
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.joined import Joined, credentials, joined
-from tests.e2e.rig.daemon import Daemon, traces
+from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.tools import Tools
+from tests.e2e.rig.traces import traces
 
 HERE = Path(__file__).parent
 LONGEST_TEST_S = 300
@@ -64,10 +65,16 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture(scope="session")
-def daemon(node: Node) -> Iterator[Daemon]:
+def traces_before(node: Node) -> Mapping[str, object]:
+    """Return the node as it was before the first daemon."""
+    return traces(node, node.paths.home / "metagpu")
+
+
+@pytest.fixture(scope="session")
+def daemon(node: Node, traces_before: Mapping[str, object]) -> Iterator[Daemon]:
     """Start the metagpu daemon beside the node's kubelet."""
+    del traces_before  # read before the first daemon
     daemon = Daemon(node.paths, CONFIGURATION, model=MODEL, count=GPUS)
-    daemon.traces_before = traces(node.kubectl, node.name, daemon.run_folder)
     daemon.prepare()
     daemon.start()
     yield daemon

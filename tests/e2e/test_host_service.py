@@ -13,13 +13,12 @@ from tests.e2e.cluster import (
     CONFIGURATION,
     GPUS,
     MODEL,
-    RESOURCE,
     Cluster,
 )
 from tests.e2e.joined import Joined
 from tests.e2e.rig import systemd
-from tests.e2e.rig.daemon import traces
 from tests.e2e.rig.tools import REPOSITORY
+from tests.e2e.rig.traces import traces
 from tests.e2e.rig.waiting import wait_for
 
 SOON_S = 30.0
@@ -70,15 +69,6 @@ class Service:
             "[Unit]\nWants=metagpu.service kubelet.service\nAfter=metagpu.service kubelet.service\n"
         )
 
-    def await_amounts(self) -> None:
-        """Wait until the node has all shares; the daemon is systemd's, not the rig's."""
-        node = self.cluster.node
-        wait_for(
-            "all shares",
-            lambda: node.resource(RESOURCE) == (ALL_SHARES, ALL_SHARES),
-            within_s=SOON_S,
-        )
-
 
 @pytest.fixture
 def service(cluster: Cluster) -> Iterator[Service]:
@@ -105,13 +95,13 @@ def test_a_boot_loses_no_pod(service: Service) -> None:
         wait_for("systemd to start the kubelet", service.kubelet_may_start.exists, within_s=SOON_S)
         assert systemctl("is-active", "metagpu") == "active"
         node.power_on()
-        service.await_amounts()
+        cluster.await_amounts(ALL_SHARES, ALL_SHARES)
         for name, holding in holdings.items():
             assert cluster.await_readmitted(name, before[name]), name
             assert cluster.inspect_container(name) == holding
 
 
-def test_uninstall_leaves_no_trace(member: Joined) -> None:
+def test_uninstall_leaves_no_trace(member: Joined, traces_before: Mapping[str, object]) -> None:
     """The node is as before the first daemon; a running pod goes on, and keeps what it uses."""
     cluster, node, daemon = member.cluster, member.node, member.daemon
     cluster.run("training", 30)
@@ -129,7 +119,7 @@ def test_uninstall_leaves_no_trace(member: Joined) -> None:
     cluster.delete("training")
     results = removed(daemon.uninstall(*options))
     assert results <= {("pod folder", "removed"), ("run folder", "removed"), ("amounts", "stays")}
-    assert traces(node.kubectl, node.name, daemon.run_folder) == daemon.traces_before
+    assert traces(node, daemon.run_folder) == traces_before
 
 
 def removed(leftovers: Sequence[Mapping[str, str]]) -> set[tuple[str, str]]:

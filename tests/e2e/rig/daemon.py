@@ -1,26 +1,20 @@
 """The metagpu daemon as a process of the host, beside the kubelet, with simulated GPUs."""
 
 import json
-import os
 import signal
-import stat
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from metagpu.core.errors import MetagpuError
 from metagpu.plugins.control.client import send_request
+from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError
-from tests.e2e.rig.kubectl import Document, Kubectl
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.programs import Program
 from tests.e2e.rig.settings import KUBELET_HOME, NodePaths
 from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
-
-CONTROL_DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
-NULL_DEVICE = os.makedev(1, 3)
-"""The device number of every simulated device file: opening it has no effect."""
 
 CALL_S = 30.0
 EXCHANGE_S = 60.0
@@ -35,7 +29,6 @@ class Daemon:
         self._configuration = paths.home / "metagpu.yaml"
         self.device_root = paths.home / "devices"
         self.run_folder = paths.home / "metagpu"
-        self.traces_before: Mapping[str, object] = {}
         self._options: tuple[str, ...] = ()
         self.gpus: tuple[str, ...] = ("--simulate", f"{model}:{count}")
         """The options of the GPUs, which are simulated, or those of NVML."""
@@ -63,18 +56,13 @@ class Daemon:
     def prepare(self) -> None:
         """Create the files of a real node: the configuration and the device files."""
         self._configuration.write_text(self._configuration_text)
-        folder = self.device_root / "dev"
-        folder.mkdir(parents=True)
         self.run_folder.mkdir()
-        for name in (*(f"nvidia{index}" for index in range(self.count)), *CONTROL_DEVICES):
-            device = folder / name
-            os.mknod(device, stat.S_IFCHR, NULL_DEVICE)
-            device.chmod(0o666)  # mknod's own mode is reduced by the umask
+        make_device_files(self.device_root, self.count)
 
     def uninstall(self, *options: str) -> list[Document]:
         """Remove what the daemon left; return each leftover with its result."""
         self._program.stop()
-        folders = ("--config", str(self._configuration), "--simulate", "a100-40gb:4,h100-80gb:4")
+        folders = ("--config", str(self._configuration), *self.gpus, *self._options)
         places = ("--kubelet-dir", str(KUBELET_HOME / "device-plugins"), *self._run_dir_options)
         command = [sys.executable, "-m", "metagpu", "uninstall", "--yes", "-o", "json"]
         root = ("--root", str(self.run_folder.with_name("host")))
@@ -102,13 +90,13 @@ class Daemon:
         """Return whether the daemon runs."""
         return self._program.alive
 
-    def require_alive(self) -> None:
-        """Raise unless the daemon runs.
+    def require_no_crash(self) -> None:
+        """Raise if the daemon ended by itself.
 
         Raises:
-            EndedError: the daemon does not run; the text is the end of its log.
+            EndedError: it did; the text is the end of its log.
         """
-        self._program.require_alive()
+        self._program.require_no_crash()
 
     @property
     def pid(self) -> int | None:
@@ -248,21 +236,3 @@ def _count_exchanges(program: Program) -> int:
     if not program.log.exists():
         return 0
     return program.log.read_text(errors="replace").count("node taken over")
-
-
-def traces(kubectl: Kubectl, name: str, run_folder: Path) -> Mapping[str, object]:
-    """Return what metagpu may leave: files, mounts, cgroups, fields of the Node."""
-    kept = {"kubelet.sock", "kubelet_internal_checkpoint", "DEPRECATION"}
-    document = kubectl.get("node", name)
-    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    groups = Path("/sys/fs/cgroup")
-    return {
-        "run folder": run_folder.exists(),
-        "sockets": {it.name for it in (KUBELET_HOME / "device-plugins").iterdir()} - kept,
-        "mounts": [it for it in mounts if str(run_folder) in it],
-        "cgroups": [*groups.glob("metagpu"), *groups.glob("*/metagpu")],
-        "labels": document["metadata"]["labels"],
-        "annotations": sorted(document["metadata"]["annotations"]),
-        "taints": document["spec"].get("taints"),
-        "conditions": {it["type"] for it in document["status"]["conditions"]},
-    }

@@ -5,12 +5,13 @@ import subprocess
 from pathlib import Path
 
 from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.tools import REPOSITORY
 
 CALL_S = 180.0
 
 
 class Helm:
-    """Helm, for releases of one namespace."""
+    """Helm, for releases of one namespace; paths of charts are those in the repository."""
 
     def __init__(self, program: str, kubeconfig: str, home: Path, namespace: str) -> None:
         self._command = [program, f"--kubeconfig={kubeconfig}", f"--namespace={namespace}"]
@@ -30,6 +31,7 @@ class Helm:
             check=False,
             timeout=CALL_S,
             env=self._environment,
+            cwd=REPOSITORY,
         )
         if done.returncode != 0:
             raise RigError(f"helm {arguments[0]}: {done.stderr.strip()}")

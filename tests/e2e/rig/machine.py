@@ -12,6 +12,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from tests.e2e.rig import host_folders
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.programs import end_processes, running_processes
 from tests.e2e.rig.settings import KUBELET_HOME, LOOPBACK, NETWORK, NodePaths
@@ -117,6 +118,7 @@ def clean(paths: NodePaths) -> None:
         RigError: something is still mounted or running; nothing is removed under it.
     """
     end_containers(paths)
+    host_folders.unmount()
     unmount_under(paths.home)
     if MARK.exists():
         unmount_under(KUBELET_HOME)
@@ -168,7 +170,8 @@ def _is_mps_daemon(pid: int, home: Path) -> bool:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False  # the process has just ended
-    return b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(home) in environment
+    folders = (home, host_folders.RUN_DIR)
+    return any(b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(it) in environment for it in folders)
 
 
 def _descendants(ancestors: set[int]) -> set[int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.e2e.rig import health, machine, numa, settings
+from tests.e2e.rig import health, host_folders, machine, numa, settings
 from tests.e2e.rig.api import Api
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import write_images
@@ -131,6 +131,7 @@ class Node:
         paths = self.paths
         paths.create()
         machine.record_state(paths)
+        host_folders.mount(paths.home)
         self._pki.create(self.name)
         settings.write_configuration(paths, self._tools, self._pki)
         self.etcd.start()

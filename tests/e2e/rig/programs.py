@@ -113,6 +113,15 @@ class Program:
         if not self.alive:
             raise EndedError(f"{self.name} is not running:\n{tail(self.log)}")
 
+    def require_no_crash(self) -> None:
+        """Raise if the program ended by itself; one that was stopped is no crash.
+
+        Raises:
+            EndedError: as `require_alive`.
+        """
+        if self._process is not None:
+            self.require_alive()
+
     def notify(self, number: signal.Signals) -> None:
         """Send the program a signal that does not end it.
 
