@@ -26,6 +26,7 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import HardwareDevice
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.runtime.files import replace_text
 from metagpu.core.state.registry import Registry
 
 NO_DEVICE_NODES: Final = (
@@ -278,7 +279,7 @@ class CdiFile:
             return frozenset()
         text = cdi.build_spec(named, injection.common_nodes(), self.driver_edits.edits)
         if text != self._text:
-            _replace(self._file, text)
+            replace_text(self._file, text)
             self._text = text
         return frozenset(named)
 
@@ -288,13 +289,3 @@ def _read(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replace a file atomically: a reader sees the old or the new text, never a part."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: CDI's library notices a rename within the folder, not a move into it.
-    fresh = file.with_name(f".{file.name}.new")
-    fresh.write_text(text)
-    fresh.chmod(0o644)
-    fresh.replace(file)

@@ -10,11 +10,14 @@ MetagpuError
 │   ├── GpuPaused           an operator or the backend grants no new shares of the GPU for now
 │   ├── ShareTaken          another backend or an overlapping share holds the GPU
 │   ├── ProvisioningFailed  the share's hardware device could not be created
+│   │   └── ProvisioningLasts  its creation goes on, and the request may be repeated
 │   ├── CdiNameMissing      the container runtime would not find the share's CDI name
 │   ├── SharesOverlap       the kubelet chose shares that exclude each other
 │   ├── FractionSplit       the ids would spread one fraction over several GPUs
 │   ├── MultipleDevices     the ids are of several devices, and MPS serves a container on one
 │   ├── TooManyClients      the GPU or instance serves its maximum of MPS clients
+│   ├── ResourceClaimUnusable  the ResourceClaim is not what the kubelet or its author meant
+│   ├── DeviceOccupied      an allocated device has too few free shares
 │   └── TooManyReplicas     the pod asks for several time-slices where one is the maximum
 ├── DriverError             the driver: an NVML call failed
 │   ├── DriverUnavailable   NVML as a whole: no library, no driver, or the driver was unloaded
@@ -138,6 +141,10 @@ class ProvisioningFailed(RequestError):
         super().__init__(f"{resource}: {share} could not be created: {reason}")
 
 
+class ProvisioningLasts(ProvisioningFailed):
+    """Raised when the creation of a share's hardware device outlasts the request."""
+
+
 class CdiNameMissing(RequestError):
     """Raised when a grant would name a CDI device that no specification has."""
 
@@ -225,6 +232,22 @@ class TooManyReplicas(RequestError):
             f'invalid allocation request for "{resource}": invalid request: '
             f"maximum request size for shared resources is 1; found {wanted}"
         )
+
+
+class ResourceClaimUnusable(RequestError):
+    """Raised when a ResourceClaim cannot be prepared as the API server has it."""
+
+    def __init__(self, claim: str, reason: str) -> None:
+        super().__init__(f"ResourceClaim {claim} cannot be prepared: {reason}")
+
+
+class DeviceOccupied(RequestError):
+    """Raised when too few shares of an allocated device are free."""
+
+    remedy = "it is prepared as soon as enough of them are free"
+
+    def __init__(self, gpu: str, device: str, wanted: int, free: int) -> None:
+        super().__init__(f"GPU {gpu}: device {device} has {free} free shares of {wanted} needed")
 
 
 class DriverError(MetagpuError):

@@ -14,12 +14,14 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from metagpu.core.grants.grant import DeviceNode, Grant
+from metagpu.core.grants.grant import DeviceNode, Grant, Mount
+from metagpu.core.model import claim_device
 from metagpu.core.model.driver_roots import Folder
 from metagpu.core.model.shares import ShareId
 
 KIND: Final = "metagpu.io/gpu"
 """Vendor and class of our names. Not NVIDIA's: runtimes ignore a name that two files have."""
+CLAIM_KIND: Final = claim_device.KIND
 FILE_NAME: Final = "metagpu.io-gpu.json"
 """CDI recommends vendor and class; runtimes read files with this suffix only."""
 """One of the two folders that every runtime reads; the other is for files written by hand."""
@@ -160,3 +162,35 @@ def build_spec(
 def _node(it: DeviceNode) -> Mapping[str, str]:
     host_path = {"hostPath": it.host_path} if it.host_path != it.container_path else {}
     return {"path": it.container_path, **host_path, "permissions": it.permissions}
+
+
+def build_claim_spec(devices: Mapping[str, Grant]) -> str:
+    """Build the JSON text of a specification of a ResourceClaim's devices.
+
+    A device has what the grant has beside GPUs: variables and mounts. The GPUs themselves are
+    devices of the node's specification.
+    """
+    spec = {
+        "cdiVersion": ".".join(map(str, _OLDEST)),
+        "kind": CLAIM_KIND,
+        "devices": [
+            {
+                "name": name,
+                "containerEdits": {
+                    "env": [f"{key}={value}" for key, value in sorted(grant.envs.items())],
+                    "mounts": list(map(_mount, grant.mounts)),
+                },
+            }
+            for name, grant in devices.items()
+        ],
+    }
+    return json.dumps(spec, indent=2) + "\n"
+
+
+def _mount(it: Mount) -> Mapping[str, Any]:
+    access = "ro" if it.read_only else "rw"
+    return {
+        "hostPath": it.host_path,
+        "containerPath": it.container_path,
+        "options": [access, "rbind", "rprivate"],
+    }

@@ -74,8 +74,19 @@ class Holder(msgspec.Struct, frozen=True):
         )
 
 
+class ResourceClaimRef(msgspec.Struct, frozen=True):
+    """A ResourceClaim: its name, and the uid that no other one ever has."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """A share that a container holds.
+    """A share that a container holds, by itself or by a ResourceClaim of its pod.
 
     Leases are built by the hundred while the kubelet waits: a Struct takes a sixth of a
     dataclass's time.
@@ -90,6 +101,8 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
             neither asked for the share nor names it, and may take it for free.
         from_checkpoint: whether the kubelet's checkpoint began the lease: its container, if it
             still exists, had its answer long ago, and no device is created for it.
+        resource_claim: the ResourceClaim that holds the share until it is unprepared; `holder` is
+            one of its containers then. `None` for a lease of the device plugin API.
     """
 
     share: Share
@@ -99,6 +112,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     unanswered: bool = False
     unconfirmed: bool = False
     from_checkpoint: bool = False
+    resource_claim: ResourceClaimRef | None = None
 
 
 class Fault(StrEnum):

@@ -14,3 +14,16 @@ def file_identity(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically; blocks.
+
+    A reader sees the old or the new text, never a part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: CDI's library notices a rename within the folder, not a move into it.
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(text)
+    fresh.chmod(0o644)
+    fresh.replace(path)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.offers import OfferRule
 from metagpu.core.model.pods import KnownPod
@@ -17,6 +18,7 @@ from metagpu.core.model.shares import (
     OfferTurn,
     ProvisionedState,
     Recovery,
+    ResourceClaimRef,
     ResourceName,
     Share,
     ShareId,
@@ -189,11 +191,23 @@ class SharesClaimed(msgspec.Struct, frozen=True):
 
     Attributes:
         unanswered: whether Allocate waits for hardware before it answers.
+        resource_claim: the ResourceClaim that they are prepared for, `None` for Allocate.
     """
 
     shares: tuple[Share, ...]
     at: float
     unanswered: bool = False
+    resource_claim: ResourceClaimRef | None = None
+
+
+class ResourceClaimsRead(msgspec.Struct, frozen=True):
+    """The kubelet's account of prepared ResourceClaims names these devices of them.
+
+    Leases begin for shares that have none. `at` is the event loop's time.
+    """
+
+    claims: Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]
+    at: float
 
 
 class SharesPending(msgspec.Struct, frozen=True):
@@ -248,6 +262,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
         running: ids of pods that the API server reports as running.
         ended: ids that the checkpoint names for pods that have ended, and for no others.
         stopped: holders whose containers do not run any more.
+        of_claims: the containers of ResourceClaims' shares, by the uid of the claim and the share.
     """
 
     holders: Mapping[ShareId, Holder]
@@ -264,6 +279,9 @@ class LeasesObserved(msgspec.Struct, frozen=True):
     running: frozenset[ShareId] = frozenset()
     ended: frozenset[ShareId] = frozenset()
     stopped: frozenset[Holder] = frozenset()
+    of_claims: Mapping[tuple[str, ShareId], tuple[Holder, ...]] = msgspec.field(
+        default_factory=dict
+    )
 
 
 class LeasesHandedOver(msgspec.Struct, frozen=True):
@@ -403,6 +421,7 @@ Fact = (
     | TurnsChanged
     | SharesClaimed
     | SharesPending
+    | ResourceClaimsRead
     | SharesReleased
     | KubeletStarted
     | LeasesObserved

@@ -25,6 +25,7 @@ from metagpu.core.state.facts import (
     KubeletStarted,
     LeasesHandedOver,
     LeasesObserved,
+    ResourceClaimsRead,
     SharesClaimed,
     SharesPending,
     SharesReleased,
@@ -42,6 +43,8 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
     known = {i: lease for state in snapshot.gpus.values() for i, lease in state.leases.items()}
     # A claim after the request is not in the list, which may name the holder before.
     asked = {i: lease for i, lease in known.items() if lease.since < fact.at}
+    named = _named_by_claims(known.values(), fact)
+    asked = {i: lease for i, lease in asked.items() if lease.resource_claim is None}
     unnamed = [lease for i, lease in asked.items() if i not in fact.holders]
     ended = _ended(known.values(), unnamed, fact)
     allocated = fact.allocated or {}
@@ -70,7 +73,7 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
 
     if fact.kubelet_ready:
         snapshot = _with_other_plugins_devices(_with_allocated(snapshot, fact), fact)
-    started = _by_gpu([*confirmed, *listed, *begun])
+    started = _by_gpu([*confirmed, *listed, *begun, *named])
     return with_leases(snapshot, fact.at, started=started, ended=ended)
 
 
@@ -89,12 +92,26 @@ def _listed(
     return Lease(share, known.since, holder, at_start)
 
 
+def _named_by_claims(known: Iterable[Lease], fact: LeasesObserved) -> list[Lease]:
+    """Return the leases of ResourceClaims whose container is another one than before.
+
+    A claim that several containers share has the same one as long as the kubelet lists it.
+    """
+    found = []
+    for lease in known:
+        if (claim := lease.resource_claim) is not None:
+            holders = fact.of_claims.get((claim.uid, lease.share.id), ())
+            if holders and lease.holder not in holders:
+                found.append(replace(lease, holder=holders[0]))
+    return found
+
+
 def _ended(known: Iterable[Lease], unnamed: Iterable[Lease], fact: LeasesObserved) -> list[ShareId]:
     """Return the shares whose leases have ended, of those that the list does not name."""
     claims = [
         fact.at if it.unanswered else it.since
         for it in known
-        if it.holder is None and it.share.id not in fact.holders
+        if it.holder is None and it.share.id not in fact.holders and it.resource_claim is None
     ]
     last_claim = max(claims, default=fact.at)
     held_again = {(holder, fact.resources.get(i)) for i, holder in fact.holders.items()}
@@ -134,13 +151,17 @@ def _has_ended(
 def apply_kubelet_started(
     snapshot: Snapshot, fact: KubeletStarted
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
-    """Make all leases unconfirmed: the new kubelet may not know of them."""
+    """Make all leases unconfirmed: the new kubelet may not know of them.
+
+    Those of ResourceClaims stay: the kubelet gives their shares to nobody.
+    """
     if fact.kubelet == snapshot.kubelet:
         return snapshot, ()
     leases = [
         replace(lease, unconfirmed=True)
         for state in snapshot.gpus.values()
         for lease in state.leases.values()
+        if lease.resource_claim is None
     ]
     snapshot, _ = with_leases(snapshot, 0, started=_by_gpu(leases))
     return replace(snapshot, kubelet=fact.kubelet), (fact,)
@@ -200,10 +221,30 @@ def apply_pending(snapshot: Snapshot, fact: SharesPending) -> tuple[Snapshot, tu
 def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Begin the leases of claimed shares."""
     started = {
-        gpu: {share.id: Lease(share, fact.at, unanswered=fact.unanswered) for share in shares}
+        gpu: {
+            share.id: Lease(
+                share, fact.at, unanswered=fact.unanswered, resource_claim=fact.resource_claim
+            )
+            for share in shares
+        }
         for gpu, shares in by_gpu(fact.shares).items()
     }
     return with_leases(snapshot, fact.at, started=started)
+
+
+def apply_resource_claims(
+    snapshot: Snapshot, fact: ResourceClaimsRead
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Begin the leases of prepared ResourceClaims that have none."""
+    leases = [
+        Lease(_held_share(snapshot, share_id, None, None), fact.at, resource_claim=claim)
+        for claim, devices in fact.claims.items()
+        for device in devices
+        if (state := snapshot.gpus.get(device.gpu)) is not None
+        for share_id in device.share_ids
+        if share_id not in state.leases
+    ]
+    return with_leases(snapshot, fact.at, started=_by_gpu(leases))
 
 
 def apply_handed_over(

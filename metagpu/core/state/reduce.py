@@ -38,6 +38,7 @@ from metagpu.core.state.facts import (
     PodsListed,
     RegistrationProblemFound,
     RegistrationProblemGone,
+    ResourceClaimsRead,
     SharesClaimed,
     SharesOffered,
     SharesPending,
@@ -53,6 +54,7 @@ from metagpu.core.state.leases import (
     apply_kubelet_started,
     apply_observed,
     apply_pending,
+    apply_resource_claims,
     with_leases,
 )
 
@@ -94,6 +96,8 @@ def _follow(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return apply_claimed(snapshot, fact)
         case SharesPending():
             return apply_pending(snapshot, fact)
+        case ResourceClaimsRead():
+            return apply_resource_claims(snapshot, fact)
         case SharesReleased():
             return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case KubeletStarted():

@@ -35,27 +35,17 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import fast_codec, messages
 from metagpu.plugins.kubelet.availability import Claim, find_shares, refuse_unavailable
 from metagpu.plugins.kubelet.call_gate import CallGate
+from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares, no_cdi
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
-from metagpu.plugins.kubelet.provisioning import (
-    is_provisioned,
-    wait_provisioned,
-    wait_reprovisioned,
-)
+from metagpu.plugins.kubelet.provisioning import is_provisioned, wait_reprovisioned
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 if TYPE_CHECKING:
     from grpclib.server import Stream
 
-EnsureCdiNames = Callable[[frozenset[str]], Awaitable[None]]
-"""Makes devices of these CDI names known to the container runtime; raises an error if it cannot."""
-
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 log = structlog.get_logger()
-
-
-async def no_cdi(_: frozenset[str]) -> None:
-    """Do nothing: without a CDI specification of ours, others write the names."""
 
 
 class DevicePluginService:
@@ -342,19 +332,15 @@ class DevicePluginService:
 
         claims.append(Claim(shares, snapshot))
         # A kubelet that registered without PreStartContainer does not call it: provision here.
-        deferred = _provisions_at_start(backend) and self._calls_before_start
-        waits = isinstance(backend, Provisions) and not deferred
-        self._registry.apply(SharesClaimed(tuple(shares), self._clock(), unanswered=waits))
-        if isinstance(backend, Provisions) and not deferred:
-            snapshot = await wait_provisioned(self._registry, shares, backend.provision_timeout)
-            # That took a while: the kubelet has from now on to list the pod.
-            self._registry.apply(SharesClaimed(tuple(shares), self._clock()))
-        if deferred:  # also when the kubelet lists a holder meanwhile, it is still to provision
-            self._registry.apply(SharesPending(tuple(shares), self._clock()))
-        grant = await backend.grant(shares, snapshot)
-        if not deferred and (names := cdi.device_names(grant)):
-            await self._ensure_cdi_names(names)
-        return grant
+        if not (_provisions_at_start(backend) and self._calls_before_start):
+            return await grant_shares(
+                shares, backend, self._registry, self._ensure_cdi_names, self._clock
+            )
+        claimed = tuple(shares)
+        self._registry.apply(SharesClaimed(claimed, self._clock()))
+        # Also when the kubelet lists a holder meanwhile, it is still to provision.
+        self._registry.apply(SharesPending(claimed, self._clock()))
+        return await backend.grant(shares, snapshot)
 
 
 def _is_unconfirmed(share: Share, snapshot: Snapshot) -> bool:

@@ -16,9 +16,10 @@ from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import CompetingPluginFound, CompetingPluginGone
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.call_gate import CallGate
-from metagpu.plugins.kubelet.device_plugin import DevicePluginService, EnsureCdiNames, no_cdi
+from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoint import Endpoint
+from metagpu.plugins.kubelet.granting import EnsureCdiNames, no_cdi
 from metagpu.plugins.kubelet.registration import RegistrationClient
 from metagpu.plugins.kubelet.registration_watch import RegistrationWatch
 from metagpu.plugins.kubelet.succession import Succession

@@ -6,16 +6,17 @@ drives grpclib's protocol and handler itself and tracks the connections.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import anyio.lowlevel
 import h2.config
 import h2.connection
 from grpclib.config import Configuration
+from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 from grpclib.events import _DispatchServerEvents
 from grpclib.protocol import H2Protocol
@@ -26,6 +27,9 @@ from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.listener import remove_socket, unix_listener
 from metagpu.plugins.kubelet.messages import RawCodec
 from metagpu.plugins.kubelet.timing import TIMING
+
+if TYPE_CHECKING:
+    from grpclib.server import Stream
 
 _BACKLOG: Final = 16
 
@@ -167,6 +171,16 @@ class Connections:
         """Close all connections without sending the rest of their data."""
         for connection in list(self._open):
             connection.abort()
+
+
+def unary_method(answer: Callable[[bytes], Awaitable[bytes]]) -> Method:
+    """Return the method of a unary call, whose messages are encoded."""
+
+    async def call(stream: "Stream[bytes, bytes]") -> None:
+        request = await stream.recv_message()
+        await stream.send_message(await answer(request or b""))
+
+    return Method(call, Cardinality.UNARY_UNARY, bytes, bytes)
 
 
 @asynccontextmanager

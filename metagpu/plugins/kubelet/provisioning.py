@@ -5,7 +5,7 @@ from typing import Final
 
 import anyio
 
-from metagpu.core.errors import ProvisioningFailed
+from metagpu.core.errors import ProvisioningFailed, ProvisioningLasts
 from metagpu.core.model.shares import ProvisionedState, ProvisionFailure, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesPending
@@ -116,6 +116,6 @@ def _is_under_way(share: Share, now: Snapshot) -> bool:
     return lease.provisioned_at_start and not provisioning_failure(share, now)
 
 
-def _timed_out(shares: Sequence[Share], deadline: float) -> ProvisioningFailed:
+def _timed_out(shares: Sequence[Share], deadline: float) -> ProvisioningLasts:
     reason = f"that took longer than {deadline:g} s; it may be tried again"
-    return ProvisioningFailed(shares[0].resource, shares[0].id, reason)
+    return ProvisioningLasts(shares[0].resource, shares[0].id, reason)

@@ -23,9 +23,9 @@ from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered, GpusFound
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet.device_plugin import EnsureCdiNames, no_cdi
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoints import serve_offers
+from metagpu.plugins.kubelet.granting import EnsureCdiNames, no_cdi
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod

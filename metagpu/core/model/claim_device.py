@@ -1,0 +1,107 @@
+"""CDI names of ResourceClaims: a name says which shares a claim holds of a GPU.
+
+The kubelet keeps the names that it got and reports them, also after a restart of the daemon and of
+the node. So a name alone tells the leases of a claim: there is no state file. An example is
+`metagpu.io/claim=5d1c….GPU-5f2e….fraction.m00-m49`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import ShareId
+
+KIND: Final = "metagpu.io/claim"
+"""Vendor and class of the names."""
+
+_WHOLE: Final = "whole"
+"""Written for a share without a slot: its id is the GPU's."""
+_JOINT: Final = ".."
+_NUMBERED: Final = re.compile(r"([a-z])(\d+)")
+_RANGE: Final = re.compile(r"([a-z])(\d+)-([a-z])(\d+)")
+_IN_NAMES: Final = str.maketrans({"@": ":", "+": "_"})
+_IN_SLOTS: Final = str.maketrans({":": "@", "_": "+"})
+"""Characters of slots that CDI names may not have, and back; no slot has `:` or `_`."""
+
+
+class ClaimDevice(msgspec.Struct, frozen=True):
+    """The shares of one GPU that a claim holds by one result of its allocation.
+
+    Attributes:
+        claim: the uid of the ResourceClaim.
+        slots: what follows the GPU in the ids of the shares; empty for a share of a whole GPU.
+    """
+
+    claim: str
+    gpu: GpuId
+    backend: str
+    slots: tuple[str, ...]
+
+    @classmethod
+    def of_shares(
+        cls, claim: str, gpu: GpuId, backend: str, shares: Iterable[ShareId]
+    ) -> "ClaimDevice":
+        """Return the device of a claim that holds these shares of a GPU."""
+        return cls(claim, gpu, backend, tuple(it.partition("::")[2] for it in shares))
+
+    @property
+    def share_ids(self) -> tuple[ShareId, ...]:
+        """The ids of the shares."""
+        return tuple(ShareId(f"{self.gpu}::{it}" if it else self.gpu) for it in self.slots)
+
+    @property
+    def name(self) -> str:
+        """The CDI name, without its kind."""
+        slots = _JOINT.join(_shortened(self.slots))
+        return f"{self.claim}.{self.gpu}.{self.backend}.{slots}"
+
+    @property
+    def qualified_name(self) -> str:
+        """The CDI name, as the kubelet gets it."""
+        return f"{KIND}={self.name}"
+
+
+def parse_claim_device(qualified_name: str) -> ClaimDevice | None:
+    """Return what a CDI name stands for, `None` for a name of another kind."""
+    kind, _, name = qualified_name.partition("=")
+    parts = name.split(".", 3)
+    if kind != KIND or len(parts) != len(("claim", "gpu", "backend", "slots")):
+        return None
+    claim, gpu, backend, slots = parts
+    found = (slot for part in slots.split(_JOINT) for slot in _expanded(part))
+    return ClaimDevice(claim, GpuId(gpu), backend, tuple(found))
+
+
+def _shortened(slots: Iterable[str]) -> Iterator[str]:
+    """Yield slots, and runs of numbered ones as `m00-m49`."""
+    run: list[str] = []
+    for slot in slots:
+        if run and slot != _next(run[-1], len(run[0]) - 1):
+            yield _written(run)
+            run = []
+        run.append(slot)
+    if run:
+        yield _written(run)
+
+
+def _next(slot: str, width: int) -> str | None:
+    found = _NUMBERED.fullmatch(slot)
+    return found and f"{found[1]}{int(found[2]) + 1:0{width}d}"
+
+
+def _written(run: list[str]) -> str:
+    if len(run) > 1:
+        return f"{run[0]}-{run[-1]}"
+    return run[0].translate(_IN_NAMES) or _WHOLE
+
+
+def _expanded(part: str) -> Iterator[str]:
+    if (found := _RANGE.fullmatch(part)) is not None:
+        width = len(found[2])
+        for number in range(int(found[2]), int(found[4]) + 1):
+            yield f"{found[1]}{number:0{width}d}"
+    else:
+        yield "" if part == _WHOLE else part.translate(_IN_SLOTS)

@@ -1,0 +1,112 @@
+"""The kubelet's account of prepared ResourceClaims; read-only here.
+
+The kubelet writes what a driver answered, and never asks again for a claim that it lists: after a
+restart of this daemon, or of the node, this file has the leases of claims.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from metagpu.core.errors import describe_error
+from metagpu.core.model.claim_device import ClaimDevice
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.plugins.dra.preparer import PreparedDevice
+
+CHECKPOINT_FILE: Final = "dra_manager_state"
+
+log = structlog.get_logger()
+
+
+class _Device(msgspec.Struct, frozen=True, rename="pascal"):
+    pool_name: str
+    device_name: str
+    share_id: str | None = msgspec.field(default=None, name="ShareID")
+    request_names: tuple[str, ...] | None = None
+    cdi_device_ids: tuple[str, ...] | None = msgspec.field(default=None, name="CDIDeviceIDs")
+
+
+class _Driver(msgspec.Struct, frozen=True, rename="pascal"):
+    devices: tuple[_Device, ...] | None = None
+
+
+class _Claim(msgspec.Struct, frozen=True, rename="pascal"):
+    claim_uid: str = msgspec.field(name="ClaimUID")
+    claim_name: str
+    namespace: str
+    driver_state: dict[str, _Driver] | None = None
+
+
+class _ClaimList(msgspec.Struct, frozen=True):
+    claims: tuple[_Claim, ...] | None = msgspec.field(default=None, name="ClaimInfoStateList")
+
+
+class _File(msgspec.Struct, frozen=True):
+    data: str = msgspec.field(name="Data")
+
+
+class KubeletAccount(msgspec.Struct, frozen=True):
+    """The claims in the kubelet's account.
+
+    Attributes:
+        prepared: the devices of this driver, of each claim that has some.
+        known: the uids of all claims, also of those that are being prepared.
+    """
+
+    prepared: Mapping[ResourceClaimRef, tuple[PreparedDevice, ...]]
+    known: frozenset[str]
+
+    @property
+    def devices(self) -> Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]:
+        """The meaning of each claim's CDI names."""
+        return {
+            ref: tuple(device for it in those if (device := it.claimed) is not None)
+            for ref, those in self.prepared.items()
+        }
+
+
+def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
+    """Read the kubelet's account; `None` where it cannot be read. Blocks.
+
+    A kubelet that never had a claim has no such file: its account is empty.
+    """
+    path = kubelet_root / CHECKPOINT_FILE
+    try:
+        text = msgspec.json.decode(path.read_bytes(), type=_File).data
+        claims = msgspec.json.decode(text, type=_ClaimList).claims or ()
+    except FileNotFoundError:
+        return KubeletAccount({}, frozenset())
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning(
+            "kubelet account of claims unreadable",
+            file=str(path),
+            error=describe_error(error),
+            effect="leases of resource claims of before are unknown",
+        )
+        return None
+    prepared = {
+        ResourceClaimRef(claim.namespace, claim.claim_name, claim.claim_uid): tuple(
+            map(_prepared, devices)
+        )
+        for claim in claims
+        if (devices := _devices_of(claim, driver))
+    }
+    return KubeletAccount(prepared, frozenset(claim.claim_uid for claim in claims))
+
+
+def _devices_of(claim: _Claim, driver: str) -> tuple[_Device, ...]:
+    state = (claim.driver_state or {}).get(driver)
+    return (state and state.devices) or ()
+
+
+def _prepared(device: _Device) -> PreparedDevice:
+    return PreparedDevice(
+        device.request_names or (),
+        device.pool_name,
+        device.device_name,
+        device.cdi_device_ids or (),
+        device.share_id,
+    )

@@ -1,0 +1,161 @@
+"""The front DRA of one node: leases of before, the service, its registration."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import structlog
+from anyio import to_thread
+from grpclib.const import Handler as Method
+
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
+from metagpu.core.state.facts import ResourceClaimsRead, SharesReleased
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
+from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
+from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
+from metagpu.plugins.dra.resource_claim import ReadResourceClaim
+from metagpu.plugins.dra.service import SERVICE, DraService
+from metagpu.plugins.kubelet.granting import EnsureCdiNames
+from metagpu.plugins.kubelet.grpc_server import StreamingCalls
+
+if TYPE_CHECKING:
+    from metagpu.core.grants.grant import Grant
+    from metagpu.core.model.claim_device import ClaimDevice
+
+log = structlog.get_logger()
+
+
+@dataclass
+class DraFront:
+    """Serves the ResourceClaims of a node.
+
+    Attributes:
+        registry: has the shares, and the leases of claims.
+        driver: the name of the driver.
+        node: the name of the node.
+        kubelet_root: the kubelet's own folder.
+        cdi_dir: the folder of CDI specifications.
+        backend: finds the backend of a resource.
+        ensure_cdi_names: makes names of the node's CDI specification known.
+        read_claim: reads a ResourceClaim from the API server.
+        timing: of the registration.
+    """
+
+    registry: Registry
+    driver: str
+    node: str
+    kubelet_root: Path
+    cdi_dir: Path
+    backend: Callable[[ResourceName], Backend]
+    ensure_cdi_names: EnsureCdiNames
+    read_claim: ReadResourceClaim
+    timing: RegistrationTiming = field(default_factory=RegistrationTiming)
+
+    def __post_init__(self) -> None:
+        self._files = ClaimFiles(self.cdi_dir)
+        self.preparer = ClaimPreparer(
+            self.registry,
+            self.driver,
+            self.node,
+            read_claim=self.read_claim,
+            backend=self.backend,
+            files=self._files,
+            ensure_cdi_names=self.ensure_cdi_names,
+        )
+        self.registration = DraRegistration(
+            self.driver, self.kubelet_root, (SERVICE,), self._methods, self.timing
+        )
+
+    async def run(self) -> None:
+        """Begin with the leases of before, then serve until cancelled."""
+        await self.restore()
+        await self.registration.run()
+
+    def report(self) -> Mapping[str, Any]:
+        """Return the state of the registration and the number of prepared claims."""
+        status = self.registration.status
+        return {
+            "driver": self.driver,
+            "registered": status.registered,
+            "problem": status.problem or None,
+            "claims": len(self.preparer.prepared),
+        }
+
+    async def restore(self) -> None:
+        """Take the leases of claims from the kubelet's account; end those that it lacks.
+
+        What their containers get is written again where it is missing, as after a reboot: the
+        kubelet believes that it stands.
+        """
+        read = partial(read_account, self.kubelet_root, self.driver)
+        account = await to_thread.run_sync(read)
+        if account is None:
+            return
+        self.registry.apply(ResourceClaimsRead(account.devices, anyio.current_time()))
+        self._release_others(account)
+        self.preparer.prepared.update({ref.uid: it for ref, it in account.prepared.items()})
+        offered = self._shares_of_claims()
+        for ref, devices in account.prepared.items():
+            if not await self._files.exists(ref.uid):
+                await self._write_again(ref, devices, offered)
+        await self._files.remove_others({ref.uid for ref in account.prepared})
+
+    def _shares_of_claims(self) -> Mapping[ShareId, Share]:
+        """Return the shares that claims hold, and that are on offer as they were."""
+        return {
+            lease.share.id: lease.share
+            for state in self.registry.snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.resource_claim is not None and lease not in state.orphaned_leases
+        }
+
+    def _release_others(self, account: KubeletAccount) -> None:
+        """End the leases of claims that the kubelet does not know."""
+        ended = tuple(
+            lease.share
+            for state in self.registry.snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.resource_claim is not None and lease.resource_claim.uid not in account.known
+        )
+        if ended:
+            self.registry.apply(SharesReleased(ended, anyio.current_time()))
+
+    async def _write_again(
+        self,
+        claim: ResourceClaimRef,
+        devices: tuple[PreparedDevice, ...],
+        offered: Mapping[ShareId, Share],
+    ) -> None:
+        """Write the CDI specification of a claim from its names alone.
+
+        As at its preparation, all devices of one request have one grant.
+        """
+        requests: dict[tuple[tuple[str, ...], str], list[ClaimDevice]] = defaultdict(list)
+        for prepared in devices:
+            if (own := prepared.claimed) is not None:
+                requests[prepared.requests, own.backend].append(own)
+        grants: dict[str, Grant] = {}
+        for together in requests.values():
+            shares = [offered.get(share_id) for it in together for share_id in it.share_ids]
+            held = [share for share in shares if share is not None]
+            if len(held) < len(shares):
+                log.error(
+                    "resource claim without its shares",
+                    claim=str(claim),
+                    effect="its containers do not start again",
+                    fix="offer the shares of before again, or delete the pods of this claim",
+                )
+                return
+            grant = await self.backend(held[0].resource).grant(held, self.registry.snapshot)
+            grants.update((it.name, grant) for it in together)
+        await self._files.write(claim.uid, grants)
+
+    def _methods(self, _: StreamingCalls) -> Mapping[str, Method]:
+        return DraService(self.preparer).methods()

@@ -1,0 +1,248 @@
+"""ResourceClaims prepared: from allocated devices to leases and CDI names.
+
+A claim that is prepared has its leases until it is unprepared, whatever its containers do.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import msgspec
+
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.devices.devices import Device, find_device
+from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts
+from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.facts import SharesClaimed, SharesReleased
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.resource_claim import AllocatedDevice, ReadResourceClaim, parse_allocation
+from metagpu.plugins.kubelet.availability import refuse_unavailable
+from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
+
+if TYPE_CHECKING:
+    from metagpu.core.grants.grant import Grant
+
+LONGEST: Final = 40.0
+"""Seconds that a claim waits for hardware: the kubelet gives a call up after 45."""
+
+
+class PreparedDevice(msgspec.Struct, frozen=True):
+    """One device of a prepared claim, as the kubelet keeps it."""
+
+    requests: tuple[str, ...]
+    pool: str
+    device: str
+    cdi_names: tuple[str, ...]
+    share_id: str | None = None
+
+    @property
+    def claimed(self) -> ClaimDevice | None:
+        """The meaning of its CDI names, `None` if no name of ours is among them."""
+        return next(filter(None, map(parse_claim_device, self.cdi_names)), None)
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """One result of an allocation, with the shares that were chosen for it."""
+
+    result: AllocatedDevice
+    device: Device
+    shares: tuple[Share, ...]
+
+    def claim_device(self, claim: str) -> ClaimDevice:
+        """Return the meaning of this part's CDI name."""
+        ids = (share.id for share in self.shares)
+        return ClaimDevice.of_shares(claim, self.device.gpu, self.device.backend, ids)
+
+
+class ClaimPreparer:
+    """Prepares and unprepares the ResourceClaims of this node.
+
+    Attributes:
+        prepared: the devices of each prepared claim, by its uid; after a start, as the kubelet's
+            account has them.
+
+    Args:
+        registry: has the leases.
+        driver: the name of this driver.
+        node: the name of this node, which the pools of devices begin with.
+        read_claim: reads a claim from the API server.
+        backend: finds the backend of a resource.
+        files: the CDI specifications of claims.
+        ensure_cdi_names: makes names of the node's CDI specification known.
+        clock: returns the event loop's time.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        driver: str,
+        node: str,
+        *,
+        read_claim: ReadResourceClaim,
+        backend: Callable[[ResourceName], Backend],
+        files: ClaimFiles,
+        ensure_cdi_names: EnsureCdiNames,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self.prepared: dict[str, tuple[PreparedDevice, ...]] = {}
+        self._registry = registry
+        self._driver = driver
+        self._node = node
+        self._read_claim = read_claim
+        self._backend = backend
+        self._files = files
+        self._ensure_cdi_names = ensure_cdi_names
+        self._clock = clock
+        # A claim's calls come one after the other: the kubelet repeats those that it gave up.
+        self._turns = defaultdict[str, anyio.Lock](anyio.Lock)
+
+    async def prepare(self, claim: ResourceClaimRef) -> tuple[PreparedDevice, ...]:
+        """Prepare a claim, or return the devices of a prepared one.
+
+        Raises:
+            MetagpuError: the claim cannot be prepared now; the text reaches its pods.
+        """
+        async with self._turns[claim.uid]:
+            if (known := self.prepared.get(claim.uid)) is not None:
+                return known
+            found = await self._read_claim(claim)
+            allocation = parse_allocation(claim, found, self._driver)
+            parts, fresh = self._lease(claim, allocation.results)
+            try:
+                devices = await self._grant(claim, parts)
+            except ProvisioningLasts:
+                raise  # the leases stay: the next call finds the hardware made
+            except Exception:
+                self._release(fresh)
+                raise
+            self.prepared[claim.uid] = devices
+            return devices
+
+    async def unprepare(self, claim: ResourceClaimRef) -> None:
+        """End the leases of a claim; of one that is not prepared, there are none."""
+        async with (turn := self._turns[claim.uid]):
+            self._release(self._leased(claim.uid, self._registry.snapshot))
+            self.prepared.pop(claim.uid, None)
+            await self._files.remove(claim.uid)
+        if not turn.locked():
+            self._turns.pop(claim.uid, None)
+
+    def _lease(
+        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
+    ) -> tuple[list[_Part], list[Share]]:
+        """Choose shares for all results and claim them; return those newly claimed too.
+
+        Nothing waits in between, so that no other request can get them.
+
+        Raises:
+            RequestError: some of them cannot be had now; then none is claimed.
+        """
+        snapshot = self._registry.snapshot
+        own = {share.id: share for share in self._leased(claim.uid, snapshot)}
+        parts: list[_Part] = []
+        for result in results:
+            taken = {share.id for part in parts for share in part.shares}
+            parts.append(self._choose(result, snapshot, own, taken))
+        chosen = tuple(share for part in parts for share in part.shares)
+        self._registry.apply(SharesClaimed(chosen, self._clock(), resource_claim=claim))
+        return parts, [share for share in chosen if share.id not in own]
+
+    def _choose(
+        self,
+        result: AllocatedDevice,
+        snapshot: Snapshot,
+        own: Mapping[ShareId, Share],
+        taken: Iterable[ShareId],
+    ) -> _Part:
+        """Choose the shares of one result: first those that the claim has already."""
+        device = find_device(snapshot, self._node, result.pool, result.device)
+        state, taken = snapshot.gpus[device.gpu], frozenset(taken)
+        wanted = device.count_shares(result.consumed(device.capacity_name))
+        left = [it for it in device.shares if it.id not in taken]
+        kept = [it for it in left if it.id in own][:wanted]
+        free = [it for it in left if it.id not in state.leases]
+        open_shares = [it for it in free if it.id not in state.refused_shares]
+        if len(kept) + len(open_shares) < wanted:
+            refuse_unavailable((free or device.shares)[:wanted], snapshot)
+            free_count = len(kept) + len(open_shares)
+            raise DeviceOccupied(str(state.gpu), device.name, wanted, free_count)
+
+        backend = self._backend(device.resource)
+        shares = tuple(backend.prefer([*kept, *open_shares], kept, wanted, snapshot))
+        refuse_unavailable(shares, snapshot)
+        backend.check(shares, snapshot)
+        return _Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
+
+    async def _grant(
+        self, claim: ResourceClaimRef, parts: Sequence[_Part]
+    ) -> tuple[PreparedDevice, ...]:
+        """Create what the shares need, write the claim's CDI file, and return its devices.
+
+        All devices of one request have one grant: a container gets them together, and each
+        variable has one value.
+        """
+        grants: dict[str, Grant] = {}
+        requests: dict[tuple[str, ResourceName], list[_Part]] = defaultdict(list)
+        for part in parts:
+            requests[part.result.main_request, part.device.resource].append(part)
+        base: dict[str, tuple[str, ...]] = {}
+        for (_, resource), together in requests.items():
+            backend = self._backend(resource)
+            shares = [share for part in together for share in part.shares]
+            if len(together) > 1:
+                self._check_together(backend, shares)
+            grant = await grant_shares(
+                shares,
+                backend,
+                self._registry,
+                self._ensure_cdi_names,
+                self._clock,
+                longest=LONGEST,
+                resource_claim=claim,
+            )
+            for part in together:
+                name = part.claim_device(claim.uid).name
+                grants[name] = grant
+                base[name] = grant.cdi_names
+        await self._files.write(claim.uid, grants)
+        return tuple(self._prepared_device(claim.uid, part, base) for part in parts)
+
+    def _check_together(self, backend: Backend, shares: Sequence[Share]) -> None:
+        """Refuse devices of one request that one container cannot have together.
+
+        A fraction of several GPUs is no mistake here: the claim asked for several devices.
+        """
+        try:
+            backend.check(shares, self._registry.snapshot)
+        except FractionSplit:
+            return
+
+    @staticmethod
+    def _prepared_device(
+        uid: str, part: _Part, base: Mapping[str, tuple[str, ...]]
+    ) -> PreparedDevice:
+        own = part.claim_device(uid)
+        return PreparedDevice(
+            (part.result.main_request,),
+            part.result.pool,
+            part.result.device,
+            (*base[own.name], own.qualified_name),
+            part.result.share_id,
+        )
+
+    @staticmethod
+    def _leased(uid: str, snapshot: Snapshot) -> list[Share]:
+        return [
+            lease.share
+            for state in snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.resource_claim is not None and lease.resource_claim.uid == uid
+        ]
+
+    def _release(self, shares: Sequence[Share]) -> None:
+        if shares:
+            self._registry.apply(SharesReleased(tuple(shares), self._clock()))

@@ -1,0 +1,119 @@
+"""A ResourceClaim at the API server: what the scheduler allocated of this driver.
+
+Only these fields are decoded; a claim may have results of other drivers too.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from metagpu.core.config.units import Bytes
+from metagpu.core.errors import ResourceClaimUnusable
+from metagpu.core.model.shares import ResourceClaimRef
+
+ReadResourceClaim = Callable[[ResourceClaimRef], Awaitable[Mapping[str, Any]]]
+"""Reads a ResourceClaim by its namespace and name; raises an error of metagpu if it cannot."""
+
+
+class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
+    """One allocated device.
+
+    Attributes:
+        request: the request of the claim that it is for, `request/subrequest` for an alternative.
+        share_id: tells allocations of one device apart.
+        consumed_capacity: the amounts of the device's capacities that the claim consumes.
+        admin_access: whether the claim only looks at the device.
+    """
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    share_id: str | None = msgspec.field(default=None, name="shareID")
+    consumed_capacity: Mapping[str, str | int] = {}
+    admin_access: bool = False
+
+    @property
+    def main_request(self) -> str:
+        """The name by which containers name the request."""
+        return self.request.partition("/")[0]
+
+    def consumed(self, capacity: str | None) -> int | None:
+        """Return the consumed amount of a capacity, `None` where the result names none."""
+        if capacity is None or capacity not in self.consumed_capacity:
+            return None
+        return Bytes.parse(str(self.consumed_capacity[capacity]).replace("k", "K"))
+
+
+class _Opaque(msgspec.Struct, frozen=True):
+    driver: str = ""
+
+
+class _Config(msgspec.Struct, frozen=True):
+    opaque: _Opaque = _Opaque()
+
+
+class _Devices(msgspec.Struct, frozen=True):
+    results: tuple[AllocatedDevice, ...] = ()
+    config: tuple[_Config, ...] = ()
+
+
+class _Allocation(msgspec.Struct, frozen=True):
+    devices: _Devices = _Devices()
+
+
+class _Consumer(msgspec.Struct, frozen=True):
+    resource: str = ""
+    name: str = ""
+
+
+class _Status(msgspec.Struct, frozen=True, rename="camel"):
+    allocation: _Allocation | None = None
+    reserved_for: tuple[_Consumer, ...] = ()
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    uid: str = ""
+
+
+class _ResourceClaim(msgspec.Struct, frozen=True):
+    metadata: _Metadata = _Metadata()
+    status: _Status = _Status()
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """The results of a claim that are this driver's, and the pods that may use them."""
+
+    results: tuple[AllocatedDevice, ...]
+    pods: tuple[str, ...] = ()
+
+
+def parse_allocation(ref: ResourceClaimRef, found: Mapping[str, Any], driver: str) -> Allocation:
+    """Return what a ResourceClaim was allocated of a driver.
+
+    Raises:
+        ResourceClaimUnusable: it is another claim of that name, is not allocated, or asks for
+            something that the driver does not have.
+    """
+    try:
+        claim = msgspec.convert(found, _ResourceClaim)
+    except msgspec.ValidationError as error:
+        raise ResourceClaimUnusable(str(ref), f"the API server's answer: {error}") from error
+    if claim.metadata.uid != ref.uid:
+        raise ResourceClaimUnusable(
+            str(ref),
+            f"the kubelet names the uid {ref.uid}, and the API server has {claim.metadata.uid}; "
+            "the claim was made again, and the kubelet has still the earlier one",
+        )
+    if claim.status.allocation is None:
+        raise ResourceClaimUnusable(str(ref), "it is not allocated")
+    devices = claim.status.allocation.devices
+    if any(config.opaque.driver == driver for config in devices.config):
+        reason = f"it has opaque parameters for {driver}, which has none; remove them"
+        raise ResourceClaimUnusable(str(ref), reason)
+    results = tuple(it for it in devices.results if it.driver == driver)
+    if any(it.admin_access for it in results):
+        raise ResourceClaimUnusable(str(ref), f"{driver} serves no adminAccess; remove it")
+    pods = tuple(it.name for it in claim.status.reserved_for if it.resource == "pods")
+    return Allocation(results, pods)

@@ -1,0 +1,101 @@
+"""The DRA service of the kubelet: prepare and unprepare ResourceClaims.
+
+Each claim of a call has its own answer: the error of one does not fail the others.
+"""
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from time import perf_counter
+from typing import Any, Final
+
+import anyio
+import structlog
+from grpclib.const import Handler as Method
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
+from metagpu.plugins.kubelet.grpc_server import unary_method
+from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
+
+SERVICE: Final = "v1.DRAPlugin"
+"""The service's name at registration."""
+_PATH: Final = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/"
+
+log = structlog.get_logger()
+
+
+class DraService:
+    """The calls of the kubelet, for one driver."""
+
+    def __init__(self, preparer: ClaimPreparer) -> None:
+        self._preparer = preparer
+
+    def methods(self) -> Mapping[str, Method]:
+        """Return the service's methods by path."""
+        calls = {
+            "NodePrepareResources": self._prepare_all,
+            "NodeUnprepareResources": self._unprepare_all,
+        }
+        return {f"{_PATH}{name}": unary_method(call) for name, call in calls.items()}
+
+    async def _prepare_all(self, request: bytes) -> bytes:
+        answers: dict[str, v1.NodePrepareResourceResponse] = {}
+
+        async def prepare(claim: ResourceClaimRef) -> None:
+            began, problem = perf_counter(), ""
+            try:
+                devices = await self._preparer.prepare(claim)
+            except Exception as error:  # noqa: BLE001 - one claim's error is its own
+                problem = _describe(error)
+                answers[claim.uid] = v1.NodePrepareResourceResponse(error=problem)
+                log.warning("resource claim refused", claim=str(claim), error=problem)
+            else:
+                answers[claim.uid] = v1.NodePrepareResourceResponse(
+                    devices=list(map(_device, devices))
+                )
+                lasted = f"{perf_counter() - began:.3f}s"
+                log.info("resource claim prepared", claim=str(claim), after=lasted)
+
+        await _for_each(v1.NodePrepareResourcesRequest.parse(request).claims, prepare)
+        return bytes(v1.NodePrepareResourcesResponse(claims=answers))
+
+    async def _unprepare_all(self, request: bytes) -> bytes:
+        answers: dict[str, v1.NodeUnprepareResourceResponse] = {}
+
+        async def unprepare(claim: ResourceClaimRef) -> None:
+            problem = ""
+            try:
+                await self._preparer.unprepare(claim)
+            except Exception as error:  # noqa: BLE001 - one claim's error is its own
+                problem = _describe(error)
+            answers[claim.uid] = v1.NodeUnprepareResourceResponse(error=problem)
+            log.info("resource claim unprepared", claim=str(claim), error=problem or None)
+
+        await _for_each(v1.NodeUnprepareResourcesRequest.parse(request).claims, unprepare)
+        return bytes(v1.NodeUnprepareResourcesResponse(claims=answers))
+
+
+async def _for_each(
+    claims: Iterable[v1.Claim], call: Callable[[ResourceClaimRef], Coroutine[Any, Any, None]]
+) -> None:
+    async with anyio.create_task_group() as group:
+        for claim in claims:
+            group.start_soon(call, ResourceClaimRef(claim.namespace, claim.name, claim.uid))
+
+
+def _device(prepared: PreparedDevice) -> v1.Device:
+    return v1.Device(
+        request_names=list(prepared.requests),
+        pool_name=prepared.pool,
+        device_name=prepared.device,
+        cdi_device_ids=list(prepared.cdi_names),
+        share_id=prepared.share_id,
+    )
+
+
+def _describe(error: Exception) -> str:
+    """Return the text that reaches the pod's events."""
+    if isinstance(error, MetagpuError):
+        return str(error)
+    log.error("resource claim failed", exc_info=error)
+    return f"metagpu failed ({type(error).__name__}: {error}); its log has the details"

@@ -1,0 +1,220 @@
+"""A node for the tests of `plugins/dra`: the front, its shares, claims, and a kubelet's calls.
+
+The API server is a dictionary; the sockets are real.
+"""
+
+import json
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import anyio
+
+from metagpu.core.config.config import parse
+from metagpu.core.contracts.backend import installed_backends
+from metagpu.core.devices.devices import devices_of, pool_name
+from metagpu.core.errors import ClusterError
+from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.layout import build_layout
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ResourceClaimRef, ShareId
+from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.front import DraFront
+from metagpu.plugins.dra.registration import RegistrationTiming
+from metagpu.plugins.kubelet.granting import no_cdi
+from metagpu.plugins.kubelet.grpc_client import call_raw
+from metagpu.plugins.kubelet.pb import pluginregistration
+from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
+
+DRIVER = "gpu.metagpu.io"
+NODE = "node-1"
+CONFIG = """
+version: metagpu/v1
+pools:
+  - name: all
+    fronts: [dra]
+    backends:
+      - {backend: fraction, sharesPerGpu: 100}
+      - {backend: whole}
+      - {backend: timeslice, replicas: 4}
+"""
+_SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/"
+_REGISTRATION = "/pluginregistration.Registration/"
+
+
+@dataclass
+class DraNode:
+    """The front of one node, and what surrounds it."""
+
+    root: Path
+    registry: Registry = field(default_factory=Registry)
+    claims: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    reads: int = 0
+
+    def __post_init__(self) -> None:
+        self.front = self.new_front()
+
+    def new_front(self) -> DraFront:
+        """Build a front as a daemon does that starts."""
+        return DraFront(
+            registry=self.registry,
+            driver=DRIVER,
+            node=NODE,
+            kubelet_root=self.root,
+            cdi_dir=self.root / "cdi",
+            backend=lambda resource: self.layout.backends[resource],
+            ensure_cdi_names=no_cdi,
+            read_claim=self.read_claim,
+            timing=RegistrationTiming(poll=0.02),
+        )
+
+    def offer(self, gpus: list[Gpu], config: str = CONFIG) -> None:
+        """Offer the layout of a configuration on GPUs."""
+        self.registry.apply(GpusFound(tuple(gpus), at=0))
+        self.layout = build_layout(parse(config, "test", installed_backends()), gpus, Injection())
+        self.registry.apply(self.layout.offer_fact)
+
+    async def read_claim(self, ref: ResourceClaimRef) -> Mapping[str, Any]:
+        """Read a claim, as the API server would."""
+        self.reads += 1
+        found = self.claims.get((ref.namespace, ref.name))
+        if found is None:
+            raise ClusterError(f"the API server answers 404: {ref.name} not found")
+        return found
+
+    def result(self, gpu: Gpu, kind: str, request: str = "gpu", **more: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Build a result of an allocation: the device of a type on a GPU."""
+        state = self.registry.snapshot.gpus[gpu.id]
+        device = next(it for it in devices_of(state) if it.type == kind)
+        found = {"request": request, "driver": DRIVER, "pool": pool_name(NODE, gpu.id)}
+        return {**found, "device": device.name, **more}
+
+    def fraction(self, gpu: Gpu, shares: int, request: str = "gpu") -> dict[str, Any]:
+        """Build a result of some shares of a GPU."""
+        consumed = {"shares": str(shares)}
+        return self.result(gpu, "fraction", request, consumedCapacity=consumed, shareID="s-1")
+
+    def allocate(self, name: str, *results: dict[str, Any], uid: int = 0) -> ResourceClaimRef:
+        """Make an allocated claim; return what the kubelet says of it."""
+        ref = ResourceClaimRef("default", name, str(UUID(int=uid or len(self.claims) + 1)))
+        self.claims[ref.namespace, ref.name] = {
+            "metadata": {"uid": ref.uid},
+            "status": {
+                "allocation": {"devices": {"results": list(results)}},
+                "reservedFor": [{"resource": "pods", "name": f"pod-of-{name}", "uid": "p"}],
+            },
+        }
+        return ref
+
+    def leased(self, ref: ResourceClaimRef) -> list[ShareId]:
+        """Return the shares that a claim holds."""
+        return [
+            lease.share.id
+            for state in self.registry.snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.resource_claim == ref
+        ]
+
+    def edits(self, ref: ResourceClaimRef) -> dict[str, dict[str, Any]]:
+        """Read the edits of a claim's CDI names."""
+        text = (self.root / "cdi" / f"metagpu.io-claim-{ref.uid}.json").read_text()
+        spec = json.loads(text)
+        return {f"{spec['kind']}={it['name']}": it["containerEdits"] for it in spec["devices"]}
+
+    def write_account(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
+        """Write the kubelet's account of prepared claims, as the kubelet does."""
+        claims = [
+            {
+                "ClaimUID": ref.uid,
+                "ClaimName": ref.name,
+                "Namespace": ref.namespace,
+                "PodUIDs": {"p": {}},
+                "DriverState": {
+                    DRIVER: {
+                        "Devices": [
+                            {
+                                "PoolName": it.pool_name,
+                                "DeviceName": it.device_name,
+                                "ShareID": it.share_id,
+                                "RequestNames": it.request_names,
+                                "CDIDeviceIDs": it.cdi_device_ids,
+                            }
+                            for it in devices
+                        ]
+                    }
+                },
+            }
+            for ref, devices in prepared.items()
+        ]
+        data = json.dumps({"kind": "DRACheckpoint", "ClaimInfoStateList": claims})
+        text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
+        (self.root / "dra_manager_state").write_text(text)
+
+    @property
+    def registration(self) -> Path:
+        """The registration socket."""
+        return self.root / "plugins_registry" / f"{DRIVER}-reg.sock"
+
+    async def get_info(self) -> pluginregistration.PluginInfo:
+        """Ask the driver who it is, as the kubelet does."""
+        answer = await call_raw(self.registration, f"{_REGISTRATION}GetInfo", b"", 5)
+        return pluginregistration.PluginInfo.parse(answer)
+
+    async def notify(self, *, registered: bool, error: str = "") -> None:
+        """Report the outcome of the registration, as the kubelet does."""
+        said = pluginregistration.RegistrationStatus(plugin_registered=registered, error=error)
+        await call_raw(
+            self.registration, f"{_REGISTRATION}NotifyRegistrationStatus", bytes(said), 5
+        )
+
+    async def prepare(self, *refs: ResourceClaimRef) -> dict[str, v1.NodePrepareResourceResponse]:
+        """Call NodePrepareResources; return the answers by uid."""
+        request = v1.NodePrepareResourcesRequest(claims=_claims(refs))
+        answer = await self._call("NodePrepareResources", bytes(request))
+        return v1.NodePrepareResourcesResponse.parse(answer).claims
+
+    async def unprepare(self, *refs: ResourceClaimRef) -> dict[str, str]:
+        """Call NodeUnprepareResources; return the errors by uid."""
+        request = v1.NodeUnprepareResourcesRequest(claims=_claims(refs))
+        answer = await self._call("NodeUnprepareResources", bytes(request))
+        found = v1.NodeUnprepareResourcesResponse.parse(answer).claims
+        return {uid: it.error for uid, it in found.items()}
+
+    async def _call(self, method: str, request: bytes) -> bytes:
+        endpoint = self.root / "plugins" / DRIVER / "dra.sock"
+        return await call_raw(endpoint, f"{_SERVICE}{method}", request, 30)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the front while the block lasts."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.front.run)
+            await self.wait_registration()
+            yield
+            group.cancel_scope.cancel()
+
+    async def wait_registration(self) -> None:
+        """Wait until the driver answers on its registration socket."""
+        with anyio.fail_after(30):
+            while True:
+                try:
+                    await self.get_info()
+                except OSError:
+                    await anyio.sleep(0.01)
+                else:
+                    return
+
+
+def _claims(refs: tuple[ResourceClaimRef, ...]) -> list[v1.Claim]:
+    return [v1.Claim(namespace=it.namespace, name=it.name, uid=it.uid) for it in refs]
+
+
+def variable(edits: Mapping[str, Any], name: str) -> str:
+    """Return a variable of a container's edits."""
+    env: list[str] = edits["env"]
+    return dict(it.split("=", 1) for it in env)[name]

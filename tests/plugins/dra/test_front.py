@@ -1,0 +1,237 @@
+"""Claims of the kubelet, from the socket to leases and CDI specifications."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
+from metagpu.core.state.facts import (
+    GpuFaulted,
+    GpuRecovered,
+    KubeletStarted,
+    LeasesObserved,
+)
+from metagpu.core.state.registry import Registry
+from tests.plugins.dra.rig import DRIVER, DraNode, variable
+from tests.plugins.kubelet.rig import gpu
+
+MEMORY = "METAGPU_MEMORY_MIB"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> DraNode:
+    """Return a node of two GPUs that are offered by claims."""
+    made = DraNode(tmp_path)
+    made.offer([gpu(0), gpu(1)])
+    return made
+
+
+async def test_the_kubelet_finds_the_driver_and_says_how_its_registration_went(
+    node: DraNode,
+) -> None:
+    """GetInfo names the service's socket, which answers; Notify is reported."""
+    async with node.running():
+        info = await node.get_info()
+        assert (info.type, info.name) == ("DRAPlugin", DRIVER)
+        assert info.supported_versions[0] == "v1.DRAPlugin"
+        assert await anyio.Path(info.endpoint).is_socket()
+        assert not node.front.report()["registered"]
+        await node.notify(registered=True)
+        assert node.front.report()["registered"]
+        await node.notify(registered=False, error="RegisterPlugin error -- no")
+        assert node.front.report()["problem"] == "RegisterPlugin error -- no"
+
+
+async def test_a_registration_socket_that_is_removed_is_made_again(node: DraNode) -> None:
+    """The kubelet deregisters a driver whose socket is gone."""
+    async with node.running():
+        node.registration.unlink()
+        await node.wait_registration()
+
+
+async def test_another_driver_of_the_name_keeps_its_socket(node: DraNode, tmp_path: Path) -> None:
+    """Two drivers of one name would take each other's claims."""
+    other = DraNode(tmp_path)
+    other.front.registration._endpoint = tmp_path / "other.sock"
+    async with other.running():
+        before = node.registration.stat().st_ino
+        async with anyio.create_task_group() as group:
+            group.start_soon(node.front.run)
+            with anyio.fail_after(30):
+                while "other.sock" not in str(node.front.report()["problem"]):  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            assert node.registration.stat().st_ino == before
+            group.cancel_scope.cancel()
+
+
+async def test_a_whole_gpu_and_a_fraction_get_leases_and_cdi_names(node: DraNode) -> None:
+    """A container gets its GPU by the node's specification, its limits by the claim's."""
+    half = node.allocate("half", node.fraction(gpu(0), 50, "half"))
+    whole = node.allocate("whole", node.result(gpu(1), "gpu"))
+    async with node.running():
+        answers = await node.prepare(half, whole)
+        [device] = answers[half.uid].devices
+        assert device.request_names == ["half"]
+        assert (device.pool_name, device.share_id) == (f"node-1/{gpu(0).id.lower()}", "s-1")
+        assert device.cdi_device_ids[0] == f"metagpu.io/gpu={gpu(0).id}"
+        assert len(node.leased(half)) == 50
+        own = node.edits(half)[device.cdi_device_ids[1]]
+        assert variable(own, MEMORY) == f"{gpu(0).id}=20480"
+        assert variable(own, "NVIDIA_VISIBLE_DEVICES") == "void"
+
+        [device] = answers[whole.uid].devices
+        assert list(map(str, node.leased(whole))) == [gpu(1).id]
+        assert f"metagpu.io/gpu={gpu(1).id}" in device.cdi_device_ids
+
+        assert await node.unprepare(half, whole) == {half.uid: "", whole.uid: ""}
+        assert node.leased(half) == node.leased(whole) == []
+        assert list((node.root / "cdi").iterdir()) == []
+
+
+async def test_a_claim_is_answered_alike_however_often_the_kubelet_asks(node: DraNode) -> None:
+    """Also at the same time; an unknown claim is unprepared, without the API server."""
+    claim = node.allocate("a", node.fraction(gpu(0), 30))
+    unknown = ResourceClaimRef("default", "gone", "7")
+    async with node.running():
+        answers: list[object] = []
+
+        async def prepare() -> None:
+            answers.append((await node.prepare(claim))[claim.uid])
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(prepare)
+        assert answers[0] == answers[1] == answers[2]
+        assert len(node.leased(claim)) == 30
+        reads = node.reads
+        assert await node.unprepare(unknown) == {"7": ""}
+        assert node.reads == reads == 1
+
+
+async def test_requests_of_one_claim_have_slots_and_limits_of_their_own(node: DraNode) -> None:
+    """Two requests on one GPU hold the sum; several GPUs of one request are one grant."""
+    two = node.allocate("two", node.fraction(gpu(0), 40, "a"), node.fraction(gpu(0), 30, "b"))
+    both = node.allocate("both", *(node.fraction(gpu(n), 10, "c/first") for n in (0, 1)))
+    async with node.running():
+        answers = await node.prepare(two, both)
+        first, second = answers[two.uid].devices
+        assert len(set(node.leased(two))) == 70
+        edits = node.edits(two)
+        assert variable(edits[first.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=16384"
+        assert variable(edits[second.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=12288"
+        expected = f"{gpu(0).id}=4096,{gpu(1).id}=4096"
+        for device in answers[both.uid].devices:
+            assert device.request_names == ["c"]
+            assert variable(node.edits(both)[device.cdi_device_ids[-1]], MEMORY) == expected
+
+
+async def test_one_claims_error_is_its_own_and_leaves_no_lease(node: DraNode) -> None:
+    """The text names the reason; the claim is prepared once the reason has ended."""
+    good = node.allocate("good", node.fraction(gpu(1), 10))
+    ill = node.allocate("ill", node.fraction(gpu(1), 10, "a"), node.fraction(gpu(0), 10, "b"))
+    unknown = node.allocate("unknown", {**node.fraction(gpu(0), 1), "device": "gpu-other"})
+    other = ResourceClaimRef("default", "good", "another-uid")
+    looks = node.allocate("looks", {**node.fraction(gpu(0), 1), "adminAccess": True})
+    node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
+    async with node.running():
+        answers = await node.prepare(good, ill, unknown, looks)
+        assert not answers[good.uid].error
+        assert "is unhealthy: XID 79" in answers[ill.uid].error
+        assert "gpu-other" in answers[unknown.uid].error
+        assert "adminAccess" in answers[looks.uid].error
+        refused = (await node.prepare(other))["another-uid"].error
+        assert "another-uid" in refused
+        assert good.uid in refused
+        assert node.leased(ill) == node.leased(unknown) == []
+        node.registry.apply(GpuRecovered(gpu(0).id, "reset", at=2))
+        assert not (await node.prepare(ill))[ill.uid].error
+
+
+async def test_a_device_with_too_few_free_shares_says_how_many(node: DraNode) -> None:
+    """And a GPU that another backend has says who holds it."""
+    first = node.allocate("first", node.fraction(gpu(0), 60))
+    second = node.allocate("second", node.fraction(gpu(0), 50))
+    slices = node.allocate("slices", node.result(gpu(0), "timeslice"))
+    async with node.running():
+        assert not (await node.prepare(first))[first.uid].error
+        answers = await node.prepare(second, slices)
+        assert "40 free shares of 50" in answers[second.uid].error
+        assert "in use by fraction" in answers[slices.uid].error
+
+
+async def test_a_hundred_claims_get_distinct_shares_at_once(node: DraNode) -> None:
+    """And all of them are free afterwards."""
+    claims = [node.allocate(f"c{n}", node.fraction(gpu(0), 1)) for n in range(100)]
+    async with node.running():
+        answers = await node.prepare(*claims)
+        assert {it.error for it in answers.values()} == {""}
+        assert len({share for ref in claims for share in node.leased(ref)}) == 100
+        await node.unprepare(*claims)
+        assert not node.registry.snapshot.gpus[gpu(0).id].leases
+
+
+async def test_leases_outlive_the_daemon_by_the_kubelets_account(node: DraNode) -> None:
+    """A new daemon answers alike, writes what is missing, and ends what the kubelet lacks."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 40, "a"), node.fraction(gpu(0), 5, "b"))
+    ended = node.allocate("ended", node.result(gpu(1), "gpu"))
+    async with node.running():
+        before = await node.prepare(kept, ended)
+        leased, edits = set(node.leased(kept)), node.edits(kept)
+    node.write_account({kept: before[kept.uid].devices})
+    for file in (node.root / "cdi").iterdir():
+        file.unlink()  # as a reboot does
+    node.registry = Registry()
+    node.offer([gpu(0), gpu(1)])
+    node.front = node.new_front()
+    node.claims.clear()
+    async with node.running():
+        assert set(node.leased(kept)) == leased
+        assert node.edits(kept) == edits
+        assert not node.registry.snapshot.gpus[gpu(1).id].leases
+        assert (await node.prepare(kept))[kept.uid] == before[kept.uid]
+        await node.unprepare(kept)
+        assert node.leased(kept) == []
+
+
+async def test_silence_ends_no_lease_of_a_claim(node: DraNode) -> None:
+    """The kubelet's list names its container; neither its silence nor its restart says more."""
+    claim = node.allocate("a", node.fraction(gpu(0), 2))
+    async with node.running():
+        [device] = (await node.prepare(claim))[claim.uid].devices
+    [of_claim] = filter(None, map(parse_claim_device, device.cdi_device_ids))
+    holder, other = Holder("default", "pod", "main"), Holder("default", "other", "main")
+    now = anyio.current_time() + 1000
+    held = {(claim.uid, share): (holder, other) for share in of_claim.share_ids}
+    for fact in (
+        LeasesObserved({}, now, of_claims=held),
+        KubeletStarted((1, 2, 3)),
+        LeasesObserved({}, now + 1000, of_claims={}, confirms=True, allocated={}),
+    ):
+        node.registry.apply(fact)
+        leases = node.registry.snapshot.gpus[gpu(0).id].leases.values()
+        assert {(it.holder, it.unconfirmed, it.resource_claim) for it in leases} == {
+            (holder, False, claim)
+        }
+
+
+@pytest.mark.parametrize(
+    ("slots", "written"),
+    [
+        (("m00", "m01", "m02", "m07"), "m00-m02..m07"),
+        (tuple(f"m{n:02d}" for n in range(98, 102)), "m98-m101"),
+        (("t8", "t9", "t10"), "t8-t10"),
+        (("1g.10gb+me@4",), "1g.10gb_me:4"),
+        (("",), "whole"),
+    ],
+)
+def test_a_cdi_name_says_which_shares_it_stands_for(slots: tuple[str, ...], written: str) -> None:
+    """The name is all that is kept of a lease."""
+    device = ClaimDevice("uid-1", GpuId("GPU-1"), "fraction", slots)
+    assert device.qualified_name == f"metagpu.io/claim=uid-1.GPU-1.fraction.{written}"
+    assert parse_claim_device(device.qualified_name) == device
+    expected = tuple(f"GPU-1::{slot}" if slot else "GPU-1" for slot in slots)
+    assert device.share_ids == tuple(map(ShareId, expected))
+    assert parse_claim_device("metagpu.io/gpu=GPU-1") is None
