@@ -1,4 +1,4 @@
-"""What metagpu may leave on a node: files, mounts, cgroups, processes, fields of the Node."""
+"""Traces that metagpu may leave: files, mounts, cgroups, processes, fields of the Node."""
 
 from collections.abc import Mapping
 from pathlib import Path
