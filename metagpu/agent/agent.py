@@ -214,7 +214,7 @@ class Agent:
             self.usage_service,
             self.call_stats,
             running,
-            self.cluster.config_follower.wait_for_choice if self.cluster else None,
+            self.cluster.wait_for_choice if self.cluster else None,
             self.timing,
         )
 

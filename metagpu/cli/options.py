@@ -237,6 +237,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         default=flag("METAGPU_REMOVE_LABELS_ON_EXIT"),
         help="remove the node's labels and condition when the daemon ends",
     )
+    parser.add_argument(
+        "--drain-on-driver-upgrade",
+        action="store_true",
+        default=flag("METAGPU_DRAIN_ON_DRIVER_UPGRADE"),
+        help="give no new shares while NVIDIA's GPU operator upgrades the driver, as the node's "
+        "labels say, and name the pods that hold the driver",
+    )
 
 
 def add_metrics(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +305,7 @@ def cluster_of(args: argparse.Namespace) -> ClusterSettings | None:
         config_map=args.config_map,
         features=args.cluster,
         remove_labels=args.remove_labels_on_exit,
+        drain_on_driver_upgrade=args.drain_on_driver_upgrade,
     )
 
 

@@ -106,6 +106,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and (include "metagpu.uses" (list . "janitor" "janitor-dry-run")) (not (and (include "metagpu.limits" .) .Values.features.pods (index .Values.features "pod-events"))) }}
 {{- fail "features: the janitor needs pods, pod-events and admissionPolicies, on Kubernetes 1.32 or newer" }}
 {{- end }}
+{{- if and .Values.drainOnDriverUpgrade (not (include "metagpu.features" .)) }}
+{{- fail "drainOnDriverUpgrade: the operator's labels are read from the API server; set one of features, as features.events=true" }}
+{{- end }}
 {{- if and (include "metagpu.surges" .) (not .Values.metrics.port) }}
 {{- fail "metrics.port: a rollout with maxSurge waits for the probe /readyz; set a port, or updateStrategy.rollingUpdate.maxSurge=0 and maxUnavailable=1" }}
 {{- end }}

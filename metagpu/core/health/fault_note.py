@@ -11,7 +11,7 @@ import msgspec
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Fault
+from metagpu.core.model.shares import CordonSource, Fault
 from metagpu.core.model.snapshot import Snapshot
 
 VERSION: Final = 1
@@ -119,9 +119,9 @@ def take_note(snapshot: Snapshot) -> FaultNote:
             for device, it in state.mig_faults.items()
         ),
         tuple(
-            NotedCordon(gpu, _brief(state.cordon.reason), state.cordon.since)
+            NotedCordon(gpu, _brief(cordon.reason), cordon.since)
             for gpu, state in states
-            if state.cordon is not None
+            if (cordon := state.cordons.get(CordonSource.OPERATOR)) is not None
         ),
     )
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from metagpu.core.model.offers import largest_request
-from metagpu.core.model.shares import Lease, Share
+from metagpu.core.model.shares import CordonSource, Lease, Share
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Snapshot, free_parts
 
@@ -76,11 +76,13 @@ def unconfirmed_reason(lease: Lease) -> str:
 
 def pause_reason(state: GpuState, backend: str) -> str:
     """Return why a backend grants no new shares of a GPU; empty where it grants."""
-    if state.cordon is not None:
-        return (
-            f"it is cordoned since {iso_time(state.cordon.since)} ({state.cordon.reason}); "
+    if (cordon := state.cordon) is not None:
+        end = (
             f"`metagpu uncordon {state.gpu.index}` on this node ends that"
+            if CordonSource.OPERATOR in state.cordons
+            else "shares are given again after that"
         )
+        return f"it is cordoned since {iso_time(cordon.since)} ({cordon.reason}); {end}"
     if (suspended := state.suspended.get(backend)) is not None:
         return f"{backend} is suspended since {iso_time(suspended.since)}: {suspended.reason}"
     return ""

@@ -176,6 +176,13 @@ class Pause(msgspec.Struct, frozen=True):
     until_reset: bool = False
 
 
+class CordonSource(StrEnum):
+    """The sources of cordons: a GPU has one of each, and each source lifts its own."""
+
+    OPERATOR = "operator"
+    DRIVER_UPGRADE = "driver upgrade"
+
+
 class OfferTurn(msgspec.Struct, frozen=True):
     """The backend that offers an idle GPU now, where several take turns.
 

@@ -17,6 +17,7 @@ from metagpu.core.model.offers import (
 )
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
+    CordonSource,
     Lease,
     OfferTurn,
     Pause,
@@ -47,7 +48,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         held_back: the resources whose free shares of the GPU are not offered for now, although they
             could be granted (`core/model/offers.py`), each with the ids of its shares.
         suspended: the backends that grant no shares of the GPU for now, and why.
-        cordon: the operator's reason to grant no shares of the GPU, `None` without a cordon.
+        cordons: the reasons to grant no shares of the GPU, by who has them.
         unheard: why NVML does not deliver the GPU's XIDs, `None` while it does.
         needs_cleanup: the backends that clean the GPU up when their last lease has ended.
         cleaning: the backends that clean it up now, and since when.
@@ -68,7 +69,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     can_conflict: bool = False
     held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
-    cordon: Pause | None = None
+    cordons: Mapping[CordonSource, Pause] = msgspec.field(default_factory=dict)
     unheard: Pause | None = None
     needs_cleanup: frozenset[str] = frozenset()
     cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -77,6 +78,13 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
     faulty_shares: frozenset[ShareId] = frozenset()
     mig_devices_of_other_plugins: frozenset[str] | None = None
+
+    @property
+    def cordon(self) -> Pause | None:
+        """The cordon in force, an operator's before others; `None` without one."""
+        if not self.cordons:  # every list asks for this
+            return None
+        return next(self.cordons[it] for it in CordonSource if it in self.cordons)
 
     @property
     def owner(self) -> str | None:

@@ -83,6 +83,16 @@ def check_node_amounts(status: Status) -> Finding:
     return WARNING, _named(differences), fix
 
 
+def check_driver_upgrade(status: Status) -> Finding:
+    """Check that no pod holds the driver while it is upgraded."""
+    upgrade = (status.get("cluster") or {}).get("driverUpgrade")
+    if not upgrade:
+        return OK, "no driver upgrade is under way, or none is followed"
+    if not upgrade["pods"]:
+        return OK, upgrade["summary"]
+    return WARNING, upgrade["summary"], "delete the pods that the operator does not see"
+
+
 def check_events(status: Status) -> Finding:
     """Check that NVML delivers the XIDs of every GPU."""
     unheard = [

@@ -292,6 +292,7 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG202": _device_nodes,
     "MG203": lambda facts: check_roots(facts.roots, facts.status),
     "MG204": lambda facts: check_links(facts.unlinked_nodes),
+    "MG205": _of_status(daemon.check_driver_upgrade),
     "MG301": _kubelet,
     "MG302": _pod_resources,
     "MG303": _competing_plugins,

@@ -12,6 +12,7 @@ from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.offers import OfferRule
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
+    CordonSource,
     Fault,
     Holder,
     Lease,
@@ -303,18 +304,20 @@ class PodsListed(msgspec.Struct, frozen=True):
 
 
 class GpuCordoned(msgspec.Struct, frozen=True):
-    """An operator keeps new pods from a GPU. The latest reason replaces earlier ones."""
+    """A source keeps new pods from a GPU. Its latest reason replaces earlier ones."""
 
     gpu: GpuId
     reason: str
     at: float
+    source: CordonSource = CordonSource.OPERATOR
 
 
 class GpuUncordoned(msgspec.Struct, frozen=True):
-    """An operator allows new pods on a GPU again."""
+    """A source allows new pods on a GPU again; the cordons of others stay."""
 
     gpu: GpuId
     at: float
+    source: CordonSource = CordonSource.OPERATOR
 
 
 class BackendAttached(msgspec.Struct, frozen=True):

@@ -33,6 +33,7 @@ from metagpu.core.state.facts import (
 NOT_READY: Final = "it is being made ready"
 """The reason of a backend's pause until it first reports that it is ready."""
 
+KeyT = TypeVar("KeyT", bound=str)
 ValueT = TypeVar("ValueT")
 
 
@@ -56,10 +57,15 @@ def apply_gpu_fact(  # noqa: C901, PLR0911, PLR0912 - one return for each kind o
         case InstanceFaulted() | InstanceRecovered():
             return _with_device_verdict(state, fact)
         case GpuCordoned():
-            cordon = _pause(state.cordon, fact.reason, fact.at)
-            return state if cordon == state.cordon else replace(state, cordon=cordon)
+            current = state.cordons.get(fact.source)
+            cordon = _pause(current, fact.reason, fact.at)
+            if cordon == current:
+                return state
+            return replace(state, cordons=MappingProxyType({**state.cordons, fact.source: cordon}))
         case GpuUncordoned():
-            return state if state.cordon is None else replace(state, cordon=None)
+            if fact.source not in state.cordons:
+                return state
+            return replace(state, cordons=_without(state.cordons, fact.source))
         case GpuRecovering():
             known = state.verdict
             if known.healthy or known.recovery == fact.recovery:
@@ -182,5 +188,5 @@ def _provisioned(state: GpuState, backend: str, reported: ProvisionedState) -> G
     )
 
 
-def _without(values: Mapping[str, ValueT], key: str) -> Mapping[str, ValueT]:
+def _without(values: Mapping[KeyT, ValueT], key: KeyT) -> Mapping[KeyT, ValueT]:
     return MappingProxyType({name: value for name, value in values.items() if name != key})

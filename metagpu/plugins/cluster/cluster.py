@@ -24,6 +24,7 @@ from metagpu.plugins.cluster.competing_pods import (
     describe_competing_pod,
 )
 from metagpu.plugins.cluster.config_follower import ConfigFollower
+from metagpu.plugins.cluster.driver_upgrade import DriverUpgradeFollower
 from metagpu.plugins.cluster.event_feeds import (
     GpuEventFeed,
     record_node_events,
@@ -65,6 +66,7 @@ class Cluster:
 
     Attributes:
         config_follower: follows the configuration that the cluster chooses.
+        upgrade_follower: withdraws the shares during driver upgrades, `None` where not asked.
         keeps_labels: whether labels and condition stay at the end, for another daemon.
     """
 
@@ -81,6 +83,11 @@ class Cluster:
         self.config_follower = ConfigFollower(
             settings, registry, follow, self._record, self._trigger
         )
+        self.upgrade_follower = (
+            DriverUpgradeFollower(registry, self._record)
+            if settings.drain_on_driver_upgrade
+            else None
+        )
         self.keeps_labels = False
         self._settings = settings
         self._registry = registry
@@ -90,7 +97,7 @@ class Cluster:
         self._reconcilers: list[tuple[Feature, Reconciler]] = []
         self._node: WatchedObject | None = None
         self._comparison: NodeComparison | None = None
-        self._comparing: Reconciler | None = None
+        self._beside: list[Reconciler] = []
         self._recorder: EventRecorder | None = None
         self._label_sync: LabelSync | None = None
         self._competing_pods = CompetingPodWatch(registry, self._record_competing_pod)
@@ -105,6 +112,13 @@ class Cluster:
     def choice(self) -> ClusterChoice | None:
         """The choice that was applied last, `None` before the first."""
         return self.config_follower.followed
+
+    async def wait_for_choice(self) -> None:
+        """Wait until the Node's labels are followed, for `choice_timeout` at most."""
+        await self.config_follower.wait_for_choice()
+        if self.upgrade_follower is not None:
+            with anyio.move_on_after(self._settings.choice_timeout):
+                await self.upgrade_follower.decided.wait()
 
     async def run(self) -> None:
         """Run all features in use until cancelled; a failure here ends nothing else."""
@@ -151,6 +165,7 @@ class Cluster:
             **(self._label_sync.report() if self._label_sync else {}),
             "competingPlugins": self._competing_pods.report(list(self._registry.snapshot.offers)),
             "nodeDifferences": dict(self._comparison.differences) if self._comparison else {},
+            **({"driverUpgrade": self.upgrade_follower.report()} if self.upgrade_follower else {}),
             "eventsDropped": _dropped_by(self._recorder),
             "podEventsDropped": _dropped_by(self._pod_recorder),
         }
@@ -167,9 +182,12 @@ class Cluster:
         self._comparison = NodeComparison(
             self._node, self._registry, settings.timing, self._record_difference
         )
-        self._comparing = Reconciler(
-            "comparison with the Node", self._comparison.reconcile, settings.timing
-        )
+        self._beside = [
+            Reconciler("comparison with the Node", self._comparison.reconcile, settings.timing)
+        ]
+        if (upgrades := self.upgrade_follower) is not None:
+            upgrades.node = self._node
+            self._beside.append(Reconciler("driver upgrade", upgrades.reconcile, settings.timing))
         patcher = NodePatcher(client, self._node)
         status = NodeStatusWriter(patcher, self._registry, self._call_stats, settings.timing)
         self._label_sync = LabelSync(
@@ -245,8 +263,8 @@ class Cluster:
                 group.start_soon(self._competing_pods.run)
             for _, reconciler in self._reconcilers:
                 group.start_soon(reconciler.run)
-            if self._comparing is not None:
-                group.start_soon(self._comparing.run)
+            for reconciler in self._beside:
+                group.start_soon(reconciler.run)
             group.start_soon(self._trigger_on_change)
             if self._recorder is not None and Feature.EVENTS in self._settings.features:
                 group.start_soon(
@@ -267,8 +285,8 @@ class Cluster:
                 group.start_soon(self._janitor.watch)
 
     def _trigger(self) -> None:
-        if self._comparing is not None:
-            self._comparing.trigger()
+        for reconciler in self._beside:
+            reconciler.trigger()
         for feature, reconciler in self._reconcilers:
             if feature not in {Feature.EVENTS, Feature.POD_EVENTS}:
                 reconciler.trigger()

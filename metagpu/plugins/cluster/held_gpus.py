@@ -9,14 +9,16 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Fault, Holder, Lease
+from metagpu.core.model.shares import CordonSource, Fault, Holder, Lease
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
 _GPU: Final = "gpu"
 _CORDON: Final = "cordon"
+_DRIVER: Final = "driver"
 _ANOTHER: Final = "The pod must be created again, to get another GPU"
 _FAILED: Final = (
     "Programs on it have probably failed, and the pod keeps it: create the pod again to get "
@@ -30,6 +32,10 @@ _ADVICE: Final[Mapping[Fault, str]] = {
         "The pod need not be created again: restart its containers once the driver is back"
     ),
 }
+_UPGRADE: Final = (
+    "The pod holds the driver through its GPU, and the upgrade waits for the pod's end, or fails: "
+    "delete the pod, or drain the node"
+)
 _RESTART: Final = (
     "The pod need not be created again; programs that failed must be started again, as by a "
     "restart of their container"
@@ -44,7 +50,9 @@ class HeldPart(msgspec.Struct, frozen=True):
     """Something that a pod holds, and why it is not as it should be.
 
     Attributes:
-        about: `gpu` for a GPU out of service, `cordon`, or the uuid of a MIG device.
+        gpu: empty for the driver, which all GPUs have in common.
+        about: `gpu` for a GPU out of service, `cordon`, `driver` for a driver upgrade, or the uuid
+            of a MIG device.
     """
 
     namespace: str
@@ -83,8 +91,11 @@ def _troubles_of(state: GpuState) -> Iterator[tuple[HeldPart, Trouble]]:
         if not state.verdict.healthy:
             trouble = Trouble(state.verdict.reason, state.verdict.fault)
             yield _part(lease.holder, state, _GPU), trouble
-        if state.cordon is not None:
-            yield _part(lease.holder, state, _CORDON), Trouble(state.cordon.reason)
+        for source, pause in state.cordons.items():
+            part = _part(lease.holder, state, _CORDON)
+            if source is CordonSource.DRIVER_UPGRADE:
+                part = replace(part, gpu=GpuId(""), about=_DRIVER)
+            yield part, Trouble(pause.reason)
         for provisioned in state.provisioned.values():
             device = provisioned.devices.get(share)
             if device is not None and (fault := state.mig_faults.get(device.device)) is not None:
@@ -119,6 +130,8 @@ def _advice(trouble: Trouble) -> str:
 
 def _still_holds(part: HeldPart, snapshot: Snapshot) -> bool:
     """Return whether the pod holds the GPU still, or the very MIG device."""
+    if part.about == _DRIVER:
+        return False  # what follows depends on the new driver, and the Node's Event says it
     held = {lease.share.id for lease in _leases(part, snapshot)}
     if part.about in (_GPU, _CORDON):
         return bool(held)
@@ -138,6 +151,9 @@ def _leases(part: HeldPart, snapshot: Snapshot) -> Iterator[Lease]:
 
 
 def _begun(part: HeldPart, trouble: Trouble, snapshot: Snapshot) -> EventData:
+    if part.about == _DRIVER:
+        note = f"{trouble.reason}. {_UPGRADE}"
+        return _event(part, "GPUDriverUpgrade", note, snapshot, warning=True)
     gpu = f"GPU {snapshot.gpus[part.gpu].gpu}"
     if part.about == _CORDON:
         note = (
@@ -188,5 +204,5 @@ def _event(
         # A repeated Event keeps its first note: with another remedy it is another Event.
         key=f"{part.gpu} {part.about} {remedy}",
         # A program may break its own MIG device again and again, and no other pod's.
-        unlimited=part.about in (_GPU, _CORDON),
+        unlimited=part.about in (_GPU, _CORDON, _DRIVER),
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.shares import CordonSource, ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import AllocationRefused, ConfigRejected, Event, UnauthorizedUseFound
 from metagpu.core.state.facts import (
@@ -97,9 +97,9 @@ def _gpu_event_of(event: Event) -> _GpuEvent | None:
         case GpuUnheard(gpu, reason):
             message = f"its XIDs are not heard: {reason}"
             data = _GpuEvent("GPUEventsUnavailable", gpu, message, warning=True)
-        case GpuCordoned(gpu, reason):
+        case GpuCordoned(gpu, reason, source=CordonSource.OPERATOR):
             data = _GpuEvent("GPUCordoned", gpu, reason)
-        case GpuUncordoned(gpu):
+        case GpuUncordoned(gpu, source=CordonSource.OPERATOR):
             data = _GpuEvent("GPUUncordoned", gpu, "accepts new shares again")
         case BackendSuspended(gpu, reason=reason, until_reset=True):
             data = _GpuEvent("GPUResetNeeded", gpu, reason, warning=True)

@@ -96,6 +96,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         remove_labels: whether the end of the daemon removes labels and conditions.
         choice_timeout: seconds that the first offer waits for the node's profile.
         namespace: the namespace of our own objects, which is that of our pod.
+        drain_on_driver_upgrade: whether the shares are withdrawn while the GPU operator upgrades
+            the driver.
         timing: the times of all features.
     """
 
@@ -106,6 +108,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     remove_labels: bool = False
     choice_timeout: float = 5.0
     namespace: str = DEFAULT_NAMESPACE
+    drain_on_driver_upgrade: bool = False
     timing: ClusterTiming = ClusterTiming()
 
 
@@ -165,6 +168,7 @@ def resolve_settings(
     config_map: str | None,
     features: str,
     remove_labels: bool,
+    drain_on_driver_upgrade: bool = False,
     environment: Mapping[str, str] = os.environ,
     token: Path = TOKEN_FILE,
 ) -> ClusterSettings | None:
@@ -192,10 +196,22 @@ def resolve_settings(
         raise ConfigError(problem, file="--config-map")
 
     if not (node and reachable and wanted):
+        if drain_on_driver_upgrade:
+            problem = (
+                "the GPU operator's labels are read from the API server; also give --node-name, "
+                "outside a pod --kubeconfig, and a feature in --cluster"
+            )
+            raise ConfigError(problem, file="--drain-on-driver-upgrade")
         return None
     own = _read_text(token.parent / "namespace") if in_pod else ""
     return ClusterSettings(
-        node, kubeconfig, profiles, wanted, remove_labels, namespace=own or DEFAULT_NAMESPACE
+        node,
+        kubeconfig,
+        profiles,
+        wanted,
+        remove_labels,
+        namespace=own or DEFAULT_NAMESPACE,
+        drain_on_driver_upgrade=drain_on_driver_upgrade,
     )
 
 

@@ -67,7 +67,9 @@ class OperatorCommands:
         """Allow grants of a GPU's shares again."""
         gpu = self._find(request)
         if not self._registry.apply(GpuUncordoned(gpu, time.time())):
-            raise MetagpuError(f"GPU {self._title(gpu)} is not cordoned")
+            other = self._registry.snapshot.gpus[gpu].cordon
+            by = f" by an operator, but because {other.reason}" if other else ""
+            raise MetagpuError(f"GPU {self._title(gpu)} is not cordoned{by}")
         log.info("gpu uncordoned", gpu=gpu)
         return f"GPU {self._title(gpu)} gives new shares again"
 

@@ -79,6 +79,9 @@ def _cluster(report: Mapping[str, Any] | None) -> Iterator[Sample]:
         return
     yield Sample(f.API_CONNECTED, (), report["connected"])
     yield Sample(f.NODE_AMOUNTS_DIFFERING, (), len(report["nodeDifferences"]))
+    if "driverUpgrade" in report:
+        upgrade = report["driverUpgrade"]
+        yield Sample(f.UPGRADE_HOLDING_PODS, (), len(upgrade["pods"]) if upgrade else 0)
     yield Sample(f.EVENTS_DROPPED, ("node",), report["eventsDropped"])
     yield Sample(f.EVENTS_DROPPED, ("pod",), report["podEventsDropped"])
     for feature, problem in report["features"].items():

@@ -79,7 +79,8 @@ GPU_PAUSED: Final = _gpu_gauge(
 )
 GPU_CORDONED: Final = _gpu_gauge(
     "gpu_cordoned",
-    "Whether an operator has cordoned the GPU, so that it accepts no new shares, 1 or 0.",
+    "Whether the GPU is cordoned, so that it gives no new shares, 1 or 0: by an operator, or for a "
+    "driver upgrade.",
 )
 GPU_OWNED: Final = _gpu_gauge(
     "gpu_owned",
@@ -312,6 +313,10 @@ API_FEATURE: Final = _gauge(
 NODE_AMOUNTS_DIFFERING: Final = _gauge(
     "api_server_node_amounts_differing",
     "Resources of which the Node shows another allocatable amount than metagpu, for a minute.",
+)
+UPGRADE_HOLDING_PODS: Final = _gauge(
+    "driver_upgrade_holding_pods",
+    "Pods that hold shares of GPUs while the GPU operator upgrades the driver; 0 at other times.",
 )
 EVENTS_DROPPED: Final = _counter(
     "api_server_events_dropped_total",

@@ -13,7 +13,7 @@ from metagpu.core.health.fault_note import (
     encode,
     take_note,
 )
-from metagpu.core.model.shares import Fault
+from metagpu.core.model.shares import CordonSource, Fault
 from metagpu.core.state.facts import (
     GpuCordoned,
     GpuFaulted,
@@ -40,6 +40,9 @@ def test_a_note_has_what_nobody_else_can_tell() -> None:
         GpuNeedsProof(A),
         InstanceFaulted(B, "MIG-1", "XID 94", 2.5),
         GpuCordoned(B, "fan", 3.5),
+        GpuCordoned(
+            A, "an upgrade: the Node's label says how long", 4, CordonSource.DRIVER_UPGRADE
+        ),
     )
 
     assert take_note(snapshot) == NOTE

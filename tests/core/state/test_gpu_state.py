@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
+    CordonSource,
     HardwareDevice,
     Holder,
     Pause,
@@ -234,6 +235,21 @@ def test_a_repeated_cordon_takes_its_new_reason() -> None:
     snapshot = after(GpuCordoned(A.id, "riser", at=12), GpuCordoned(A.id, "fan", at=14), since=NODE)
 
     assert state(snapshot).cordon == Pause("fan", since=12)
+
+
+def test_a_source_lifts_its_own_cordon_alone() -> None:
+    """The end of a driver upgrade leaves an operator's cordon, and the other way round."""
+    upgrade = CordonSource.DRIVER_UPGRADE
+    both = after(
+        GpuCordoned(A.id, "upgrade", 12, upgrade), GpuCordoned(A.id, "fan", at=14), since=NODE
+    )
+    upgraded = after(GpuUncordoned(A.id, 15, upgrade), since=both)
+    repaired = after(GpuUncordoned(A.id, 15), since=both)
+
+    assert state(both).cordon == state(upgraded).cordon == Pause("fan", since=14)
+    assert state(repaired).cordon == Pause("upgrade", since=12)
+    assert not state(repaired).open_to("mps")
+    assert after(GpuUncordoned(A.id, 16, upgrade), since=repaired).gpus == NODE.gpus
 
 
 # --- nothing new ----------------------------------------------------------------------------------

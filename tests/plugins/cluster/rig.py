@@ -77,6 +77,7 @@ async def cluster_at_work(
     server: SimApiServer | None = None,
     config_map: tuple[str, str] | None = None,
     remove_labels: bool = False,
+    drain_on_driver_upgrade: bool = False,
     timing: ClusterTiming = ClusterTiming(),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[Scene]:
     """Run the cluster plugin with some features until the block ends, on a Node of one label."""
@@ -97,6 +98,7 @@ async def cluster_at_work(
             frozenset(features),
             remove_labels=remove_labels,
             choice_timeout=0.1,
+            drain_on_driver_upgrade=drain_on_driver_upgrade,
             timing=timing,
         )
         stats = KubeletCallStats()

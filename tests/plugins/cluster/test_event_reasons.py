@@ -18,6 +18,7 @@ WRITERS: Final = (
     "refusals",
     "janitor",
     "config_follower",
+    "driver_upgrade",
 )
 
 
