@@ -11,7 +11,7 @@ import msgspec
 
 from metagpu.core.errors import UnknownDevice
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.mig import is_mig, slot_of
+from metagpu.core.model.mig import is_mig, share_suffix, slot_of
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -107,12 +107,14 @@ def _name(share: Share) -> str:
 
 def _device(name: str, shares: tuple[Share, ...]) -> Device:
     first = shares[0]
-    if "::" not in first.id:
-        kind, capacity, unit = WHOLE_TYPE, None, 1
-    elif is_mig(first.id):
-        kind, capacity, unit = MIG_TYPE, None, 1
-    elif first.by_size:
-        kind, capacity, unit = first.backend, MEMORY, first.memory
-    else:
-        kind, capacity, unit = first.backend, SLICES if first.replica else SHARES, 1
-    return Device(name, first.gpu, kind, first.backend, first.resource, shares, capacity, unit)
+    whole, mig = "::" not in first.id, is_mig(first.id)
+    kind = WHOLE_TYPE if whole else MIG_TYPE if mig else first.backend
+    capacity, unit = SLICES if first.replica else SHARES, 1
+    if first.by_size:
+        capacity, unit = MEMORY, first.memory
+    alone = whole or (mig and share_suffix(first.id) == "")
+    return Device(
+        *(name, first.gpu, kind, first.backend, first.resource, shares),
+        None if alone else capacity,
+        unit,
+    )

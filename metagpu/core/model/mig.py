@@ -116,9 +116,15 @@ def is_mig(share: str) -> bool:
     return "@" in share
 
 
+def share_suffix(share: str) -> str:
+    """Return the end of the id of one of an instance's shares: `-t1`, or empty."""
+    _, hyphen, rest = share.partition("@")[2].partition("-")
+    return f"{hyphen}{rest}"
+
+
 def is_mps_share(share: str) -> bool:
     """Return whether a share id names an MPS unit of an instance: `2g.10gb@4-p1`."""
-    return share.partition("@")[2].partition("-")[2].startswith("p")
+    return share_suffix(share).startswith("-p")
 
 
 def profile_name(slices: int, memory: int, total: int, suffix: str = "") -> str:

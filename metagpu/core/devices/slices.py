@@ -1,0 +1,174 @@
+"""ResourceSlices: the wanted content of each GPU's pool, as plain data. Pure.
+
+Each GPU has a ResourceSlice pool of its own: a change of one GPU leaves the pools of the others
+complete. Counters tell the scheduler the one rule of sharing: a MIG device consumes the slots of
+its footprint, and a device of another backend consumes all slots of the GPU.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quantity
+from metagpu.core.devices.devices import MIG_TYPE, Device, devices_of, pool_name
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.mig import share_suffix
+from metagpu.core.model.shares import Share, ShareId, count_containers
+from metagpu.core.model.sharing import unavailable_shares
+from metagpu.core.model.snapshot import GpuState, Snapshot
+
+SliceSpec = Mapping[str, Any]
+"""The `spec` of a ResourceSlice, in generation 1 of its pool."""
+
+UNHEALTHY: Final = "metagpu.io/unhealthy"
+CORDONED: Final = "metagpu.io/cordoned"
+SUSPENDED: Final = "metagpu.io/suspended"
+HELD: Final = "metagpu.io/held"
+"""The keys of taints; the effect is NoSchedule: metagpu ends no pod."""
+
+_COUNTER_SET: Final = "gpu"
+_OWNER: Final = "owner"
+"""The counter of a GPU whose devices are all of its own."""
+_MAX_DEVICES: Final = 64
+"""Of one slice, where devices have taints or consume counters."""
+
+
+def slices_of(
+    snapshot: Snapshot,
+    node: str,
+    driver: str,
+    pcie_roots: Mapping[GpuId, str] = MappingProxyType({}),
+) -> dict[GpuId, tuple[SliceSpec, ...]]:
+    """Return the wanted slices of every GPU whose pool has the front DRA.
+
+    Args:
+        snapshot: everything known.
+        node: the name of the Node.
+        driver: the name of the DRA driver.
+        pcie_roots: the PCIe root complexes of GPUs, as far as they are known.
+    """
+    found: dict[GpuId, tuple[SliceSpec, ...]] = {}
+    for gpu, state in snapshot.gpus.items():
+        if devices := devices_of(state):
+            contents = _contents(snapshot, state, devices, pcie_roots.get(gpu))
+            pool = {
+                "name": pool_name(node, gpu),
+                "generation": 1,
+                "resourceSliceCount": len(contents),
+            }
+            common = {"driver": driver, "nodeName": node, "pool": pool}
+            found[gpu] = tuple({**common, **content} for content in contents)
+    return found
+
+
+def _contents(
+    snapshot: Snapshot, state: GpuState, devices: Sequence[Device], pcie_root: str | None
+) -> list[Mapping[str, Any]]:
+    """Return the slices' own parts: the counters, then devices."""
+    counters = _counters(devices) if len(devices) > 1 else ()
+    busy = _busy_shares(state)
+    rendered = []
+    for device in devices:
+        attributes = attributes_of(device, state.gpu, snapshot.versions, pcie_root)
+        part: dict[str, Any] = {"name": device.name, "attributes": attributes}
+        if capacity := _capacity(device, snapshot, state, busy):
+            part["capacity"] = capacity
+        if device.capacity_name is not None:
+            part["allowMultipleAllocations"] = True
+        if counters:
+            consumed = _slots(device) if device.type == MIG_TYPE else counters
+            part["consumesCounters"] = [{"counterSet": _COUNTER_SET, "counters": _ones(consumed)}]
+        if taints := _taints(device, state, busy):
+            part["taints"] = taints
+        rendered.append(part)
+
+    shared = [{"sharedCounters": [{"name": _COUNTER_SET, "counters": _ones(counters)}]}]
+    starts = range(0, len(rendered), _MAX_DEVICES)
+    lists = [{"devices": rendered[at : at + _MAX_DEVICES]} for at in starts]
+    return [*shared, *lists] if counters else list(lists)
+
+
+def _counters(devices: Sequence[Device]) -> tuple[str, ...]:
+    slots = {slot for it in devices if it.type == MIG_TYPE for slot in _slots(it)}
+    return tuple(sorted(slots)) or (_OWNER,)
+
+
+def _slots(device: Device) -> tuple[str, ...]:
+    """Return the counters of a MIG device: its footprint, in DNS labels.
+
+    Each of several shares of an instance has the slots with a suffix of its own, as `s0-t1`.
+    """
+    share = device.shares[0]
+    slots = (slot.removesuffix(share_suffix(share.id)) for slot in share.footprint)
+    return tuple(sorted(slot.replace("+", "-plus-").replace(".", "") for slot in slots))
+
+
+def _ones(counters: Sequence[str]) -> dict[str, Any]:
+    return {counter: {"value": "1"} for counter in counters}
+
+
+def _busy_shares(state: GpuState) -> frozenset[ShareId]:
+    """Return the shares that the scheduler takes for free and that cannot be granted.
+
+    The scheduler knows the ResourceClaims on devices that are published. It knows neither pods of
+    the device plugin API, nor leases of an earlier configuration, nor cleanups.
+    """
+    offered = {share.id: share for share in state.shares}
+    known = {
+        share_id: lease
+        for share_id, lease in state.leases.items()
+        if lease.resource_claim is not None and offered.get(share_id) == lease.share
+    }
+    counted = unavailable_shares(state.shares, known)
+    return (state.unavailable_shares - counted) | (state.leases.keys() - known.keys())
+
+
+def _capacity(
+    device: Device, snapshot: Snapshot, state: GpuState, busy: frozenset[ShareId]
+) -> dict[str, Any]:
+    """Return the capacity of a device, and of a shared one how it is consumed."""
+    if device.capacity_name is None:
+        return fixed_capacity(device, state.gpu)
+
+    free = [share for share in device.shares if share.id not in busy]
+    if _is_full(device, snapshot, state):
+        free = [share for share in free if share.id in state.leases]
+    count, unit = len(free) or len(device.shares), quantity(device.unit)
+    # A range needs place for two steps.
+    ranged = {"validRange": {"min": unit, "step": unit}} if count > 1 else {"validValues": [unit]}
+    capacity = {
+        "value": quantity(count * device.unit),
+        "requestPolicy": {"default": unit, **ranged},
+    }
+    return {device.capacity_name: capacity}
+
+
+def _is_full(device: Device, snapshot: Snapshot, state: GpuState) -> bool:
+    """Return whether the GPU serves as many containers of a backend as it can."""
+    offer = snapshot.offers.get(device.resource)
+    most = offer.rule.max_containers.get(device.gpu) if offer is not None else None
+    leases = (it for it in state.leases.values() if it.share.backend == device.backend)
+    return most is not None and count_containers(leases) >= most
+
+
+def _taints(device: Device, state: GpuState, busy: frozenset[ShareId]) -> list[Mapping[str, str]]:
+    """Return the reasons to allocate nothing of a device for now."""
+    found = {}
+    if not state.verdict.healthy:
+        found[UNHEALTHY] = str(state.verdict.fault or "")
+    elif _all_in(device.shares, state.faulty_shares):
+        found[UNHEALTHY] = "mig-device"
+    if state.cordon is not None:
+        found[CORDONED] = ""
+    if device.backend in state.suspended or _all_in(device.shares, state.paused_shares):
+        found[SUSPENDED] = device.backend
+    if _all_in(device.shares, busy):
+        found[HELD] = state.owner or ""
+    return [
+        {"key": key, **({"value": value} if value else {}), "effect": "NoSchedule"}
+        for key, value in found.items()
+    ]
+
+
+def _all_in(shares: Sequence[Share], ids: frozenset[ShareId] | Mapping[ShareId, str]) -> bool:
+    return all(share.id in ids for share in shares)

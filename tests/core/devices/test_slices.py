@@ -1,0 +1,246 @@
+"""Slices: what the scheduler is told of each GPU, as the API server's rules allow it."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.devices.slices import CORDONED, HELD, SUSPENDED, UNHEALTHY, SliceSpec, slices_of
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import Fault, ResourceClaimRef, Share
+from metagpu.core.model.snapshot import Snapshot, Versions
+from metagpu.core.state.facts import (
+    BackendSuspended,
+    DriverRead,
+    Fact,
+    GpuCordoned,
+    GpuFaulted,
+    SharesClaimed,
+    SharesReleased,
+)
+from metagpu.sim.machine.gpu_models import GPU_MODELS
+from tests.backends.mig.gpus import mig_gpu
+from tests.core.devices.test_devices import FOUR, LABEL, SIZED
+from tests.rigs.build import after, gpu, offered
+
+CLAIM = ResourceClaimRef("ns", "half", "uid-1")
+MIXED = """\
+version: metagpu/v1
+pools: [{{name: all, fronts: [dra], backends: [{{backend: fraction}}, {{backend: mig, {}}}]}}]
+"""
+QUALIFIED = re.compile(r"([a-z0-9.-]{1,63}/)?[A-Za-z_][A-Za-z0-9_]{0,31}")
+
+
+def _every_profile(of: Gpu) -> str:
+    return MIXED.format(f"profiles: {json.dumps([it.name for it in of.mig_profiles])}")
+
+
+def _published(snapshot: Snapshot, of: Gpu | None = None) -> tuple[SliceSpec, ...]:
+    return slices_of(snapshot, "n1", "gpu.metagpu.io")[(of or gpu(0)).id]
+
+
+def _devices(snapshot: Snapshot, of: Gpu | None = None) -> Mapping[str, Any]:
+    """Return the published devices of a GPU, by the ends of their names."""
+    uuid = (of or gpu(0)).id.lower()
+    return {
+        it["name"].removeprefix(f"{uuid}-"): it
+        for spec in _published(snapshot, of)
+        for it in spec.get("devices", ())
+    }
+
+
+def _after(*facts: Fact, text: str = FOUR) -> Snapshot:
+    return after(*facts, since=offered(gpu(0), text=text)[1])
+
+
+def _shares(backend: str, count: int) -> tuple[Share, ...]:
+    shares = [it for it in offered(gpu(0), text=FOUR)[0].shares if it.backend == backend]
+    return tuple(shares[:count])
+
+
+def _value(device: Mapping[str, Any]) -> str:
+    [capacity] = device["capacity"].values()
+    return str(capacity["value"])
+
+
+def _taints(device: Mapping[str, Any]) -> dict[str, str]:
+    assert {it["effect"] for it in device.get("taints", ())} <= {"NoSchedule"}
+    return {it["key"]: it.get("value", "") for it in device.get("taints", ())}
+
+
+def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
+    """Every device consumes the one counter, and a shared one has one capacity."""
+    bare = replace(gpu(0), numa_node=1, compute_capability=(8, 0), architecture="ampere")
+    snapshot = after(DriverRead(Versions("550.54.05", (12, 4))), since=offered(bare, text=FOUR)[1])
+    counters, devices = slices_of(snapshot, "n1", "gpu.metagpu.io", {bare.id: "pci0000:00"})[
+        bare.id
+    ]
+    uuid = bare.id.lower()
+    pool = {"name": f"n1/{uuid}", "generation": 1, "resourceSliceCount": 2}
+    common = {"driver": "gpu.metagpu.io", "nodeName": "n1", "pool": pool}
+    one = {"owner": {"value": "1"}}
+    consumes = [{"counterSet": "gpu", "counters": one}]
+
+    assert counters == {**common, "sharedCounters": [{"name": "gpu", "counters": one}]}
+    assert devices == {**common, "devices": devices["devices"]}
+    whole, fraction, timeslice, mps = devices["devices"]
+    attributes = {
+        "type": {"string": "gpu"},
+        "uuid": {"string": bare.id},
+        "productName": {"string": "NVIDIA A100-SXM4-40GB"},
+        "architecture": {"string": "ampere"},
+        "resource.kubernetes.io/pciBusID": {"string": "0000:00:00.0"},
+        "resource.kubernetes.io/pcieRoot": {"string": "pci0000:00"},
+        "cudaComputeCapability": {"version": "8.0.0"},
+        "driverVersion": {"version": "550.54.5"},
+        "cudaDriverVersion": {"version": "12.4.0"},
+        "resource.kubernetes.io/numaNode": {"int": 1},
+    }
+    assert whole == {
+        "name": uuid,
+        "attributes": attributes,
+        "capacity": {"memory": {"value": "40960Mi"}},
+        "consumesCounters": consumes,
+    }
+    policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
+    assert fraction == {
+        "name": f"{uuid}-fraction",
+        "attributes": {**attributes, "type": {"string": "fraction"}},
+        "capacity": {"shares": {"value": "50", "requestPolicy": policy}},
+        "allowMultipleAllocations": True,
+        "consumesCounters": consumes,
+    }
+    assert timeslice["capacity"] == {"slices": {"value": "4", "requestPolicy": policy}}
+    assert mps["capacity"] == {"shares": {"value": "10", "requestPolicy": policy}}
+
+
+def test_one_device_needs_no_counters() -> None:
+    """Whole GPUs alone work on a cluster that knows neither counters nor capacities."""
+    text = FOUR[: FOUR.index("      - {backend: fraction")]
+    [only] = _published(_after(text=text))
+
+    assert only["pool"]["resourceSliceCount"] == 1
+    assert only["devices"][0].keys() == {"name", "attributes", "capacity"}
+
+
+def test_memory_is_consumed_in_units() -> None:
+    """Fractions of a size have the capacity `memory`; one unit is the least that anybody takes."""
+    [device] = _devices(_after(text=SIZED)).values()
+
+    assert device["capacity"] == {
+        "memory": {
+            "value": "40960Mi",
+            "requestPolicy": {
+                "default": "1024Mi",
+                "validRange": {"min": "1024Mi", "step": "1024Mi"},
+            },
+        }
+    }
+
+
+def test_a_range_needs_place_for_two_steps() -> None:
+    """One share alone is a value: the API server refuses a range whose step exceeds the value."""
+    device = _devices(_after(text=FOUR.replace("50", "1")))["fraction"]
+
+    assert device["capacity"]["shares"] == {
+        "value": "1",
+        "requestPolicy": {"default": "1", "validValues": ["1"]},
+    }
+
+
+def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
+    """Places exclude each other exactly as shares conflict; a fraction excludes every place."""
+    of = replace(mig_gpu(0), mig_enabled=False)
+    snapshot = offered(of, text=_every_profile(of))[1]
+    [shared] = _published(snapshot, of)[0]["sharedCounters"]
+    consumed = {
+        name: set(it["consumesCounters"][0]["counters"])
+        for name, it in _devices(snapshot, of).items()
+    }
+
+    assert set(shared["counters"]) == {*(f"s{n}" for n in range(8)), "s-plus-me"}
+    assert consumed["fraction"] == set(shared["counters"])
+    assert consumed["mig-2g10gb-4"] == {"s4", "s5"}
+    assert consumed["mig-1g5gbplusme-6"] == {"s6", "s-plus-me"}
+    mig = _devices(snapshot, of)["mig-2g10gb-4"]
+    assert mig["attributes"]["profile"] == {"string": "2g.10gb"}
+    assert mig["attributes"]["parentUUID"] == {"string": of.id}
+    assert "uuid" not in mig["attributes"]
+    assert "allowMultipleAllocations" not in mig
+
+
+@pytest.mark.parametrize("model", [it.key for it in GPU_MODELS.values() if it.mig_profiles])
+def test_every_model_stays_within_the_limits_of_the_api(model: str) -> None:
+    """Names, devices of a slice and counters of a set are as many and as long as allowed."""
+    of = mig_gpu(0, model)
+    first, *lists = _published(offered(of, text=_every_profile(of))[1], of)
+    [counters] = [it["counters"] for it in first["sharedCounters"]]
+
+    assert len(counters) <= 32
+    assert all(map(LABEL.fullmatch, counters))
+    for devices in [it["devices"] for it in lists]:
+        assert len(devices) <= 64
+        for device in devices:
+            assert LABEL.fullmatch(device["name"])
+            assert all(map(QUALIFIED.fullmatch, {**device["attributes"], **device["capacity"]}))
+            [consumed] = device["consumesCounters"]
+            assert counters.keys() >= consumed["counters"].keys() > set()
+
+
+def test_the_shares_of_an_instance_are_one_device() -> None:
+    """Time-slices of MIG instances are consumed; all of them take the instance's slots once."""
+    text = MIXED.format("layout: {3g.20gb: 2}, replicas: 3")
+    of = replace(mig_gpu(0), mig_enabled=True)
+    devices = _devices(offered(of, text=text)[1], of)
+
+    assert devices.keys() == {"mig-3g20gb-0", "mig-3g20gb-4"}
+    one = devices["mig-3g20gb-0"]
+    assert _value(one) == "3"
+    assert set(one["consumesCounters"][0]["counters"]) == {"s0", "s1", "s2", "s3"}
+
+
+def test_resource_claims_change_nothing() -> None:
+    """The scheduler knows what it allocated: nothing is written while claims come and go."""
+    shares = _shares("fraction", 30)
+    held = _after(SharesClaimed(shares, at=1, resource_claim=CLAIM))
+
+    assert _published(held) == _published(_after())
+    assert _published(after(SharesReleased(shares, at=2), since=held)) == _published(_after())
+
+
+def test_pods_of_the_device_plugin_api_take_from_the_devices() -> None:
+    """Their shares are missing in the capacity, and other backends' devices are tainted."""
+    some = _devices(_after(SharesClaimed(_shares("fraction", 30), at=1)))
+    assert (_value(some["fraction"]), _taints(some["fraction"])) == ("20", {})
+    for name in ("mps", "timeslice", gpu(0).id.lower()):
+        assert _taints(some[name]) == {HELD: "fraction"}
+
+    every = _devices(_after(SharesClaimed(_shares("fraction", 50), at=1)))["fraction"]
+    assert (_value(every), _taints(every)) == ("50", {HELD: "fraction"})
+
+
+def test_a_full_gpu_offers_what_is_consumed() -> None:
+    """Once MPS serves its clients, no share more is there to be allocated."""
+    text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
+    first, second, *_ = _shares("mps", 3)
+    claims = [
+        SharesClaimed((it,), at=n, resource_claim=CLAIM) for n, it in enumerate((first, second))
+    ]
+
+    assert _value(_devices(_after(claims[0], text=text))["mps"]) == "10"
+    assert _value(_devices(_after(*claims, text=text))["mps"]) == "2"
+
+
+def test_taints_say_why_nothing_is_allocated() -> None:
+    """A fault and a cordon taint every device of the GPU, a suspended backend its own."""
+    uuid = gpu(0).id
+    faulted = _devices(_after(GpuFaulted(uuid, "XID 79", 1, Fault.XID), GpuCordoned(uuid, "x", 1)))
+    assert all(_taints(it) == {UNHEALTHY: "xid", CORDONED: ""} for it in faulted.values())
+
+    suspended = _devices(_after(BackendSuspended(uuid, "mps", "no daemon", 1)))
+    assert {name: _taints(it) for name, it in suspended.items() if "taints" in it} == {
+        "mps": {SUSPENDED: "mps"}
+    }
