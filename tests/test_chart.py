@@ -376,3 +376,21 @@ def _value_keys(
         yield whole, is_open
         if not is_open:
             yield from _value_keys(value, schema, f"{whole}.")
+
+
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+@pytest.mark.parametrize("dcgm", [False, True])
+def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> None:  # noqa: FBT001
+    """A target has the label `node`; DCGM's names are a second endpoint where they are asked."""
+    name = kind[0].lower() + kind[1:]
+    documents = _render(
+        helm, f"metrics.{name}.enabled=true,metrics.dcgm.enabled={str(dcgm).lower()}"
+    )
+    [spec] = [it["spec"] for it in documents if it["kind"] == kind]
+    endpoints = spec["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
+    assert [it["path"] for it in endpoints] == ["/metrics", *(["/dcgm"] if dcgm else [])]
+    for it in endpoints:
+        assert it["honorLabels"] is True
+        assert it["relabelings"] == [
+            {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
+        ]

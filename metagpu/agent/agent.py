@@ -206,6 +206,7 @@ class Agent:
             call_stats=self.call_stats,
             main_tasks=self.main_tasks,
             cluster=self.cluster,
+            node=self.cluster_settings.node if self.cluster_settings else "",
             timing=self.timing.metrics,
         )
         self._offering = Offering(

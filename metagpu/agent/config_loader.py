@@ -1,7 +1,8 @@
 """The configuration, read from its source and applied when the source changes."""
 
+from hashlib import sha256
 from time import time
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -21,6 +22,8 @@ from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, ConfigSta
 from metagpu.core.errors import ConfigError
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import ConfigRejected, Event
+
+_HASH_DIGITS: Final = 12
 
 log = structlog.get_logger()
 
@@ -182,6 +185,7 @@ class ConfigLoader:
             file=self.loaded.config.file,
             formats=self.loaded.formats,
             profiles=self.loaded.profiles,
+            hash=sha256(self.loaded.text.encode()).hexdigest()[:_HASH_DIGITS],
             ignored_settings=len(self.loaded.notes),
             is_current=self.error is None,
             accepted=self._accepted,

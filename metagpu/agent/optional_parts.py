@@ -3,6 +3,7 @@
 The libraries of the API server and of the metrics are loaded only with these parts.
 """
 
+import platform
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,21 +59,27 @@ def build_exporter(
     call_stats: KubeletCallStats,
     main_tasks: MainTasks,
     cluster: "Cluster | None",
+    node: str,
     timing: MetricsTiming,
 ) -> "Exporter | None":
-    """Build the exporter of metrics and probes, `None` without an address for them."""
+    """Build the exporter of metrics and probes, `None` without an address for them.
+
+    `node` is the Node's name; without one it is the machine's.
+    """
     if address is None:
         return None
     from metagpu.plugins.metrics.exporter import Exporter  # noqa: PLC0415 - as said
 
     health = layout_manager.health
     sources = MetricSources(
+        node=node or platform.node(),
         registry=layout_manager.registry,
         kubelet=call_stats,
         kinds=metric_kinds_of(backends.values()),
         rules=usage_service.rules,
         layout=lambda: layout_manager.layout,
         usage=usage_service.latest,
+        sensors=driver.sensors,
         configuration=config_loader.to_metrics,
         driver=lambda: NvmlStatus(health.unusable, len(driver.unanswered_calls)),
         lease_differences=lambda: usage_service.lease_differences,

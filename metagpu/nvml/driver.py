@@ -14,6 +14,7 @@ other. An idle daemon has one thread for all GPUs, which waits for events.
     event_set    the event set: registrations, the wait
     events       events as the loop hears them, renewals of the event set
     topology     the connections between GPUs, read once for each set of GPUs
+    sensors      temperature, power, clocks and error counters
     utilization  processes' shares of a GPU's processors
     limits       the driver's memory limits of cgroups
 """
@@ -36,6 +37,7 @@ from metagpu.core.contracts.driver import (
     Survey,
     UnreadableGpu,
 )
+from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
 from metagpu.core.model.driver_roots import NVML_LIBRARY
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -49,6 +51,7 @@ from metagpu.nvml.queries import (
     read_processes,
     set_compute_mode,
 )
+from metagpu.nvml.sensors import read_sensors
 from metagpu.nvml.session import NvmlSession
 from metagpu.nvml.session_gpu import SessionGpu
 from metagpu.nvml.timing import TIMING, NvmlTiming
@@ -221,6 +224,13 @@ class NvmlDriver:
         """Return processes' recent shares of one GPU's processors, in percent, by pid."""
         known = self._known(gpu)
         return await known.worker.call(partial(read_utilization, known.handle), self._deadline)
+
+    async def sensors(self, gpu: GpuId) -> GpuSensors:
+        """Read the sensors and error counters of one GPU."""
+        known = self._known(gpu)
+        return await known.worker.call(
+            partial(read_sensors, known.handle, known.sensor_answers), self._deadline
+        )
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Limit the memory of a cgroup's processes together, in bytes; `None` removes it."""

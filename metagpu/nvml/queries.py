@@ -199,18 +199,19 @@ def _read_recovery_action(handle: Handle) -> int:
         handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, *_RESET_FIELDS]
     )
     if action.nvmlReturn == pynvml.NVML_SUCCESS:
-        return _number(action)
+        return field_number(action)
     if action.nvmlReturn not in NOT_REPORTED | {pynvml.NVML_ERROR_INVALID_ARGUMENT}:
         raise pynvml.NVMLError(action.nvmlReturn)
 
     # A driver that is older than a field may call its number an invalid argument.
     for answer, meaning in zip(needed, _RESET_FIELDS.values(), strict=True):
-        if answer.nvmlReturn == pynvml.NVML_SUCCESS and _number(answer):
+        if answer.nvmlReturn == pynvml.NVML_SUCCESS and field_number(answer):
             return meaning
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-def _number(answer: Any) -> int:  # noqa: ANN401 - pynvml ships no types
+def field_number(answer: Any) -> int:  # noqa: ANN401 - pynvml ships no types
+    """Return the number of a field value, whatever its type."""
     return int(getattr(answer.value, _VALUE_FIELDS.get(answer.valueType, "ullVal")))
 
 

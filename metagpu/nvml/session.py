@@ -105,7 +105,7 @@ class NvmlSession:
         if address_of(known.handle) != address_of(handle):
             known.registration.clear("NVML gave the GPU another handle")
         known.index, known.handle, known.worker, known.lost = index, handle, worker, False
-        known.answers.name = worker.name
+        known.answers.name = known.sensor_answers.name = worker.name
         self.events.ensure_registered(known)
 
         return describe_gpu(

@@ -6,6 +6,7 @@ import msgspec
 
 from metagpu.core.model.mig import MigProfile
 from metagpu.nvml.answers import NvmlAnswers
+from metagpu.nvml.errors import CONCLUSIVE
 from metagpu.nvml.queries import Handle
 from metagpu.nvml.worker import NvmlWorker
 
@@ -44,6 +45,7 @@ class SessionGpu(msgspec.Struct):
         lost: whether the GPU must stay out of the event set: with it NVML fails every wait at once.
         needs_recovery: whether the last condition was lost or named a recovery action.
         answers: the answers that the GPU works without.
+        sensor_answers: the sensors that the GPU works without.
         mig_profiles: the GPU's MIG profiles and the MIG mode they were read in; `None` while they
             are unknown.
     """
@@ -55,4 +57,7 @@ class SessionGpu(msgspec.Struct):
     lost: bool = False
     needs_recovery: bool = False
     answers: NvmlAnswers = msgspec.field(default_factory=NvmlAnswers)
+    sensor_answers: NvmlAnswers = msgspec.field(
+        default_factory=lambda: NvmlAnswers(raised=CONCLUSIVE)
+    )
     mig_profiles: tuple[bool, tuple[MigProfile, ...]] | None = None

@@ -245,7 +245,7 @@ async def test_a_daemon_with_an_ended_part_is_not_alive(
 
 async def test_nvml_that_hangs_delays_a_page_a_little(tmp_path: Path) -> None:
     """While NVML hangs, a page has everything but the processes of the GPUs."""
-    timing = replace(FRESH, usage_timeout=0.0)
+    timing = replace(FRESH, nvml_timeout=0.0)
     async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as it:
         await it.until(20, 20)
         it.node.hang_gpu(it.node.gpu(0), 1.0)

@@ -128,3 +128,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- fail "metrics: a PodMonitor and a ServiceMonitor would count everything twice: set one of them" }}
 {{- end }}
 {{- end }}
+
+{{/* Paths that a scrape reads, between blanks. */}}
+{{- define "metagpu.metricsPaths" -}}
+/metrics{{ if .Values.metrics.dcgm.enabled }} /dcgm{{ end }}
+{{- end }}

@@ -38,7 +38,8 @@ FRAGMENTATION: Final = MetricKind(
 )
 KINDS: Final = (INSTANCES, PLACEABLE, FREE, LARGEST, FRAGMENTATION)
 
-_STATES: Final = ("held", "warm", "released", "faulty")
+_HELD: Final = "held"
+_STATES: Final = (_HELD, "warm", "released", "faulty")
 
 
 def instance_metrics(
@@ -50,7 +51,8 @@ def instance_metrics(
 
     for profile in dict.fromkeys([*profiles, *(profile for profile, _ in counts)]):
         for at in _STATES:
-            yield BackendMetric(INSTANCES, state.gpu.id, counts[profile, at], (profile, at))
+            if counts[profile, at] or at == _HELD:  # four of each profile would be many series
+                yield BackendMetric(INSTANCES, state.gpu.id, counts[profile, at], (profile, at))
 
 
 def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
@@ -60,7 +62,7 @@ def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
     for share, it in state.provisioned.get(backend, ProvisionedState()).devices.items():
         held = share in state.leases
         if held or it.device not in found:
-            at = "held" if held else "warm" if it.idle else "released"
+            at = _HELD if held else "warm" if it.idle else "released"
             at = "faulty" if it.device in state.mig_faults else at
             found[it.device] = profile_of(share), at
     return found

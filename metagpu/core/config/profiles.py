@@ -126,6 +126,7 @@ class ConfigStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         formats: the formats of its files.
+        hash: twelve hexadecimal digits of its content, the same on nodes with the same one.
         ignored_settings: the number of settings of other projects' files without effect.
         is_current: whether the configuration that was read last is in use.
         accepted: the number of accepted configurations; `accepted_at` is the time of the last.
@@ -135,6 +136,7 @@ class ConfigStatus(msgspec.Struct, frozen=True):
     file: str
     formats: Sequence[str]
     profiles: Sequence[str]
+    hash: str
     ignored_settings: int
     is_current: bool
     accepted: int

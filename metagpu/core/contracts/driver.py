@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.mig import MigInstance, MigMode, Placement
 
@@ -304,6 +305,10 @@ class Driver(Protocol):
         A process that is missing was idle; `None` where the driver does not report it, as in MIG
         mode.
         """
+        ...
+
+    async def sensors(self, gpu: GpuId) -> GpuSensors:
+        """Read the sensors and error counters of one GPU, for monitoring."""
         ...
 
     async def events(self) -> Sequence[DriverEvent]:

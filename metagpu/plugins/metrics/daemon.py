@@ -12,9 +12,15 @@ from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.model.xid import DEFAULT_XIDS
-from metagpu.core.state.call_stats import BUCKET_BOUNDS, KubeletCallStats, ResourceCallStats
+from metagpu.core.model.xid import Severity, rule_for
+from metagpu.core.state.call_stats import (
+    BUCKET_BOUNDS,
+    KubeletCall,
+    KubeletCallStats,
+    ResourceCallStats,
+)
 from metagpu.core.usage.lease_differences import LeaseDifference, LeaseDifferenceKind
+from metagpu.plugins.metrics import daemon_families as d
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.gpus import gpu_label_values
@@ -34,9 +40,9 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
     snapshot = sources.registry.snapshot
 
     return [
-        Sample(f.BUILD, (__version__, platform.python_version()), 1),
-        Sample(f.BUS_EVENTS_LOST, (), sources.registry.events.lost),
-        Sample(f.LAG, (), lag),
+        Sample(d.BUILD, (__version__, platform.python_version()), 1),
+        Sample(d.BUS_EVENTS_LOST, (), sources.registry.events.lost),
+        Sample(d.LAG, (), lag),
         Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
         *_lease_differences(sources.lease_differences()),
         *_driver(sources.driver(), snapshot),
@@ -57,59 +63,62 @@ def _driver(driver: NvmlStatus, snapshot: Snapshot) -> Iterator[Sample]:
     versions = snapshot.versions
     cuda = ".".join(map(str, versions.cuda)) if versions.cuda else ""
 
-    yield Sample(f.NVML_UP, (), not driver.problem)
-    yield Sample(f.NVML_OVERDUE, (), driver.overdue)
-    yield Sample(f.NVML_INFO, (versions.driver, cuda), 1)
+    yield Sample(d.NVML_UP, (), not driver.problem)
+    yield Sample(d.NVML_OVERDUE, (), driver.overdue)
+    yield Sample(d.NVML_INFO, (versions.driver, cuda), 1)
 
 
 def _configuration(status: ConfigStatus) -> Iterator[Sample]:
     formats, profiles = ", ".join(status.formats) or "default", ", ".join(status.profiles)
 
-    yield Sample(f.CONFIG_INFO, (status.file, formats, profiles), 1)
-    yield Sample(f.CONFIG_RELOAD_SUCCESSFUL, (), status.is_current)
-    yield Sample(f.CONFIG_ACCEPTED_AT, (), status.accepted_at)
-    yield Sample(f.CONFIG_REJECTED_AT, (), status.rejected_at)
-    yield Sample(f.CONFIG_RELOADS, ("accepted",), status.accepted)
-    yield Sample(f.CONFIG_RELOADS, ("rejected",), status.rejected)
-    yield Sample(f.CONFIG_IGNORED_SETTINGS, (), status.ignored_settings)
+    yield Sample(d.CONFIG_INFO, (status.file, formats, profiles, status.hash), 1)
+    yield Sample(d.CONFIG_GENERATION, (), status.accepted)
+    yield Sample(d.CONFIG_RELOAD_SUCCESSFUL, (), status.is_current)
+    yield Sample(d.CONFIG_ACCEPTED_AT, (), status.accepted_at)
+    yield Sample(d.CONFIG_REJECTED_AT, (), status.rejected_at)
+    yield Sample(d.CONFIG_RELOADS, ("accepted",), status.accepted)
+    yield Sample(d.CONFIG_RELOADS, ("rejected",), status.rejected)
+    yield Sample(d.CONFIG_IGNORED_SETTINGS, (), status.ignored_settings)
 
 
 def _cluster(report: Mapping[str, Any] | None) -> Iterator[Sample]:
     if report is None:
         return
-    yield Sample(f.API_CONNECTED, (), report["connected"])
-    yield Sample(f.NODE_AMOUNTS_DIFFERING, (), len(report["nodeDifferences"]))
+    yield Sample(d.API_CONNECTED, (), report["connected"])
+    yield Sample(d.NODE_AMOUNTS_DIFFERING, (), len(report["nodeDifferences"]))
     if "driverUpgrade" in report:
         upgrade = report["driverUpgrade"]
-        yield Sample(f.UPGRADE_HOLDING_PODS, (), len(upgrade["pods"]) if upgrade else 0)
-    yield Sample(f.EVENTS_DROPPED, ("node",), report["eventsDropped"])
-    yield Sample(f.EVENTS_DROPPED, ("pod",), report["podEventsDropped"])
+        yield Sample(d.UPGRADE_HOLDING_PODS, (), len(upgrade["pods"]) if upgrade else 0)
+    yield Sample(d.EVENTS_DROPPED, ("node",), report["eventsDropped"])
+    yield Sample(d.EVENTS_DROPPED, ("pod",), report["podEventsDropped"])
     for feature, problem in report["features"].items():
-        yield Sample(f.API_FEATURE, (str(feature),), not problem)
+        yield Sample(d.API_FEATURE, (str(feature),), not problem)
 
 
 def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
-    yield Sample(f.RESTARTS, (), kubelet.restarts)
+    yield Sample(d.RESTARTS, (), kubelet.restarts)
     for resource, stats in kubelet.resources.items():
         if resource in snapshot.offers:
             yield Sample(f.RESOURCE_REGISTERED, (resource,), stats.listed)
-        yield Sample(f.REGISTRATIONS, (resource,), stats.registrations)
-        yield Sample(f.LISTS, (resource,), stats.lists)
+        yield Sample(d.REGISTRATIONS, (resource,), stats.registrations)
+        yield Sample(d.LISTS, (resource,), stats.lists)
         yield from _calls(resource, stats)
 
 
 def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
     for call, it in stats.calls.items():
-        for outcome, count in it.outcomes.items():
-            yield Sample(f.CALLS, (resource, call, outcome), count)
-        duration = HistogramValue(BUCKET_BOUNDS, tuple(it.buckets), it.seconds)
-        yield Sample(f.DURATION, (resource, call), duration)
+        if it.seconds or call is KubeletCall.ALLOCATE:  # the others are made of few backends
+            for outcome, count in it.outcomes.items():
+                yield Sample(d.CALLS, (resource, call, outcome), count)
+        if it.seconds:
+            duration = HistogramValue(BUCKET_BOUNDS, tuple(it.buckets), it.seconds)
+            yield Sample(d.DURATION, (resource, call), duration)
 
     refusals = Counter({reason_of(kind): 0 for kind in RequestError.__subclasses__()})
     for kind, count in stats.refusals.items():
         refusals[reason_of(kind)] += count
     for reason, count in refusals.items():
-        yield Sample(f.REFUSALS, (resource, reason), count)
+        yield Sample(d.REFUSALS, (resource, reason), count)
 
 
 def reason_of(kind: type[RequestError]) -> str:
@@ -131,12 +140,14 @@ def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
         for signal in _SIGNALS:
             yield Sample(f.SIGNALS, (*labels, signal), counts.signals[gpu, signal])
 
-    xids = Counter(
-        {(*labels, str(code)): 0 for labels in gpu_labels.values() for code in DEFAULT_XIDS}
+    severities = Counter(
+        {(*labels, str(it)): 0 for labels in gpu_labels.values() for it in Severity}
     )
     for (where, code), count in counts.xids.items():
-        xids[(*_labels_of(where, gpu_labels), str(code))] += count
-    yield from (Sample(f.GPU_XIDS, labels, count) for labels, count in xids.items())
+        labels = _labels_of(where, gpu_labels)
+        yield Sample(f.GPU_XIDS, (*labels, str(code)), count)
+        severities[(*labels, str(rule_for(code, {}).severity))] += count
+    yield from (Sample(f.GPU_XIDS_BY_SEVERITY, key, count) for key, count in severities.items())
 
     errors = Counter(
         {(*labels, kind): 0 for labels in gpu_labels.values() for kind in _KINDS.values()}

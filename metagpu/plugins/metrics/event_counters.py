@@ -23,6 +23,7 @@ class EventCounters:
     """The counters; a GPU is `None` where NVML named none.
 
     Attributes:
+        last_xids: the last XID of each GPU.
         memory_errors: by GPU and whether the error was corrected.
         warnings: containers above their memory limit, by GPU.
         signals: by GPU and the signal's name.
@@ -34,6 +35,7 @@ class EventCounters:
     faults: Counter[tuple[GpuId, Fault | None]] = field(default_factory=Counter)
     recoveries: Counter[GpuId] = field(default_factory=Counter)
     xids: Counter[tuple[GpuId | None, int]] = field(default_factory=Counter)
+    last_xids: dict[GpuId | None, int] = field(default_factory=dict)
     memory_errors: Counter[tuple[GpuId | None, bool]] = field(default_factory=Counter)
     warnings: Counter[GpuId] = field(default_factory=Counter)
     signals: Counter[tuple[GpuId, str]] = field(default_factory=Counter)
@@ -66,6 +68,7 @@ class EventCounters:
                 self.recoveries[event.gpu] += 1
             case XidReported():
                 self.xids[event.gpu, event.code] += 1
+                self.last_xids[event.gpu] = event.code
             case MemoryErrorReported():
                 self.memory_errors[event.gpu, event.corrected] += 1
             case MemoryExceeded():

@@ -22,15 +22,32 @@ def render_page(families: Sequence[MetricFamily], samples: Iterable[Sample]) -> 
 
     Reads /proc, so call it in a thread.
     """
-    return generate_latest(_Page(families, samples))
+    return generate_latest(_Page(families, samples, _PROCESS))
+
+
+def render_foreign_page(families: Sequence[MetricFamily], samples: Iterable[Sample]) -> bytes:
+    """Render families whose counters may have names without `_total`."""
+    page = generate_latest(_Page(families, samples))
+    for family in families:
+        if family.type is MetricType.COUNTER and not family.name.endswith(_TOTAL):
+            for line in ("HELP", "TYPE"):  # the library's, which names all counters alike
+                theirs = f"# {line} {family.name}{_TOTAL} ".encode()
+                page = page.replace(theirs, f"# {line} {family.name} ".encode())
+    return page
 
 
 class _Page(Collector):
     """The samples of one page, as a collector that is registered nowhere."""
 
-    def __init__(self, families: Sequence[MetricFamily], samples: Iterable[Sample]) -> None:
+    def __init__(
+        self,
+        families: Sequence[MetricFamily],
+        samples: Iterable[Sample],
+        *more: Collector,
+    ) -> None:
         self._families = families
         self._samples = samples
+        self._more = more
 
     def collect(self) -> Iterator[Metric]:
         metrics = {family: _metric(family) for family in self._families}
@@ -41,7 +58,8 @@ class _Page(Collector):
             else:
                 metrics[family].add_sample(family.name, named, float(value))
         yield from metrics.values()
-        yield from _PROCESS.collect()
+        for other in self._more:
+            yield from other.collect()
 
 
 def _metric(family: MetricFamily) -> Metric:

@@ -1,36 +1,29 @@
-"""All metric families: name, type, help text and labels.
+"""Metric families of GPUs, resources, containers and namespaces; all families.
+
+A family is a name, a type, a help text and labels.
 
 docs/metrics.md has the same table; a test compares the two, and others check the names against
 Prometheus' conventions.
 """
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from metagpu.core.model.backend_metrics import MetricKind
-from metagpu.plugins.metrics.samples import MetricFamily, MetricType
+from metagpu.plugins.metrics import daemon_families, sensor_families
+from metagpu.plugins.metrics.samples import GPU_LABELS, FamilyFactory, MetricFamily, MetricType
 
-GPU: Final = ("gpu", "uuid")
-CONTAINER: Final = ("namespace", "pod", "container", *GPU)
-
-
-class _FamilyFactory(NamedTuple):
-    """A factory of metric families of one type, whose first labels are given."""
-
-    kind: MetricType
-    first: tuple[str, ...] = ()
-
-    def __call__(self, name: str, meaning: str, *labels: str) -> MetricFamily:
-        return MetricFamily(f"metagpu_{name}", self.kind, meaning, (*self.first, *labels))
+CONTAINER: Final = ("namespace", "pod", "container", *GPU_LABELS)
 
 
-_gauge: Final = _FamilyFactory(MetricType.GAUGE)
-_gpu_gauge: Final = _FamilyFactory(MetricType.GAUGE, GPU)
-_resource_gauge: Final = _FamilyFactory(MetricType.GAUGE, ("resource",))
-_container_gauge: Final = _FamilyFactory(MetricType.GAUGE, CONTAINER)
-_counter: Final = _FamilyFactory(MetricType.COUNTER)
-_gpu_counter: Final = _FamilyFactory(MetricType.COUNTER, GPU)
-_resource_counter: Final = _FamilyFactory(MetricType.COUNTER, ("resource",))
+_gauge: Final = FamilyFactory(MetricType.GAUGE)
+_gpu_gauge: Final = FamilyFactory(MetricType.GAUGE, GPU_LABELS)
+_resource_gauge: Final = FamilyFactory(MetricType.GAUGE, ("resource",))
+_container_gauge: Final = FamilyFactory(MetricType.GAUGE, CONTAINER)
+_namespace_gauge: Final = FamilyFactory(MetricType.GAUGE, ("namespace",))
+_namespace_counter: Final = FamilyFactory(MetricType.COUNTER, ("namespace",))
+_counter: Final = FamilyFactory(MetricType.COUNTER)
+_gpu_counter: Final = FamilyFactory(MetricType.COUNTER, GPU_LABELS)
 
 # --- GPUs ---------------------------------------------------------------------------------------
 
@@ -45,7 +38,7 @@ GPU_MEMORY_RESERVED: Final = _gpu_gauge(
 )
 GPU_HEALTHY: Final = _gpu_gauge("gpu_healthy", "Whether the GPU is in service, 1 or 0.")
 GPU_FAULT: Final = _gpu_gauge(
-    "gpu_fault", "Whether the GPU is out of service because of this kind of fault, 1 or 0.", "fault"
+    "gpu_fault", "Kind of the fault for which the GPU is out of service; always 1.", "fault"
 )
 GPU_FAULTS: Final = _gpu_counter(
     "gpu_faults_total", "Times that the GPU went out of service, by the kind of fault.", "fault"
@@ -57,6 +50,11 @@ GPU_XIDS: Final = _gpu_counter(
     "gpu_xid_errors_total",
     "XID errors that NVML reported, by number; without a GPU where NVML named none.",
     "xid",
+)
+GPU_XIDS_BY_SEVERITY: Final = _gpu_counter(
+    "gpu_xid_events_total",
+    "XID errors that NVML reported, by their severity in metagpu's table.",
+    "severity",
 )
 GPU_MEMORY_ERRORS: Final = _gpu_counter(
     "gpu_memory_errors_total",
@@ -188,6 +186,33 @@ CONTAINER_PROCESSES: Final = _container_gauge(
     "container_processes", "Processes of the container on the GPU."
 )
 
+CONTAINER_MIG: Final = _container_gauge(
+    "container_mig_info",
+    "MIG device that the container holds, with its GPU instance and profile; always 1.",
+    *("mig_uuid", "gpu_instance", "profile"),
+)
+
+# --- namespaces ---------------------------------------------------------------------------------
+
+NAMESPACE_SHARES: Final = _namespace_gauge(
+    "namespace_shares", "Shares that containers of the namespace hold.", "resource"
+)
+NAMESPACE_HELD_MEMORY: Final = _namespace_gauge(
+    "namespace_memory_held_bytes", "GPU memory that the held shares of the namespace stand for."
+)
+NAMESPACE_USED_MEMORY: Final = _namespace_gauge(
+    "namespace_memory_used_bytes", "GPU memory that containers of the namespace use."
+)
+NAMESPACE_SHARE_SECONDS: Final = _namespace_counter(
+    "namespace_share_seconds_total",
+    "Time for which containers of the namespace held shares, times the number of shares.",
+    "resource",
+)
+NAMESPACE_GPU_SECONDS: Final = _namespace_counter(
+    "namespace_gpu_seconds_total",
+    "Time for which containers of the namespace held parts of GPUs, in seconds of a whole GPU.",
+)
+
 # --- usage of a GPU ----------------------------------------------------------------------------
 
 USAGE_TIME: Final = _gauge(
@@ -238,97 +263,8 @@ ANNOTATIONS_REJECTED: Final = _counter(
     "Pod annotations about GPU memory that were rejected.",
 )
 
-# --- the kubelet --------------------------------------------------------------------------------
-
-CALLS: Final = _counter(
-    "kubelet_calls_total",
-    "Calls of the kubelet, by outcome.",
-    *("resource", "call", "outcome"),
-)
-REFUSALS: Final = _counter(
-    "kubelet_refusals_total",
-    "Calls for pods that metagpu refused, by reason.",
-    *("resource", "reason"),
-)
-REGISTRATIONS: Final = _resource_counter(
-    "kubelet_registrations_total", "Registrations of the resource that the kubelet accepted."
-)
-LISTS: Final = _resource_counter("kubelet_lists_total", "Lists of shares sent to the kubelet.")
-RESTARTS: Final = _counter(
-    "kubelet_restarts_total", "Restarts of the kubelet that metagpu observed."
-)
-DURATION: Final = _FamilyFactory(MetricType.HISTOGRAM)(
-    "kubelet_call_duration_seconds",
-    "Time from a call of the kubelet to metagpu's answer, without the transport over the socket.",
-    *("resource", "call"),
-)
-
-# --- the daemon ---------------------------------------------------------------------------------
-
-BUILD: Final = _gauge(
-    "build_info", "Versions of metagpu and of Python; always 1.", "version", "python_version"
-)
-NVML_UP: Final = _gauge("nvml_up", "Whether NVML can be used, 1 or 0.")
-NVML_INFO: Final = _gauge(
-    "nvml_info",
-    "Versions of the driver and of the CUDA that the driver supports; always 1.",
-    "driver_version",
-    "cuda_version",
-)
-NVML_OVERDUE: Final = _gauge(
-    "nvml_overdue_calls", "Calls of NVML that timed out and have not returned yet."
-)
-CONFIG_INFO: Final = _gauge(
-    "config_info",
-    "Configuration in force: its file, its format and the chosen profiles; always 1.",
-    *("file", "format", "profile"),
-)
-CONFIG_RELOAD_SUCCESSFUL: Final = _gauge(
-    "config_last_reload_successful",
-    "Whether the last reload of the configuration succeeded, 1 or 0.",
-)
-CONFIG_ACCEPTED_AT: Final = _gauge(
-    "config_last_reload_success_timestamp_seconds",
-    "Time of the last successful reload, in seconds since the epoch.",
-)
-CONFIG_REJECTED_AT: Final = _gauge(
-    "config_last_reload_failure_timestamp_seconds",
-    "Time of the last failed reload, in seconds since the epoch, 0 without one.",
-)
-CONFIG_RELOADS: Final = _counter(
-    "config_reloads_total", "Reloads of the configuration, by outcome.", "outcome"
-)
-CONFIG_IGNORED_SETTINGS: Final = _gauge(
-    "config_ignored_settings",
-    "Settings of other projects' files that have no effect, each a warning in the log.",
-)
-API_CONNECTED: Final = _gauge(
-    "api_server_connected", "Whether the API server answers, 1 or 0; absent where none is used."
-)
-API_FEATURE: Final = _gauge(
-    "api_server_feature_healthy",
-    "Whether the last run of a feature of the API server succeeded, 1 or 0.",
-    "feature",
-)
-NODE_AMOUNTS_DIFFERING: Final = _gauge(
-    "api_server_node_amounts_differing",
-    "Resources of which the Node shows another allocatable amount than metagpu, for a minute.",
-)
-UPGRADE_HOLDING_PODS: Final = _gauge(
-    "driver_upgrade_holding_pods",
-    "Pods that hold shares of GPUs while the GPU operator upgrades the driver; 0 at other times.",
-)
-EVENTS_DROPPED: Final = _counter(
-    "api_server_events_dropped_total",
-    "Kubernetes Events of the node or its pods that were dropped because there were too many.",
-    "regarding",
-)
-BUS_EVENTS_LOST: Final = _counter(
-    "event_bus_lost_events_total", "Internal events that a slow subscriber of the event bus lost."
-)
-LAG: Final = _gauge("event_loop_lag_seconds", "Delay of the event loop at its last measurement.")
-
-FAMILIES: Final = tuple(it for it in list(vars().values()) if isinstance(it, MetricFamily))
+_OWN: Final = tuple(it for it in list(vars().values()) if isinstance(it, MetricFamily))
+FAMILIES: Final = (*_OWN, *sensor_families.FAMILIES, *daemon_families.FAMILIES)
 """All families, in this order; those of backends and `process_*` follow them."""
 
 

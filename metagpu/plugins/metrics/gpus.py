@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import largest_request
-from metagpu.core.model.shares import Fault, Share
+from metagpu.core.model.mig import profile_of
+from metagpu.core.model.offers import RequestRule, largest_request
+from metagpu.core.model.shares import Share
 from metagpu.core.model.snapshot import GpuState, Snapshot, free_parts
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.families import backend_family
@@ -25,6 +26,7 @@ def snapshot_samples(snapshot: Snapshot, layout: Layout) -> Iterator[Sample]:
     for state in snapshot.gpus.values():
         yield from _gpu(state, pools.get(state.gpu.id, ""))
         yield from _holders(state)
+        yield from _mig_devices(state)
     yield Sample(f.UNREADABLE_GPUS, (), len(snapshot.unreadable_gpus))
     yield from _resources(snapshot)
     for metric in layout.metrics(snapshot):
@@ -42,8 +44,8 @@ def _gpu(state: GpuState, pool: str) -> Iterator[Sample]:
     if gpu.reserved is not None:
         yield Sample(f.GPU_MEMORY_RESERVED, me, gpu.reserved)
     yield Sample(f.GPU_HEALTHY, me, state.verdict.healthy)
-    for fault in Fault:
-        yield Sample(f.GPU_FAULT, (*me, fault), state.verdict.fault is fault)
+    if (fault := state.verdict.fault) is not None:
+        yield Sample(f.GPU_FAULT, (*me, fault), 1)
     yield Sample(f.GPU_REPORTS_XIDS, me, state.unheard is None)
     yield Sample(f.GPU_UNHEALTHY_MIG_DEVICES, me, len(state.mig_faults))
     yield Sample(f.GPU_PAUSED, me, len(state.paused_shares))
@@ -64,6 +66,19 @@ def _holders(state: GpuState) -> Iterator[Sample]:
     for (holder, resource), count in held.items():
         who = (holder.namespace, holder.pod, holder.container)
         yield Sample(f.CONTAINER_SHARES, (*who, *gpu_label_values(state.gpu), resource), count)
+
+
+def _mig_devices(state: GpuState) -> Iterator[Sample]:
+    """Yield the MIG device of each container that holds one, or a part of one."""
+    found: dict[tuple[str, ...], None] = {}
+    for backend in state.provisioned.values():
+        for share, it in backend.devices.items():
+            lease = state.leases.get(share)
+            if lease is not None and (holder := lease.holder) is not None:
+                who = (holder.namespace, holder.pod, holder.container)
+                device = (it.device, str(it.gpu_instance), profile_of(share))
+                found[(*who, *gpu_label_values(state.gpu), *device)] = None
+    yield from (Sample(f.CONTAINER_MIG, labels, 1) for labels in found)
 
 
 def _resources(snapshot: Snapshot) -> Iterator[Sample]:
@@ -87,7 +102,8 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             yield Sample(f.GPU_CAPACITY, me, len(shares))
             yield Sample(f.GPU_HELD, me, held[resource, gpu])
             yield Sample(f.GPU_FREE, me, left)
-            yield Sample(f.GPU_HELD_BACK, me, kept)
+            if offer.rule.requests is not RequestRule.ANY:
+                yield Sample(f.GPU_HELD_BACK, me, kept)
         yield Sample(f.RESOURCE_CAPACITY, (resource,), len(offer.shares))
         yield Sample(f.RESOURCE_ALLOCATABLE, (resource,), listed)
         yield Sample(

@@ -7,6 +7,7 @@ is closed. So a client that sends its request and reads the response is always s
 
 import asyncio
 import errno
+import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
@@ -38,16 +39,32 @@ _ACCEPT_RATE: Final = 200.0
 _LINGER: Final = 1.0
 """Seconds for a client to close the connection after its response."""
 _CHUNK: Final = 16 * 1024
+_NO_WEIGHT: Final = re.compile(r"0(\.0*)?")
+_ACCEPT: Final = b"accept-encoding"
 
 log = structlog.get_logger()
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """A response; `content` is its content type."""
+    """A response; `content` is its content type.
+
+    Attributes:
+        compressed: the body under gzip, for clients that take it; `None` where there is none.
+    """
 
     status: HTTPStatus
     body: bytes
     content: str = PLAIN
+    compressed: bytes | None = None
+
+    def encoded_for(self, request: h11.Request | None) -> tuple[bytes, str]:
+        """Return the body for a request, and its content encoding, empty for none."""
+        accepted = b",".join(
+            value for name, value in (request.headers if request else ()) if name == _ACCEPT
+        )
+        if self.compressed is not None and _takes_gzip(accepted.decode("latin-1")):
+            return self.compressed, "gzip"
+        return self.body, ""
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
@@ -142,12 +159,11 @@ class PageServer:
 
     async def _answer(self, connection: socket.socket) -> None:
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_LIMIT)
-        head = False
+        request: h11.Request | None = None
 
         try:
             with anyio.fail_after(self._timing.request_timeout):
                 request = await _read_request(http, connection)
-            head = request.method == b"HEAD"
             response = await self._response(request)
         except h11.RemoteProtocolError as error:
             response = _plain(HTTPStatus(error.error_status_hint), str(error))
@@ -156,7 +172,7 @@ class PageServer:
             response = _plain(HTTPStatus.REQUEST_TIMEOUT, text)
 
         with anyio.fail_after(self._timing.response_timeout):
-            data = _encode(http, response, head=head)
+            data = _encode(http, response, request)
             await asyncio.get_running_loop().sock_sendall(connection, data)
         await _close(connection)
 
@@ -197,12 +213,26 @@ def _to_request(request: h11.Request) -> HttpRequest:
     return HttpRequest({key.decode(): value.decode("latin-1") for key, value in request.headers})
 
 
-def _encode(http: h11.Connection, response: HttpResponse, *, head: bool) -> bytes:
+def _takes_gzip(accepted: str) -> bool:
+    """Return whether a header Accept-Encoding has gzip, and not with the weight 0."""
+    for part in accepted.lower().split(","):
+        name, _, weight = part.replace(" ", "").partition(";q=")
+        if name in ("gzip", "*"):
+            return _NO_WEIGHT.fullmatch(weight) is None
+    return False
+
+
+def _encode(http: h11.Connection, response: HttpResponse, request: h11.Request | None) -> bytes:
+    body, encoding = response.encoded_for(request)
     headers = [
         ("content-type", response.content),
-        ("content-length", str(len(response.body))),
+        ("content-length", str(len(body))),
         ("connection", "close"),
     ]
+    if response.compressed is not None:
+        headers.append(("vary", "accept-encoding"))
+    if encoding:
+        headers.append(("content-encoding", encoding))
     if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
         headers.append(("allow", "GET, HEAD"))
     status = response.status
@@ -210,8 +240,8 @@ def _encode(http: h11.Connection, response: HttpResponse, *, head: bool) -> byte
     parts = [
         http.send(h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()))
     ]
-    if not head:
-        parts.append(http.send(h11.Data(data=response.body)))
+    if request is None or request.method != b"HEAD":
+        parts.append(http.send(h11.Data(data=body)))
     parts.append(http.send(h11.EndOfMessage()))
     return b"".join(part for part in parts if part)
 

@@ -1,9 +1,11 @@
 """Samples: metric families, and the values of their series."""
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+
+GPU_LABELS: Final = ("gpu", "uuid")
 
 
 class MetricType(StrEnum):
@@ -21,6 +23,18 @@ class MetricFamily(msgspec.Struct, frozen=True):
     type: MetricType
     help: str
     labels: tuple[str, ...] = ()
+
+
+class FamilyFactory(NamedTuple):
+    """A factory of metric families with one type, prefix and first labels."""
+
+    kind: MetricType
+    first: tuple[str, ...] = ()
+    prefix: str = "metagpu_"
+
+    def __call__(self, name: str, meaning: str, *labels: str) -> MetricFamily:
+        """Return the family of a name, with more labels."""
+        return MetricFamily(f"{self.prefix}{name}", self.kind, meaning, (*self.first, *labels))
 
 
 class HistogramValue(NamedTuple):

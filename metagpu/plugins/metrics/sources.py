@@ -1,18 +1,23 @@
 """The sources of the metrics, and the times of monitoring."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from metagpu.core.config.profiles import ConfigStatus
+from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.backend_metrics import MetricKind
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.lease_differences import LeaseDifference
 from metagpu.core.usage.report import ReportRules
+
+ReadSensors: TypeAlias = Callable[[GpuId], Awaitable[GpuSensors]]
+"""Reads one GPU; a `DriverError` says that it cannot be read."""
 
 
 class NvmlStatus(msgspec.Struct, frozen=True):
@@ -27,7 +32,7 @@ class MetricsTiming(msgspec.Struct, frozen=True):
 
     Attributes:
         page_age: requests within this time share one page.
-        usage_timeout: for NVML to list the processes; a page without them has older usage.
+        nvml_timeout: for NVML to answer for all GPUs; a page without the answers has older ones.
         late_loop: the delay of the event loop that makes the daemon unhealthy.
         request_timeout: for a client to send its request.
         response_timeout: for a client to read the response: Prometheus gives up after 10 s too.
@@ -37,7 +42,7 @@ class MetricsTiming(msgspec.Struct, frozen=True):
     """
 
     page_age: float = 1.0
-    usage_timeout: float = 3.0
+    nvml_timeout: float = 3.0
     late_loop: float = 5.0
     request_timeout: float = 5.0
     response_timeout: float = 10.0
@@ -46,10 +51,12 @@ class MetricsTiming(msgspec.Struct, frozen=True):
 
 
 class MetricSources(msgspec.Struct, frozen=True):
-    """The sources of each page. Only `usage` waits: the rest is in memory.
+    """The sources of each page: `sensors` and `usage` wait, the rest is in memory.
 
     Attributes:
         kinds: the metrics of the installed backends.
+        node: the node's name.
+        sensors: the sensors of a GPU.
         usage: the usage of the GPUs; callers within one second share one collection.
         driver_limits: the number of memory limits that the driver enforces.
         lease_differences: between the leases and what processes and cgroups show.
@@ -57,12 +64,14 @@ class MetricSources(msgspec.Struct, frozen=True):
         ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
 
+    node: str
     registry: Registry
     kubelet: KubeletCallStats
     kinds: Sequence[MetricKind]
     rules: ReportRules
     layout: Callable[[], Layout]
     usage: Callable[[], Awaitable[NodeUsage]]
+    sensors: ReadSensors
     configuration: Callable[[], ConfigStatus]
     driver: Callable[[], NvmlStatus]
     driver_limits: Callable[[], int]

@@ -13,6 +13,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.sim.machine.gpu_models import GpuModel
 from metagpu.sim.machine.mig_state import SimMigState
+from metagpu.sim.machine.sensors import SimSensors
 
 _BUSES: Final = (0x07, 0x0F, 0x47, 0x4E, 0x87, 0x90, 0xB7, 0xBD)  # of a DGX A100, in PCI order
 _HANDLES: Final = 0x7F5E_0000_0000
@@ -69,6 +70,15 @@ class SimGpu(msgspec.Struct):
         default_factory=dict
     )
     memory_limits: dict[Path, int] = msgspec.field(default_factory=dict)
+    _sensors: SimSensors | None = None
+
+    @property
+    def sensors(self) -> SimSensors:
+        """Return the sensors, under the present load."""
+        if self._sensors is None:
+            self._sensors = SimSensors(self.model.key)
+        self._sensors.busy = min(100, sum(process.sm for process in self.processes.values()))
+        return self._sensors
 
     @property
     def handle(self) -> int:

@@ -9,6 +9,7 @@ from metagpu.sim.nvml.events import EventFunctions
 from metagpu.sim.nvml.limits import MemoryLimitFunctions
 from metagpu.sim.nvml.mig import MigFunctions
 from metagpu.sim.nvml.queries import QueryFunctions
+from metagpu.sim.nvml.sensors import SensorFunctions
 from metagpu.sim.nvml.topology import TopologyFunctions
 from metagpu.sim.nvml.utilization import UtilizationFunctions
 
@@ -19,6 +20,7 @@ class SimLibrary(
     MigFunctions,
     EventFunctions,
     UtilizationFunctions,
+    SensorFunctions,
     MemoryLimitFunctions,
 ):
     """All simulated functions; see `SimLibraryBase` for the arguments."""

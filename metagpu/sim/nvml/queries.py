@@ -27,6 +27,7 @@ from metagpu.sim.nvml.base import (
     write_pointer,
     write_text,
 )
+from metagpu.sim.nvml.sensors import sensor_fields
 
 _NONE: Final = 0xFFFFFFFF
 _MUTE: Final = 0xFFFFFFFFFFFFFFFF
@@ -173,7 +174,7 @@ class QueryFunctions(SimLibraryBase):
 
     @c_function
     def nvmlDeviceGetFieldValues(self, device: Argument, count: Argument, values: Argument) -> None:
-        """Return fields one by one: the recovery action, and whether a reset is needed."""
+        """Return fields one by one: the recovery action, a needed reset, and sensors."""
         with self._gpu(device) as gpu:
             action = gpu.recovery_action
             known = {
@@ -186,6 +187,7 @@ class QueryFunctions(SimLibraryBase):
                     RESET_STATUS_SINCE,
                     action == RecoveryAction.DRAIN_AND_RESET,
                 ),
+                **{field: (0, value) for field, value in sensor_fields(gpu)},
             }
 
             for answer in dereference(values)[: read_number(count)]:
@@ -195,8 +197,8 @@ class QueryFunctions(SimLibraryBase):
                     answer.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
                     continue
                 answer.nvmlReturn = pynvml.NVML_SUCCESS
-                answer.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
-                answer.value.uiVal = int(value)
+                answer.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
+                answer.value.ullVal = int(value)
 
     @c_function
     def nvmlDeviceGetComputeMode(self, device: Argument, mode: Argument) -> None:

@@ -57,7 +57,7 @@ def test_an_empty_gpu_has_capacity_for_all_profiles() -> None:
     assert metrics["mig_placeable_instances", "7g.40gb"] == 1
     assert metrics["mig_fragmentation_ratio",] == 0
     assert not any(n for name, n in metrics.items() if name[0] == "mig_instances")
-    assert ("mig_instances", "2g.10gb", "warm") in metrics
+    assert ("mig_instances", "2g.10gb", "held") in metrics
 
 
 def test_free_slices_that_lie_apart_are_fragments() -> None:

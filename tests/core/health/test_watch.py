@@ -25,6 +25,7 @@ from metagpu.core.contracts.driver import (
     Survey,
     Xid,
 )
+from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
 from metagpu.core.health import fault_log as fault_news
 from metagpu.core.health import watch as health
@@ -100,6 +101,10 @@ class ScriptedDriver:
     async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
         """Return no utilization."""
         return None
+
+    async def sensors(self, gpu: GpuId) -> GpuSensors:  # noqa: ARG002
+        """Return no reading."""
+        return GpuSensors()
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Do nothing."""

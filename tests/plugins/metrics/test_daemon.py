@@ -7,18 +7,20 @@ from msgspec.structs import replace
 
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
+from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import FractionSplit, RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Fault, ResourceName
 from metagpu.core.model.snapshot import Versions
-from metagpu.core.model.xid import DEFAULT_XIDS
 from metagpu.core.state.call_stats import BUCKET_BOUNDS, CallOutcome, KubeletCall, KubeletCallStats
 from metagpu.core.state.events import AnnotationRejected, MemoryErrorReported, XidReported
 from metagpu.core.state.facts import CompetingPluginFound, DriverRead, GpusFound, SharesOffered
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
+from metagpu.plugins.metrics import daemon_families as d
 from metagpu.plugins.metrics import families as f
+from metagpu.plugins.metrics import sensor_families
 from metagpu.plugins.metrics.daemon import daemon_samples, reason_of
 from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.samples import HistogramValue, MetricType
@@ -30,7 +32,7 @@ from tests.rigs.build import METAGPU, gpu, layout_of
 A = gpu(0)
 ON_A, NOWHERE = ("0", A.id), ("", "")
 GOOD = ConfigStatus(
-    *("metagpu.yaml", (), (), 0),
+    *("metagpu.yaml", (), (), "0a1b2c3d4e5f", 0),
     is_current=True,
     accepted=1,
     accepted_at=5.0,
@@ -44,6 +46,11 @@ async def find_no_usage() -> NodeUsage:
     return NodeUsage()
 
 
+async def find_no_sensors(_: GpuId) -> GpuSensors:
+    """Return no reading."""
+    return GpuSensors()
+
+
 def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
     """Return the sources of a node of one GPU on which nothing has happened."""
     registry = Registry()
@@ -52,12 +59,14 @@ def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
     record = KubeletCallStats()
     record.of_resource(METAGPU)
     quiet = MetricSources(
+        node="gpu-1",
         registry=registry,
         kubelet=record,
         kinds=(),
         rules=RULES,
         layout=lambda: layout_of(A),
         usage=find_no_usage,
+        sensors=find_no_sensors,
         configuration=lambda: GOOD,
         driver=lambda: NvmlStatus("", 0),
         driver_limits=lambda: 2,
@@ -81,9 +90,14 @@ def test_every_counter_begins_at_zero() -> None:
     there = {it.family for it in samples if it.family.type is MetricType.COUNTER}
     absent = {it for it in f.FAMILIES if it.type is MetricType.COUNTER} - there
 
-    assert absent == {f.EVENTS_DROPPED}  # where no API server is used
+    assert absent == {
+        d.EVENTS_DROPPED,  # where no API server is used
+        f.GPU_XIDS,  # by number: from the first one on
+        *sensor_families.FAMILIES,
+        *(f.NAMESPACE_SHARE_SECONDS, f.NAMESPACE_GPU_SECONDS),  # from the first lease on
+    } & {it for it in f.FAMILIES if it.type is MetricType.COUNTER}
     values = measured()
-    assert values["metagpu_gpu_xid_errors_total", *ON_A, "79"] == 0
+    assert values["metagpu_gpu_xid_events_total", *ON_A, "fatal"] == 0
     assert values["metagpu_gpu_faults_total", *ON_A, Fault.DRIVER] == 0
     assert values["metagpu_enforcement_signals_total", *ON_A, "SIGKILL"] == 0
     assert values["metagpu_kubelet_refusals_total", METAGPU, "fraction_split"] == 0
@@ -123,14 +137,15 @@ def test_configuration() -> None:
     )
     values = measured(sources(configuration=lambda: bad))
 
-    assert values["metagpu_config_info", "metagpu.yaml", "HAMi", "a, b"] == 1
+    assert values["metagpu_config_info", "metagpu.yaml", "HAMi", "a, b", "0a1b2c3d4e5f"] == 1
     assert values["metagpu_config_last_reload_successful",] == 0
     assert values["metagpu_config_last_reload_success_timestamp_seconds",] == 5
     assert values["metagpu_config_last_reload_failure_timestamp_seconds",] == 9
     assert values["metagpu_config_reloads_total", "accepted"] == 1
     assert values["metagpu_config_reloads_total", "rejected"] == 3
     assert values["metagpu_config_ignored_settings",] == 2
-    assert measured()["metagpu_config_info", "metagpu.yaml", "default", ""] == 1
+    assert measured()["metagpu_config_info", "metagpu.yaml", "default", "", "0a1b2c3d4e5f"] == 1
+    assert values["metagpu_config_generation",] == 1
 
 
 def test_what_was_done_about_memory() -> None:
@@ -179,10 +194,8 @@ def test_calls_of_the_kubelet() -> None:
     assert values["metagpu_kubelet_lists_total", METAGPU] == 7
     assert values["metagpu_kubelet_restarts_total",] == 1
 
-    [spread] = [
-        it.value
-        for it in daemon_samples(it, EventCounters(), 0.0)
-        if it.family is f.DURATION and it.labels == (METAGPU, "Allocate")
+    [spread] = [  # the other calls, which were never made, have no histogram
+        it.value for it in daemon_samples(it, EventCounters(), 0.0) if it.family is d.DURATION
     ]
     assert isinstance(spread, HistogramValue)
     assert (sum(spread.counts), spread.bounds, spread.total) == (2, BUCKET_BOUNDS, 1.5002)
@@ -218,7 +231,14 @@ def test_errors_of_the_hardware() -> None:
         (*NOWHERE, "79"): 1,
         ("", "GPU-gone", "79"): 1,
     }
-    assert len(xids) == len(DEFAULT_XIDS) + 3
+    severities = {n[1:]: v for n, v in values.items() if n[0] == "metagpu_gpu_xid_events_total"}
+    assert {name: n for name, n in severities.items() if n} == {
+        (*ON_A, "fatal"): 1,
+        (*ON_A, "notice"): 1,
+        (*NOWHERE, "fatal"): 1,
+        ("", "GPU-gone", "fatal"): 1,
+    }
+    assert severities[*ON_A, "application"] == 0
     assert values["metagpu_gpu_memory_errors_total", *ON_A, "uncorrected"] == 1
     assert values["metagpu_gpu_memory_errors_total", *ON_A, "corrected"] == 0
     assert values["metagpu_gpu_memory_errors_total", *NOWHERE, "corrected"] == 1

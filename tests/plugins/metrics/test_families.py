@@ -44,10 +44,10 @@ def test_a_counter_ends_in_total_and_nothing_else_does(family: MetricFamily) -> 
 @every
 def test_units_are_base_units_at_the_end(family: MetricFamily) -> None:
     """Units are bytes, seconds and ratios, at the end of the name."""
-    words = family.name.split("_")
+    words = family.name.removesuffix("_total").split("_")
 
     assert not set(words) & set(NO_UNITS)
-    for unit in ("bytes", "seconds", "ratio"):
+    for unit in ("bytes", "seconds", "ratio", "celsius", "watts", "joules", "hertz"):
         assert unit not in words or words[-1] == unit
     if words[-1] == "timestamp":
         pytest.fail("a timestamp is in seconds, and says so")

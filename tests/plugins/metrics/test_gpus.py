@@ -62,7 +62,7 @@ def test_an_idle_node() -> None:
     assert values["metagpu_gpu_memory_reserved_bytes", *ON_A] == 620 * MIB
     assert ("metagpu_gpu_memory_reserved_bytes", *ON_B) not in values
     assert values["metagpu_gpu_healthy", *ON_A] == 1
-    assert not any(value for name, value in values.items() if name[0] == "metagpu_gpu_fault")
+    assert not any(name[0] == "metagpu_gpu_fault" for name in values)
     assert values["metagpu_gpu_owned", *ON_A, "fraction"] == 0
     assert values["metagpu_gpu_backend_ready", *ON_A, "whole"] == 1
     assert values["metagpu_resource_capacity_shares", METAGPU] == 20
@@ -146,7 +146,7 @@ def test_what_is_wrong_with_a_gpu() -> None:
     values = valued(snapshot_samples(snapshot, LAYOUT))
 
     assert values["metagpu_gpu_healthy", *ON_A] == 0
-    assert {fault for fault in Fault if values["metagpu_gpu_fault", *ON_A, fault]} == {Fault.XID}
+    assert [name[-1] for name in values if name[0] == "metagpu_gpu_fault"] == [Fault.XID]
     assert values["metagpu_gpu_cordoned", *ON_A] == 1
     assert values["metagpu_gpu_cordoned", *ON_B] == 0
     assert values["metagpu_gpu_reports_xids", *ON_A] == 0

@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 import anyio
 import anyio.lowlevel
+import h11
 import pytest
 from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
@@ -338,3 +339,24 @@ async def test_nothing_listens_when_it_ends() -> None:
     with pytest.raises(OSError, match="Connect call failed"):
         await asked(port, "/hello")
     assert server.port == 0
+
+
+@pytest.mark.parametrize(
+    ("accepted", "compressed"),
+    [
+        ("", False),
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5", True),
+        ("*", True),
+        ("gzip;q=0", False),
+        ("gzip; q=0.0, identity", False),
+        ("br, x-gzip", False),
+    ],
+)
+def test_a_client_gets_gzip_where_it_takes_it(accepted: str, compressed: bool) -> None:  # noqa: FBT001
+    """The body is compressed for requests that accept gzip, and plain for all others."""
+    headers = [("Host", "it"), ("Accept-Encoding", accepted)]
+    request = h11.Request(method="GET", target="/metrics", headers=headers)
+    response = HttpResponse(HTTPStatus.OK, b"plain", compressed=b"small")
+    assert response.encoded_for(request) == ((b"small", "gzip") if compressed else (b"plain", ""))
+    assert HttpResponse(HTTPStatus.OK, b"plain").encoded_for(request) == (b"plain", "")

@@ -1,0 +1,125 @@
+"""Sensors and error counters of one GPU, for monitoring.
+
+These functions block, and raise pynvml's errors of a lost GPU; any other failure leaves a value
+unknown.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import pynvml
+
+from metagpu.core.contracts.sensors import GpuSensors, NvlinkError, ThrottleReason
+from metagpu.nvml.answers import NvmlAnswers
+from metagpu.nvml.queries import Handle, field_number, read_memory
+
+_MILLI: Final = 1e-3  # milliwatts and millijoules
+_MEGA: Final = 1e6
+_PERCENT: Final = 100
+
+_NVLINK_FIELDS: Final = MappingProxyType(
+    {
+        NvlinkError.CRC_FLIT: pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+        NvlinkError.CRC_DATA: pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+        NvlinkError.REPLAY: pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+        NvlinkError.RECOVERY: pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+    }
+)
+_FIELDS: Final = (
+    pynvml.NVML_FI_DEV_MEMORY_TEMP,
+    pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
+    pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,
+    pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,
+    pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,
+    *_NVLINK_FIELDS.values(),
+)
+"""Read by one call: each answer has a code of its own."""
+_REASONS: Final = MappingProxyType(
+    {
+        ThrottleReason.POWER_CAP: pynvml.nvmlClocksThrottleReasonSwPowerCap,
+        ThrottleReason.SOFTWARE_THERMAL: pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+        ThrottleReason.HARDWARE_THERMAL: pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        ThrottleReason.POWER_BRAKE: pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+)
+"""Without what is no fault: an idle GPU, clocks that somebody set or that follow another GPU's."""
+
+
+def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
+    """Read all sensors of a GPU once."""
+    memory = read_memory(handle)  # without an answer to this, nothing else is worth a call
+    fields = answers.fresh(_read_fields, handle) or {}
+    used = None if memory is None else memory.used - (memory.reserved or 0)
+    rates = answers.fresh(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    rows = answers.fresh(pynvml.nvmlDeviceGetRemappedRows, handle)
+    encoder = answers.fresh(pynvml.nvmlDeviceGetEncoderUtilization, handle)
+    decoder = answers.fresh(pynvml.nvmlDeviceGetDecoderUtilization, handle)
+    ask = partial(_scaled, answers, handle)
+
+    return GpuSensors(
+        temperature=ask(_read_temperature),
+        memory_temperature=fields.get(pynvml.NVML_FI_DEV_MEMORY_TEMP),
+        power=ask(pynvml.nvmlDeviceGetPowerUsage, _MILLI),
+        power_limit=ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, _MILLI),
+        energy=_times(fields.get(pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION), _MILLI),
+        sm_clock=ask(_read_sm_clock, _MEGA),
+        memory_clock=ask(_read_memory_clock, _MEGA),
+        utilization=rates and rates.gpu / _PERCENT,
+        memory_utilization=rates and rates.memory / _PERCENT,
+        encoder=encoder and encoder[0] / _PERCENT,
+        decoder=decoder and decoder[0] / _PERCENT,
+        memory_used=used,
+        memory_free=memory and memory.total - memory.used,
+        ecc_corrected=fields.get(pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL),
+        ecc_uncorrected=fields.get(pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL),
+        rows_correctable=rows and rows[0],
+        rows_uncorrectable=rows and rows[1],
+        rows_failed=rows and bool(rows[3]),
+        nvlink_errors={kind: fields[it] for kind, it in _NVLINK_FIELDS.items() if it in fields},
+        pcie_replays=fields.get(pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER),
+        throttled=_throttle_reasons(answers.fresh(_read_throttle_reasons, handle)),
+    )
+
+
+def _read_fields(handle: Handle) -> Mapping[int, int]:
+    """Read the fields that the GPU has, by number."""
+    found = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELDS))
+    return {it.fieldId: field_number(it) for it in found if it.nvmlReturn == pynvml.NVML_SUCCESS}
+
+
+def _scaled(
+    answers: NvmlAnswers, handle: Handle, function: Callable[..., Any], unit: float = 1
+) -> float | None:
+    return _times(answers.fresh(function, handle), unit)
+
+
+def _times(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+# One function for each value: failures are logged by the function's name.
+
+
+def _read_temperature(handle: Handle) -> Any:  # noqa: ANN401 - pynvml ships no types
+    return pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+
+
+def _read_sm_clock(handle: Handle) -> Any:  # noqa: ANN401 - likewise
+    return pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+
+
+def _read_memory_clock(handle: Handle) -> Any:  # noqa: ANN401 - likewise
+    return pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+
+
+def _read_throttle_reasons(handle: Handle) -> Any:  # noqa: ANN401 - likewise
+    # Drivers from 535 on have this function under a second name as well.
+    return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+
+
+def _throttle_reasons(bits: int | None) -> frozenset[ThrottleReason] | None:
+    if bits is None:
+        return None
+    return frozenset(reason for reason, bit in _REASONS.items() if bits & bit)

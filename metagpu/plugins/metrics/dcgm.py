@@ -1,0 +1,124 @@
+"""The page of NVIDIA's dcgm-exporter: its names, labels and units, without DCGM.
+
+Names, types and help texts are those of its `etc/default-counters.csv`, with the counters that are
+commented out there and that NVML knows. A series has the labels of a container where that container
+alone holds the GPU, as it does without `--kubernetes-virtual-gpus`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from metagpu.core.contracts.sensors import GpuSensors, NvlinkError
+from metagpu.core.model.gpu import MIB, Gpu, GpuId
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.plugins.metrics.samples import FamilyFactory, MetricFamily, MetricType, Sample
+
+_LABELS: Final = (
+    *("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"),
+    *("DCGM_FI_DRIVER_VERSION", "container", "namespace", "pod"),
+)
+_gauge: Final = FamilyFactory(MetricType.GAUGE, _LABELS, "DCGM_FI_DEV_")
+_counter: Final = FamilyFactory(MetricType.COUNTER, _LABELS, "DCGM_FI_DEV_")
+_MEGA: Final = 1e6
+_MILLI: Final = 1000
+_PERCENT: Final = 100
+
+SM_CLOCK: Final = _gauge("SM_CLOCK", "SM clock frequency (in MHz).")
+MEM_CLOCK: Final = _gauge("MEM_CLOCK", "Memory clock frequency (in MHz).")
+MEMORY_TEMP: Final = _gauge("MEMORY_TEMP", "Memory temperature (in C).")
+GPU_TEMP: Final = _gauge("GPU_TEMP", "GPU temperature (in C).")
+POWER_USAGE: Final = _gauge("POWER_USAGE", "Power draw (in W).")
+ENERGY: Final = _counter("TOTAL_ENERGY_CONSUMPTION", "Total energy consumption since boot (in mJ).")
+PCIE_REPLAY: Final = _counter("PCIE_REPLAY_COUNTER", "Total number of PCIe retries.")
+GPU_UTIL: Final = _gauge("GPU_UTIL", "GPU utilization (in %).")
+MEM_COPY_UTIL: Final = _gauge("MEM_COPY_UTIL", "Memory utilization (in %).")
+ENC_UTIL: Final = _gauge("ENC_UTIL", "Encoder utilization (in %).")
+DEC_UTIL: Final = _gauge("DEC_UTIL", "Decoder utilization (in %).")
+XID_ERRORS: Final = _gauge("XID_ERRORS", "Value of the last XID error encountered.")
+FB_FREE: Final = _gauge("FB_FREE", "Framebuffer memory free (in MiB).")
+FB_USED: Final = _gauge("FB_USED", "Framebuffer memory used (in MiB).")
+ECC_SBE: Final = _counter("ECC_SBE_VOL_TOTAL", "Total number of single-bit volatile ECC errors.")
+ECC_DBE: Final = _counter("ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.")
+NVLINK: Final = {
+    NvlinkError.CRC_FLIT: _counter(
+        "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL", "Total number of NVLink flow-control CRC errors."
+    ),
+    NvlinkError.CRC_DATA: _counter(
+        "NVLINK_CRC_DATA_ERROR_COUNT_TOTAL", "Total number of NVLink data CRC errors."
+    ),
+    NvlinkError.REPLAY: _counter(
+        "NVLINK_REPLAY_ERROR_COUNT_TOTAL", "Total number of NVLink retries."
+    ),
+    NvlinkError.RECOVERY: _counter(
+        "NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "Total number of NVLink recovery errors."
+    ),
+}
+REMAPPED_UNCORRECTABLE: Final = _counter(
+    "UNCORRECTABLE_REMAPPED_ROWS", "Number of remapped rows for uncorrectable errors"
+)
+REMAPPED_CORRECTABLE: Final = _counter(
+    "CORRECTABLE_REMAPPED_ROWS", "Number of remapped rows for correctable errors"
+)
+REMAP_FAILURE: Final = _gauge("ROW_REMAP_FAILURE", "Whether remapping of rows has failed")
+
+FAMILIES: Final = (
+    *(it for it in list(vars().values()) if isinstance(it, MetricFamily)),
+    *NVLINK.values(),
+)
+
+
+def dcgm_samples(
+    snapshot: Snapshot,
+    readings: Mapping[GpuId, GpuSensors],
+    last_xids: Mapping[GpuId | None, int],
+    node: str,
+) -> Iterator[Sample]:
+    """Yield one series of each value that a GPU reports, in dcgm-exporter's units."""
+    for gpu, reading in readings.items():
+        if (state := snapshot.gpus.get(gpu)) is not None:
+            labels = (*_hardware(state.gpu, node, snapshot.versions.driver), *_container(state))
+            for family, value in (*_values(reading), (XID_ERRORS, last_xids.get(gpu, 0))):
+                if value is not None:
+                    yield Sample(family, labels, value)
+
+
+def _hardware(gpu: Gpu, node: str, driver: str) -> Sequence[str]:
+    device = "" if gpu.minor is None else f"nvidia{gpu.minor}"
+    domain, _, rest = gpu.pci_bus_id.upper().partition(":")
+    address = f"{domain:0>8}:{rest}" if rest else ""
+    return str(gpu.index), gpu.id, address, device, gpu.name, node, driver
+
+
+def _container(state: GpuState) -> Sequence[str]:
+    """Return the container that alone holds a GPU, empty for none and several."""
+    holders = {lease.holder for lease in state.leases.values()}
+    if len(holders) != 1 or (holder := holders.pop()) is None:
+        return "", "", ""
+    return holder.container, holder.namespace, holder.pod
+
+
+def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, float | None]]:
+    yield SM_CLOCK, _scaled(it.sm_clock, 1 / _MEGA)
+    yield MEM_CLOCK, _scaled(it.memory_clock, 1 / _MEGA)
+    yield MEMORY_TEMP, it.memory_temperature
+    yield GPU_TEMP, it.temperature
+    yield POWER_USAGE, it.power
+    yield ENERGY, _scaled(it.energy, _MILLI)
+    yield PCIE_REPLAY, it.pcie_replays
+    yield GPU_UTIL, _scaled(it.utilization, _PERCENT)
+    yield MEM_COPY_UTIL, _scaled(it.memory_utilization, _PERCENT)
+    yield ENC_UTIL, _scaled(it.encoder, _PERCENT)
+    yield DEC_UTIL, _scaled(it.decoder, _PERCENT)
+    yield FB_FREE, _scaled(it.memory_free, 1 / MIB)
+    yield FB_USED, _scaled(it.memory_used, 1 / MIB)
+    yield ECC_SBE, it.ecc_corrected
+    yield ECC_DBE, it.ecc_uncorrected
+    for kind, count in it.nvlink_errors.items():
+        yield NVLINK[kind], count
+    yield REMAPPED_UNCORRECTABLE, it.rows_uncorrectable
+    yield REMAPPED_CORRECTABLE, it.rows_correctable
+    yield REMAP_FAILURE, it.rows_failed
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else round(value * unit, 3)

@@ -1,0 +1,42 @@
+"""Concurrent reading of sensors: a GPU that hangs costs no other its values."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import anyio
+
+from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.errors import DriverError
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.metrics.sources import ReadSensors
+
+
+class SensorReader:
+    """Reads the sensors of all GPUs.
+
+    Every call may run into NVML's deadline: `read` returns what has been read by then.
+
+    Args:
+        timeout: seconds that one reading takes at most; a GPU that answers later is absent from it.
+    """
+
+    def __init__(self, registry: Registry, sensors: ReadSensors, timeout: float) -> None:
+        self._registry = registry
+        self._sensors = sensors
+        self._timeout = timeout
+
+    async def read(self) -> Mapping[GpuId, GpuSensors]:
+        """Return the sensors of each GPU that answers, in the order of the GPUs."""
+        gpus = tuple(self._registry.snapshot.gpus)
+        found: dict[GpuId, GpuSensors] = {}
+
+        async def read_one(gpu: GpuId) -> None:
+            with suppress(DriverError):  # the health watch reports it
+                found[gpu] = await self._sensors(gpu)
+
+        with anyio.move_on_after(self._timeout):
+            async with anyio.create_task_group() as group:
+                for gpu in gpus:
+                    group.start_soon(read_one, gpu)
+        return {gpu: found[gpu] for gpu in gpus if gpu in found}

@@ -1,0 +1,113 @@
+"""The size of a page, and what hardware adds to it."""
+
+import gzip
+from pathlib import Path
+
+import anyio
+import pynvml
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.model.gpu import MIB
+from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.machine.gpu import SimProcess
+from tests.agent.test_metrics import ANY, page_of, page_when, port_of
+from tests.plugins.metrics.rig import Page, asked, fetched, labels_of
+from tests.rigs.agent import FRESH, METAGPU, agent_at_work
+from tests.rigs.mig import a_node, on_demand_pool
+
+MOST = 1000
+GPUS, PODS = 8, 40
+
+
+async def test_a_full_node_has_a_thousand_series_at_most(tmp_path: Path) -> None:
+    """With 8 GPUs and 40 pods in 4 namespaces the page has at most 1000 series."""
+    async with agent_at_work(tmp_path, f"a100-40gb:{GPUS}", metrics=ANY) as it:
+        await it.until(80, 80)
+        for number in range(PODS):
+            pod = SimPod.single(f"pod-{number}", {METAGPU: 2})
+            await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        await it.wait_holders()
+        page = await page_of(it)
+        plain = await fetched(await port_of(it), "/metrics")
+        small = await fetched(await port_of(it), "/metrics", "accept-encoding: gzip\r\n")
+
+    assert len(page.values("metagpu_container_shares")) == PODS
+    assert len(page.values("metagpu_gpu_power_watts")) == GPUS
+    assert len(page.samples) <= MOST
+    assert len(page.values("metagpu_namespace_gpu_seconds_total")) == 4
+    assert plain.headers.get("content-encoding") is None
+    assert small.headers["content-encoding"] == "gzip"
+    assert Page(gzip.decompress(small.body).decode()).samples.keys() == page.samples.keys()
+    assert len(small.body) < len(plain.body) / 8
+
+
+async def test_a_full_node_with_mig_has_a_thousand_series_at_most(tmp_path: Path) -> None:
+    """The same node with MIG instances on demand stays within the same number."""
+    node = await a_node(tmp_path, ", ".join(["{model: a100-40gb, mig: true}"] * GPUS))
+    config = on_demand_pool("keepWarm: 1h", "1g.5gb, 2g.10gb, 7g.40gb")
+    resource = "nvidia.com/mig-1g.5gb"
+    async with agent_at_work(tmp_path, node, config, metrics=ANY) as it:
+        await it.until(7 * GPUS, 7 * GPUS, resource)
+        for number in range(PODS):
+            pod = SimPod.single(f"pod-{number}", {resource: 1})
+            await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        await it.wait_holders()
+        page = await page_when(
+            it, lambda page: len(page.values("metagpu_container_mig_info")) == PODS
+        )
+    labels = page.labels("metagpu_container_mig_info", pod="pod-0")
+    assert labels["mig_uuid"].startswith("MIG-")
+    assert labels["profile"] == "1g.5gb"
+    assert labels["gpu_instance"].isdecimal()
+    assert len(page.samples) <= MOST
+
+
+async def test_sensors_and_their_dcgm_names_are_one_reading(tmp_path: Path) -> None:
+    """Both pages have the load of a GPU, in their own units, and its last XID."""
+    async with agent_at_work(tmp_path, metrics=ANY) as it:
+        await it.until(20, 20)
+        it.node.start_process(it.node.gpu(0), SimProcess(7, 100 * MIB, sm=100))
+        it.node.raise_xid(it.node.gpu(0), 31)
+        first = labels_of(it.state(0).gpu)
+        power, xids = "metagpu_gpu_power_watts", "metagpu_gpu_xid_events_total"
+        await page_when(
+            it,
+            lambda page: (
+                page.values(power, **first) == [400]
+                and page.values(xids, severity="application", **first) == [1]
+            ),
+        )
+        status, _, body = await asked(await port_of(it), "/dcgm")
+        page = Page(body)
+
+    assert status == 200
+    assert page.value("DCGM_FI_DEV_POWER_USAGE", gpu="0") == 400
+    assert page.value("DCGM_FI_DEV_FB_USED", gpu="0") == 100
+    assert page.value("DCGM_FI_DEV_XID_ERRORS", gpu="0") == 31
+    assert page.value("DCGM_FI_DEV_XID_ERRORS", gpu="1") == 0
+
+
+async def test_a_gpu_that_hangs_costs_no_other_its_sensors(tmp_path: Path) -> None:
+    """The sensors of the other GPUs are on the page while one GPU hangs."""
+    timing = replace(FRESH, nvml_timeout=0.5)
+    async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as it:
+        await it.until(20, 20)
+        it.node.hang_gpu(it.node.gpu(0), 5.0)
+        power = "metagpu_gpu_power_watts"
+        with anyio.fail_after(4.5):
+            await page_when(
+                it, lambda page: len(page.values(power)) == len(page.values(power, gpu="1")) == 1
+            )
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST])
+async def test_a_lost_gpu_has_no_sensors(tmp_path: Path, code: int) -> None:
+    """A lost GPU has no temperature, and its faults say why."""
+    async with agent_at_work(tmp_path, metrics=ANY) as it:
+        await it.until(20, 20)
+        it.node.gpu(0).failure = code
+        page = await page_when(
+            it, lambda page: not page.values("metagpu_gpu_temperature_celsius", gpu="0")
+        )
+        assert page.values("metagpu_gpu_temperature_celsius", gpu="1") == [32]

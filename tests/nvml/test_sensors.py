@@ -1,0 +1,70 @@
+"""Sensors: what a card does not report is absent, and a failure costs its own value alone."""
+
+from typing import Any
+
+import pynvml
+import pytest
+
+from metagpu.core.contracts.sensors import NvlinkError, ThrottleReason
+from metagpu.core.errors import GpuLost
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.spec import build_node
+from tests.nvml.rig import altered_library, opened
+
+
+async def test_values_are_nvmls_in_base_units() -> None:
+    """Load, error counters and reasons of low clocks are those of the GPU."""
+    async with opened("a100-40gb:1") as (node, nvml, survey):
+        gpu, sensors = node.gpu(0), node.gpu(0).sensors
+        node.start_process(gpu, SimProcess(7, 2**30, sm=100))
+        sensors.nvlink_errors = {pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL: 3}
+        sensors.pcie_replays, gpu.ecc_corrected = 5, 2
+        sensors.throttle_reasons = (
+            pynvml.nvmlClocksThrottleReasonSwPowerCap
+            | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
+        )
+        it = await nvml.sensors(survey.gpus[0].id)
+
+    assert (it.power, it.power_limit, it.sm_clock) == (400, 400, 1410e6)
+    assert (it.temperature, it.memory_temperature, it.utilization) == (68, 72, 1)
+    assert it.nvlink_errors == dict.fromkeys(NvlinkError, 0) | {NvlinkError.REPLAY: 3}
+    assert (it.pcie_replays, it.ecc_corrected, it.ecc_uncorrected) == (5, 2, 0)
+    assert it.throttled == frozenset([ThrottleReason.POWER_CAP])
+    assert it.memory_used == 2**30
+
+
+async def test_what_a_card_does_not_report_is_absent() -> None:
+    """A card without NVLink, memory sensor and remapped rows has none of these, not zero."""
+    async with opened("t4:1") as (_, nvml, survey):
+        it = await nvml.sensors(survey.gpus[0].id)
+    assert (it.memory_temperature, it.rows_failed, it.nvlink_errors) == (None, None, {})
+    assert it.ecc_corrected == 0
+
+
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_TIMEOUT]
+)
+async def test_a_failure_costs_its_own_value_alone(code: int) -> None:
+    """A function that fails leaves its value unknown, and the others are there."""
+
+    def fail(*_: Any) -> int:  # noqa: ANN401 - of ctypes
+        return code
+
+    library = altered_library(
+        build_node("a100-40gb:1"), nvmlDeviceGetPowerUsage=fail, nvmlDeviceGetFieldValues=fail
+    )
+    nvml = NvmlDriver(library)
+    async with nvml.session():
+        [gpu] = (await nvml.survey()).gpus
+        it = await nvml.sensors(gpu.id)
+    assert (it.power, it.energy, it.nvlink_errors, it.ecc_corrected) == (None, None, {}, None)
+    assert it.temperature == 32
+
+
+async def test_a_lost_gpu_has_no_reading() -> None:
+    """A lost GPU is an error, not a page of unknown values."""
+    async with opened("a100-40gb:1") as (node, nvml, survey):
+        node.gpu(0).failure = pynvml.NVML_ERROR_GPU_IS_LOST
+        with pytest.raises(GpuLost):
+            await nvml.sensors(survey.gpus[0].id)

@@ -1,0 +1,104 @@
+"""Time, shares and memory of namespaces."""
+
+from collections.abc import Mapping
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.metrics.namespaces import KEPT, NamespaceMeter, namespace_samples, part_of_gpu
+from tests.core.usage.test_report import A, B, node
+from tests.plugins.metrics.rig import valued
+from tests.rigs.build import METAGPU
+
+SHARE_SECONDS = "metagpu_namespace_share_seconds_total", "team", METAGPU
+GPU_SECONDS = "metagpu_namespace_gpu_seconds_total", "team"
+
+
+def counted(meter: NamespaceMeter) -> Mapping[tuple[str, ...], float]:
+    """Return the counters by name and labels."""
+    return valued(meter.samples())
+
+
+def test_time_counts_from_lease_to_lease() -> None:
+    """Each second counts once for each share held in it, and in parts of a whole GPU."""
+    snapshot, _ = node()
+    shares = sum(len(state.leases) for state in snapshot.gpus.values())
+    meter = NamespaceMeter()
+    meter.observe(snapshot, now=100.0)
+    assert counted(meter) == {}
+    meter.advance(100.0)
+    assert counted(meter) == {SHARE_SECONDS: 0, GPU_SECONDS: 0}
+
+    meter.advance(110.0)
+    empty = {it.gpu.id: replace(it, leases={}) for it in snapshot.gpus.values()}
+    meter.observe(replace(snapshot, gpus=empty), now=112.0)
+    meter.advance(200.0)
+    assert counted(meter)[SHARE_SECONDS] == shares * 12
+    assert counted(meter)[GPU_SECONDS] == pytest.approx(shares * 12 / 10)
+
+
+def test_a_namespace_of_the_past_is_forgotten() -> None:
+    """A namespace without shares keeps its counters for an hour."""
+    snapshot, _ = node()
+    meter = NamespaceMeter()
+    meter.observe(snapshot, now=0.0)
+    meter.observe(replace(snapshot, gpus={}), now=5.0)
+    meter.advance(5.0 + KEPT)
+    assert SHARE_SECONDS in counted(meter)
+    meter.advance(6.0 + KEPT)
+    assert counted(meter) == {}
+
+
+def test_a_share_without_memory_is_its_part_of_their_number() -> None:
+    """Shares of a GPU whose memory is unknown are equal parts of it."""
+    snapshot, _ = node()
+    state = snapshot.gpus[A.id]
+    share = state.shares[0]
+    assert part_of_gpu(state, share) == pytest.approx(0.1)
+    unknown = replace(state, gpu=replace(state.gpu, memory=None))
+    assert part_of_gpu(unknown, share) == pytest.approx(0.1)
+
+
+def test_what_a_namespace_holds_and_uses() -> None:
+    """Held memory is that of the shares, used memory that of the containers' processes."""
+    snapshot, usage = node()
+    values = valued(namespace_samples(snapshot, usage))
+    leases = [it for state in snapshot.gpus.values() for it in state.leases.values()]
+
+    assert values["metagpu_namespace_shares", "team", METAGPU] == len(leases)
+    held = values["metagpu_namespace_memory_held_bytes", "team"]
+    assert held == sum(lease.share.memory for lease in leases)
+    assert values["metagpu_namespace_memory_used_bytes", "team"] == 13000 * MIB
+
+    unknown = replace(usage, failures={A.id: "hangs", B.id: "hangs"})
+    names = {name[0] for name in valued(namespace_samples(snapshot, unknown))}
+    assert "metagpu_namespace_memory_used_bytes" not in names
+
+
+async def test_each_change_of_leases_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter takes over the leases of a new snapshot without a scrape."""
+    snapshot, _ = node()
+    registry, meter, seen = Registry(), NamespaceMeter(), anyio.Event()
+    observe = NamespaceMeter.observe
+
+    def noted(it: NamespaceMeter, now_known: Snapshot, now: float) -> None:
+        observe(it, now_known, now)
+        if now_known.gpus:
+            seen.set()
+
+    monkeypatch.setattr(NamespaceMeter, "observe", noted)
+    async with anyio.create_task_group() as group:
+        group.start_soon(meter.run, registry)
+        await anyio.wait_all_tasks_blocked()
+        registry.snapshot = snapshot
+        for watcher in registry._watchers:
+            watcher.notify(snapshot)
+        with anyio.fail_after(30):
+            await seen.wait()
+        group.cancel_scope.cancel()
+    meter.advance(anyio.current_time())
+    assert {it.labels[0] for it in meter.samples()} == {"team"}
