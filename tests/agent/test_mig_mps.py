@@ -14,7 +14,9 @@ from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig import backend as mig
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.core.contracts.driver import ComputeMode
+from metagpu.core.errors import ProgramError
 from metagpu.core.reports import status as report
+from metagpu.host.daemons import HostDaemons
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.machine import foreign_instances as foreign
 from metagpu.sim.machine.gpu import SimProcess
@@ -143,9 +145,17 @@ async def test_a_fault_inside_an_instance_is_of_its_units_alone(tmp_path: Path) 
 
 
 async def test_the_shared_memory_of_an_instance_is_emptied_after_its_last_pod(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that a pod left in /dev/shm go with the last lease of its instance."""
+    """Files that a pod left in /dev/shm go with its instance's last lease, or no pod gets it."""
+    emptied, allowed = HostDaemons.empty, list[bool]()
+
+    async def empty(daemons: HostDaemons, folder: Path) -> None:
+        if folder.name == "shm" and not allowed:
+            raise ProgramError("not permitted")
+        await emptied(daemons, folder)
+
+    monkeypatch.setattr(HostDaemons, "empty", empty)
     async with shared(tmp_path) as it:
         await it.until(12, 12, SHARED)
         one = pod("one")
@@ -155,7 +165,14 @@ async def test_the_shared_memory_of_an_instance_is_emptied_after_its_last_pod(
         file.write_bytes(b"x" * 4096)
 
         await it.kubelet.delete(one)
-        await becomes(lambda: not file.exists())
+        await it.until(12, 8, SHARED)
+        [gpu] = report.status_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
+        assert "what its containers left stays: not permitted" in gpu["paused"][0]
+        assert file.exists()
+
+        allowed.append(True)
+        await it.until(12, 12, SHARED)
+        assert not file.exists()
         assert await control(tmp_path, device).process() is not None
 
 

@@ -261,8 +261,8 @@ class MpsDaemons:
             if not await daemon.supervisor.end_idle_servers():
                 await daemon.supervisor.empty_shared_memory()
                 daemon.leased = False
-        except ProgramError as error:
-            log.debug("mps shared memory kept", device=daemon.device.uuid, error=str(error))
+        except ProgramError as error:  # the supervisor logs it, and suspends the shares
+            log.debug("mps cleanup delayed", device=daemon.device.uuid, error=str(error))
         finally:
             daemon.querying = False
 

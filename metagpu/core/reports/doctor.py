@@ -253,6 +253,11 @@ def _mps(facts: NodeFacts) -> Finding:
         for gpu in (facts.status or {}).get("gpus", ())
         if "mps" in gpu.get("suspended", {})
     ]
+    suspended += [
+        f"GPU {gpu['index']}: {reason}"
+        for gpu in (facts.status or {}).get("gpus", ())
+        for reason in gpu.get("paused", ())
+    ]
     if suspended:
         fix = "the reason says what to do; see docs/backends/mps.md, When something breaks"
         return ERROR, f"no shares through MPS: {'; '.join(suspended)}", fix

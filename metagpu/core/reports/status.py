@@ -172,6 +172,7 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
                 *state.paused_shares.values(),
             }
         ),
+        "paused": sorted(set(state.paused_shares.values())),
         "waitsFor": unavailable_reason(state) if state.waiting_shares != frozenset() else None,
     }
 

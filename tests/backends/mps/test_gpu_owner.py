@@ -4,12 +4,15 @@ import stat
 from pathlib import Path
 
 import anyio
+import pytest
 from anyio import to_thread
 
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.mps import gpu_owner
+from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import MIB
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered
+from metagpu.host.daemons import HostDaemons
 from metagpu.sim.machine.gpu import SimProcess
 from tests.backends.mps.rig import ALONE, DEFAULT, EXCLUSIVE, MIXED, mps
 from tests.rigs.daemons import DAEMONS
@@ -249,3 +252,34 @@ async def test_folders_have_restricted_modes(tmp_path: Path) -> None:
         assert mode(folders.home.parent) == mode(folders.home) == 0o711
         assert mode(folders.pipes) == mode(folders.logs) == 0o755
         assert mode(folders.shm) == 0o1777
+
+
+async def test_shared_memory_that_stays_suspends_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's state has the reason, no container sees the files of another, and it passes."""
+    stays = ProgramError("/shm cannot be emptied: Operation not permitted; metagpu needs FOWNER")
+    emptied = HostDaemons.empty
+
+    async def empty(daemons: HostDaemons, folder: Path) -> None:
+        if folder.name == "shm" and not allowed:
+            raise stays
+        await emptied(daemons, folder)
+
+    allowed: list[bool] = []
+    monkeypatch.setattr(HostDaemons, "empty", empty)
+    with capture_module_logs(supervisor) as logs:
+        async with mps(tmp_path) as it:
+            await it.ready()
+            share = it.care.share("mps")
+            it.care.claim(share)
+            await it.mode(EXCLUSIVE)
+            it.care.release(share)
+            await it.suspended(f"what its containers left stays: {stays}")
+            await it.care.settled()
+            assert it.care.state().owner == "mps"
+            assert share.id in it.care.state().unhealthy_shares
+
+            allowed.append(True)
+            await it.becomes(lambda state: state.owner is None and "mps" not in state.suspended)
+    assert [it["event"] for it in logs].count("mps shared memory not emptied") == 1

@@ -57,6 +57,10 @@ UNMOUNTED = {
     **(SOUND.status or {}),
     "gpus": [{**GPU, "suspended": {"mps": {"reason": "give CAP_SYS_ADMIN"}}}],
 }
+PAUSED = {
+    **(SOUND.status or {}),
+    "gpus": [{**GPU, "paused": ["instance 1g.5gb@4: not emptied"]}],
+}
 DIFFERING = {
     **(SOUND.status or {}),
     "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
@@ -213,6 +217,7 @@ def test_a_sound_node_is_ok() -> None:
         ),
         ("MG701", CheckResult.WARNING, {"mps_program": ""}, "nvidia-cuda-mps-control"),
         ("MG701", CheckResult.ERROR, {"status": UNMOUNTED}, "GPU 0: give CAP_SYS_ADMIN"),
+        ("MG701", CheckResult.ERROR, {"status": PAUSED}, "GPU 0: instance 1g.5gb@4: not empt"),
     ],
 )
 def test_each_problem_has_a_code_a_result_and_a_fix(

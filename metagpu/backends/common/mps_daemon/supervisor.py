@@ -99,6 +99,7 @@ class DaemonSupervisor:
         self._process: DaemonProcess | None = None
         self._servers: frozenset[int] = frozenset()
         self._answered = self._stopping = False
+        self._unclean = ""
         self._log = log.bind(gpu=name)
         self.checked = anyio.Event()
         self.adopted = False
@@ -173,11 +174,22 @@ class DaemonSupervisor:
     async def empty_shared_memory(self) -> None:
         """Remove what clients left in /dev/shm, unless a container holds a share.
 
+        Until it is removed, the shares are suspended: the next container would see it.
+
         Raises:
             ProgramError: if something cannot be removed.
         """
-        if not self._host.leased:
+        if self._host.leased:
+            return
+        try:
             await self._daemons.empty(self._directories.shm)
+        except ProgramError as error:
+            if self._unclean != (reason := f"what its containers left stays: {error}"):
+                self._log.warning("mps shared memory not emptied", error=str(error))
+            self._unclean = reason
+            self._host.suspend(reason)
+            raise
+        self._unclean = ""
 
     async def end_idle_servers(self) -> str:
         """Shut down servers without clients; return the MPS processes that remain, if any.
@@ -256,6 +268,8 @@ class DaemonSupervisor:
 
     async def _carry_out(self, decision: DaemonDecision) -> None:
         match decision.action:
+            case DaemonAction.SERVE if self._unclean:
+                self._host.suspend(self._unclean)
             case DaemonAction.SERVE:
                 self._host.resume()
             case DaemonAction.SUSPEND:
