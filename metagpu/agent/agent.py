@@ -28,6 +28,7 @@ from metagpu.agent.optional_parts import (
 )
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.privileges import PrivilegeCheck
+from metagpu.agent.resource_claims import ResourceClaims
 from metagpu.agent.takeover import Takeover
 from metagpu.agent.tenure import TenureEnd, build_tenure
 from metagpu.agent.timing import AgentTiming
@@ -209,12 +210,16 @@ class Agent:
             node=self.cluster_settings.node if self.cluster_settings else "",
             timing=self.timing.metrics,
         )
+        self.resource_claims = ResourceClaims(
+            self.layout_manager, self._node, self.cluster_settings
+        )
         self._offering = Offering(
             self._node,
             self.layout_manager,
             self.usage_service,
             self.call_stats,
             running,
+            self.resource_claims.read_leases,
             self.cluster.wait_for_choice if self.cluster else None,
             self.timing,
         )
@@ -235,6 +240,7 @@ class Agent:
             self.main_tasks,
             self.cluster,
             self._privileges.report,
+            self.resource_claims.report,
             partial(find_roots, self.paths.roots),
         )
         self.status_api = build_status_api(
@@ -319,6 +325,7 @@ class Agent:
             partial(run_with_restart, self.config_loader.follow_files, "watch of files"),
             partial(run_with_restart, self._serve_pods, "mgctl in containers"),
             partial(run_with_restart, self.cdi_file.run, "CDI specification"),
+            partial(run_with_restart, self.resource_claims.run, "resource claims"),
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
             partial(run_with_restart, self._link_nodes, "links in /dev/char"),
             *((self.cluster.run,) if self.cluster else ()),

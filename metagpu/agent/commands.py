@@ -33,6 +33,7 @@ class AgentCommands:
         backends: those that a configuration may name.
         cluster: the API server's side, `None` without one.
         privileges: reports the capabilities, held and needed.
+        resource_claims: reports the front DRA, `None` where no pool has it.
         find_roots: looks for the driver; blocks.
     """
 
@@ -45,6 +46,7 @@ class AgentCommands:
     main_tasks: MainTasks
     cluster: "Cluster | None"
     privileges: Callable[[], Mapping[str, Any]]
+    resource_claims: Callable[[], Mapping[str, Any] | None]
     find_roots: Callable[[], DriverRoots]
 
     @property
@@ -79,6 +81,7 @@ class AgentCommands:
             "lostDevices": self.usage_service.lost_devices,
             "configuration": self.config_loader.report(),
             "cluster": self.cluster.report() if self.cluster else None,
+            "dra": self.resource_claims(),
             "cdi": layout_manager.cdi_file.report(),
             "endedTasks": dict(self.main_tasks.problems),
             "privileges": self.privileges(),

@@ -24,6 +24,7 @@ from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
 from metagpu.core.layout.layout import Layout, build_layout, check_fit
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
@@ -107,9 +108,11 @@ class LayoutManager:
         if new is not None:
             check_fit(new, layout)
         try:
-            await self.cdi_file.update(config.root.injection(self._injection(nodes)))
+            injection = config.root.injection(self._injection(nodes))
+            by_claims = any(pool.front is Front.DRA for pool in config.root.pools)
+            await self.cdi_file.update(injection.by_own_cdi if by_claims else injection)
         except CdiError as error:
-            problem, path = str(error), "deviceListStrategy"
+            problem, path = str(error), "pools" if by_claims else "deviceListStrategy"
             raise ConfigError(problem, file=config.file, path=path) from error
 
         self._log_misfits(layout)

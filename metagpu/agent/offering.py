@@ -33,6 +33,7 @@ class Offering:
     Attributes:
         node: this node's name.
         running: tells which holders' containers run.
+        read_claims: begins the leases of ResourceClaims.
         wait_for_choice: waits for the configuration that the cluster chooses; `None` without an
             API server.
         gate: holds the kubelet's calls while another daemon takes over.
@@ -45,6 +46,7 @@ class Offering:
     usage_service: UsageService
     call_stats: KubeletCallStats
     running: RunningHolders
+    read_claims: Callable[[], Awaitable[None]]
     wait_for_choice: Callable[[], Awaitable[None]] | None
     timing: AgentTiming
     gate: CallGate = field(default_factory=CallGate)
@@ -125,4 +127,5 @@ class Offering:
         await self.layout_manager.health.surveyed.wait()
         promised = await to_thread.run_sync(checkpoint.read_promised_memory, self.paths.kubelet_dir)
         self.usage_service.set_promised_memory(promised)
+        await self.read_claims()
         await self.lease_follower.run(self.leases_observed)

@@ -31,6 +31,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
     """Paths that one agent uses.
 
     Attributes:
+        kubelet_root: the kubelet's own folder, its `--root-dir`.
         kubelet_dir: the kubelet's device-plugins folder.
         pod_resources: the kubelet's PodResources socket.
         run_dir: the folder of the control socket.
@@ -40,6 +41,7 @@ class AgentPaths(msgspec.Struct, frozen=True):
         cdi_hook: the program of CDI's hooks, by its path on the host; empty to look for it.
     """
 
+    kubelet_root: Path = KUBELET_ROOT
     kubelet_dir: Path = KUBELET_DIR
     pod_resources: Path = pod_resources_socket(KUBELET_ROOT)
     run_dir: Path = RUN_DIR

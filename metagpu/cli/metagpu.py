@@ -295,6 +295,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 
 def _paths(args: argparse.Namespace) -> AgentPaths:
     return AgentPaths(
+        kubelet_root=args.kubelet_root,
         kubelet_dir=args.kubelet_dir,
         pod_resources=pod_resources_of(args),
         run_dir=args.run_dir,

@@ -45,6 +45,7 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
 
     from metagpu.sim.cluster import paths as simulated
 
+    args.kubelet_root = args.run_dir
     args.kubelet_dir = simulated.kubelet_dir(args.run_dir)
     args.pod_resources = simulated.pod_resources(args.run_dir)
     args.kubeconfig = simulated.kubeconfig(args.run_dir)

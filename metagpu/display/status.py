@@ -106,6 +106,7 @@ def show_status(status: Report) -> None:
         *(Cell(line, "yellow") for line in _of_holders(status.get("mixedRequests", ()))),
         *(Cell(line, "yellow") for line in cluster_problems(status.get("cluster"))),
         *(Cell(line, "yellow") for line in _cdi_problems(status.get("cdi"))),
+        *(Cell(line, "yellow") for line in _dra_problems(status.get("dra"))),
         *(Cell(line, "yellow") for line in _mgctl_problems(status.get("mgctl"))),
         resources_table(status["resources"]),
         gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
@@ -174,6 +175,17 @@ def cluster_problems(cluster: Report | None) -> Iterable[str]:
         yield f"{plugin['program']} runs on this node: pod {plugin['pod']}{also}"
 
 
+def _holder(lease: Report) -> str:
+    """Return the container of a lease, or its ResourceClaim until one is known."""
+    claim = lease.get("resourceClaim")
+    return lease["holder"] or (f"ResourceClaim {claim}" if claim else "")
+
+
+def _dra_problems(dra: Report | None) -> Iterable[str]:
+    if dra is not None and dra["problem"]:
+        yield f"DRA driver {dra['driver']}: {dra['problem']}"
+
+
 def _cdi_problems(cdi: Report | None) -> Iterable[str]:
     lines = {
         "containers may not start": "problem",
@@ -197,7 +209,7 @@ def _change(change: str) -> Cell:
 
 
 def _lease(lease: Report) -> str:
-    holder = lease["holder"] or "a pod that is being admitted"
+    holder = _holder(lease) or "a pod that is being admitted"
     return f"{holder}: {lease['shares']} of {lease['resource'] or 'another name'}"
 
 
@@ -293,8 +305,12 @@ def leases_table(leases: Sequence[Report]) -> TextTable:
     rows = table("POD (CONTAINER)", "RESOURCE", "SHARES", "GPU")
 
     for lease in leases:
-        holder = lease["holder"] or "not listed by the kubelet yet"
-        rows.add(holder, lease["resource"], str(lease["shares"]), str(lease["gpu"]))
+        rows.add(
+            _holder(lease) or "not listed by the kubelet yet",
+            lease["resource"],
+            str(lease["shares"]),
+            str(lease["gpu"]),
+        )
     if not leases:
         rows.add("no share is held", "", "", "")
     return rows

@@ -138,6 +138,8 @@ def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[s
 def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) -> None:
     """Problems of the CDI file and of the libraries each have a line; otherwise none."""
     well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
+    show_status({**well, "dra": {"driver": "gpu.metagpu.io", "problem": "refused"}})
+    assert "DRA driver gpu.metagpu.io: refused" in capsys.readouterr().out
     show_status({**well, "cdi": {"problem": "/cdi is full", "noLibraries": "no nvidia-ctk"}})
     printed = capsys.readouterr().out
     assert "containers may not start: /cdi is full" in printed

@@ -151,6 +151,7 @@ async def agent_at_work(
     config_file = tmp_path / "metagpu.yaml"
     await anyio.Path(config_file).write_text(config)
     paths = AgentPaths(
+        kubelet_root=tmp_path,
         kubelet_dir=tmp_path / "device-plugins",
         pod_resources=tmp_path / "pod-resources.sock",
         run_dir=tmp_path,

@@ -69,7 +69,8 @@ def resolve_nodes(folder: Path, *names: str, kind: str = "metagpu.io/gpu") -> li
         for device in spec["devices"]:
             name = f"{spec['kind']}={device['name']}"
             _require(name not in found, f"{name} is in two files")
-            found[name], common[name] = device["containerEdits"], spec["containerEdits"]
+            found[name] = device["containerEdits"]
+            common[name] = spec.get("containerEdits", {})
 
     nodes: dict[str, None] = {}
     for name in names:

@@ -32,6 +32,8 @@ _OLDEST: Final = (0, 3, 0)
 """The oldest version of CDI that its library accepts."""
 _HOST_PATH: Final = (0, 5, 0)
 """The first version with a `hostPath` of device nodes."""
+_DIGIT_FIRST: Final = (0, 5, 0)
+"""The first version with names that begin with a digit, as uids do."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _IN_CONTAINER: Final = frozenset({"createContainer", "startContainer"})
 """Hooks whose arguments are paths in the container."""
@@ -171,7 +173,7 @@ def build_claim_spec(devices: Mapping[str, Grant]) -> str:
     devices of the node's specification.
     """
     spec = {
-        "cdiVersion": ".".join(map(str, _OLDEST)),
+        "cdiVersion": ".".join(map(str, _DIGIT_FIRST)),
         "kind": CLAIM_KIND,
         "devices": [
             {

@@ -77,7 +77,7 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
 def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Return the data of `explain_report`, and every lease with its holder."""
     held = Counter(
-        (str(lease.share.resource), lease.share.gpu, lease.holder)
+        (str(lease.share.resource), lease.share.gpu, lease.holder, lease.resource_claim)
         for state in snapshot.gpus.values()
         for lease in state.leases.values()
     )
@@ -91,9 +91,10 @@ def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "uuid": gpu,
                 "shares": count,
                 "holder": str(holder) if holder else None,
+                **({"resourceClaim": str(claim)} if claim else {}),
                 **(_pod_details(snapshot.pods.find(holder, None)) if holder else {}),
             }
-            for (resource, gpu, holder), count in held.items()
+            for (resource, gpu, holder, claim), count in held.items()
         ],
     }
 

@@ -88,17 +88,23 @@ class DraFront:
             "claims": len(self.preparer.prepared),
         }
 
+    async def read_leases(self) -> KubeletAccount | None:
+        """Begin the leases in the kubelet's account; return it, `None` if it is unknown."""
+        read = partial(read_account, self.kubelet_root, self.driver)
+        account = await to_thread.run_sync(read)
+        if account is not None:
+            self.registry.apply(ResourceClaimsRead(account.devices, anyio.current_time()))
+        return account
+
     async def restore(self) -> None:
         """Take the leases of claims from the kubelet's account; end those that it lacks.
 
         What their containers get is written again where it is missing, as after a reboot: the
         kubelet believes that it stands.
         """
-        read = partial(read_account, self.kubelet_root, self.driver)
-        account = await to_thread.run_sync(read)
+        account = await self.read_leases()
         if account is None:
             return
-        self.registry.apply(ResourceClaimsRead(account.devices, anyio.current_time()))
         self._release_others(account)
         self.preparer.prepared.update({ref.uid: it for ref, it in account.prepared.items()})
         offered = self._shares_of_claims()

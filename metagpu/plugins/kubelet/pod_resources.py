@@ -3,7 +3,8 @@
 The kubelet never reports that a share was released; it only stops listing the share.
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from socket import gethostname
@@ -15,6 +16,8 @@ from anyio import to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.errors import describe_error
+from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
+from metagpu.core.model.offers import Front
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ResourceName, ShareId
 from metagpu.core.model.snapshot import GpuState
@@ -39,7 +42,7 @@ from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 log = structlog.get_logger()
 
 _LIST: Final = "/v1.PodResourcesLister/List"
-_MESSAGES: Final[Messages] = {1: {3: {2: {3: {1: {}}}}}}
+_MESSAGES: Final[Messages] = {1: {3: {2: {3: {1: {}}}, 5: {4: {1: {}}}}}}
 """The numbers of the fields that are messages, in a ListPodResourcesResponse, as far as needed."""
 
 Identity: TypeAlias = tuple[int, int, int] | None
@@ -203,7 +206,7 @@ class LeaseFollower:
     def _request_checkpoint(self, answer: LeasesObserved) -> None:
         """Request a checkpoint of the kubelet while one can decide about a lease."""
         states = self._registry.snapshot.gpus.values()
-        held = (it for state in states for it in chain(state.leases, state.allocated))
+        held = (it for state in states for it in chain(_allocated_shares(state), state.allocated))
         if not self._readiness.ready or any(it not in answer.holders for it in held):
             self._registry.events.publish(CheckpointRequested())
 
@@ -228,12 +231,17 @@ class LeaseFollower:
         states = snapshot.gpus.values()
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
-        contended = any(state.unavailable_shares for state in states)
+        contended = any(it.unavailable_shares for it in states if it.front is Front.DEVICE_PLUGIN)
         longest = timing.contended_period if contended else timing.poll_period
         if any(_may_change_soon(state, snapshot.pods) for state in states):
             # A pod is being admitted, or has ended: ask soon, then later.
             return min(max(2 * delay, timing.settle), longest)
         return longest
+
+
+def _allocated_shares(state: GpuState) -> Iterator[ShareId]:
+    """Yield the leased shares of a GPU that the kubelet lists by their ids."""
+    return (i for i, lease in state.leases.items() if lease.resource_claim is None)
 
 
 def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
@@ -292,6 +300,7 @@ def parse_leases(data: bytes, asked: float) -> LeasesObserved:
     check_message(data, _MESSAGES)
     holders: dict[ShareId, Holder] = {}
     resources: dict[ShareId, ResourceName] = {}
+    of_claims = defaultdict[tuple[str, ShareId], list[Holder]](list)
     listed = v1.ListPodResourcesResponse.parse(data).pod_resources
     for pod in listed:
         for container in pod.containers:
@@ -300,5 +309,18 @@ def parse_leases(data: bytes, asked: float) -> LeasesObserved:
                 for device in map(ShareId, devices.device_ids):
                     holders[device] = holder
                     resources[device] = ResourceName(devices.resource_name)
+            for of_claim in _claim_devices(container):
+                for share_id in of_claim.share_ids:
+                    of_claims[of_claim.claim, share_id].append(holder)
     pods = frozenset((pod.namespace, pod.name) for pod in listed)
-    return LeasesObserved(holders, asked, resources=resources, pods=pods)
+    named = {key: tuple(those) for key, those in of_claims.items()}
+    return LeasesObserved(holders, asked, resources=resources, pods=pods, of_claims=named)
+
+
+def _claim_devices(container: v1.ContainerResources) -> Iterator[ClaimDevice]:
+    """Yield the devices of ResourceClaims that a container has of metagpu."""
+    for resource in container.dynamic_resources:
+        for claimed in resource.claim_resources:
+            for device in claimed.cdi_devices:
+                if (found := parse_claim_device(device.name)) is not None:
+                    yield found

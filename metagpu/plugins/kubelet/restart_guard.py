@@ -197,8 +197,9 @@ def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
 
 
 def _leases(snapshot: Snapshot) -> Iterator[Lease]:
+    """Yield the leases of the device plugin API: the kubelet's list ends no others."""
     for state in snapshot.gpus.values():
-        yield from state.leases.values()
+        yield from (it for it in state.leases.values() if it.resource_claim is None)
 
 
 def _missing(

@@ -32,6 +32,7 @@ _CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
 _LISTED: Final = tuple(
     f"/api/v1/namespaces/{{namespace}}/{it}" for it in ("pods", "resourcequotas", "events")
 )
+_CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
     "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
@@ -133,7 +134,7 @@ class SimApiServer(SimCluster):
         app.router.add_patch(_EVENTS + "/{name}", self._patch)
         for path in _LISTED:
             app.router.add_get(path, self._list)
-        for path in (_NODE + "/{name}", _POD):
+        for path in (_NODE + "/{name}", _POD, _CLAIMS + "/{name}"):
             app.router.add_get(path, self._get)
         add_routes(app, self.store)
         pod_proxy.add_routes(app, self.store, self.tokens)
@@ -225,7 +226,7 @@ class SimApiServer(SimCluster):
         )
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
-        collection = "pods" if "namespace" in request.match_info else "nodes"
+        collection = request.path.split("/")[-2]
         key = (collection, request.match_info.get("namespace", ""), request.match_info["name"])
         return web.json_response(self.store.get_object(key))
 

@@ -30,6 +30,7 @@ from metagpu.plugins.kubelet.granting import no_cdi
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.pb import pluginregistration
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
+from tests.rigs.cdi import check_spec
 
 DRIVER = "gpu.metagpu.io"
 NODE = "node-1"
@@ -48,10 +49,61 @@ _REGISTRATION = "/pluginregistration.Registration/"
 
 
 @dataclass
-class DraNode:
-    """The front of one node, and what surrounds it."""
+class KubeletCalls:
+    """The calls of a kubelet to the driver, over its sockets below the kubelet's folder."""
 
     root: Path
+
+    @property
+    def registration(self) -> Path:
+        """The registration socket."""
+        return self.root / "plugins_registry" / f"{DRIVER}-reg.sock"
+
+    async def get_info(self) -> pluginregistration.PluginInfo:
+        """Ask the driver who it is, as the kubelet does."""
+        answer = await call_raw(self.registration, f"{_REGISTRATION}GetInfo", b"", 5)
+        return pluginregistration.PluginInfo.parse(answer)
+
+    async def notify(self, *, registered: bool, error: str = "") -> None:
+        """Report the outcome of the registration, as the kubelet does."""
+        said = pluginregistration.RegistrationStatus(plugin_registered=registered, error=error)
+        await call_raw(
+            self.registration, f"{_REGISTRATION}NotifyRegistrationStatus", bytes(said), 5
+        )
+
+    async def prepare(self, *refs: ResourceClaimRef) -> dict[str, v1.NodePrepareResourceResponse]:
+        """Call NodePrepareResources; return the answers by uid."""
+        request = v1.NodePrepareResourcesRequest(claims=_claims(refs))
+        answer = await self._call("NodePrepareResources", bytes(request))
+        return v1.NodePrepareResourcesResponse.parse(answer).claims
+
+    async def unprepare(self, *refs: ResourceClaimRef) -> dict[str, str]:
+        """Call NodeUnprepareResources; return the errors by uid."""
+        request = v1.NodeUnprepareResourcesRequest(claims=_claims(refs))
+        answer = await self._call("NodeUnprepareResources", bytes(request))
+        found = v1.NodeUnprepareResourcesResponse.parse(answer).claims
+        return {uid: it.error for uid, it in found.items()}
+
+    async def _call(self, method: str, request: bytes) -> bytes:
+        endpoint = self.root / "plugins" / DRIVER / "dra.sock"
+        return await call_raw(endpoint, f"{_SERVICE}{method}", request, 30)
+
+    async def wait_registration(self) -> None:
+        """Wait until the driver answers on its registration socket."""
+        with anyio.fail_after(30):
+            while True:
+                try:
+                    await self.get_info()
+                except OSError:
+                    await anyio.sleep(0.01)
+                else:
+                    return
+
+
+@dataclass
+class DraNode(KubeletCalls):
+    """The front of one node, and what surrounds it."""
+
     registry: Registry = field(default_factory=Registry)
     claims: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     reads: int = 0
@@ -123,7 +175,7 @@ class DraNode:
     def edits(self, ref: ResourceClaimRef) -> dict[str, dict[str, Any]]:
         """Read the edits of a claim's CDI names."""
         text = (self.root / "cdi" / f"metagpu.io-claim-{ref.uid}.json").read_text()
-        spec = json.loads(text)
+        spec = check_spec(text)
         return {f"{spec['kind']}={it['name']}": it["containerEdits"] for it in spec["devices"]}
 
     def write_account(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
@@ -155,40 +207,6 @@ class DraNode:
         text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
         (self.root / "dra_manager_state").write_text(text)
 
-    @property
-    def registration(self) -> Path:
-        """The registration socket."""
-        return self.root / "plugins_registry" / f"{DRIVER}-reg.sock"
-
-    async def get_info(self) -> pluginregistration.PluginInfo:
-        """Ask the driver who it is, as the kubelet does."""
-        answer = await call_raw(self.registration, f"{_REGISTRATION}GetInfo", b"", 5)
-        return pluginregistration.PluginInfo.parse(answer)
-
-    async def notify(self, *, registered: bool, error: str = "") -> None:
-        """Report the outcome of the registration, as the kubelet does."""
-        said = pluginregistration.RegistrationStatus(plugin_registered=registered, error=error)
-        await call_raw(
-            self.registration, f"{_REGISTRATION}NotifyRegistrationStatus", bytes(said), 5
-        )
-
-    async def prepare(self, *refs: ResourceClaimRef) -> dict[str, v1.NodePrepareResourceResponse]:
-        """Call NodePrepareResources; return the answers by uid."""
-        request = v1.NodePrepareResourcesRequest(claims=_claims(refs))
-        answer = await self._call("NodePrepareResources", bytes(request))
-        return v1.NodePrepareResourcesResponse.parse(answer).claims
-
-    async def unprepare(self, *refs: ResourceClaimRef) -> dict[str, str]:
-        """Call NodeUnprepareResources; return the errors by uid."""
-        request = v1.NodeUnprepareResourcesRequest(claims=_claims(refs))
-        answer = await self._call("NodeUnprepareResources", bytes(request))
-        found = v1.NodeUnprepareResourcesResponse.parse(answer).claims
-        return {uid: it.error for uid, it in found.items()}
-
-    async def _call(self, method: str, request: bytes) -> bytes:
-        endpoint = self.root / "plugins" / DRIVER / "dra.sock"
-        return await call_raw(endpoint, f"{_SERVICE}{method}", request, 30)
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the front while the block lasts."""
@@ -197,17 +215,6 @@ class DraNode:
             await self.wait_registration()
             yield
             group.cancel_scope.cancel()
-
-    async def wait_registration(self) -> None:
-        """Wait until the driver answers on its registration socket."""
-        with anyio.fail_after(30):
-            while True:
-                try:
-                    await self.get_info()
-                except OSError:
-                    await anyio.sleep(0.01)
-                else:
-                    return
 
 
 def _claims(refs: tuple[ResourceClaimRef, ...]) -> list[v1.Claim]:

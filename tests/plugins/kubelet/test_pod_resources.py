@@ -20,7 +20,7 @@ from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
 from metagpu.plugins.kubelet.pb import v1
-from metagpu.plugins.kubelet.pod_resources import LeaseFollower, read_leases
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower, parse_leases, read_leases
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
@@ -104,6 +104,44 @@ async def test_grant_wakes_the_reader(tmp_path: Path) -> None:
         await held(it, 3)
 
         assert it.registry.snapshot.gpus[gpu(0).id].owner == "fraction"
+
+
+def test_containers_of_resource_claims_are_read_with_their_shares() -> None:
+    """A claim that two pods share names both; devices of other drivers name nobody."""
+    name = f"metagpu.io/claim=uid-1.{gpu(0).id}.fraction.m00-m01"
+    listed = v1.ListPodResourcesResponse(
+        pod_resources=[
+            v1.PodResources(
+                name=pod_name,
+                namespace="default",
+                containers=[
+                    v1.ContainerResources(
+                        name="main",
+                        dynamic_resources=[
+                            v1.DynamicResource(
+                                claim_name="c",
+                                claim_namespace="default",
+                                claim_resources=[
+                                    v1.ClaimResource(
+                                        driver_name="gpu.metagpu.io",
+                                        cdi_devices=[
+                                            v1.CdiDevice(name=it)
+                                            for it in ("metagpu.io/gpu=GPU-0", name, "a.io/b=c")
+                                        ],
+                                    )
+                                ],
+                            )
+                        ],
+                    )
+                ],
+            )
+            for pod_name in ("a", "b")
+        ]
+    )
+    found = parse_leases(bytes(listed), 0).of_claims
+    holders = Holder("default", "a", "main"), Holder("default", "b", "main")
+    shares = [f"{gpu(0).id}::m00", f"{gpu(0).id}::m01"]
+    assert found == {("uid-1", share): holders for share in shares}
 
 
 async def test_released_when_the_pod_is_gone(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""The front DRA of the agent; its modules are loaded only where a pool has it."""
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from metagpu.agent.layout_manager import LayoutManager
+from metagpu.agent.paths import CDI_DIR
+from metagpu.core.errors import ClusterError
+from metagpu.core.model.offers import Front
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.state.events import LayoutApplied
+from metagpu.host.programs import run_command
+from metagpu.plugins.cluster.settings import ClusterSettings
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.client import KubeClient
+    from metagpu.plugins.dra.front import DraFront
+
+_ACCOUNT: Final = "dra_manager_state"
+_OUR_CLAIM: Final = b"metagpu.io/claim="
+_NO_API_SERVER: Final = (
+    "a pool has the front dra, and ResourceClaims are read from the API server: give --node-name "
+    "and --kubeconfig, or run in a pod with a service account"
+)
+
+log = structlog.get_logger()
+
+
+class ResourceClaims:
+    """Runs the front DRA while a pool has it, or claims of before are held.
+
+    Args:
+        layout_manager: has the configuration, the registry and the paths.
+        node: this node's name.
+        settings: how to reach the API server, `None` without one.
+    """
+
+    def __init__(
+        self, layout_manager: LayoutManager, node: str, settings: ClusterSettings | None
+    ) -> None:
+        self.layout_manager = layout_manager
+        self.node = node
+        self.settings = settings
+        self._front: DraFront | None = None
+        self._client: KubeClient | None = None
+        self._held = False
+
+    async def read_leases(self) -> None:
+        """Begin the leases of prepared claims, before anything else is granted."""
+        if await to_thread.run_sync(self._has_claims):
+            self._held = True
+            await self._build(self._driver).read_leases()
+
+    async def run(self) -> None:
+        """Serve claims while a pool has the front, under the driver's present name."""
+        manager = self.layout_manager
+        with manager.registry.events.subscribe(LayoutApplied) as events:
+            while True:
+                driver = self._driver if self._wanted else None
+                async with anyio.create_task_group() as group:
+                    if driver is not None:
+                        group.start_soon(self._serve, driver)
+                    async for _ in events:
+                        if driver != (self._driver if self._wanted else None):
+                            break
+                    group.cancel_scope.cancel()
+
+    def report(self) -> Mapping[str, Any] | None:
+        """Return the state of the front, `None` where no pool has it."""
+        if self._front is None:
+            return None
+        problem = None if self.settings else _NO_API_SERVER
+        report = self._front.report()
+        return {**report, "problem": problem or report["problem"]}
+
+    @property
+    def _driver(self) -> str:
+        return self.layout_manager.config.root.dra.driver
+
+    @property
+    def _wanted(self) -> bool:
+        snapshot = self.layout_manager.registry.snapshot
+        return bool(snapshot.offers_of(Front.DRA)) or (self._held and bool(snapshot.offers))
+
+    def _has_claims(self) -> bool:
+        try:
+            account = (self.layout_manager.paths.kubelet_root / _ACCOUNT).read_bytes()
+        except OSError:
+            return False
+        return _OUR_CLAIM in account
+
+    def _build(self, driver: str) -> "DraFront":
+        from metagpu.plugins.dra.front import DraFront  # noqa: PLC0415 - behind the switch
+
+        manager = self.layout_manager
+        return DraFront(
+            registry=manager.registry,
+            driver=driver,
+            node=self.node,
+            kubelet_root=manager.paths.kubelet_root,
+            cdi_dir=manager.paths.cdi_dir or CDI_DIR,
+            backend=manager.backend,
+            ensure_cdi_names=manager.cdi_file.ensure_names,
+            read_claim=self._read_claim,
+        )
+
+    async def _serve(self, driver: str) -> None:
+        if self.settings is None:
+            log.error("no api server for resource claims", fix=_NO_API_SERVER)
+        self._front = self._build(driver)
+        try:
+            async with AsyncExitStack() as stack:
+                if self.settings is not None:
+                    from metagpu.plugins.cluster.client import (  # noqa: PLC0415 - as said
+                        open_client,
+                    )
+
+                    settings = self.settings
+                    opened = open_client(settings.kubeconfig, run_command, settings.timing)
+                    self._client = await stack.enter_async_context(opened)
+                await self._front.run()
+        finally:
+            self._front = self._client = None
+
+    async def _read_claim(self, claim: ResourceClaimRef) -> Mapping[str, Any]:
+        if self._client is None:
+            raise ClusterError(_NO_API_SERVER)
+        path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
+        return await self._client.call("GET", path)
