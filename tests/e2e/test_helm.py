@@ -50,6 +50,7 @@ MATRIX = (
     ("podLabels.a=b", "podAnnotations.a=b", "nodeSelector.a=b", "imagePullSecrets[0].name=a"),
     ("env[0].name=METAGPU_LOG_LEVEL", "env[0].value=debug", "podSecurityContext.fsGroup=0"),
     ("namespace.create=true", "fullnameOverride=gpus", "securityContext.capabilities.add[0]=BPF"),
+    ("drainOnDriverUpgrade=true", "seLinuxOptions.type=spc_t", "seLinuxOptions.level=s0"),
 )
 
 
