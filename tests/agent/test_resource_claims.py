@@ -1,7 +1,12 @@
 """ResourceClaims on the whole agent: configuration, API server, kubelet's calls, status."""
 
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
+from uuid import UUID
 
 import anyio
 import pytest
@@ -11,71 +16,188 @@ from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
+from tests.agent.test_mps import control_of
 from tests.plugins.dra.rig import DRIVER, KubeletCalls
 from tests.rigs.agent import QUICK, Scene, agent_at_work
 from tests.rigs.cdi import host, resolve_nodes
+from tests.rigs.mig import a_node, hurry, placements, until
 
 CLAIMS = QUICK.replace("    backends:", "    fronts: [dra]\n    backends:")
-UID = "11111111-2222-3333-4444-555555555555"
+MANY = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: all
+    fronts: [dra]
+    backends: [{backend: mps}, {backend: whole}, {backend: timeslice, replicas: 4}]
+"""
+MIG = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: mig
+    fronts: [dra]
+    backends: [{backend: mig, profiles: [2g.10gb, 7g.40gb], keepWarm: 100ms}]
+"""
 
 
-def allocate(server: SimApiServer, scene: Scene, shares: int) -> ResourceClaimRef:
-    """Add a ResourceClaim to which the scheduler allocated shares of the first GPU."""
-    state = scene.state(0)
-    [device] = devices_of(state)
-    result = {
-        "request": "gpu",
-        "driver": DRIVER,
-        "pool": pool_name(gethostname(), state.gpu.id),
-        "device": device.name,
-        "consumedCapacity": {"shares": str(shares)},
-    }
-    content = {
-        "metadata": {"uid": UID},
-        "status": {"allocation": {"devices": {"results": [result]}}},
-    }
-    server.store.put(("resourceclaims", "default", "half"), content)
-    return ResourceClaimRef("default", "half", UID)
+@dataclass
+class ClaimScene(KubeletCalls):
+    """A running agent, an API server with claims, and a kubelet that prepares them."""
+
+    scene: Scene
+    server: SimApiServer
+
+    def allocate(self, device: str, **consumed: int) -> ResourceClaimRef:
+        """Add a ResourceClaim that the scheduler allocated a device whose name ends so."""
+        found = [
+            (state.gpu.id, it.name)
+            for state in self.scene.agent.registry.snapshot.gpus.values()
+            for it in devices_of(state)
+            if it.name.endswith(device)
+        ]
+        gpu, name = found[0]
+        result = {
+            "request": "gpu",
+            "driver": DRIVER,
+            "pool": pool_name(gethostname(), gpu),
+            "device": name,
+            "consumedCapacity": {key: str(value) for key, value in consumed.items()},
+        }
+        number = len(self.server.store.objects) + 1
+        ref = ResourceClaimRef("default", f"claim-{number}", str(UUID(int=number)))
+        content = {
+            "metadata": {"uid": ref.uid},
+            "status": {"allocation": {"devices": {"results": [result]}}},
+        }
+        self.server.store.put(("resourceclaims", ref.namespace, ref.name), content)
+        return ref
+
+    async def prepared(self, ref: ResourceClaimRef) -> list[str]:
+        """Prepare a claim that can be; return its CDI names."""
+        answer = (await self.prepare(ref))[ref.uid]
+        assert not answer.error
+        return list(answer.devices[0].cdi_device_ids)
+
+    def nodes(self, names: list[str]) -> list[str]:
+        """Return the device nodes that a runtime finds by CDI names."""
+        return [Path(path).name for path in resolve_nodes(self.root / "cdi", *names)]
+
+    def variables(self, ref: ResourceClaimRef) -> dict[str, str]:
+        """Return the variables of a claim's container."""
+        spec = json.loads((self.root / "cdi" / f"metagpu.io-claim-{ref.uid}.json").read_text())
+        [device] = spec["devices"]
+        return dict(it.split("=", 1) for it in device["containerEdits"]["env"])
+
+
+@asynccontextmanager
+async def at_work(
+    tmp_path: Path, config: str = CLAIMS, node: SimNode | None = None
+) -> AsyncIterator[ClaimScene]:
+    """Run an agent with an API server; no control daemon of MPS is left behind."""
+    if not (tmp_path / "dev").exists():
+        host(tmp_path, gpus=2)
+    server = SimApiServer()
+    async with server.running():
+        settings = ClusterSettings(
+            gethostname(), server.kubeconfig(tmp_path), features=frozenset({Feature.PODS})
+        )
+        async with agent_at_work(
+            tmp_path,
+            node or build_node("a100-40gb:2"),
+            config,
+            cluster_settings=settings,
+            cdi_dir=tmp_path / "cdi",
+        ) as scene:
+            it = ClaimScene(tmp_path, scene, server)
+            try:
+                if config != QUICK:
+                    await it.wait_registration()
+                yield it
+            finally:
+                with anyio.CancelScope(shield=True):
+                    for gpu in scene.node.gpus if "mps" in config else ():
+                        await control_of(scene, gpu.id).gone()
 
 
 @pytest.mark.parametrize("reload", [False, True])
 async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload: bool) -> None:
     """CDI names resolve; the lease is one like any other, until it is unprepared."""
-    host(tmp_path, gpus=2)
-    kubelet, server, folder = KubeletCalls(tmp_path), SimApiServer(), tmp_path / "cdi"
-    async with server.running():
-        settings = ClusterSettings(
-            gethostname(), server.kubeconfig(tmp_path), features=frozenset({Feature.PODS})
+    async with at_work(tmp_path, QUICK if reload else CLAIMS) as it:
+        scene, agent = it.scene, it.scene.agent
+        if reload:
+            await scene.until(20, 20)
+            await anyio.Path(scene.config_file).write_text(CLAIMS)
+            await agent.reload()
+            await it.wait_registration()
+        assert not scene.kubelet.allocatable().get("cnvrg.io/metagpu")
+        claim = it.allocate("fraction", shares=5)
+        names = await it.prepared(claim)
+        assert it.nodes(names) == ["nvidiactl", "nvidia-uvm", "nvidia0"]
+
+        holder = Holder("default", "pod", "main")
+        held = {(claim.uid, share): (holder,) for share in scene.state(0).leases}
+        agent.registry.apply(LeasesObserved({}, anyio.current_time(), of_claims=held))
+        status = await agent.commands["status"]({})
+        assert isinstance(status, dict)
+        assert status["dra"]["claims"] == 1
+        [lease] = status["leases"]
+        assert (lease["shares"], lease["holder"]) == (5, "default/pod (main)")
+        assert lease["resourceClaim"] == "default/claim-1"
+
+        assert await it.unprepare(claim) == {claim.uid: ""}
+        assert not scene.state(0).leases
+    assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
+
+
+async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None:
+    """The scheduler gives a GPU away as soon as its last claim is unprepared."""
+    async with at_work(tmp_path, MANY) as it:
+        await it.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
+        part = it.allocate("mps", shares=30)
+        names = await it.prepared(part)
+        assert it.nodes(names)[-1] == "nvidia0"
+        assert it.variables(part)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
+
+        gpu = it.scene.state(0).gpu.id.lower()
+        whole, slices = it.allocate(gpu), it.allocate(f"{gpu}-timeslice", slices=2)
+        refused = (await it.prepare(whole))[whole.uid].error
+        assert "is in use by mps" in refused
+        await it.unprepare(part)
+        assert it.scene.state(0).cleaning
+        await it.prepared(whole)
+        await it.unprepare(whole)
+        await it.prepared(slices)
+        assert len(it.scene.state(0).leases) == 2
+
+
+async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance is where the scheduler placed it; a name resolves also once it is made anew."""
+    hurry(monkeypatch)
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+    async with at_work(tmp_path, MIG, node) as it:
+        claim = it.allocate("mig-2g10gb-4")
+        names = await it.prepared(claim)
+        assert placements(node) == ["2g.10gb@4"]
+        assert len(it.nodes(names)) == 5  # two of the instance
+        other = it.allocate("mig-7g40gb-0")
+        assert (await it.prepare(other))[other.uid].error
+        answer = (await it.prepare(claim))[claim.uid]
+
+    rebooted = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+    it.write_account({claim: answer.devices})
+    for path in (tmp_path / "cdi").iterdir():
+        path.unlink()
+    async with at_work(tmp_path, MIG, rebooted) as it:
+        await it.scene.wait_snapshot(
+            lambda now: any(s.provisioned["mig"].devices for s in now.gpus.values())
         )
-        config = QUICK if reload else CLAIMS
-        nodes = build_node("a100-40gb:2")
-        async with agent_at_work(
-            tmp_path, nodes, config, cluster_settings=settings, cdi_dir=folder
-        ) as it:
-            if reload:
-                await it.until(20, 20)
-                assert await it.agent.commands["status"]({})
-                await anyio.Path(it.config_file).write_text(CLAIMS)
-                await it.agent.reload()
-            await kubelet.wait_registration()
-            assert not it.kubelet.allocatable().get("cnvrg.io/metagpu")
-            claim = allocate(server, it, 5)
-            [device] = (await kubelet.prepare(claim))[UID].devices
-            nodes_of = resolve_nodes(folder, *device.cdi_device_ids)
-            assert [Path(path).name for path in nodes_of] == ["nvidiactl", "nvidia-uvm", "nvidia0"]
-
-            holder = Holder("default", "pod", "main")
-            held = {(UID, share): (holder,) for share in it.state(0).leases}
-            registry = it.agent.registry
-            registry.apply(LeasesObserved({}, anyio.current_time(), of_claims=held))
-            status = await it.agent.commands["status"]({})
-            assert isinstance(status, dict)
-            assert status["dra"]["claims"] == 1
-            [lease] = status["leases"]
-            assert (lease["shares"], lease["holder"]) == (5, "default/pod (main)")
-            assert lease["resourceClaim"] == "default/half"
-
-            assert await kubelet.unprepare(claim) == {UID: ""}
-            assert not it.state(0).leases
-        assert [path.name async for path in anyio.Path(folder).glob("*claim*")] == []
+        assert placements(rebooted) == ["2g.10gb@4"]
+        await until((tmp_path / "cdi" / f"metagpu.io-claim-{claim.uid}.json").exists)
+        assert len(it.nodes(names)) == 5
+        await it.unprepare(claim)
+        await until(lambda: not placements(rebooted))

@@ -223,7 +223,11 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
     started = {
         gpu: {
             share.id: Lease(
-                share, fact.at, unanswered=fact.unanswered, resource_claim=fact.resource_claim
+                share,
+                fact.at,
+                provisioned_at_start=fact.resource_claim is not None,
+                unanswered=fact.unanswered,
+                resource_claim=fact.resource_claim,
             )
             for share in shares
         }
@@ -237,7 +241,12 @@ def apply_resource_claims(
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Begin the leases of prepared ResourceClaims that have none."""
     leases = [
-        Lease(_held_share(snapshot, share_id, None, None), fact.at, resource_claim=claim)
+        Lease(
+            _held_share(snapshot, share_id, None, None),
+            fact.at,
+            provisioned_at_start=True,
+            resource_claim=claim,
+        )
         for claim, devices in fact.claims.items()
         for device in devices
         if (state := snapshot.gpus.get(device.gpu)) is not None

@@ -11,12 +11,14 @@ import anyio
 import msgspec
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.devices.devices import Device, find_device
-from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts
+from metagpu.core.devices.devices import Device, find_device, pool_name
+from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts, RequestError
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
-from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
+from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.resource_claim import AllocatedDevice, ReadResourceClaim, parse_allocation
@@ -111,9 +113,10 @@ class ClaimPreparer:
                 return known
             found = await self._read_claim(claim)
             allocation = parse_allocation(claim, found, self._driver)
-            parts, fresh = self._lease(claim, allocation.results)
+            until = self._clock() + LONGEST
+            parts, fresh = await self._lease_soon(claim, allocation.results)
             try:
-                devices = await self._grant(claim, parts)
+                devices = await self._grant(claim, parts, until - self._clock())
             except ProvisioningLasts:
                 raise  # the leases stay: the next call finds the hardware made
             except Exception:
@@ -130,6 +133,31 @@ class ClaimPreparer:
             await self._files.remove(claim.uid)
         if not turn.locked():
             self._turns.pop(claim.uid, None)
+
+    async def _lease_soon(
+        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
+    ) -> tuple[list[_Part], list[Share]]:
+        """Lease shares as `_lease` does, once what ends by itself has ended.
+
+        The scheduler has a device back as soon as its claim is unprepared: its GPU may still be
+        cleaned. The kubelet repeats a refused call only a minute later.
+        """
+        pools = {result.pool for result in results}
+        refusal: RequestError | None = None
+        with anyio.move_on_after(LONGEST):
+            async for now in self._registry.watch(lambda now: now):
+                try:
+                    return self._lease(claim, results)
+                except RequestError as error:
+                    refusal = error
+                    states = (it for gpu, it in now.gpus.items() if self._pool(gpu) in pools)
+                    if not any(map(_changes_soon, states)):
+                        raise
+        assert refusal is not None  # noqa: S101 - the first look came before any wait
+        raise refusal
+
+    def _pool(self, gpu: GpuId) -> str:
+        return pool_name(self._node, gpu)
 
     def _lease(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
@@ -178,7 +206,7 @@ class ClaimPreparer:
         return _Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
 
     async def _grant(
-        self, claim: ResourceClaimRef, parts: Sequence[_Part]
+        self, claim: ResourceClaimRef, parts: Sequence[_Part], longest: float
     ) -> tuple[PreparedDevice, ...]:
         """Create what the shares need, write the claim's CDI file, and return its devices.
 
@@ -201,7 +229,7 @@ class ClaimPreparer:
                 self._registry,
                 self._ensure_cdi_names,
                 self._clock,
-                longest=LONGEST,
+                longest=longest,
                 resource_claim=claim,
             )
             for part in together:
@@ -246,3 +274,18 @@ class ClaimPreparer:
     def _release(self, shares: Sequence[Share]) -> None:
         if shares:
             self._registry.apply(SharesReleased(tuple(shares), self._clock()))
+
+
+def _changes_soon(state: GpuState) -> bool:
+    """Return whether a GPU is being cleaned or made ready, or a free device is being checked."""
+    if not state.verdict.healthy or state.cordon is not None:
+        return False
+    return (
+        bool(state.cleaning)
+        or any(it.reason == NOT_READY for it in state.suspended.values())
+        or any(
+            not device.idle and share not in state.leases
+            for it in state.provisioned.values()
+            for share, device in it.devices.items()
+        )
+    )

@@ -54,6 +54,35 @@ class KubeletCalls:
 
     root: Path
 
+    def write_account(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
+        """Write the kubelet's account of prepared claims, as the kubelet does."""
+        claims = [
+            {
+                "ClaimUID": ref.uid,
+                "ClaimName": ref.name,
+                "Namespace": ref.namespace,
+                "PodUIDs": {"p": {}},
+                "DriverState": {
+                    DRIVER: {
+                        "Devices": [
+                            {
+                                "PoolName": it.pool_name,
+                                "DeviceName": it.device_name,
+                                "ShareID": it.share_id,
+                                "RequestNames": it.request_names,
+                                "CDIDeviceIDs": it.cdi_device_ids,
+                            }
+                            for it in devices
+                        ]
+                    }
+                },
+            }
+            for ref, devices in prepared.items()
+        ]
+        data = json.dumps({"kind": "DRACheckpoint", "ClaimInfoStateList": claims})
+        text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
+        (self.root / "dra_manager_state").write_text(text)
+
     @property
     def registration(self) -> Path:
         """The registration socket."""
@@ -177,35 +206,6 @@ class DraNode(KubeletCalls):
         text = (self.root / "cdi" / f"metagpu.io-claim-{ref.uid}.json").read_text()
         spec = check_spec(text)
         return {f"{spec['kind']}={it['name']}": it["containerEdits"] for it in spec["devices"]}
-
-    def write_account(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
-        """Write the kubelet's account of prepared claims, as the kubelet does."""
-        claims = [
-            {
-                "ClaimUID": ref.uid,
-                "ClaimName": ref.name,
-                "Namespace": ref.namespace,
-                "PodUIDs": {"p": {}},
-                "DriverState": {
-                    DRIVER: {
-                        "Devices": [
-                            {
-                                "PoolName": it.pool_name,
-                                "DeviceName": it.device_name,
-                                "ShareID": it.share_id,
-                                "RequestNames": it.request_names,
-                                "CDIDeviceIDs": it.cdi_device_ids,
-                            }
-                            for it in devices
-                        ]
-                    }
-                },
-            }
-            for ref, devices in prepared.items()
-        ]
-        data = json.dumps({"kind": "DRACheckpoint", "ClaimInfoStateList": claims})
-        text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
-        (self.root / "dra_manager_state").write_text(text)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
