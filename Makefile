@@ -84,8 +84,9 @@ e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Ku
 	$(BIN)/python -m tests.e2e.rig prepare
 	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps -m e2e --timeout 600
 
-chart: $(VENV)/.test ## render deploy/*.yaml and the chart's table of values (needs helm; HELM=PATH)
+chart: $(VENV)/.test ## render deploy/*.yaml, the dashboards and the chart's table of values (needs helm; HELM=PATH)
 	$(BIN)/python deploy/render.py
+	$(BIN)/python deploy/monitoring/dashboards.py
 
 # The site has the tree of the repository, so that one link is right in both.
 docs: $(VENV)/.docs ## build these pages as a site, into dist/site

@@ -378,6 +378,36 @@ def _value_keys(
             yield from _value_keys(value, schema, f"{whole}.")
 
 
+def test_the_alerts_are_a_prometheus_rule(helm: str) -> None:
+    """The PrometheusRule has the rules of deploy/monitoring, with links below a given address."""
+    rules = yaml.safe_load((DEPLOY / "monitoring" / "alerts.yaml").read_text())
+    for values, links in (
+        ("", "docs/"),
+        (",metrics.prometheusRule.runbooks=https://a/b/", "https://a/b/docs/"),
+    ):
+        documents = _render(helm, f"metrics.prometheusRule.enabled=true{values}")
+        [it] = [it for it in documents if it["kind"] == "PrometheusRule"]
+        text = json.dumps(rules).replace('"runbook_url": "docs/', f'"runbook_url": "{links}')
+        assert it["spec"] == json.loads(text)
+    assert not [it for it in _render(helm) if it["kind"] == "PrometheusRule"]
+
+
+def test_dashboards_are_config_maps(helm: str) -> None:
+    """Each dashboard is a ConfigMap with the label of Grafana's sidecar."""
+    documents = _render(helm, "metrics.dashboards.enabled=true,metrics.dashboards.annotations.a=b")
+    maps = [it for it in documents if "-dashboard-" in it["metadata"]["name"]]
+    files = sorted((DEPLOY / "monitoring" / "dashboards").glob("*.json"))
+    assert files
+    texts = {name: text for it in maps for name, text in it["data"].items()}
+    assert {name: json.loads(text) for name, text in texts.items()} == {
+        f"metagpu-{it.name}": json.loads(it.read_text()) for it in files
+    }
+    for it in maps:
+        assert it["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert it["metadata"]["annotations"] == {"a": "b"}
+    assert not [it for it in _render(helm) if "-dashboard-" in it["metadata"]["name"]]
+
+
 @pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
 @pytest.mark.parametrize("dcgm", [False, True])
 def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> None:  # noqa: FBT001

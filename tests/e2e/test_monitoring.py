@@ -1,0 +1,137 @@
+"""A real Prometheus scrapes a daemon: metrics, rules and dashboards."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from anyio import to_thread
+from msgspec.structs import replace
+
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import Holder
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.machine.containers import SimHost
+from metagpu.sim.machine.gpu import SimProcess
+from tests.agent.test_metrics import port_of
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.prometheus import Prometheus, prometheus_of, promtool, provide
+from tests.e2e.rig.waiting import wait_for
+from tests.e2e.test_alert_rules import ALERTS, RULES
+from tests.plugins.metrics.rig import asked
+from tests.rigs.agent import METAGPU, Scene, agent_at_work
+from tests.rigs.host import running
+from tests.rigs.mig import a_node
+from tests.test_dashboards import expressions
+
+MIG = "nvidia.com/mig-1g.5gb"
+CONFIG = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: instances
+    gpus: {index: 0}
+    backends: [{backend: mig, keepWarm: 1h, profiles: [1g.5gb, 2g.10gb]}]
+  - name: parts
+    memoryEnforcement: {policy: warn}
+    backends: [{backend: fraction, sharesPerGpu: 10}]
+"""
+PLACEHOLDERS = {
+    "$__rate_interval": "20s",
+    "$__range": "20s",
+    "$node": ".*",
+    "$namespace": ".*",
+}
+SOON_S = 40.0
+LINTS = 3
+"""The status of `promtool check metrics` for metrics that it can read and would name otherwise."""
+NVIDIAS = {
+    'counter metrics should have "_total" suffix',
+    "label names should be written in 'snake_case' not 'camelCase'",
+    "metric name should not include type 'counter'",
+}
+"""What promtool would do otherwise in the names of dcgm-exporter."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prometheus_there() -> None:
+    """Skip where neither this machine nor Debian's archive has Prometheus."""
+    try:
+        provide("prometheus")
+    except RigError as error:
+        pytest.skip(str(error))
+
+
+@asynccontextmanager
+async def at_work(tmp_path: Path) -> AsyncIterator[Scene]:
+    """Run a daemon of a GPU with MIG and one with shares, with a busy pod on each."""
+    machine = SimHost(tmp_path)
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}, {model: a100-40gb}")
+    address = ListenAddress("127.0.0.1", 0)
+    scene = agent_at_work(tmp_path, node, CONFIG, host=machine.host, metrics=address)
+    async with scene as it, running() as process:
+        await it.until(10, 10)
+        await it.until(7, 7, MIG)
+        for name, team, resource in (("a", "red", METAGPU), ("b", "blue", MIG)):
+            pod = SimPod.single(name, {resource: 1})
+            await it.kubelet.admit(replace(pod, namespace=team))
+        await it.wait_holders()
+        machine.add_container_process(process.pid, Holder("red", "a", "main"))
+        it.node.start_process(it.node.gpu(1), SimProcess(process.pid, 100 * MIB, sm=40))
+        yield it
+
+
+async def test_promtool_accepts_both_pages(tmp_path: Path) -> None:
+    """Our page has no lint at all; that of dcgm-exporter's names can be read."""
+    async with at_work(tmp_path) as it:
+        port = await port_of(it)
+        _, _, own = await asked(port)
+        _, _, dcgm = await asked(port, "/dcgm")
+    assert promtool("check", "metrics", feed=own) == (0, "")
+    status, output = promtool("check", "metrics", feed=dcgm)
+    assert (status, {line.split(" ", 1)[1] for line in output.splitlines()}) == (LINTS, NVIDIAS)
+
+
+async def test_prometheus_scrapes_rules_and_dashboards(tmp_path: Path) -> None:
+    """Both pages are scraped, each rule is evaluated, and each query of a dashboard has data."""
+    data = tmp_path / "prometheus"
+    data.mkdir()
+    async with at_work(tmp_path) as it:
+        host = f"127.0.0.1:{await port_of(it)}"
+        it.node.raise_xid(it.node.gpu(1), 31)
+
+        def measure() -> None:
+            with prometheus_of(data, {"/metrics": host, "/dcgm": host}, RULES) as prometheus:
+                _await_data(prometheus)
+
+        await to_thread.run_sync(measure)
+
+
+def _await_data(prometheus: Prometheus) -> None:
+    """Wait until each query of the dashboards has a series, and check rules and labels."""
+    queries = {query for found in expressions().values() for query in found}
+
+    def all_have_data() -> bool:
+        if missing := [it for it in queries if not prometheus.query(_filled(it))]:
+            raise RigError(f"no data for {missing}")
+        return True
+
+    wait_for("data for each query", all_have_data, within_s=SOON_S, pause_s=1)
+
+    [power] = prometheus.query('DCGM_FI_DEV_POWER_USAGE{gpu="1"}')
+    labels = power["metric"]
+    assert (labels["namespace"], labels["pod"], labels["node"]) == ("red", "a", "gpu-1")
+    [used] = prometheus.query('metagpu_container_memory_used_bytes{namespace="red"}')
+    assert used["metric"]["pod"] == "a"
+    assert float(used["value"][1]) == 100 * MIB
+    states = prometheus.rules()
+    assert states.keys() == ALERTS.keys()
+    assert set(states.values()) <= {"inactive", "pending", "firing"}
+    assert states["MetagpuDown"] == "inactive"
+
+
+def _filled(query: str) -> str:
+    """Return a query as Grafana sends it."""
+    return re.sub(r"\$(__)?\w+", lambda it: PLACEHOLDERS[it[0]], query)
