@@ -45,7 +45,10 @@ MATRIX = (
         ),
         *("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.labels.release=a"),
     ),
-    ("metrics.podMonitor.enabled=true", "networkPolicy.from[0].podSelector.matchLabels.a=b"),
+    (
+        *("metrics.podMonitor.enabled=true", "metrics.dashboards.enabled=true"),
+        "networkPolicy.from[0].podSelector.matchLabels.a=b",
+    ),
     ("updateStrategy.type=OnDelete", "metrics.port=0", "serviceAccount.annotations.a=b"),
     ("podLabels.a=b", "podAnnotations.a=b", "nodeSelector.a=b", "imagePullSecrets[0].name=a"),
     ("env[0].name=METAGPU_LOG_LEVEL", "env[0].value=debug", "podSecurityContext.fsGroup=0"),
