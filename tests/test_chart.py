@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -209,6 +210,36 @@ def test_the_notes_name_the_quota_of_gke() -> None:
     assert scope["values"] == [VALUES["priorityClassName"]]
 
 
+def test_helm_lints_the_chart(helm: str) -> None:
+    """`helm lint` has neither an error nor a warning."""
+    command = [helm, "lint", "--strict", str(CHART), "--kube-version", script.KUBERNETES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - as render.py
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_folder_of_the_host_has_its_reason(helm: str) -> None:
+    """The page about permissions lists each host path of a pod with all privileges."""
+    on = "cdi.enabled=true,devCharLinks=true,privileges.devices=true,privileges.mps=true"
+    volumes = _pod(helm, on, "config.map.default=a", "config.default=default")["volumes"]
+    mounted = {it["hostPath"]["path"] for it in volumes if "hostPath" in it}
+    page = (ROOT / "docs" / "permissions.md").read_text()
+    files = page.partition("### Files")[2].partition("### Programs")[0]
+    assert len(mounted) > 10
+    assert {path for path in mounted if f"`{path}`" not in files} == set()
+
+
+def test_an_upgrade_of_the_driver_and_a_label_are_passed_on(helm: str) -> None:
+    """The daemon gets the option, and its container the label of SELinux; none by default."""
+    plain, asked = (
+        _container(helm),
+        _container(helm, "drainOnDriverUpgrade=true,seLinuxOptions.type=spc_t"),
+    )
+    assert _variables(asked)["METAGPU_DRAIN_ON_DRIVER_UPGRADE"] == "true"
+    assert asked["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+    assert "METAGPU_DRAIN_ON_DRIVER_UPGRADE" not in _variables(plain)
+    assert "seLinuxOptions" not in plain["securityContext"]
+
+
 @pytest.mark.parametrize("values", ["enabled=true", "kubeletRoot=/k", "global.a=b"])
 def test_what_fits_is_accepted(helm: str, values: str) -> None:
     """The schema refuses neither a short path nor what helm and other charts set."""
@@ -307,6 +338,11 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("features.janitor=true,features.pods=false", "the janitor needs pods"),
         ("features.janitor=true,admissionPolicies=false", "the janitor needs pods"),
         ("features.janitor=true,features.janitor-dry-run=true", "set one of them"),
+        (
+            ",".join(["drainOnDriverUpgrade=true", *(f"features.{it}=false" for it in Feature)]),
+            "labels are read from the API server",
+        ),
+        ("seLinuxOptions.typ=spc_t", "/seLinuxOptions"),
         ("metrics.port=0", "maxSurge waits for the probe"),
         ("metrics.port=9440", "statusApi.port: the metrics have this port"),
         (
