@@ -81,6 +81,23 @@ async def test_first_offer_is_that_of_the_label(tmp_path: Path) -> None:
         assert it.kubelet.lists[METAGPU] == 1
 
 
+async def test_a_start_in_a_driver_upgrade_offers_nothing_first(tmp_path: Path) -> None:
+    """A daemon that starts while the driver is upgraded gives no share before the end."""
+    server = SimApiServer()
+    label = "nvidia.com/gpu-driver-upgrade-state"
+    server.add_node(NODE, {label: "pod-restart-required"})
+    server.configure(*PLACE, {"five": FIVE})
+
+    async with server.running():
+        settings = joined(server, tmp_path, drain_on_driver_upgrade=True)
+        async with agent_at_work(tmp_path, cluster_settings=settings) as it:
+            await it.until(10, 0)
+            assert it.kubelet.lists[METAGPU] == 1
+
+            server.label(NODE, {label: "upgrade-done"})
+            await it.until(10, 10)
+
+
 async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path: Path) -> None:
     """Without an API server the file's configuration is offered, and the label's one later."""
     server = SimApiServer()

@@ -115,10 +115,11 @@ class Cluster:
 
     async def wait_for_choice(self) -> None:
         """Wait until the Node's labels are followed, for `choice_timeout` at most."""
-        await self.config_follower.wait_for_choice()
-        if self.upgrade_follower is not None:
-            with anyio.move_on_after(self._settings.choice_timeout):
-                await self.upgrade_follower.decided.wait()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.config_follower.wait_for_choice)
+            if self.upgrade_follower is not None:
+                with anyio.move_on_after(self._settings.choice_timeout):
+                    await self.upgrade_follower.decided.wait()
 
     async def run(self) -> None:
         """Run all features in use until cancelled; a failure here ends nothing else."""

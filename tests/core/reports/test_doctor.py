@@ -57,6 +57,12 @@ UNMOUNTED = {
     **(SOUND.status or {}),
     "gpus": [{**GPU, "suspended": {"mps": {"reason": "give CAP_SYS_ADMIN"}}}],
 }
+UPGRADED = {
+    **(SOUND.status or {}),
+    "cluster": {
+        "driverUpgrade": {"label": "a=b", "pods": [{"pod": "team/a"}], "summary": "team/a holds it"}
+    },
+}
 PAUSED = {
     **(SOUND.status or {}),
     "gpus": [{**GPU, "paused": ["instance 1g.5gb@4: not emptied"]}],
@@ -217,6 +223,7 @@ def test_a_sound_node_is_ok() -> None:
         ),
         ("MG701", CheckResult.WARNING, {"mps_program": ""}, "nvidia-cuda-mps-control"),
         ("MG701", CheckResult.ERROR, {"status": UNMOUNTED}, "GPU 0: give CAP_SYS_ADMIN"),
+        ("MG205", CheckResult.WARNING, {"status": UPGRADED}, "team/a holds it delete the pods"),
         ("MG701", CheckResult.ERROR, {"status": PAUSED}, "GPU 0: instance 1g.5gb@4: not empt"),
     ],
 )

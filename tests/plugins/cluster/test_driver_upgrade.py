@@ -9,6 +9,7 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import CordonSource, Holder
 from metagpu.core.reports.daemon_checks import check_driver_upgrade
 from metagpu.core.state.facts import GpuCordoned, LeasesObserved, PodsListed
+from metagpu.display.status import cluster_problems
 from metagpu.plugins.cluster.driver_upgrade import STATE_LABEL, summary, upgrade_state
 from metagpu.plugins.cluster.settings import Feature
 from tests.plugins.cluster.rig import NODE, QUICK, Scene, cluster_at_work
@@ -92,6 +93,7 @@ async def test_shares_are_withdrawn_and_the_pods_in_the_way_named(tmp_path: Path
         report = it.cluster.report()["driverUpgrade"]
         assert report["pods"] == [{"pod": "team/alice", "seenByOperator": False}]
         assert check_driver_upgrade({"cluster": it.cluster.report()})[0] == "warning"
+        assert report["summary"] in cluster_problems(it.cluster.report())
 
         it.server.label(NODE, {STATE_LABEL: "validation-required"})
         await becomes(lambda: allocatable(it) == 19)

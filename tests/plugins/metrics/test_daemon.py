@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from metagpu import __version__
@@ -175,6 +176,23 @@ def test_api_server() -> None:
     assert values["metagpu_api_server_events_dropped_total", "node"] == 4
     assert values["metagpu_api_server_events_dropped_total", "pod"] == 5
     assert not any("api_server" in name[0] for name in measured())
+
+
+@pytest.mark.parametrize(
+    ("upgrade", "value"),
+    [({"driverUpgrade": {"pods": ["a", "b"]}}, 2), ({"driverUpgrade": None}, 0), ({}, None)],
+)
+def test_a_driver_upgrade_counts_the_pods_in_its_way(
+    upgrade: Mapping[str, object], value: int | None
+) -> None:
+    """The pods that hold the driver are counted where upgrades are followed."""
+    report = {
+        **{"connected": True, "nodeDifferences": {}, "features": {}},
+        **{"eventsDropped": 0, "podEventsDropped": 0},
+        **upgrade,
+    }
+    values = measured(sources(cluster=lambda: report))
+    assert values.get(("metagpu_driver_upgrade_holding_pods",)) == value
 
 
 def test_calls_of_the_kubelet() -> None:
