@@ -187,8 +187,11 @@ def test_a_driver_upgrade_counts_the_pods_in_its_way(
 ) -> None:
     """The pods that hold the driver are counted where upgrades are followed."""
     report = {
-        **{"connected": True, "nodeDifferences": {}, "features": {}},
-        **{"eventsDropped": 0, "podEventsDropped": 0},
+        "connected": True,
+        "nodeDifferences": {},
+        "features": {},
+        "eventsDropped": 0,
+        "podEventsDropped": 0,
         **upgrade,
     }
     values = measured(sources(cluster=lambda: report))
