@@ -44,6 +44,7 @@ from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
+from metagpu.core.model.gpu import Gpu
 from metagpu.core.runtime.main_tasks import MainTasks, Work
 from metagpu.core.runtime.pausable_tasks import PausableTasks
 from metagpu.core.runtime.restart import run_with_restart
@@ -79,6 +80,7 @@ class Agent:
         programs: programs of the host; this host's own by default.
         daemons: long-running processes of the host; this host's own by default.
         host: processes of the host; this host's own by default.
+        pcie_root: returns the PCIe root complex of a GPU; this host's own answers by default.
         cluster_settings: the uses of the API server, `None` for none.
         metrics: the address of the metrics and probes, `None` for none.
         status_address: the address of the status API, `None` for none.
@@ -96,6 +98,7 @@ class Agent:
     programs: Programs | None = None
     daemons: Daemons | None = None
     host: Host | None = None
+    pcie_root: Callable[[Gpu], str | None] | None = None
     cluster_settings: ClusterSettings | None = None
     metrics: ListenAddress | None = None
     status_address: ListenAddress | None = None
@@ -179,6 +182,8 @@ class Agent:
             self.call_stats,
             self.config_loader,
             self._backends,
+            dra_driver=lambda: self.config.root.dra.driver,
+            pcie_root=self.pcie_root,
         )
         self.usage_service = build_usage_service(
             self.driver,

@@ -15,6 +15,7 @@ from metagpu.core.contracts.capabilities import metric_kinds_of, sharing_strateg
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.layout.turn_runner import TurnRunner
+from metagpu.core.model.gpu import Gpu
 from metagpu.core.runtime.main_tasks import MainTasks, Work
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -37,15 +38,28 @@ def build_cluster(
     call_stats: KubeletCallStats,
     config_loader: ConfigLoader,
     backends: InstalledBackends,
+    *,
+    dra_driver: Callable[[], str],
+    pcie_root: Callable[[Gpu], str | None] | None,
 ) -> "Cluster | None":
     """Build the API server's side, `None` where it is not used."""
     if settings is None:
         return None
+    from metagpu.host.pcie import read_pcie_root  # noqa: PLC0415 - as said
     from metagpu.plugins.cluster.cluster import Cluster  # noqa: PLC0415 - as said
 
     strategies = {name: sharing_strategy_of(kind) for name, kind in backends.items()}
     follow = config_loader.follow_cluster
-    return Cluster(settings, registry, follow, strategies, run_command, call_stats=call_stats)
+    return Cluster(
+        settings,
+        registry,
+        follow,
+        strategies,
+        run_command,
+        call_stats=call_stats,
+        dra_driver=dra_driver,
+        pcie_root=pcie_root or read_pcie_root,
+    )
 
 
 def build_exporter(

@@ -87,6 +87,7 @@ def simulated_agent(
         programs=SimPrograms(),
         daemons=sim_daemons(node.driver_branch),
         host=LinuxHost(own_pids=True),
+        pcie_root=lambda gpu: node.pcie_root(gpu.id),
         cluster_settings=cluster_settings,
         metrics=metrics,
         status_address=status_address,

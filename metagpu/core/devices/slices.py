@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quantity
-from metagpu.core.devices.devices import MIG_TYPE, Device, devices_of, pool_name
+from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE, Device, devices_of, pool_name
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import share_suffix
 from metagpu.core.model.shares import Share, ShareId, count_containers
@@ -38,6 +38,8 @@ def slices_of(
     node: str,
     driver: str,
     pcie_roots: Mapping[GpuId, str] = MappingProxyType({}),
+    *,
+    plain: bool = False,
 ) -> dict[GpuId, tuple[SliceSpec, ...]]:
     """Return the wanted slices of every GPU whose pool has the front DRA.
 
@@ -46,19 +48,36 @@ def slices_of(
         node: the name of the Node.
         driver: the name of the DRA driver.
         pcie_roots: the PCIe root complexes of GPUs, as far as they are known.
+        plain: whether the cluster knows neither counters nor shared devices. A GPU is then its
+            whole device alone: others would be allocated beside it.
     """
-    found: dict[GpuId, tuple[SliceSpec, ...]] = {}
-    for gpu, state in snapshot.gpus.items():
-        if devices := devices_of(state):
-            contents = _contents(snapshot, state, devices, pcie_roots.get(gpu))
-            pool = {
-                "name": pool_name(node, gpu),
-                "generation": 1,
-                "resourceSliceCount": len(contents),
-            }
-            common = {"driver": driver, "nodeName": node, "pool": pool}
-            found[gpu] = tuple({**common, **content} for content in contents)
-    return found
+    found = {
+        gpu: gpu_slices(snapshot, gpu, node, driver, pcie_roots.get(gpu), plain=plain)
+        for gpu in snapshot.gpus
+    }
+    return {gpu: specs for gpu, specs in found.items() if specs}
+
+
+def gpu_slices(
+    snapshot: Snapshot,
+    gpu: GpuId,
+    node: str,
+    driver: str,
+    pcie_root: str | None = None,
+    *,
+    plain: bool = False,
+) -> tuple[SliceSpec, ...]:
+    """Return the wanted slices of one GPU; none where its pool has another front."""
+    state = snapshot.gpus[gpu]
+    devices = devices_of(state)
+    if plain:
+        devices = tuple(it for it in devices if it.type == WHOLE_TYPE)
+    if not devices:
+        return ()
+    contents = _contents(snapshot, state, devices, pcie_root)
+    pool = {"name": pool_name(node, gpu), "generation": 1, "resourceSliceCount": len(contents)}
+    common = {"driver": driver, "nodeName": node, "pool": pool}
+    return tuple({**common, **content} for content in contents)
 
 
 def _contents(

@@ -15,6 +15,8 @@ from anyio import to_thread
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from metagpu.plugins.cluster.client import KubeClient
+    from metagpu.plugins.cluster.slice_publisher import SlicePublisher
 
 NODES: Final = "/api/v1/nodes"
 
@@ -79,6 +82,8 @@ class Cluster:
         run_command: RunCommand,
         *,
         call_stats: KubeletCallStats,
+        dra_driver: Callable[[], str],
+        pcie_root: Callable[[Gpu], str | None],
     ) -> None:
         self.config_follower = ConfigFollower(
             settings, registry, follow, self._record, self._trigger
@@ -92,6 +97,9 @@ class Cluster:
         self._settings = settings
         self._registry = registry
         self._call_stats = call_stats
+        self._dra_driver = dra_driver
+        self._pcie_root = pcie_root
+        self._slices: SlicePublisher | None = None
         self._strategies = strategies
         self._run_command = run_command
         self._reconcilers: list[tuple[Feature, Reconciler]] = []
@@ -139,7 +147,7 @@ class Cluster:
         async with library.open_client(kubeconfig, self._run_command, timing) as client:
             removals = self._build_reconcilers(client)
             try:
-                await self._run_tasks()
+                await self._run_tasks(client)
             finally:
                 if self._settings.remove_labels and not self.keeps_labels:
                     with anyio.move_on_after(timing.shutdown_timeout, shield=True):
@@ -164,6 +172,7 @@ class Cluster:
             "features": dict(sorted(problems.items())),
             **self.config_follower.report(),
             **(self._label_sync.report() if self._label_sync else {}),
+            "resourceSlices": self._slices.report() if self._slices else None,
             "competingPlugins": self._competing_pods.report(list(self._registry.snapshot.offers)),
             "nodeDifferences": dict(self._comparison.differences) if self._comparison else {},
             **({"driverUpgrade": self.upgrade_follower.report()} if self.upgrade_follower else {}),
@@ -252,7 +261,7 @@ class Cluster:
         if self._janitor is not None:
             yield self._janitor.feature, self._janitor.reconciler
 
-    async def _run_tasks(self) -> None:
+    async def _run_tasks(self, client: "KubeClient") -> None:
         assert self._node is not None  # noqa: S101 - `_build_reconcilers` has set it
         async with anyio.create_task_group() as group:
             group.start_soon(self._node.run)
@@ -284,10 +293,24 @@ class Cluster:
                 )
             if self._janitor is not None:
                 group.start_soon(self._janitor.watch)
+            group.start_soon(self._publish_slices, client, self._node)
+
+    async def _publish_slices(self, client: "KubeClient", node: WatchedObject) -> None:
+        """Publish ResourceSlices once a pool has the front DRA."""
+        async for used in self._registry.watch(lambda now: bool(now.offers_of(Front.DRA))):
+            if used:
+                break
+        library = await to_thread.run_sync(_load_publisher)
+        self._slices = library.SlicePublisher(
+            client, node, self._registry, self._dra_driver, self._pcie_root
+        )
+        await self._slices.run()
 
     def _trigger(self) -> None:
         for reconciler in self._beside:
             reconciler.trigger()
+        if self._slices is not None:
+            self._slices.reconciler.trigger()
         for feature, reconciler in self._reconcilers:
             if feature not in {Feature.EVENTS, Feature.POD_EVENTS}:
                 reconciler.trigger()
@@ -331,6 +354,13 @@ def _load_client() -> "ModuleType":
     from metagpu.plugins.cluster import client  # noqa: PLC0415 - behind the switch
 
     return client
+
+
+def _load_publisher() -> "ModuleType":
+    """Load the publisher of ResourceSlices, with its computation of devices."""
+    from metagpu.plugins.cluster import slice_publisher  # noqa: PLC0415 - behind the switch
+
+    return slice_publisher
 
 
 def _dropped_by(recorder: EventRecorder | None) -> int:

@@ -17,11 +17,12 @@ import anyio
 import yaml
 from aiohttp import web
 
-from metagpu.sim.apiserver import pod_proxy
+from metagpu.sim.apiserver import pod_proxy, resource_slices
 from metagpu.sim.apiserver.cluster import SimCluster
 from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
 from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection
 from metagpu.sim.apiserver.pod_proxy import SimTokens
+from metagpu.sim.apiserver.resource_slices import SimResourceSlices
 
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
@@ -64,6 +65,7 @@ class SimApiServer(SimCluster):
         rejected: parts of paths whose patches and new objects are invalid.
         failures: answers to the next requests of any kind.
         tokens: the tokens of ServiceAccounts.
+        resource_slices: the slices of DRA drivers.
         nfd: Node Feature Discovery's master, `None` where NFD is not installed.
         nfd_active: whether NFD's master runs.
     """
@@ -71,6 +73,7 @@ class SimApiServer(SimCluster):
     def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
         super().__init__()
         self.store.changed = self.wake
+        self.resource_slices = SimResourceSlices(self.store)
         self.nfd: SimNfd | None = None
         self.nfd_active = True
         self.requests: list[RecordedRequest] = []
@@ -125,7 +128,7 @@ class SimApiServer(SimCluster):
     async def running(self) -> AsyncIterator["SimApiServer"]:
         """Serve on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
-        for path in (_NODE, _PODS, _CONFIG_MAPS):
+        for path in (_NODE, _PODS, _CONFIG_MAPS, resource_slices.PATH):
             app.router.add_get(path, self._list)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
@@ -137,6 +140,7 @@ class SimApiServer(SimCluster):
         for path in (_NODE + "/{name}", _POD, _CLAIMS + "/{name}"):
             app.router.add_get(path, self._get)
         add_routes(app, self.store)
+        self.resource_slices.add_routes(app)
         pod_proxy.add_routes(app, self.store, self.tokens)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()

@@ -126,6 +126,14 @@ def test_one_device_needs_no_counters() -> None:
     assert only["devices"][0].keys() == {"name", "attributes", "capacity"}
 
 
+def test_a_plain_cluster_gets_whole_gpus_alone() -> None:
+    """Without counters the scheduler would allocate a fraction beside the whole GPU."""
+    [[only]] = slices_of(_after(), "n1", "gpu.metagpu.io", plain=True).values()
+
+    assert [it["name"] for it in only["devices"]] == [gpu(0).id.lower()]
+    assert slices_of(_after(text=SIZED), "n1", "gpu.metagpu.io", plain=True) == {}
+
+
 def test_memory_is_consumed_in_units() -> None:
     """Fractions of a size have the capacity `memory`; one unit is the least that anybody takes."""
     [device] = _devices(_after(text=SIZED)).values()

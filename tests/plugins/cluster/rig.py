@@ -44,6 +44,7 @@ class Scene:
     Attributes:
         choices: the received choices, in order.
         refusal: the answer to them.
+        driver: the name of the DRA driver in the configuration.
     """
 
     server: SimApiServer
@@ -52,6 +53,7 @@ class Scene:
     call_stats: KubeletCallStats
     choices: list[ClusterChoice] = field(default_factory=list)
     refusal: str | None = None
+    driver: str = "gpu.metagpu.io"
 
     def offer(self, text: str = "", count: int = 2) -> None:
         """Add GPUs to the node, and offer their shares, which the kubelet lists at once."""
@@ -102,7 +104,12 @@ async def cluster_at_work(
             timing=timing,
         )
         stats = KubeletCallStats()
-        cluster = Cluster(settings, registry, follow, STRATEGIES, run_command, call_stats=stats)
+        cluster = Cluster(
+            *(settings, registry, follow, STRATEGIES, run_command),
+            call_stats=stats,
+            dra_driver=lambda: scene.driver,
+            pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
+        )
         scene = Scene(server, registry, cluster, stats)
         async with anyio.create_task_group() as group:
             group.start_soon(scene.cluster.run)

@@ -1,0 +1,49 @@
+"""The comparison of wanted slices with those that the API server has. Pure.
+
+The API server writes quantities in a form of its own and adds times to taints. It drops fields of
+features that are off, without an error.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+_SUFFIXES: Final = {
+    **{f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", 1)},
+    **{letter: Fraction(1000**power) for power, letter in enumerate("kMGTPE", 1)},
+    "m": Fraction(1, 1000),
+    "": Fraction(1),
+}
+_QUANTITY: Final = re.compile(r"(\d+)([a-zA-Z]{0,2})")
+_OF_THE_SERVER: Final = frozenset(("timeAdded", "generation"))
+"""Fields that differ without a difference: the time of a taint, and the pool's generation."""
+
+
+def comparable(spec: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a spec in which equal contents are equal values."""
+    if isinstance(spec, Mapping):
+        return {key: comparable(it) for key, it in spec.items() if key not in _OF_THE_SERVER}
+    if isinstance(spec, list | tuple):
+        return [comparable(it) for it in spec]
+    if isinstance(spec, str) and (found := _QUANTITY.fullmatch(spec)) and found[2] in _SUFFIXES:
+        return int(found[1]) * _SUFFIXES[found[2]]
+    return spec
+
+
+def dropped_fields(sent: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
+    """Return the paths of fields that were sent and are missing in the answer, in order."""
+    return list(dict.fromkeys(_missing(sent, answer, "")))
+
+
+def _missing(sent: Any, answer: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    if isinstance(sent, Mapping) and isinstance(answer, Mapping):
+        for key, it in sent.items():
+            place = f"{path}.{key}" if path else key
+            if it and not answer.get(key):
+                yield place
+            else:
+                yield from _missing(it, answer.get(key), place)
+    elif isinstance(sent, list | tuple) and isinstance(answer, list | tuple):
+        for one, other in zip(sent, answer, strict=False):
+            yield from _missing(one, other, f"{path}[]")

@@ -1,0 +1,279 @@
+"""The publisher of ResourceSlices: keeps them as the snapshot wants them.
+
+The kubelet deletes the slices of all drivers when it starts, and people may edit them: the
+publisher watches its own slices. Loaded only where a pool has the front DRA.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import msgspec
+import structlog
+from anyio import to_thread
+
+from metagpu.core.devices.comparison import comparable, dropped_fields
+from metagpu.core.devices.slices import SliceSpec, gpu_slices
+from metagpu.core.errors import ClusterError
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.offers import Front
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.core.state.events import LayoutApplied
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.node_object import KubeObject
+from metagpu.plugins.cluster.reconciler import Reconciler
+from metagpu.plugins.cluster.resource_slices import (
+    SLICES,
+    OwnSlices,
+    generation_of,
+    pool_of,
+    slice_name,
+    slice_object,
+)
+from metagpu.plugins.cluster.watch import WatchedObject
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.client import KubeClient
+
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
+_INVALID: Final = 422
+_NEEDED: Final = frozenset(("sharedCounters", "consumesCounters", "allowMultipleAllocations"))
+"""Fields without which the scheduler would allocate devices that exclude each other."""
+
+log = structlog.get_logger()
+
+
+_Rendered = dict[GpuId, tuple[tuple[object, ...], tuple[SliceSpec, ...]]]
+"""The slices of each GPU, with all that they were computed from."""
+
+
+class SliceTiming(msgspec.Struct, frozen=True):
+    """The delays of the publisher, in seconds.
+
+    Attributes:
+        edited: before a slice that somebody edited is written again; a deleted one is at once.
+        burst: writes of one GPU's pool that may follow each other at once.
+        rate: writes of one GPU's pool a second, after these.
+    """
+
+    edited: float = 30.0
+    burst: float = 4.0
+    rate: float = 2.0
+
+
+class _Published(msgspec.Struct, frozen=True):
+    """The slices of a pool as they were written, and the API server's answers."""
+
+    specs: tuple[SliceSpec, ...]
+    answers: tuple[KubeObject, ...]
+
+
+@dataclass(eq=False)
+class SlicePublisher:
+    """Compares the slices of each GPU with the snapshot, and writes the pools that differ.
+
+    Attributes:
+        node: the Node, which owns the slices.
+        driver: returns the name of the DRA driver.
+        pcie_root: returns the PCIe root complex of a GPU, `None` if unknown; blocks.
+        dropped: the fields that the API server dropped from what it was sent.
+    """
+
+    client: "KubeClient"
+    node: WatchedObject
+    registry: Registry
+    driver: Callable[[], str]
+    pcie_root: Callable[[Gpu], str | None]
+    timing: SliceTiming = field(default_factory=SliceTiming)
+    dropped: tuple[str, ...] = ()
+    _published: dict[str, _Published] = field(default_factory=dict)
+    _edited: dict[str, float] = field(default_factory=dict)
+    _roots: dict[GpuId, str | None] = field(default_factory=dict)
+    _rendered: _Rendered = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rate, burst = self.timing.rate, self.timing.burst
+        self._buckets = defaultdict[str, TokenBucket](lambda: TokenBucket(burst, rate))
+        self.own = OwnSlices(self.client, self.node.name, self._on_change)
+        self.reconciler = Reconciler("resource slices", self.reconcile, self.client.timing)
+
+    async def run(self) -> None:
+        """Publish the slices until cancelled."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.own.run)
+            group.start_soon(self.reconciler.run)
+            group.start_soon(self._follow_layout)
+            async for _ in self.registry.watch(_watched):
+                self.reconciler.trigger()
+
+    def report(self) -> Mapping[str, Any]:
+        """Return the number of pools that are published, and what keeps others from being so."""
+        problem = self.reconciler.problem or self.own.problem or self._dropped_problem
+        return {"pools": len(self._published), "problem": problem}
+
+    async def reconcile(self) -> float | None:
+        """Write what differs; return the seconds until more is to be written."""
+        snapshot, node = self.registry.snapshot, self.node.object
+        if not self.own.known or node is None or not snapshot.offers:
+            return None  # before a layout is applied, slices of an earlier daemon stay
+        wanted = await self._wanted(snapshot)
+        waits, refused = list[float | None](), list[ClusterError]()
+        for specs in wanted.values():
+            try:
+                waits.append(await self._reconcile_pool(specs, node))
+            except ClusterError as error:
+                if error.status != _INVALID:
+                    raise
+                refused.append(error)  # the pools of other GPUs are published
+        if not snapshot.unreadable_gpus:  # one of them may be a GPU that had slices
+            await self._delete_leftovers(wanted.values())
+        if refused:
+            raise refused[0]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    async def _wanted(self, snapshot: Snapshot) -> Mapping[GpuId, tuple[SliceSpec, ...]]:
+        """Return the wanted slices; those of a GPU without a change are the same objects."""
+        for gpu, state in snapshot.gpus.items():
+            if gpu not in self._roots:
+                self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
+
+        driver, plain = self.driver(), not _NEEDED.isdisjoint(self._dropped_names)
+        rendered = {}
+        for gpu, state in snapshot.gpus.items():
+            parts = (state, snapshot.offers, snapshot.versions, driver, plain)
+            known = self._rendered.get(gpu)
+            if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+                root, node = self._roots[gpu], self.node.name
+                known = parts, gpu_slices(snapshot, gpu, node, driver, root, plain=plain)
+            rendered[gpu] = known
+        self._rendered = rendered
+        return {gpu: specs for gpu, (_, specs) in rendered.items() if specs}
+
+    async def _reconcile_pool(self, specs: tuple[SliceSpec, ...], node: KubeObject) -> float | None:
+        """Write the slices of a pool if they differ; return the seconds until that may be done."""
+        pool, now = specs[0]["pool"]["name"], anyio.current_time()
+        found = [self.own.objects.get(slice_name(it, number)) for number, it in enumerate(specs)]
+        present = [it for it in found if it is not None]
+        if len(present) == len(specs) and self._is_published(pool, specs, present):
+            return None
+
+        published = self._published.get(pool)
+        if published is not None and published.specs == specs and len(present) == len(specs):
+            wait = self._edited.get(pool, now) - now
+            if wait > 0:
+                return wait
+        wait = self._buckets[pool].wait(now)
+        if wait > 0:
+            return wait
+        self._buckets[pool].take(now)
+        self._published.pop(pool, None)
+        await self._write(pool, specs, node)
+        return None
+
+    def _is_published(
+        self, pool: str, specs: tuple[SliceSpec, ...], present: Sequence[KubeObject]
+    ) -> bool:
+        """Return whether the API server has these slices, as far as it takes them."""
+        published = self._published.get(pool)
+        if published is not None and published.specs == specs:
+            wanted: Sequence[Any] = [it["spec"] for it in published.answers]
+            if all(a is b for a, b in zip(present, published.answers, strict=True)):
+                return True
+        else:
+            wanted = specs
+        same_generation = len({generation_of(it) for it in present}) == 1
+        if not same_generation or comparable(wanted) != comparable([it["spec"] for it in present]):
+            return False
+        self._published[pool] = _Published(specs, tuple(present))
+        return True
+
+    async def _write(self, pool: str, specs: tuple[SliceSpec, ...], node: KubeObject) -> None:
+        """Write all slices of a pool in its next generation, and delete what is left of it."""
+        before = self.own.in_pool(specs[0]["driver"], pool)
+        generation = max(map(generation_of, before.values()), default=0) + 1
+        answers, dropped = [], list(self.dropped)
+        for number, spec in enumerate(specs):
+            wanted = slice_object(spec, number, generation, node)
+            answers.append(answer := await self._put(wanted))
+            dropped += dropped_fields(wanted["spec"], answer["spec"])
+        for name in before.keys() - {it["metadata"]["name"] for it in answers}:
+            await self._delete(name)
+        self._published[pool] = _Published(specs, tuple(answers))
+        self._edited.pop(pool, None)
+        self._set_dropped(tuple(dict.fromkeys(dropped)))
+
+    async def _put(self, wanted: KubeObject) -> KubeObject:
+        """Create or replace a slice; return the answer."""
+        name = wanted["metadata"]["name"]
+        try:
+            if name in self.own.objects:
+                answer = await self.client.call("PUT", f"{SLICES}/{name}", body=wanted)
+            else:
+                answer = await self.client.call("POST", SLICES, body=wanted)
+        except ClusterError as error:
+            if error.status == _NOT_FOUND:
+                self.own.objects.pop(name, None)  # the next attempt creates it
+            elif error.status == _CONFLICT:
+                self.own.objects[name] = wanted  # the next attempt replaces it
+            raise
+        self.own.objects[name] = answer
+        return answer
+
+    async def _delete(self, name: str) -> None:
+        try:
+            await self.client.call("DELETE", f"{SLICES}/{name}")
+        except ClusterError as error:
+            if error.status != _NOT_FOUND:
+                raise
+        self.own.objects.pop(name, None)
+
+    async def _delete_leftovers(self, wanted: Iterable[tuple[SliceSpec, ...]]) -> None:
+        """Delete the slices of GPUs that are published no more, or under another driver."""
+        pools = {(specs[0]["driver"], specs[0]["pool"]["name"]) for specs in wanted}
+        for name, it in list(self.own.objects.items()):
+            if (it["spec"]["driver"], pool_of(it)) not in pools:
+                await self._delete(name)
+                self._published.pop(pool_of(it), None)
+
+    def _set_dropped(self, dropped: tuple[str, ...]) -> None:
+        if dropped == self.dropped:
+            return
+        self.dropped = dropped
+        log.warning("api server dropped fields of resource slices", problem=self._dropped_problem)
+        self.reconciler.trigger()
+
+    @property
+    def _dropped_names(self) -> frozenset[str]:
+        return frozenset(path.rpartition(".")[2] for path in self.dropped)
+
+    @property
+    def _dropped_problem(self) -> str:
+        if not self.dropped:
+            return ""
+        alone = "; whole GPUs alone are published" if _NEEDED & self._dropped_names else ""
+        return (
+            f"the API server dropped {', '.join(self.dropped)} from ResourceSlices{alone}: use "
+            "Kubernetes 1.36 or newer, with the feature gates DRAPartitionableDevices, "
+            "DRAConsumableCapacity and DRADeviceTaints on"
+        )
+
+    def _on_change(self, pool: str) -> None:
+        if pool:
+            self._edited[pool] = anyio.current_time() + self.timing.edited
+        self.reconciler.trigger()
+
+    async def _follow_layout(self) -> None:
+        """Reconcile after a reload, which may change the driver's name alone."""
+        with self.registry.events.subscribe(LayoutApplied) as events:
+            async for _ in events:
+                self.reconciler.trigger()
+
+
+def _watched(snapshot: Snapshot) -> tuple[object, ...]:
+    states: Iterable[GpuState] = snapshot.gpus.values()
+    dra = tuple(it for it in states if it.front is Front.DRA)
+    return dra, snapshot.versions, bool(snapshot.offers), bool(snapshot.unreadable_gpus)

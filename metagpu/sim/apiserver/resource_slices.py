@@ -1,0 +1,96 @@
+"""ResourceSlices of a simulated API server, as far as a driver writes them.
+
+Follows Kubernetes 1.36. Fields of features that are off are dropped without an error.
+"""
+
+import copy
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from aiohttp import web
+
+from metagpu.sim.apiserver.objects import ApiError, Key, Object, ObjectStore
+
+PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
+_KIND: Final = "resourceslices"
+_WRITTEN_AT: Final = "2026-11-23T03:00:00Z"
+
+
+@dataclass
+class SimResourceSlices:
+    """The collection of ResourceSlices.
+
+    Attributes:
+        dropped: the fields of features that are off, as `consumesCounters`.
+        refused: the pools whose slices are not valid.
+    """
+
+    store: ObjectStore
+    dropped: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+    def put(self, name: str, body: Object) -> Object:
+        """Create or replace a slice.
+
+        Raises:
+            ApiError: the slice is not valid, or changes what cannot be changed.
+        """
+        content, key = self._stored(body), (_KIND, "", name)
+        spec = content["spec"]
+        if spec["pool"]["name"] in self.refused:
+            raise ApiError(422, "Invalid", "spec: a test made it invalid")
+        if spec.get("sharedCounters") and spec.get("devices"):
+            raise ApiError(422, "Invalid", "spec: only one of sharedCounters and devices")
+        if (before := self.store.objects.get(key)) is not None:
+            content["metadata"]["uid"] = before["metadata"]["uid"]
+            fixed = [
+                (it["driver"], it["nodeName"], it["pool"]["name"]) for it in (before["spec"], spec)
+            ]
+            if fixed[0] != fixed[1]:
+                raise ApiError(422, "Invalid", "spec: driver, nodeName and pool.name are immutable")
+        return self.store.put(key, content)
+
+    def add_routes(self, app: web.Application) -> None:
+        """Add the routes of writes and deletions."""
+        app.router.add_post(PATH, self._create)
+        app.router.add_put(PATH + "/{name}", self._replace)
+        app.router.add_delete(PATH + "/{name}", self._delete)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        name = body["metadata"]["name"]
+        if (_KIND, "", name) in self.store.objects:
+            raise ApiError(409, "AlreadyExists", f'resourceslices "{name}" already exists')
+        return web.json_response(self.put(name, body), status=201)
+
+    async def _replace(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        self.store.get_object(_key(name))
+        return web.json_response(self.put(name, json.loads(await request.read())))
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        it = self.store.get_object(_key(request.match_info["name"]))
+        self.store.delete(_key(request.match_info["name"]))
+        return web.json_response(it)
+
+    def _stored(self, body: Object) -> Object:
+        content = copy.deepcopy(body)
+        content["spec"] = self._without_dropped(content["spec"])
+        for device in content["spec"].get("devices") or ():
+            for taint in device.get("taints") or ():
+                taint["timeAdded"] = _WRITTEN_AT
+        return content
+
+    def _without_dropped(self, value: Any) -> Any:  # noqa: ANN401 - any JSON
+        if isinstance(value, dict):
+            return {
+                key: self._without_dropped(it)
+                for key, it in value.items()
+                if key not in self.dropped
+            }
+        return [self._without_dropped(it) for it in value] if isinstance(value, list) else value
+
+
+def _key(name: str) -> Key:
+    return _KIND, "", name

@@ -1,0 +1,203 @@
+"""ResourceSlices at the API server: written, kept, and as few writes as that takes."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from metagpu.core.model.shares import Fault, ResourceClaimRef
+from metagpu.core.state.events import LayoutApplied
+from metagpu.core.state.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpuUncordoned,
+    SharesClaimed,
+)
+from metagpu.plugins.cluster.settings import Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.core.devices.test_devices import FOUR
+from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
+from tests.rigs.build import gpu, pool
+from tests.rigs.waiting import becomes, skip
+
+COLLECTION = "resourceslices"
+UUIDS = tuple(gpu(n).id for n in range(2))
+PATH = "/apis/resource.k8s.io/v1/resourceslices"
+
+
+def slices(server: SimApiServer, index: int) -> list[Mapping[str, Any]]:
+    """Return the specs of a GPU's slices, in the order of their names."""
+    name = f"{NODE}/{UUIDS[index].lower()}"
+    found = [(key[2], it) for key, it in server.store.objects.items() if key[0] == COLLECTION]
+    return [it["spec"] for _, it in sorted(found) if it["spec"]["pool"]["name"] == name]
+
+
+def names(server: SimApiServer) -> list[str]:
+    """Return the names of all slices."""
+    return sorted(key[2] for key in server.store.objects if key[0] == COLLECTION)
+
+
+def generations(server: SimApiServer, index: int) -> list[int]:
+    """Return the generations of a GPU's slices."""
+    return [it["pool"]["generation"] for it in slices(server, index)]
+
+
+def taints(server: SimApiServer, index: int) -> set[str]:
+    """Return the keys of all taints of a GPU's devices."""
+    devices = [it for spec in slices(server, index) for it in spec.get("devices", ())]
+    return {taint["key"] for it in devices for taint in it.get("taints", ())}
+
+
+def writes(server: SimApiServer) -> list[str]:
+    """Return the writes of slices, in order."""
+    return [
+        f"{it.method} {it.target.rpartition('/')[2]}"
+        for it in server.requests
+        if it.method != "GET" and COLLECTION in it.target
+    ]
+
+
+@asynccontextmanager
+async def publishing(
+    tmp_path: Path, text: str = FOUR, server: SimApiServer | None = None
+) -> AsyncIterator[Scene]:
+    """Run the cluster plugin until the block ends, from the moment its slices are there."""
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer(text)
+        await it.server.until(lambda: slices(it.server, 0) and slices(it.server, 1))
+        await it.server.until(lambda: len(slices(it.server, 1)) == len(slices(it.server, 0)))
+        yield it
+
+
+async def test_each_gpu_gets_a_pool_of_the_nodes_own(tmp_path: Path) -> None:
+    """The Node owns counters and devices; what changes nothing in them writes nothing."""
+    async with publishing(tmp_path) as it:
+        counters, devices = slices(it.server, 0)
+        assert counters["sharedCounters"]
+        assert len(devices["devices"]) == 4
+        assert devices["devices"][0]["attributes"]["resource.kubernetes.io/pcieRoot"]
+        assert generations(it.server, 0) == generations(it.server, 1) == [1, 1]
+
+        owner = it.server.store.objects[COLLECTION, "", names(it.server)[0]]["metadata"]
+        assert owner["ownerReferences"][0]["uid"] == it.server.node(NODE)["metadata"]["uid"]
+        assert len(writes(it.server)) == 4
+        it.registry.events.publish(LayoutApplied())
+        claim = ResourceClaimRef("ns", "a", "u")
+        it.registry.apply(SharesClaimed(_some(it), at=1, resource_claim=claim))
+        await anyio.sleep(0.15)
+        assert len(writes(it.server)) == 4
+
+
+def _some(it: Scene) -> tuple[Any, ...]:
+    return it.registry.snapshot.gpus[UUIDS[0]].shares[1:3]
+
+
+async def test_a_change_of_one_gpu_writes_its_pool_alone(tmp_path: Path) -> None:
+    """A fault taints every device of the GPU in the next generation; churn is conflated."""
+    async with publishing(tmp_path) as it:
+        it.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
+        await it.server.until(lambda: taints(it.server, 1) == {"metagpu.io/unhealthy"})
+        assert generations(it.server, 1) == [2, 2]
+        assert (generations(it.server, 0), taints(it.server, 0)) == ([1, 1], set())
+
+        before = len(writes(it.server))
+        for number in range(200):
+            change = (
+                GpuCordoned(UUIDS[1], f"{number}", 1) if number % 2 else GpuUncordoned(UUIDS[1], 1)
+            )
+            it.registry.apply(change)
+            await anyio.sleep(0.001)
+        await it.server.until(lambda: "metagpu.io/cordoned" in taints(it.server, 1))
+        assert len(writes(it.server)) - before <= 2 * 4
+
+
+async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
+    """The kubelet deletes all slices of its node when it starts, also after a registration."""
+    async with publishing(tmp_path) as it:
+        before = names(it.server)
+        for name in before:
+            it.server.store.delete((COLLECTION, "", name))
+        with anyio.fail_after(3):
+            await it.server.until(lambda: names(it.server) == before)
+        assert set(writes(it.server)) == {"POST resourceslices"}
+
+
+async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) -> None:
+    """Somebody who edits a slice sees the effect for half a minute."""
+    async with publishing(tmp_path) as it:
+        name = names(it.server)[1]
+        edited = it.server.store.objects[COLLECTION, "", name]
+        devices = edited["spec"]["devices"][:1]
+        it.server.store.put(
+            (COLLECTION, "", name), {**edited, "spec": {**edited["spec"], "devices": devices}}
+        )
+        await anyio.sleep(0.4)  # the reconciler waits for the end of half a minute
+        assert len(slices(it.server, 0)[1]["devices"]) == 1
+
+        skip(31)
+        await becomes(lambda: len(slices(it.server, 0)[1]["devices"]) == 4)
+        assert generations(it.server, 0) == [2, 2]
+
+
+async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
+    """Slices of before that are as wanted stay, whatever their generation; others go."""
+    async with publishing(tmp_path) as first:
+        first.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await first.server.until(lambda: generations(first.server, 0) == [2, 2])
+        first.registry.apply(GpuUncordoned(UUIDS[0], 1))
+        await first.server.until(lambda: generations(first.server, 0) == [3, 3])
+    server, count = first.server, len(writes(first.server))
+
+    async with publishing(tmp_path, server=server) as second:
+        await anyio.sleep(0.2)
+        assert len(writes(server)) == count
+
+        second.driver = "gpu.example.com"
+        second.registry.events.publish(LayoutApplied())
+        await server.until(lambda: all("gpu.example.com" in name for name in names(server)))
+        assert len(names(server)) == 4
+
+
+async def test_a_pool_of_another_front_takes_its_slices_back(tmp_path: Path) -> None:
+    """After a reload to the device plugin API nothing is published."""
+    async with publishing(tmp_path) as it:
+        it.offer(pool())
+        await it.server.until(lambda: not names(it.server))
+
+
+async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path) -> None:
+    """What was dropped is reported, once; a fraction beside a whole GPU is not published."""
+    server = SimApiServer()
+    server.resource_slices.dropped = {"sharedCounters", "consumesCounters", "requestPolicy"}
+    async with publishing(tmp_path, server=server) as it:
+        await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
+        [only] = slices(server, 0)
+        assert [device["name"] for device in only["devices"]] == [UUIDS[0].lower()]
+        problem = it.cluster.report()["resourceSlices"]["problem"]
+        assert problem.startswith(
+            "the API server dropped sharedCounters, devices[].consumesCounters, "
+            "devices[].capacity.shares.requestPolicy"
+        )
+        assert "use Kubernetes 1.36 or newer" in problem
+        count = len(writes(server))
+        it.registry.events.publish(LayoutApplied())
+        await anyio.sleep(0.2)
+        assert len(writes(server)) == count
+
+
+async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path: Path) -> None:
+    """The pools of other GPUs are published, and the problem is reported."""
+    server = SimApiServer()
+    server.resource_slices.refused.add(f"{NODE}/{UUIDS[0].lower()}")
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer(FOUR)
+        await server.until(lambda: len(slices(server, 1)) == 2)
+        await becomes(lambda: "a test made it invalid" in _problem(it))
+        server.resource_slices.refused.clear()
+        await server.until(lambda: len(slices(server, 0)) == 2)
+
+
+def _problem(it: Scene) -> str:
+    return str((it.cluster.report()["resourceSlices"] or {}).get("problem"))
