@@ -9,7 +9,7 @@ _DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 def read_pcie_root(gpu: Gpu, devices: Path = _DEVICES) -> str | None:
-    """Return the PCIe root complex of a GPU, as `pci0000:00`; `None` if the kernel shows none."""
+    """Return the PCIe root complex of a GPU, as `pci0000:00`, if the kernel shows it."""
     if not gpu.pci_bus_id:
         return None
     shown = (devices / gpu.pci_bus_id).resolve()

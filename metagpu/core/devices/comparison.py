@@ -32,7 +32,7 @@ def comparable(spec: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def dropped_fields(sent: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
-    """Return the paths of fields that were sent and are missing in the answer, in order."""
+    """Return the paths of fields that were sent and are not in the answer."""
     return list(dict.fromkeys(_missing(sent, answer, "")))
 
 

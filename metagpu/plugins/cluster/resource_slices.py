@@ -23,7 +23,7 @@ class OwnSlices(Informer):
             after a deletion and a list.
 
     Attributes:
-        objects: the slices by name. Whoever writes one puts the answer here.
+        objects: the slices by name. The writer of one puts the answer here.
         known: whether the API server has answered yet.
     """
 
@@ -72,7 +72,7 @@ def slice_name(spec: Mapping[str, Any], number: int) -> str:
 def slice_object(
     spec: Mapping[str, Any], number: int, generation: int, node: KubeObject
 ) -> KubeObject:
-    """Return the ResourceSlice of a spec in a generation of its pool; the Node owns it."""
+    """Return the ResourceSlice of a spec in a generation of its pool."""
     owner = {
         "apiVersion": "v1",
         "kind": "Node",

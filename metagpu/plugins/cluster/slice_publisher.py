@@ -74,7 +74,7 @@ class _Published(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class SlicePublisher:
-    """Compares the slices of each GPU with the snapshot, and writes the pools that differ.
+    """Compares the slices of each GPU with the snapshot, and writes what differs.
 
     Attributes:
         node: the Node, which owns the slices.
@@ -111,7 +111,7 @@ class SlicePublisher:
                 self.reconciler.trigger()
 
     def report(self) -> Mapping[str, Any]:
-        """Return the number of pools that are published, and what keeps others from being so."""
+        """Return the number of published pools, and the problem with others."""
         problem = self.reconciler.problem or self.own.problem or self._dropped_problem
         return {"pools": len(self._published), "problem": problem}
 
@@ -136,7 +136,7 @@ class SlicePublisher:
         return min((wait for wait in waits if wait is not None), default=None)
 
     async def _wanted(self, snapshot: Snapshot) -> Mapping[GpuId, tuple[SliceSpec, ...]]:
-        """Return the wanted slices; those of a GPU without a change are the same objects."""
+        """Return the wanted slices, the same objects for a GPU without a change."""
         for gpu, state in snapshot.gpus.items():
             if gpu not in self._roots:
                 self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
@@ -154,7 +154,7 @@ class SlicePublisher:
         return {gpu: specs for gpu, (_, specs) in rendered.items() if specs}
 
     async def _reconcile_pool(self, specs: tuple[SliceSpec, ...], node: KubeObject) -> float | None:
-        """Write the slices of a pool if they differ; return the seconds until that may be done."""
+        """Write a pool that differs; return the seconds until that may be done."""
         pool, now = specs[0]["pool"]["name"], anyio.current_time()
         found = [self.own.objects.get(slice_name(it, number)) for number, it in enumerate(specs)]
         present = [it for it in found if it is not None]

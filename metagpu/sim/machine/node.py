@@ -171,7 +171,7 @@ class SimNode:
         return int(pynvml.NVML_TOPOLOGY_NODE if near else pynvml.NVML_TOPOLOGY_SYSTEM)
 
     def pcie_root(self, gpu: GpuId) -> str | None:
-        """Return the PCIe root complex of a GPU; those on one PCI switch have the same one."""
+        """Return the PCIe root complex of a GPU: that of its PCI switch."""
         found = next((it for it in self.all_gpus if it.id == gpu), None)
         return None if found is None else f"pci0000:{16 * found.pci_switch:02x}"
 

@@ -16,7 +16,7 @@ from metagpu.core.devices.comparison import comparable, dropped_fields
     ],
 )
 def test_another_spelling_is_no_difference(ours: object, theirs: object) -> None:
-    """What the API server rewrites is equal; otherwise every comparison would write."""
+    """Values that the API server rewrites are equal: no comparison writes them again."""
     assert comparable(ours) == comparable(theirs)
 
 

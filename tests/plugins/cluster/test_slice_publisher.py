@@ -168,7 +168,7 @@ async def test_a_pool_of_another_front_takes_its_slices_back(tmp_path: Path) -> 
 
 
 async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path) -> None:
-    """What was dropped is reported, once; a fraction beside a whole GPU is not published."""
+    """Dropped fields are reported, and no fraction is published beside a whole GPU."""
     server = SimApiServer()
     server.resource_slices.dropped = {"sharedCounters", "consumesCounters", "requestPolicy"}
     async with publishing(tmp_path, server=server) as it:
