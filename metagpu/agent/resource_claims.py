@@ -15,6 +15,7 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
+from metagpu.plugins.cluster.node_patch import MERGE_PATCH
 from metagpu.plugins.cluster.settings import ClusterSettings
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class ResourceClaims:
             backend=manager.backend,
             ensure_cdi_names=manager.cdi_file.ensure_names,
             read_claim=self._read_claim,
+            annotate_pod=self._annotate_pod,
         )
 
     async def _serve(self, driver: str) -> None:
@@ -132,3 +134,9 @@ class ResourceClaims:
             raise ClusterError(_NO_API_SERVER)
         path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
         return await self._client.call("GET", path)
+
+    async def _annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
+        if self._client is not None:
+            path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+            body = {"metadata": {"annotations": {key: value}}}
+            await self._client.call("PATCH", path, body=body, content=MERGE_PATCH)

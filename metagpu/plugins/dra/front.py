@@ -21,6 +21,7 @@ from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
+from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries
 from metagpu.plugins.dra.service import SERVICE, DraService
 from metagpu.plugins.kubelet.granting import EnsureCdiNames
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
@@ -45,6 +46,7 @@ class DraFront:
         backend: finds the backend of a resource.
         ensure_cdi_names: makes names of the node's CDI specification known.
         read_claim: reads a ResourceClaim from the API server.
+        annotate_pod: annotates a pod at the API server.
         timing: of the registration.
     """
 
@@ -56,6 +58,7 @@ class DraFront:
     backend: Callable[[ResourceName], Backend]
     ensure_cdi_names: EnsureCdiNames
     read_claim: ReadResourceClaim
+    annotate_pod: AnnotatePod
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
 
     def __post_init__(self) -> None:
@@ -69,6 +72,7 @@ class DraFront:
             files=self._files,
             ensure_cdi_names=self.ensure_cdi_names,
         )
+        self.retries = PreparationRetries(self.registry, self.preparer, self.annotate_pod)
         self.registration = DraRegistration(
             self.driver, self.kubelet_root, (SERVICE,), self._methods, self.timing
         )
@@ -76,7 +80,9 @@ class DraFront:
     async def run(self) -> None:
         """Begin with the leases of before, then serve until cancelled."""
         await self.restore()
-        await self.registration.run()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.retries.run)
+            await self.registration.run()
 
     def report(self) -> Mapping[str, Any]:
         """Return the state of the registration and the number of prepared claims."""

@@ -11,19 +11,26 @@ import anyio
 import msgspec
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.devices.devices import Device, find_device, pool_name
+from metagpu.core.contracts.capabilities import Provisions
+from metagpu.core.devices.devices import Device, find_device
 from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts, RequestError
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
-from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
+from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.claim_files import ClaimFiles
-from metagpu.plugins.dra.resource_claim import AllocatedDevice, ReadResourceClaim, parse_allocation
+from metagpu.plugins.dra.resource_claim import (
+    AllocatedDevice,
+    Allocation,
+    ReadResourceClaim,
+    parse_allocation,
+)
 from metagpu.plugins.kubelet.availability import refuse_unavailable
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
+from metagpu.plugins.kubelet.provisioning import is_provisioned
 
 if TYPE_CHECKING:
     from metagpu.core.grants.grant import Grant
@@ -64,6 +71,7 @@ class ClaimPreparer:
     """Prepares and unprepares the ResourceClaims of this node.
 
     Attributes:
+        refused: the allocations of claims that could not be prepared for a reason that may end.
         prepared: the devices of each prepared claim, by its uid; after a start, as the kubelet's
             account has them.
 
@@ -91,6 +99,7 @@ class ClaimPreparer:
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self.prepared: dict[str, tuple[PreparedDevice, ...]] = {}
+        self.refused: dict[ResourceClaimRef, Allocation] = {}
         self._registry = registry
         self._driver = driver
         self._node = node
@@ -114,10 +123,16 @@ class ClaimPreparer:
             found = await self._read_claim(claim)
             allocation = parse_allocation(claim, found, self._driver)
             until = self._clock() + LONGEST
-            parts, fresh = await self._lease_soon(claim, allocation.results)
+            self.refused.pop(claim, None)
+            try:
+                parts, fresh = await self._lease_soon(claim, allocation.results)
+            except RequestError:
+                self.refused[claim] = allocation
+                raise
             try:
                 devices = await self._grant(claim, parts, until - self._clock())
             except ProvisioningLasts:
+                self.refused[claim] = allocation
                 raise  # the leases stay: the next call finds the hardware made
             except Exception:
                 self._release(fresh)
@@ -125,11 +140,27 @@ class ClaimPreparer:
             self.prepared[claim.uid] = devices
             return devices
 
+    def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
+        """Return whether a refused claim would be prepared now."""
+        snapshot = self._registry.snapshot
+        try:
+            parts, _ = self._plan(claim, allocation.results)
+        except RequestError:
+            return False
+        return all(
+            is_provisioned(share, snapshot)
+            for part in parts
+            if isinstance(self._backend(part.device.resource), Provisions)
+            for share in part.shares
+            if share.id in snapshot.gpus[share.gpu].leases
+        )
+
     async def unprepare(self, claim: ResourceClaimRef) -> None:
         """End the leases of a claim; of one that is not prepared, there are none."""
         async with (turn := self._turns[claim.uid]):
             self._release(self._leased(claim.uid, self._registry.snapshot))
             self.prepared.pop(claim.uid, None)
+            self.refused.pop(claim, None)
             await self._files.remove(claim.uid)
         if not turn.locked():
             self._turns.pop(claim.uid, None)
@@ -142,7 +173,6 @@ class ClaimPreparer:
         The scheduler has a device back as soon as its claim is unprepared: its GPU may still be
         cleaned. The kubelet repeats a refused call only a minute later.
         """
-        pools = {result.pool for result in results}
         refusal: RequestError | None = None
         with anyio.move_on_after(LONGEST):
             async for now in self._registry.watch(lambda now: now):
@@ -150,14 +180,28 @@ class ClaimPreparer:
                     return self._lease(claim, results)
                 except RequestError as error:
                     refusal = error
-                    states = (it for gpu, it in now.gpus.items() if self._pool(gpu) in pools)
-                    if not any(map(_changes_soon, states)):
+                    if not self._ends_soon(claim, results, now):
                         raise
         assert refusal is not None  # noqa: S101 - the first look came before any wait
         raise refusal
 
-    def _pool(self, gpu: GpuId) -> str:
-        return pool_name(self._node, gpu)
+    def _ends_soon(
+        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice], now: Snapshot
+    ) -> bool:
+        """Return whether the reason of a refusal ends by itself: no lease is in the way."""
+        soon = False
+        for result in results:
+            try:
+                device = find_device(now, self._node, result.pool, result.device)
+            except RequestError:
+                return False
+            state = now.gpus[device.gpu]
+            others = [it.share for it in state.leases.values() if it.resource_claim != claim]
+            possible = [it for it in device.shares if not any(conflicts(it, o) for o in others)]
+            if len(possible) < device.count_shares(result.consumed(device.capacity_name)):
+                return False
+            soon = soon or _changes_soon(state)
+        return soon
 
     def _lease(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
@@ -169,15 +213,26 @@ class ClaimPreparer:
         Raises:
             RequestError: some of them cannot be had now; then none is claimed.
         """
+        parts, own = self._plan(claim, results)
+        chosen = tuple(share for part in parts for share in part.shares)
+        self._registry.apply(SharesClaimed(chosen, self._clock(), resource_claim=claim))
+        return parts, [share for share in chosen if share.id not in own]
+
+    def _plan(
+        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
+    ) -> tuple[list[_Part], Mapping[ShareId, Share]]:
+        """Choose shares for all results; return those that the claim has already too.
+
+        Raises:
+            RequestError: some of them cannot be had now.
+        """
         snapshot = self._registry.snapshot
         own = {share.id: share for share in self._leased(claim.uid, snapshot)}
         parts: list[_Part] = []
         for result in results:
             taken = {share.id for part in parts for share in part.shares}
             parts.append(self._choose(result, snapshot, own, taken))
-        chosen = tuple(share for part in parts for share in part.shares)
-        self._registry.apply(SharesClaimed(chosen, self._clock(), resource_claim=claim))
-        return parts, [share for share in chosen if share.id not in own]
+        return parts, own
 
     def _choose(
         self,
@@ -277,12 +332,13 @@ class ClaimPreparer:
 
 
 def _changes_soon(state: GpuState) -> bool:
-    """Return whether a GPU is being cleaned or made ready, or a free device is being checked."""
+    """Return whether a GPU is being cleaned, made ready, or checked."""
     if not state.verdict.healthy or state.cordon is not None:
         return False
     return (
         bool(state.cleaning)
         or any(it.reason == NOT_READY for it in state.suspended.values())
+        or any(it.delayed for it in state.provisioned.values())
         or any(
             not device.idle and share not in state.leases
             for it in state.provisioned.values()

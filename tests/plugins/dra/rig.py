@@ -135,6 +135,8 @@ class DraNode(KubeletCalls):
 
     registry: Registry = field(default_factory=Registry)
     claims: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    annotated: list[str] = field(default_factory=list)
+    denied: bool = False
     reads: int = 0
 
     def __post_init__(self) -> None:
@@ -151,6 +153,7 @@ class DraNode(KubeletCalls):
             backend=lambda resource: self.layout.backends[resource],
             ensure_cdi_names=no_cdi,
             read_claim=self.read_claim,
+            annotate_pod=self.annotate_pod,
             timing=RegistrationTiming(poll=0.02),
         )
 
@@ -167,6 +170,13 @@ class DraNode(KubeletCalls):
         if found is None:
             raise ClusterError(f"the API server answers 404: {ref.name} not found")
         return found
+
+    async def annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
+        """Set an annotation of a pod, as the API server would; a kubelet sees it at once."""
+        assert value
+        self.annotated.append(f"{namespace}/{pod}: {key}")
+        if self.denied:
+            raise ClusterError("the API server does not allow it")
 
     def result(self, gpu: Gpu, kind: str, request: str = "gpu", **more: Any) -> dict[str, Any]:  # noqa: ANN401
         """Build a result of an allocation: the device of a type on a GPU."""

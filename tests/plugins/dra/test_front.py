@@ -150,6 +150,28 @@ async def test_one_claims_error_is_its_own_and_leaves_no_lease(node: DraNode) ->
         assert not (await node.prepare(ill))[ill.uid].error
 
 
+async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
+    node: DraNode,
+) -> None:
+    """The kubelet tries again at once; not before, and not for a claim that is gone."""
+    first = node.allocate("first", node.fraction(gpu(0), 60))
+    second = node.allocate("second", node.fraction(gpu(0), 50), node.fraction(gpu(1), 1))
+    gone = node.allocate("gone", node.fraction(gpu(1), 10))
+    async with node.running():
+        node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
+        await node.prepare(first, second, gone)
+        await node.unprepare(gone)
+        node.registry.apply(GpuRecovered(gpu(1).id, "reset", at=2))
+        await anyio.wait_all_tasks_blocked()
+        assert node.annotated == []
+        node.denied = True
+        await node.unprepare(first)
+        await anyio.wait_all_tasks_blocked()
+        assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
+        assert not (await node.prepare(second))[second.uid].error
+        assert not node.front.preparer.refused
+
+
 async def test_a_device_with_too_few_free_shares_says_how_many(node: DraNode) -> None:
     """And a GPU that another backend has says who holds it."""
     first = node.allocate("first", node.fraction(gpu(0), 60))
