@@ -19,6 +19,7 @@ from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.model.xid import DEFAULT_XIDS, Severity
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.core.usage.report import usage_report
+from metagpu.kubectl import arguments as kubectl_arguments
 from metagpu.plugins.control.socket import control_server
 from metagpu.sim.machine.gpu_models import GPU_MODELS, NvlinkFabric
 from metagpu.sim.machine.spec import build_node
@@ -45,7 +46,7 @@ def blocks(kind: str) -> Iterator[tuple[str, str]]:
 def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Return every metagpu command line of a page, without the shell's parts."""
     for page, block in blocks("console"):
-        for line in re.findall(r"^\$ ((?:metagpu|mgctl) .*)$", block, re.MULTILINE):
+        for line in re.findall(r"^\$ ((?:kubectl metagpu|metagpu|mgctl) .*)$", block, re.MULTILINE):
             words = shlex.split(line, comments=True)
             end = min(
                 (words.index(it) for it in ("|", ">", "&", "&&", "...") if it in words), default=99
@@ -65,7 +66,11 @@ def section(page: str, heading: str) -> list[list[str]]:
 def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
     """The parser accepts every command line of the pages."""
     program, *rest = words
-    reads = arguments.parser() if program == "metagpu" else mgctl._parser()
+    if program == "kubectl":
+        program, *rest = rest
+        reads = kubectl_arguments.parser()
+    else:
+        reads = arguments.parser() if program == "metagpu" else mgctl._parser()
 
     assert reads.parse_args(rest) is not None, page
 

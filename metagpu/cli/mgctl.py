@@ -5,16 +5,14 @@ This module asks the daemon, and draws or prints the answer.
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from time import sleep
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from metagpu import __version__
 from metagpu.agent import paths
+from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.cli.options import (
     Variable,
     add_driver_roots,
@@ -26,19 +24,13 @@ from metagpu.cli.options import (
 )
 from metagpu.cli.parser import Parser, run_command
 from metagpu.core.errors import MetagpuError
-from metagpu.display.table import PLAIN, Cell, Terminal, redraw, render, stdout_terminal
+from metagpu.display.table import PLAIN, Cell, render, stdout_terminal
 from metagpu.display.usage import FORMATS, KINDS, Top, format_usage
 from metagpu.display.usage_tables import Answer
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:
     from metagpu.core.reports.diagnosis import Diagnosis
-
-PERIOD: Final = 1.0
-"""Seconds between two answers of `-w` and `top`."""
-ENTER: Final = "\x1b[?1049h\x1b[?25l"
-LEAVE: Final = "\x1b[?25h\x1b[?1049l"
-"""The terminal's codes for a separate screen without a cursor, and for its end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,19 +155,19 @@ def _get(args: argparse.Namespace) -> int:
         answer = _usage(args)
         for warning in answer["warnings"]:
             print(f"mgctl: {warning}", file=sys.stderr)  # noqa: T201
-        _print(format_usage(answer, args.kind, form, stdout_terminal()))
+        print_text(format_usage(answer, args.kind, form, stdout_terminal()))
         return 0
 
     if form in {"json", "yaml"}:
-        return _repeat(
-            lambda: _print(format_usage(_usage(args), args.kind, form, PLAIN, compact=True))
+        return repeat(
+            lambda: print_text(format_usage(_usage(args), args.kind, form, PLAIN, compact=True))
         )
-    return _live(lambda screen: format_usage(_usage(args), args.kind, form, screen))
+    return show_live(lambda screen: format_usage(_usage(args), args.kind, form, screen))
 
 
 def _top(args: argparse.Namespace) -> int:
     top = Top()
-    return _live(lambda screen: top.screen(_usage(args), screen))
+    return show_live(lambda screen: top.screen(_usage(args), screen))
 
 
 def _version(args: argparse.Namespace) -> int:
@@ -207,9 +199,9 @@ def _doctor(args: argparse.Namespace) -> int:
     where = SurveyPaths(args.root, args.kubelet_dir, pod_resources, args.run_dir, pod_dir, roots)
     found = diagnose(survey_node(where, status, no_status))
     if args.output == "json":
-        _print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")
+        print_text(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")
     else:
-        _print(render(_diagnoses(found), stdout_terminal()))
+        print_text(render(_diagnoses(found), stdout_terminal()))
     return int(any(diagnosis.result is CheckResult.ERROR for diagnosis in found))
 
 
@@ -226,71 +218,6 @@ def _diagnoses(found: Sequence["Diagnosis"]) -> Sequence[Cell]:
 def _usage(args: argparse.Namespace) -> Answer:
     answer: Answer = send_request(args.run_dir, {"command": "usage"})
     return answer
-
-
-# --- the output ------------------------------------------------------------------------------
-
-
-def _live(draw: Callable[[Terminal], str]) -> int:
-    """Draw in place every second until `q` or an interrupt; into a pipe, draw once."""
-    screen = stdout_terminal()
-    if screen is PLAIN:
-        _print(draw(screen))
-        return 0
-
-    with _keys() as next_key:
-        _print(ENTER)
-        try:
-            return _repeat(
-                lambda: _print(redraw(draw(screen := stdout_terminal()), screen)), next_key
-            )
-        finally:
-            _print(LEAVE)
-
-
-def _repeat(show: Callable[[], None], next_key: Callable[[], str] | None = None) -> int:
-    """Repeat every second until an interrupt or the key `q`; return 0, a normal end."""
-    try:
-        while True:
-            show()
-            if next_key is None:
-                sleep(PERIOD)
-            elif next_key() in {"q", "Q"}:
-                return 0
-    except KeyboardInterrupt:
-        return 0
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[], str] | None]:
-    """Read keys from the terminal as they are pressed, while the block lasts.
-
-    Yields a function that waits a second for a key, and returns an empty text without one; `None`
-    where stdin is no terminal.
-    """
-    if not sys.stdin.isatty():
-        yield None
-        return
-
-    import termios
-    import tty
-    from select import select
-
-    def next_key() -> str:
-        ready, _, _ = select([sys.stdin], [], [], PERIOD)
-        # A terminal that has gone is as good as the key that ends.
-        return (os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q") if ready else ""
-
-    before = termios.tcgetattr(sys.stdin)
-    try:
-        tty.setcbreak(sys.stdin)
-        yield next_key
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)  # noqa: T201 - a command line speaks so
 
 
 if __name__ == "__main__":

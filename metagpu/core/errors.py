@@ -318,6 +318,7 @@ class ClusterError(MetagpuError):
     """Raised when the API server refuses a request or cannot be reached.
 
     Attributes:
+        message: the API server's own text, empty where it did not answer.
         status: the HTTP status, 0 where the API server did not answer.
         retry_after: the seconds to wait before the next request, as the API server asks.
         fields: the fields of an object that another manager owns, such as
@@ -328,9 +329,11 @@ class ClusterError(MetagpuError):
         self,
         problem: str,
         *,
+        message: str = "",
         status: int = 0,
         retry_after: float = 0.0,
         fields: tuple[str, ...] = (),
     ) -> None:
-        self.status, self.retry_after, self.fields = status, retry_after, fields
+        self.message, self.status = message, status
+        self.retry_after, self.fields = retry_after, fields
         super().__init__(problem)

@@ -125,6 +125,7 @@ async def test_a_question_to_the_daemon_loads_little(
         ("metagpu.cli.mgctl", "--help"),
         ("metagpu.cli.metagpu", "--help"),
         ("metagpu.cli.metagpu", "run --help"),
+        ("metagpu.kubectl.program", "top gpus --help"),
     ],
 )
 def test_help_loads_little(module: str, line: str) -> None:
@@ -193,6 +194,7 @@ def test_the_client_of_the_api_server_loads_no_models() -> None:
     assert "kubernetes_asyncio.client.api_client" in names
     assert not [name for name in names if name.startswith("kubernetes_asyncio.client.models.")]
     assert not [name for name in names if name.startswith("kubernetes_asyncio.client.api.")]
+    assert not [name for name in names if name.startswith("metagpu.core.model.")]
 
 
 def test_values_of_the_daemon_are_structs() -> None:

@@ -16,7 +16,7 @@ import yaml
 from anyio import to_thread
 
 from metagpu import __version__
-from metagpu.cli import mgctl
+from metagpu.cli import live, mgctl
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.core.usage.collector import NodeUsage
@@ -239,7 +239,7 @@ def interrupted_after(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if not left[0]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(mgctl, "sleep", pause)
+    monkeypatch.setattr(live, "sleep", pause)
 
 
 async def test_watch_prints_a_line_each_time(
@@ -277,8 +277,8 @@ async def test_at_a_terminal_tables_are_drawn_in_place(
 
     assert await run_mgctl(tmp_path, *command) == 0
     drawn = screen.getvalue()
-    assert drawn.startswith(mgctl.ENTER)
-    assert drawn.endswith(mgctl.LEAVE)
+    assert drawn.startswith(live.ENTER)
+    assert drawn.endswith(live.LEAVE)
     assert drawn.count(CLEAR_SCREEN) == 2
     assert "\x1b[1mGPU" in drawn or "\x1b[1mIDX" in drawn
 
@@ -363,7 +363,7 @@ async def test_q_ends_a_live_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert await run_mgctl(tmp_path, "top") == 0
         assert termios.tcgetattr(theirs) == before
     os.close(ours)
-    assert screen.getvalue().endswith(mgctl.LEAVE)
+    assert screen.getvalue().endswith(live.LEAVE)
 
 
 async def test_the_folder_of_the_daemon_may_be_a_variable(
@@ -446,7 +446,7 @@ async def test_a_closed_pipe_ends_mgctl_quietly(
             raise BrokenPipeError
 
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(mgctl, "_print", broken)
+        monkeypatch.setattr(mgctl, "print_text", broken)
         assert await run_mgctl(tmp_path, "get", "pods") == 1
 
 

@@ -75,6 +75,11 @@ def diagnose(facts: NodeFacts) -> Sequence[Diagnosis]:
     return [Diagnosis(code, *check(facts)) for code, check in CHECKS.items()]
 
 
+def diagnose_status(status: Mapping[str, Any]) -> Sequence[Diagnosis]:
+    """Run the checks of a daemon's status, as of another node, in the order of the codes."""
+    return [Diagnosis(code, *check(status)) for code, check in STATUS_CHECKS.items()]
+
+
 def _privileges(facts: NodeFacts) -> Finding:
     if facts.uid != 0:
         return ERROR, f"the doctor runs as user {facts.uid}", "run mgctl and metagpu as root"
@@ -285,13 +290,26 @@ def _of_status(check: daemon.StatusCheck) -> Callable[[NodeFacts], Finding]:
     return checked
 
 
-CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
+STATUS_CHECKS: Final[Mapping[str, daemon.StatusCheck]] = {
+    "MG104": partial(daemon.check_capability, Privilege.KILL),
+    "MG105": partial(daemon.check_capability, Privilege.SYS_ADMIN),
+    "MG106": partial(daemon.check_capability, Privilege.NET_BIND_SERVICE),
+    "MG304": daemon.check_registrations,
+    "MG305": daemon.check_node_amounts,
+    "MG402": daemon.check_offer,
+    "MG403": daemon.check_health,
+    "MG404": daemon.check_lost_devices,
+    "MG405": daemon.check_main_tasks,
+    "MG406": daemon.check_events,
+    "MG407": daemon.check_leases,
+    "MG408": daemon.check_configuration,
+    "MG502": daemon.check_mixed_requests,
+}
+"""The checks of the daemon's status alone, by code."""
+_NODE_CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG101": _privileges,
     "MG102": _pid_namespace,
     "MG103": _container_names,
-    "MG104": _of_status(partial(daemon.check_capability, Privilege.KILL)),
-    "MG105": _of_status(partial(daemon.check_capability, Privilege.SYS_ADMIN)),
-    "MG106": _of_status(partial(daemon.check_capability, Privilege.NET_BIND_SERVICE)),
     "MG107": _folders,
     "MG201": _driver,
     "MG202": _device_nodes,
@@ -301,20 +319,13 @@ CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG301": _kubelet,
     "MG302": _pod_resources,
     "MG303": _competing_plugins,
-    "MG304": _of_status(daemon.check_registrations),
-    "MG305": _of_status(daemon.check_node_amounts),
     "MG401": _daemon,
-    "MG402": _of_status(daemon.check_offer),
-    "MG403": _of_status(daemon.check_health),
-    "MG404": _of_status(daemon.check_lost_devices),
-    "MG405": _of_status(daemon.check_main_tasks),
-    "MG406": _of_status(daemon.check_events),
-    "MG407": _of_status(daemon.check_leases),
-    "MG408": _of_status(daemon.check_configuration),
     "MG501": _mgctl_in_containers,
-    "MG502": _of_status(daemon.check_mixed_requests),
     "MG601": _toolkit,
     "MG602": _cdi,
     "MG701": _mps,
 }
+CHECKS: Final = dict(
+    sorted({**_NODE_CHECKS, **{k: _of_status(it) for k, it in STATUS_CHECKS.items()}}.items())
+)
 """By code: 1 permissions, 2 driver, 3 kubelet, 4 daemon, 5 containers, 6 toolkit, 7 MPS."""

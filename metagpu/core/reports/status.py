@@ -99,13 +99,14 @@ def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int]:
+def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int | str]:
     """Return what is free of a resource, and of that what is held back."""
     parts, resource = free_parts(snapshot, offer), offer.resource
     return {
         "free": sum(part.free for part in parts),
         "heldBack": sum(it.free for it in parts if resource in snapshot.gpus[it.gpu].held_back),
         "largestRequest": largest_request(offer.rule.requests, parts),
+        "requestRule": str(offer.rule.requests),
     }
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import anyio
@@ -20,8 +20,10 @@ from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster.credentials import load_credentials
 from metagpu.plugins.cluster.library import ApiClient, ConfigException
-from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.settings import ClusterTiming
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.node_object import KubeObject
 
 JSON: Final = "application/json"
 REQUEST_TIMEOUT: Final = 10.0
@@ -41,9 +43,14 @@ class KubeClient:
     """A client of the API server; rejected credentials are loaded again."""
 
     def __init__(
-        self, kubeconfig: Path | None, run_command: RunCommand, timing: ClusterTiming
+        self,
+        kubeconfig: Path | None,
+        run_command: RunCommand,
+        timing: ClusterTiming,
+        context: str | None = None,
     ) -> None:
         self.timing = timing
+        self._context = context
         self._kubeconfig = kubeconfig
         self._run_command = run_command
         self._api: ApiClient | None = None
@@ -59,10 +66,10 @@ class KubeClient:
         path: str,
         *,
         query: Mapping[str, str] | None = None,
-        body: KubeObject | None = None,
+        body: "KubeObject | None" = None,
         content: str = JSON,
         headers: Mapping[str, str] | None = None,
-    ) -> KubeObject:
+    ) -> "KubeObject":
         """Make one request and return the answer.
 
         Raises:
@@ -90,7 +97,9 @@ class KubeClient:
             raise self._unreachable(error) from error
         return answer
 
-    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[KubeObject, None]:
+    async def watch(
+        self, path: str, query: Mapping[str, str]
+    ) -> "AsyncGenerator[KubeObject, None]":
         """Yield the events of a watch until the API server ends it.
 
         Raises:
@@ -128,7 +137,7 @@ class KubeClient:
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own, which knows phases
         *,
         query: Mapping[str, str],
-        body: KubeObject | None = None,
+        body: "KubeObject | None" = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Make one request; its answer is open for the length of the block."""
@@ -205,7 +214,9 @@ class KubeClient:
         """Open a session with the present credentials."""
         deadline = self.timing.credentials_timeout
         try:
-            configuration = await load_credentials(self._kubeconfig, self._run_command, deadline)
+            configuration = await load_credentials(
+                self._kubeconfig, self._run_command, deadline, self._context
+            )
             api = ApiClient(configuration)
         except (ConfigException, OSError, yaml.YAMLError) as error:
             source = self._kubeconfig or "the pod's service account"
@@ -220,10 +231,13 @@ class KubeClient:
 
 @asynccontextmanager
 async def open_client(
-    kubeconfig: Path | None, run_command: RunCommand, timing: ClusterTiming
+    kubeconfig: Path | None,
+    run_command: RunCommand,
+    timing: ClusterTiming,
+    context: str | None = None,
 ) -> AsyncIterator[KubeClient]:
     """Open a client, and close all its connections at the end of the block."""
-    client = KubeClient(kubeconfig, run_command, timing)
+    client = KubeClient(kubeconfig, run_command, timing, context)
     try:
         yield client
     finally:
@@ -251,6 +265,7 @@ def _refusal(method: str, path: str, response: aiohttp.ClientResponse, raw: byte
         problem = f"the API server answers {response.status} to {method} {path}: {message}"
     return ClusterError(
         problem,
+        message=message,
         status=response.status,
         retry_after=_seconds(response.headers.get("Retry-After", "")),
         fields=tuple(str(cause.get("field", "")) for cause in details.get("causes") or ()),

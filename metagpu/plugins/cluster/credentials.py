@@ -5,14 +5,17 @@ metagpu starts that program itself: the library waits for a program without end.
 
 import asyncio
 import json
+import os
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from anyio import to_thread
 
 from metagpu.core.contracts.programs import RunCommand
+from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster.library import (
     ConfigException,
     ConfigNode,
@@ -28,14 +31,16 @@ _REPLACED: Final = ("exec", "token", "tokenFile", "client-certificate", "client-
 
 
 async def load_credentials(
-    kubeconfig: Path | None, run_command: RunCommand, deadline: float
+    kubeconfig: Path | None, run_command: RunCommand, deadline: float, context: str | None = None
 ) -> Configuration:
     """Load the present address and credentials.
 
     Args:
-        kubeconfig: the file; `None` loads the service account of the pod.
+        kubeconfig: the file, or several as in `KUBECONFIG`; `None` loads the service account of
+            the pod.
         run_command: starts the program that a kubeconfig may name.
         deadline: seconds for that program, or for another source of tokens.
+        context: the context; `None` takes the file's current one.
 
     Raises:
         ConfigException: there are no credentials, or their program gives none in time.
@@ -45,16 +50,16 @@ async def load_credentials(
     if kubeconfig is None:
         return await to_thread.run_sync(_load_service_account)
 
-    merged, user = await to_thread.run_sync(_parse, kubeconfig)
+    merged, user = await to_thread.run_sync(_parse, kubeconfig, context)
     if not user.get("exec"):
         user.pop("exec", None)
-        return await to_thread.run_sync(_configure, merged, deadline)
+        return await to_thread.run_sync(_configure, merged, deadline, context)
     program = ExecProvider(ConfigNode("exec", user["exec"]))
     answer = _decode(program, await _run(program, run_command, deadline))
     for key in _REPLACED:
         user.pop(key, None)
     user.update(answer)
-    return await to_thread.run_sync(_configure, merged, deadline)
+    return await to_thread.run_sync(_configure, merged, deadline, context)
 
 
 def _new_configuration() -> Configuration:
@@ -74,14 +79,39 @@ def _load_service_account() -> Configuration:
     return configuration
 
 
-def _parse(kubeconfig: Path) -> tuple[KubeConfigMerger, dict[str, Any]]:
-    """Read a file; return it with the mutable user of its context. Blocks."""
-    if not kubeconfig.is_file():
-        raise ConfigException("there is no such file")
+def context_namespace(kubeconfig: Path, context: str | None = None) -> str:
+    """Return the namespace of a context, `default` where it names none. Blocks.
+
+    Raises:
+        ClusterError: the file cannot be read, or has no such context.
+    """
     try:
-        merged = KubeConfigMerger(str(kubeconfig))
-        context = KubeConfigLoader(config_dict=merged.config, config_base_path=None).current_context
-        name = context["context"].get("user") if context else None
+        merged = _merge(kubeconfig)
+        found = _context(merged, context)
+    except (ConfigException, AttributeError, KeyError, TypeError, OSError, yaml.YAMLError) as error:
+        raise ClusterError(f"no context in {kubeconfig}: {error}") from error
+    return str((found or {}).get("namespace") or "default")
+
+
+def _merge(kubeconfig: Path) -> KubeConfigMerger:
+    if not any(Path(part).is_file() for part in str(kubeconfig).split(os.pathsep)):
+        raise ConfigException("there is no such file")
+    return KubeConfigMerger(str(kubeconfig))
+
+
+def _context(merged: KubeConfigMerger, name: str | None) -> Mapping[str, Any] | None:
+    loader = KubeConfigLoader(config_dict=merged.config, config_base_path=None, active_context=name)
+    context = loader.current_context
+    found: Mapping[str, Any] | None = context["context"] if context else None
+    return found
+
+
+def _parse(kubeconfig: Path, context: str | None) -> tuple[KubeConfigMerger, dict[str, Any]]:
+    """Read a file; return it with the mutable user of its context. Blocks."""
+    try:
+        merged = _merge(kubeconfig)
+        chosen = _context(merged, context)
+        name = chosen.get("user") if chosen else None
         users = merged.config["users"] if merged.config else None
         found = users.get_with_name(name, safe=True) if users is not None and name else None
         user = found.value.get("user") if found is not None else None
@@ -90,14 +120,19 @@ def _parse(kubeconfig: Path) -> tuple[KubeConfigMerger, dict[str, Any]]:
     return merged, user if isinstance(user, dict) else {}
 
 
-def _configure(merged: KubeConfigMerger, deadline: float) -> Configuration:
+def _configure(
+    merged: KubeConfigMerger, deadline: float, context: str | None = None
+) -> Configuration:
     """Convert a kubeconfig to the library's configuration; blocks.
 
     The library may request a token for it.
     """
     configuration = _new_configuration()
     loader = KubeConfigLoader(
-        config_dict=merged.config, config_base_path=None, config_persister=merged.save_changes
+        config_dict=merged.config,
+        config_base_path=None,
+        config_persister=merged.save_changes,
+        active_context=context,
     )
     try:
         asyncio.run(asyncio.wait_for(loader.load_and_set(configuration), deadline))

@@ -105,7 +105,9 @@ def test_what_is_held_back_is_reported_with_the_reason() -> None:
     report = explain_report(after(SharesClaimed(held, at=5), since=snapshot), layout)
 
     assert report["resources"] == {METAGPU: {"capacity": 20, "allocatable": 15}}
-    assert report["offers"] == {METAGPU: {"free": 11, "heldBack": 5, "largestRequest": 6}}
+    assert report["offers"] == {
+        METAGPU: {"free": 11, "heldBack": 5, "largestRequest": 6, "requestRule": "whole_gpus"}
+    }
     [remark] = report["remarks"]
     assert remark == (
         "GPU 1: 5 free shares of cnvrg.io/metagpu are held back: with them more would count as "

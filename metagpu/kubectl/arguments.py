@@ -1,0 +1,216 @@
+"""The arguments of `kubectl metagpu`, their help and their examples."""
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+from metagpu import __version__
+from metagpu.cli.options import Variable
+from metagpu.cli.parser import Parser
+
+FORMATS: Final = ("table", "wide", "json", "yaml")
+OBJECTS: Final = {
+    "nodes": ("node", "no"),
+    "gpus": ("gpu",),
+    "pods": ("pod", "po"),
+    "namespaces": ("namespace", "ns"),
+}
+"""The objects of `get` and `top`, and their other names."""
+_SUMMARIES: Final = {
+    "nodes": "the nodes: their GPUs, what is held, used and out of order",
+    "gpus": "the GPUs of all nodes",
+    "pods": "the containers that hold shares, and their use",
+    "namespaces": "what the pods of each namespace hold and use together",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser; `command` of its result is the command's name."""
+    program = Parser(
+        prog="kubectl metagpu",
+        description="Shows the GPUs of a cluster, who holds them, and why a pod gets none.",
+        epilog="examples:\n  kubectl metagpu top nodes\n  kubectl metagpu get pods -A -o wide\n"
+        "  kubectl metagpu why my-pod",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    program.add_argument("--version", action="version", version=f"kubectl-metagpu {__version__}")
+    commands = program.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command"
+    )
+    for add in (_top, _get, _why, _fit, _doctor, _explain):
+        add(commands)
+    return program
+
+
+def _top(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of its sub-parsers privately
+    it = _command(
+        commands,
+        "top",
+        "show load, memory and shares; live on a terminal, until q is pressed",
+        "kubectl metagpu top gpus --sort-by utilization",
+    )
+    kinds: Any = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
+    for kind, aliases in OBJECTS.items():
+        summary = f"show {_SUMMARIES[kind]}"
+        one = _command(kinds, kind, summary, f"kubectl metagpu top {kind}", aliases)
+        one.set_defaults(kind=kind)
+        _add_selection(one, kind)
+        _add_connection(one)
+
+
+def _get(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "get",
+        "list nodes, gpus, pods or namespaces, for people or programs",
+        "kubectl metagpu get pods -A -o json",
+    )
+    kinds: Any = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
+    for kind, aliases in OBJECTS.items():
+        summary = f"list {_SUMMARIES[kind]}"
+        one = _command(kinds, kind, summary, f"kubectl metagpu get {kind} -o wide", aliases)
+        one.set_defaults(kind=kind)
+        _add_selection(one, kind)
+        _add_output(one, FORMATS)
+        one.add_argument("-w", "--watch", action="store_true", help="repeat every second")
+        _add_connection(one)
+
+
+def _why(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "why",
+        "say why a pod gets no GPU: of each node what is missing, and what to change",
+        "kubectl metagpu why train-0 -n team-a",
+    )
+    it.add_argument(
+        "pod",
+        metavar="POD",
+        help="a pod; also a ReplicaSet, Job or StatefulSet whose pods are refused",
+    )
+    _add_namespace(it)
+    _add_output(it, ("table", "json", "yaml"))
+    _add_connection(it)
+
+
+def _fit(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "fit",
+        "say where the pod of a manifest would fit, and why not elsewhere; nothing is created",
+        "kubectl metagpu fit -f pod.yaml",
+    )
+    it.add_argument(
+        "-f",
+        "--filename",
+        required=True,
+        metavar="FILE",
+        help="a manifest with a Pod, or a workload such as a Deployment; - is stdin",
+    )
+    _add_namespace(it)
+    _add_output(it, ("table", "json", "yaml"))
+    _add_connection(it)
+
+
+def _doctor(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "doctor",
+        "check the daemons of all nodes; print what is wrong, and the fixes",
+        "kubectl metagpu doctor",
+    )
+    it.add_argument("-l", "--selector", metavar="LABELS", default="", help="only nodes with these")
+    _add_output(it, ("table", "wide", "json", "yaml"))
+    _add_connection(it)
+
+
+def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "explain",
+        "print what a node offers to the kubelet, and why",
+        "kubectl metagpu explain gpu-1",
+    )
+    it.add_argument("node", metavar="NODE", help="the name of the node")
+    it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
+    _add_output(it, ("table", "json", "yaml"))
+    _add_connection(it)
+
+
+def _command(
+    commands: Any,  # noqa: ANN401 - as above
+    name: str,
+    summary: str,
+    example: str,
+    aliases: tuple[str, ...] = (),
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        aliases=aliases,
+        help=summary,
+        description=summary[:1].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
+    if kind == "pods":
+        _add_namespace(it)
+        it.add_argument("-A", "--all-namespaces", action="store_true", help="of all namespaces")
+    of = "nodes" if kind in ("nodes", "gpus") else "pods"
+    it.add_argument(
+        "-l",
+        "--selector",
+        metavar="LABELS",
+        default="",
+        help=f"only of {of} with these labels, as kubectl takes them",
+    )
+    it.add_argument(
+        "--sort-by",
+        metavar="FIELD",
+        default="",
+        help="a field of -o json: texts from a to z, numbers from the largest",
+    )
+
+
+def _add_namespace(it: argparse.ArgumentParser) -> None:
+    it.add_argument(
+        "-n", "--namespace", metavar="NAME", default="", help="default: that of the context"
+    )
+
+
+def _add_output(it: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
+    it.add_argument(
+        "-o",
+        "--output",
+        choices=formats,
+        default="table",
+        metavar="FORMAT",
+        help=f"one of {', '.join(formats)} (default: %(default)s)",
+    )
+
+
+def _add_connection(it: argparse.ArgumentParser) -> None:
+    it.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        default=Variable(("KUBECONFIG",), convert=Path),
+        help="address and credentials of the API server (default: ~/.kube/config)",
+    )
+    it.add_argument("--context", metavar="NAME", help="the context of the kubeconfig")
+    it.add_argument(
+        "--agent-namespace",
+        metavar="NAME",
+        default=Variable(("METAGPU_AGENT_NAMESPACE",), ""),
+        help="the namespace that metagpu is installed in (default: all are searched)",
+    )
+    it.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=5.0,
+        help="for each node's answer (default: %(default)g)",
+    )

@@ -1,0 +1,214 @@
+"""The commands of `kubectl metagpu`, and the connection that they share."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Final, Self
+
+from metagpu.cli.live import print_text, repeat, show_live
+from metagpu.core.errors import MetagpuError
+from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
+from metagpu.kubectl import items
+from metagpu.kubectl.output import encode, silent_nodes
+from metagpu.kubectl.tables import draw_items, draw_top
+from metagpu.kubectl.viewer import USAGE, ClusterViewer, NodeAnswer, Progress
+from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
+
+_DEFAULT_KUBECONFIG: Final = Path("~/.kube/config")
+
+
+def _get(args: argparse.Namespace) -> int:
+    with asyncio.Runner() as runner, Rows(runner, args) as rows:
+        if not args.watch:
+            shown, answers = rows.read()
+            print_text(_format(args, shown, answers, stdout_terminal()))
+            return _report_silence(answers)
+        if args.output in ("json", "yaml"):
+            return repeat(lambda: print_text(_format(args, *rows.read(), PLAIN, compact=True)))
+        return show_live(lambda screen: _format(args, *rows.read(), screen))
+
+
+def _top(args: argparse.Namespace) -> int:
+    with asyncio.Runner() as runner, Rows(runner, args) as rows:
+        answers: Sequence[NodeAnswer] = ()
+
+        def draw(screen: Terminal) -> str:
+            nonlocal answers
+            shown, answers = rows.read()
+            notes = [] if screen is PLAIN else [Cell(it, "yellow") for it in silent_nodes(answers)]
+            return render([*draw_top(args.kind, shown), *notes], screen)
+
+        status = show_live(draw)
+        return _report_silence(answers) if stdout_terminal() is PLAIN else status
+
+
+def _why(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.placement import why
+
+    namespace = namespace_of(args)
+    return _run(args, lambda viewer: why(args, viewer, namespace))
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.placement import fit
+
+    namespace = namespace_of(args)
+    return _run(args, lambda viewer: fit(args, viewer, namespace))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.diagnosis import doctor
+
+    return _run(args, lambda viewer: doctor(args, viewer))
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.diagnosis import explain
+
+    return _run(args, lambda viewer: explain(args, viewer))
+
+
+COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "top": _top,
+    "get": _get,
+    "why": _why,
+    "fit": _fit,
+    "doctor": _doctor,
+    "explain": _explain,
+}
+
+
+# --- shared ---------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The rows of a kind, read again and again over the same connections."""
+
+    def __init__(self, runner: asyncio.Runner, args: argparse.Namespace) -> None:
+        self._runner = runner
+        self._args = args
+        self._open = open_viewer(args)
+        one_namespace = args.kind == "pods" and not args.all_namespaces
+        self._namespace = namespace_of(args) if one_namespace else ""
+        self._viewer: ClusterViewer | None = None
+
+    def __enter__(self) -> Self:
+        self._viewer = self._runner.run(self._open.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._open.__aexit__(None, None, None))
+
+    def read(self) -> tuple[Sequence[items.Item], Sequence[NodeAnswer]]:
+        """Return the rows that the arguments select, and the answers of all nodes."""
+        return self._runner.run(self._read())
+
+    async def _read(self) -> tuple[Sequence[items.Item], Sequence[NodeAnswer]]:
+        assert self._viewer is not None  # noqa: S101 - it is open
+        args, viewer = self._args, self._viewer
+        agents = await viewer.agents()
+        of_nodes = args.kind in ("nodes", "gpus")
+        if args.selector and of_nodes:
+            chosen = await viewer.items("/api/v1/nodes", labelSelector=args.selector)
+            names = {it["metadata"]["name"] for it in chosen}
+            agents = [it for it in agents if it.node in names]
+
+        answers = await viewer.ask(USAGE, agents)
+        rows: Sequence[items.Item]
+        if of_nodes or not args.selector:
+            rows = list(items.KINDS[args.kind](answers))
+        else:
+            rows = await self._rows_of_pods(viewer, answers)
+        if self._namespace:
+            rows = items.in_namespace(rows, self._namespace)
+        return items.sort_items(rows, args.sort_by) if args.sort_by else rows, answers
+
+    async def _rows_of_pods(
+        self, viewer: ClusterViewer, answers: Sequence[NodeAnswer]
+    ) -> Sequence[items.Item]:
+        where = f"/namespaces/{self._namespace}" if self._namespace else ""
+        chosen = await viewer.items(f"/api/v1{where}/pods", labelSelector=self._args.selector)
+        pods = {(it["metadata"]["namespace"], it["metadata"]["name"]) for it in chosen}
+        return list(items.KINDS[self._args.kind](items.answers_of_pods(answers, pods)))
+
+
+def open_viewer(args: argparse.Namespace) -> AbstractAsyncContextManager[ClusterViewer]:
+    """Return a connection by the arguments, open for the length of its block.
+
+    Raises:
+        MetagpuError: there is no kubeconfig.
+    """
+    return _open_viewer(args, _kubeconfig(args))
+
+
+@asynccontextmanager
+async def _open_viewer(
+    args: argparse.Namespace, kubeconfig: Path | None
+) -> AsyncIterator[ClusterViewer]:
+    from metagpu.host.programs import run_command
+    from metagpu.plugins.cluster.client import open_client
+
+    async with open_client(kubeconfig, run_command, ClusterTiming(), args.context) as client:
+        yield ClusterViewer(client, args.agent_namespace, args.timeout, Progress())
+
+
+def _run(args: argparse.Namespace, do: Callable[[ClusterViewer], Awaitable[int]]) -> int:
+    """Run a command that asks once."""
+    opening = open_viewer(args)
+
+    async def run() -> int:
+        async with opening as viewer:
+            return await do(viewer)
+
+    return asyncio.run(run())
+
+
+def _kubeconfig(args: argparse.Namespace) -> Path | None:
+    """Return the kubeconfig in resolved arguments; `None` for a pod's service account."""
+    if args.kubeconfig is not None:
+        given: Path = args.kubeconfig
+        return given
+    default = _DEFAULT_KUBECONFIG.expanduser()
+    if default.is_file():
+        return default
+    if TOKEN_FILE.exists() and os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return None
+    raise MetagpuError(f"there is no {default}; give --kubeconfig, or set KUBECONFIG")
+
+
+def namespace_of(args: argparse.Namespace) -> str:
+    """Return the namespace of the arguments, or of the context."""
+    if args.namespace:
+        return str(args.namespace)
+    from metagpu.plugins.cluster.credentials import context_namespace
+
+    kubeconfig = _kubeconfig(args)
+    if kubeconfig is None:
+        return (TOKEN_FILE.parent / "namespace").read_text(encoding="utf-8").strip()
+    return context_namespace(kubeconfig, args.context)
+
+
+def _format(
+    args: argparse.Namespace,
+    rows: Sequence[items.Item],
+    answers: Sequence[NodeAnswer],
+    terminal: Terminal,
+    *,
+    compact: bool = False,
+) -> str:
+    if args.output in ("json", "yaml"):
+        silent = [{"node": it.node, "problem": it.problem} for it in answers if it.report is None]
+        return encode({"items": list(rows), "unanswered": silent}, args.output, compact=compact)
+    return render(draw_items(args.kind, rows, wide=args.output == "wide"), terminal)
+
+
+def _report_silence(answers: Sequence[NodeAnswer]) -> int:
+    """Print a line for each node without an answer; return 1 if no node answered."""
+    lines = silent_nodes(answers)
+    for line in lines:
+        print(f"kubectl metagpu: {line}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+    return int(bool(lines) and len(lines) == len(answers))

@@ -1,0 +1,97 @@
+"""`doctor` and `explain`: checks and explanations of daemons, from their own status."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from metagpu.cli.live import print_text
+from metagpu.core.errors import MetagpuError
+from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
+from metagpu.core.reports.doctor import diagnose_status
+from metagpu.display.status import show_explanation
+from metagpu.display.table import Cell, TextTable, render, stdout_terminal
+from metagpu.kubectl.output import encode
+from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer
+
+_STYLES: Final[Mapping[CheckResult, str]] = {
+    CheckResult.OK: "green",
+    CheckResult.WARNING: "yellow",
+    CheckResult.ERROR: "bold red",
+}
+
+
+async def doctor(args: argparse.Namespace, viewer: ClusterViewer) -> int:
+    """Check the daemons of nodes; return 1 if a node has an error, or gives no answer."""
+    agents = await viewer.agents()
+    if args.selector:
+        chosen = await viewer.items("/api/v1/nodes", labelSelector=args.selector)
+        names = {it["metadata"]["name"] for it in chosen}
+        agents = [it for it in agents if it.node in names]
+    answers = await viewer.ask(STATUS, agents)
+    found = {it.node: _checks(it) for it in answers}
+    if args.output in ("json", "yaml"):
+        print_text(encode(_plain(found), args.output))
+    else:
+        show_all = args.output == "wide"
+        print_text(render(_drawn(found, show_all=show_all), stdout_terminal()))
+    return int(any(it.result is CheckResult.ERROR for checks in found.values() for it in checks))
+
+
+async def explain(args: argparse.Namespace, viewer: ClusterViewer) -> int:
+    """Print what a node offers, and why.
+
+    Raises:
+        MetagpuError: metagpu does not run on the node, or gives no answer.
+    """
+    agents = {it.node: it for it in await viewer.agents()}
+    if args.node not in agents:
+        raise MetagpuError(f"metagpu does not run on a node {args.node}; see `kubectl get nodes`")
+    [answer] = await viewer.ask(STATUS, [agents[args.node]])
+    if answer.report is None:
+        raise MetagpuError(f"{answer.node}: {answer.problem}")
+    if args.output in ("json", "yaml"):
+        print_text(encode(answer.report, args.output))
+    else:
+        show_explanation(answer.report, topology=args.topology)
+    return 0
+
+
+def _checks(answer: NodeAnswer) -> Sequence[Diagnosis]:
+    if answer.report is None:
+        fix = "see `kubectl describe pod` of its daemon, and docs/kubectl.md"
+        finding = f"its daemon gives no status: {answer.problem}"
+        return [Diagnosis("-", CheckResult.ERROR, finding, fix)]
+    return diagnose_status(answer.report)
+
+
+def _drawn(
+    found: Mapping[str, Sequence[Diagnosis]], *, show_all: bool
+) -> Sequence[TextTable | Cell]:
+    """Draw what is wrong, each finding once with the nodes that have it."""
+    same: dict[tuple[str, CheckResult, str, str], list[str]] = {}
+    for node, checks in found.items():
+        for it in checks:
+            if show_all or it.result is not CheckResult.OK:
+                same.setdefault((it.code, it.result, it.finding, it.fix), []).append(node)
+    folded = frozenset(("FINDING", "FIX"))
+    table = TextTable(("NODE", "CODE", "RESULT", "FINDING", "FIX"), folded=folded)
+    errors_first = sorted(same.items(), key=lambda it: (it[0][1] is not CheckResult.ERROR, it[0]))
+    for (code, result, finding, fix), nodes in errors_first:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        table.add(nodes[0] + more, code, Cell(str(result), _STYLES[result]), finding, fix or "-")
+    well = sum(all(it.result is CheckResult.OK for it in checks) for checks in found.values())
+    summary = Cell(f"{well} of {len(found)} nodes have no finding")
+    return [table, summary] if same else [summary]
+
+
+def _plain(found: Mapping[str, Sequence[Diagnosis]]) -> Sequence[Mapping[str, object]]:
+    return [
+        {
+            "node": node,
+            "checks": [
+                {"code": it.code, "result": str(it.result), "finding": it.finding, "fix": it.fix}
+                for it in checks
+            ],
+        }
+        for node, checks in found.items()
+    ]

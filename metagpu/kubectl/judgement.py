@@ -1,0 +1,110 @@
+"""Why a pod fits on a node, or does not: a pure decision over what the nodes report."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.kubectl.obstacles import ClusterNode, Found, Obstacle, resource_obstacles
+from metagpu.kubectl.pods import PodDemand, missing_label, tolerates
+
+Report = Mapping[str, Any]
+
+_UNSCHEDULABLE: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """The judgement of one node: what keeps the pod from it, and what to change."""
+
+    node: str
+    obstacle: Obstacle
+    reason: str
+    fix: str = ""
+
+
+def judge(demand: PodDemand, node: ClusterNode) -> Judgement:
+    """Return whether a pod fits on a node, or the first obstacle."""
+    for obstacle, reason, fix in _obstacles(demand, node):
+        return Judgement(node.name, obstacle, reason, fix)
+    assert node.report is not None  # noqa: S101 - `_obstacles` has found none
+    parts = [_free(node.report, resource) for resource in demand.totals]
+    return Judgement(node.name, Obstacle.NONE, "; ".join(parts) or "it requests no GPU")
+
+
+def judge_all(demand: PodDemand, nodes: Iterable[ClusterNode]) -> Sequence[Judgement]:
+    """Judge nodes, the nearest to a fit first; of a bound pod its own node alone."""
+    return sorted(
+        (judge(demand, it) for it in nodes if demand.node in ("", it.name)),
+        key=lambda it: (it.obstacle, it.node),
+    )
+
+
+def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> tuple[str, str]:
+    """Return the sentence that helps, and what to change."""
+    if not demand.requests:
+        fix = "add a share to the limits of a container, as cnvrg.io/metagpu: 30"
+        return "the pod requests no GPU resource", fix
+    if not judged:
+        if demand.node:
+            return f"there is no node {demand.node}", "correct the pod's nodeName"
+        return "the cluster has no node", "add one"
+    best = judged[0]
+    if best.obstacle is Obstacle.NONE:
+        names = [it.node for it in judged if it.obstacle is Obstacle.NONE]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"it fits on {names[0]}{more}: {best.reason}", ""
+    others = len(judged) - 1
+    beside = f"; the other {others} nodes are further from it" if others else ""
+    return f"it fits on no node; nearest is {best.node}: {best.reason}{beside}", best.fix
+
+
+def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, str] | None:
+    """Return the quota that refuses a pod, and what to change; `None` if none does."""
+    for quota in quotas:
+        status = quota.get("status") or {}
+        for resource, count in demand.totals.items():
+            key = f"requests.{resource}"
+            hard = (status.get("hard") or {}).get(key)
+            used = (status.get("used") or {}).get(key, "0")
+            if hard is None or not (str(hard).isdecimal() and str(used).isdecimal()):
+                continue
+            if int(used) + count > int(hard):
+                name = quota["metadata"]["name"]
+                reason = (
+                    f"the quota {name} of the namespace allows {hard} of {resource}; "
+                    f"{used} are used, and the pod requests {count}"
+                )
+                left = max(0, int(hard) - int(used))
+                return reason, f"request at most {left}, end pods of the namespace, or raise it"
+    return None
+
+
+def _obstacles(demand: PodDemand, node: ClusterNode) -> Iterator[Found]:
+    """Yield what keeps a pod from a node, what the scheduler compares first."""
+    if node.unschedulable and not tolerates(demand.tolerations, _UNSCHEDULABLE):
+        yield Obstacle.NODE_CORDONED, "the node is cordoned", f"kubectl uncordon {node.name}"
+    for taint in node.taints:
+        keeps_out = taint.get("effect") in ("NoSchedule", "NoExecute")
+        is_cordon = taint["key"] == _UNSCHEDULABLE["key"]
+        if keeps_out and not is_cordon and not tolerates(demand.tolerations, taint):
+            value = f"={taint['value']}" if taint.get("value") else ""
+            shown = f"{taint['key']}{value}:{taint['effect']}"
+            fix = f"add a toleration of {taint['key']} to the pod, if it may run there"
+            yield Obstacle.TAINT, f"the taint {shown} is not tolerated", fix
+    if label := missing_label(demand, node.name, node.labels):
+        fix = "change the pod's nodeSelector or affinity, or label the node"
+        yield Obstacle.LABELS, f"the pod wants a node with {label}", fix
+    if node.report is None and node.problem:
+        yield Obstacle.NO_ANSWER, f"its daemon gives no status: {node.problem}", ""
+    elif node.report is None:
+        yield Obstacle.NO_DAEMON, "metagpu does not run there", ""
+    else:
+        for resource in demand.totals:
+            yield from resource_obstacles(demand, resource, node, node.report)
+
+
+def _free(report: Report, resource: str) -> str:
+    offer = report["offers"][resource]
+    held = f", {offer['heldBack']} held back" if offer["heldBack"] else ""
+    largest = offer["largestRequest"]
+    return f"{offer['free']} of {resource} are free, the largest part is {largest}{held}"

@@ -1,0 +1,210 @@
+"""What keeps requests for shares from a node, by what its daemon reports: pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.config.suggestions import suggest
+from metagpu.core.model.offers import RequestRule
+from metagpu.kubectl.pods import PodDemand
+
+Report = Mapping[str, Any]
+Found = tuple["Obstacle", str, str]
+"""An obstacle, the reason in words, and what to change."""
+
+_CONFIG_LABEL: Final = "metagpu.io/config"
+_MOST_HOLDERS: Final = 3
+
+
+class Obstacle(IntEnum):
+    """What keeps a pod from a node; the smaller, the less there is to change."""
+
+    NONE = 0
+    NODE_AMOUNT = 1
+    FRAGMENTED = 2
+    FULL = 3
+    OUT_OF_SERVICE = 4
+    COMPETING_PLUGIN = 5
+    NODE_CORDONED = 6
+    TAINT = 7
+    LABELS = 8
+    TOO_LARGE = 9
+    NOT_OFFERED = 10
+    NO_ANSWER = 11
+    NO_DAEMON = 12
+
+
+class ClusterNode(msgspec.Struct, frozen=True):
+    """A node, as the API server and its daemon report it.
+
+    Attributes:
+        taints: those with an effect on scheduling.
+        report: the daemon's status; `None` without an answer.
+        problem: why there is no answer; empty where no daemon is known on the node.
+    """
+
+    name: str
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+    taints: tuple[Mapping[str, str], ...] = ()
+    unschedulable: bool = False
+    allocatable: Mapping[str, int] = msgspec.field(default_factory=dict)
+    report: Report | None = None
+    problem: str = ""
+
+
+def resource_obstacles(
+    demand: PodDemand, resource: str, node: ClusterNode, report: Report
+) -> Iterator[Found]:
+    """Yield what is against the requests for one resource."""
+    offers = report["offers"]
+    if resource not in offers:
+        yield _not_offered(resource, node, report)
+        return
+    if plugin := report["competingPlugins"].get(resource):
+        reason = f"{resource} is served by another device plugin ({plugin})"
+        yield Obstacle.COMPETING_PLUGIN, reason, "remove that plugin from the node, or its resource"
+    if problem := report["registrationProblems"].get(resource):
+        reason = f"the kubelet does not count {resource} as metagpu lists it: {problem}"
+        yield Obstacle.COMPETING_PLUGIN, reason, f"run mgctl doctor on {node.name}"
+
+    counts = [it.count for it in demand.requests if it.resource == resource]
+    largest, total, free = max(counts), sum(counts), offers[resource]["free"]
+    gpus = [gpu for gpu in report["gpus"] if resource in gpu["shares"]]
+    ever = _largest_ever(offers[resource], [gpu["shares"][resource]["capacity"] for gpu in gpus])
+    if largest > ever:
+        reason = f"one request of {resource} gets {ever} at most here, and {largest} are requested"
+        yield Obstacle.TOO_LARGE, reason, f"request at most {ever} in one container"
+    elif total > free or not _fits_together(counts, offers[resource], gpus, resource):
+        closed = _closed_gpu(resource, largest, max(0, total - free), gpus)
+        scarce = _too_few if total > free else _fragmented
+        yield closed or scarce(resource, largest, gpus, report)
+    elif (counted := node.allocatable.get(resource)) is not None and counted < total:
+        reason = f"{free} of {resource} are free, but the Node counts {counted} in all"
+        fix = "wait until the kubelet has updated its Node, about 10 s; then run mgctl doctor there"
+        yield Obstacle.NODE_AMOUNT, reason, fix
+
+
+def _not_offered(resource: str, node: ClusterNode, report: Report) -> Found:
+    offered = list(report["offers"])
+    profile = node.labels.get(_CONFIG_LABEL)
+    why = f", by its profile {profile}" if profile else ""
+    reason = f"{', '.join(offered) or 'nothing'} is offered there{why}, and no {resource}"
+    near = suggest(resource, offered).removeprefix("; ")
+    choose = f"choose a profile with it: kubectl label node {node.name} {_CONFIG_LABEL}=PROFILE"
+    return Obstacle.NOT_OFFERED, reason, near or choose
+
+
+def _too_few(resource: str, _: int, gpus: Sequence[Report], report: Report) -> Found:
+    offer = report["offers"][resource]
+    capacity = sum(gpu["shares"][resource]["capacity"] for gpu in gpus)
+    reason = f"{offer['free']} of {capacity} of {resource} are free{_holders(report, gpus)}"
+    fix = f"wait for the end of pods, request at most {offer['largestRequest']}, or add a node"
+    return Obstacle.FULL, reason, fix
+
+
+def _closed_gpu(resource: str, largest: int, missing: int, gpus: Sequence[Report]) -> Found | None:
+    """Return a GPU that would have enough, and gives nothing for another reason."""
+    for gpu in gpus:
+        part = gpu["shares"][resource]["capacity"] - gpu["shares"][resource]["held"]
+        closed = _closed(gpu)
+        if closed is not None and part >= largest and part >= missing:
+            return Obstacle.OUT_OF_SERVICE, *closed
+    return None
+
+
+def _fragmented(resource: str, count: int, gpus: Sequence[Report], report: Report) -> Found:
+    """Return the parts that are free, and the pod whose end makes one of them large enough."""
+    offer = report["offers"][resource]
+    parts = ", ".join(
+        f"{gpu['shares'][resource]['free']} on GPU {gpu['index']}"
+        for gpu in gpus
+        if gpu["shares"][resource]["free"]
+    )
+    held = f"; {offer['heldBack']} of them are held back" if offer["heldBack"] else ""
+    reason = (
+        f"{offer['free']} of {resource} are free, but the largest part is "
+        f"{offer['largestRequest']} ({parts}){held}"
+    )
+    smallest = min(
+        (
+            (lease["shares"], str(lease["holder"]), gpu["index"])
+            for gpu in gpus
+            for lease in report["leases"]
+            if lease["gpu"] == gpu["index"]
+            and lease["resource"] == resource
+            and lease["shares"] + gpu["shares"][resource]["free"] >= count
+        ),
+        default=None,
+    )
+    fix = f"request at most {offer['largestRequest']} in one container"
+    if smallest is not None:
+        shares, holder, index = smallest
+        fix += f", or end {holder}, which holds {shares} on GPU {index}"
+    return Obstacle.FRAGMENTED, reason, fix
+
+
+def _closed(gpu: Report) -> tuple[str, str] | None:
+    """Return why a GPU gives no shares although they may be free, and what to do."""
+    index = gpu["index"]
+    if not gpu["healthy"]:
+        fix = f"see docs/health.md; `metagpu acknowledge {index}` brings a repaired GPU back"
+        return f"GPU {index} is out of service: {gpu['reason']}", fix
+    if gpu["cordon"]:
+        reason = gpu["cordon"]["reason"]
+        return f"GPU {index} is cordoned: {reason}", f"`metagpu uncordon {index}` on the node"
+    for backend, pause in gpu["suspended"].items():
+        return f"{backend} is suspended on GPU {index}: {pause['reason']}", ""
+    if gpu["waitsFor"]:
+        return gpu["waitsFor"], "wait for the end of these pods, or end them"
+    return None
+
+
+def _fits_together(
+    counts: Sequence[int], offer: Report, gpus: Sequence[Report], resource: str
+) -> bool:
+    """Return whether the requests of all containers find a place, the largest first."""
+    if max(counts) > offer["largestRequest"]:
+        return False
+    if _rule(offer) is RequestRule.ANY:
+        return True
+    parts = sorted(gpu["shares"][resource]["free"] for gpu in gpus)
+    most = max(gpu["shares"][resource]["capacity"] for gpu in gpus)
+    for count in sorted(counts, reverse=True):
+        if count > most:  # it takes whole GPUs
+            continue
+        place = next((n for n, part in enumerate(parts) if part >= count), None)
+        if place is None:
+            return False
+        parts[place] -= count
+        parts.sort()
+    return True
+
+
+def _largest_ever(offer: Report, capacities: Sequence[int]) -> int:
+    """Return the largest request that an empty node could serve."""
+    if _rule(offer) is RequestRule.ONE_GPU:
+        return max(capacities, default=0)
+    return sum(capacities)
+
+
+def _rule(offer: Report) -> RequestRule:
+    """Return the rule of an offer; a daemon of an earlier version names none."""
+    return RequestRule(offer.get("requestRule", RequestRule.ANY))
+
+
+def _holders(report: Report, gpus: Sequence[Report]) -> str:
+    """Return the largest holders of GPUs, in brackets."""
+    indices = {gpu["index"] for gpu in gpus}
+    held: dict[str, int] = {}
+    for lease in report["leases"]:
+        if lease["gpu"] in indices:
+            name = str(lease["holder"] or "a pod that is being admitted").partition(" ")[0]
+            held[name] = held.get(name, 0) + lease["shares"]
+    if not held:
+        return ""
+    largest = sorted(held.items(), key=lambda it: -it[1])
+    shown = [f"{name} ({count})" for name, count in largest[:_MOST_HOLDERS]]
+    more = [f"{len(held) - _MOST_HOLDERS} more"] if len(held) > _MOST_HOLDERS else []
+    return f"; they are held by {', '.join([*shown, *more])}"

@@ -1,0 +1,271 @@
+"""`why` and `fit`: gathers the facts about a pod and the nodes, and prints the judgement."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import msgspec
+from anyio import to_thread
+
+from metagpu.cli.live import print_text
+from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.display.table import Cell, TextTable, render, stdout_terminal
+from metagpu.kubectl.judgement import Judgement, conclude, exceeded_quota, judge_all
+from metagpu.kubectl.obstacles import ClusterNode, Obstacle
+from metagpu.kubectl.output import encode
+from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
+from metagpu.kubectl.viewer import STATUS, AgentPod, ClusterViewer, NodeAnswer
+
+Object = Mapping[str, Any]
+
+_FORBIDDEN: Final = 403
+_REJECTED: Final = "UnexpectedAdmissionError"
+
+
+class PodAnswer(msgspec.Struct):
+    """What becomes of a pod.
+
+    Attributes:
+        sentence: the sentence that helps most.
+        fix: what to change; empty where nothing has to be.
+        notes: what others say of the pod, as the scheduler does.
+        nodes: the judgement of each node, the nearest to a fit first.
+    """
+
+    pod: str
+    sentence: str
+    fix: str = ""
+    notes: list[str] = msgspec.field(default_factory=list)
+    nodes: Sequence[Judgement] = ()
+
+
+async def why(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -> int:
+    """Say why a pod gets no GPU; return 0 where nothing is in its way.
+
+    Raises:
+        MetagpuError: there is no such pod, nor a controller whose pods are refused.
+    """
+    pod = await viewer.get(f"/api/v1/namespaces/{namespace}/pods/{args.pod}")
+    if pod is None:
+        answer = await _refused_controller(viewer, namespace, args.pod)
+    else:
+        answer = await _answer_on(viewer, pod)
+    _print([answer], args.output)
+    return int(bool(answer.fix))
+
+
+async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -> int:
+    """Say where the pods of a manifest would fit; return 0 if all do.
+
+    Raises:
+        MetagpuError: the file is no manifest with a pod.
+    """
+    pods = await to_thread.run_sync(_read_manifest, args.filename)
+    demands = [demand_of(it) for it in pods]
+    nodes = await _nodes(viewer)
+    answers = []
+    for demand in demands:
+        quotas = await _quotas(viewer, demand.namespace or namespace)
+        answers.append(_judged(demand, nodes, quotas))
+    _print(answers, args.output)
+    return int(any(it.fix or _fits_nowhere(it) for it in answers))
+
+
+async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
+    demand, status = demand_of(pod), pod.get("status") or {}
+    name, phase = f"{demand.namespace}/{demand.name}", status.get("phase", "")
+    if phase == "Running":
+        return PodAnswer(name, f"it runs on {demand.node}", notes=_waiting(status))
+    if phase == "Succeeded":
+        return PodAnswer(name, "it has ended, with success")
+    if phase == "Failed":
+        return await _failed(viewer, demand, status)
+    if demand.node:
+        sentence = f"it is bound to {demand.node}, whose kubelet has not started it yet"
+        return PodAnswer(name, sentence, notes=_waiting(status))
+
+    answer = _judged(demand, await _nodes(viewer), ())
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition.get("message"):
+            answer.notes.append(f"the scheduler says: {condition['message']}")
+    if answer.nodes and answer.nodes[0].obstacle is Obstacle.NONE:
+        answer.notes.append("metagpu is not in its way: read what the scheduler says")
+    return answer
+
+
+async def _failed(viewer: ClusterViewer, demand: PodDemand, status: Object) -> PodAnswer:
+    """Return why a pod failed, and whether another like it would fit now."""
+    name = f"{demand.namespace}/{demand.name}"
+    reason, message = status.get("reason", ""), status.get("message", "")
+    if reason != _REJECTED:
+        return PodAnswer(name, f"it failed: {': '.join(filter(None, (reason, message)))}")
+    anywhere = msgspec.structs.replace(demand, node="")
+    again = _judged(anywhere, await _nodes(viewer), ())
+    fix = "delete it: the kubelet never tries a rejected pod again; its controller makes another"
+    sentence = f"{demand.node} rejected it: {message}"
+    notes = [f"another pod like it: {again.sentence}", *([again.fix] if again.fix else [])]
+    return PodAnswer(name, sentence, fix, notes, again.nodes)
+
+
+async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) -> PodAnswer:
+    """Return why the pods of a controller are refused, by its Events.
+
+    Raises:
+        MetagpuError: no Event says so.
+    """
+    path = f"/api/v1/namespaces/{namespace}/events"
+    events = await viewer.items(path, fieldSelector="reason=FailedCreate")
+    found = [it for it in events if (it.get("involvedObject") or {}).get("name") == name]
+    if not found:
+        raise MetagpuError(
+            f"there is no pod {name} in the namespace {namespace}, and no controller of that name "
+            "whose pods are refused; give another namespace by -n"
+        )
+    latest = max(found, key=lambda it: str(it.get("lastTimestamp") or it.get("eventTime") or ""))
+    quota = "exceeded quota" in str(latest.get("message"))
+    fix = "change the pod's template as the message says"
+    if quota:
+        fix = "end other pods of the namespace, request less, or raise the quota"
+    kind = latest["involvedObject"].get("kind", "controller")
+    sentence = f"pods of {kind} {name} are refused: {latest['message']}"
+    return PodAnswer(f"{namespace}/{name}", sentence, fix)
+
+
+def _judged(demand: PodDemand, nodes: Iterable[ClusterNode], quotas: Sequence[Object]) -> PodAnswer:
+    judged = judge_all(demand, nodes)
+    name = f"{demand.namespace}/{demand.name}".strip("/")
+    sentence, fix = exceeded_quota(demand, quotas) or conclude(demand, judged)
+    return PodAnswer(name, sentence, fix, nodes=judged)
+
+
+async def _nodes(viewer: ClusterViewer) -> Sequence[ClusterNode]:
+    """Return all nodes, as the API server and their daemons report them."""
+    objects: Sequence[Object] = ()
+    answers: Sequence[NodeAnswer] = ()
+
+    async def list_nodes() -> None:
+        nonlocal objects
+        objects = await viewer.items("/api/v1/nodes")
+
+    async def ask() -> None:
+        nonlocal answers
+        agents: Sequence[AgentPod] = await viewer.agents()
+        answers = await viewer.ask(STATUS, agents)
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(list_nodes)
+            group.start_soon(ask)
+    except BaseExceptionGroup as errors:
+        ours = [it for it in errors.exceptions if isinstance(it, MetagpuError)]
+        raise (ours[0] if ours else errors) from None
+    by_node = {it.node: it for it in answers}
+    return [_node_of(it, by_node.get(it["metadata"]["name"])) for it in objects]
+
+
+def _node_of(it: Object, answer: NodeAnswer | None) -> ClusterNode:
+    spec, metadata = it.get("spec") or {}, it["metadata"]
+    amounts = (it.get("status") or {}).get("allocatable") or {}
+    return ClusterNode(
+        metadata["name"],
+        metadata.get("labels") or {},
+        tuple(spec.get("taints") or ()),
+        bool(spec.get("unschedulable")),
+        {name: int(count) for name, count in amounts.items() if str(count).isdecimal()},
+        answer.report if answer else None,
+        answer.problem if answer else "",
+    )
+
+
+async def _quotas(viewer: ClusterViewer, namespace: str) -> Sequence[Object]:
+    """Return the quotas of a namespace; none where the user may not read them."""
+    try:
+        return await viewer.items(f"/api/v1/namespaces/{namespace}/resourcequotas")
+    except ClusterError as error:
+        if error.status == _FORBIDDEN:
+            return ()
+        raise
+
+
+def _waiting(status: Object) -> list[str]:
+    """Return why containers wait."""
+    waiting = [
+        (it["name"], it["state"]["waiting"])
+        for it in status.get("containerStatuses") or ()
+        if (it.get("state") or {}).get("waiting")
+    ]
+    return [
+        f"container {name} waits: {': '.join(filter(None, (it.get('reason'), it.get('message'))))}"
+        for name, it in waiting
+    ]
+
+
+def _read_manifest(name: str) -> Sequence[Object]:
+    """Read the pods of a file, or of stdin for `-`; blocks."""
+    import yaml
+
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        return pods_in(yaml.safe_load_all(text), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MetagpuError(f"{name}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise MetagpuError(f"{name}: no YAML: {' '.join(str(error).split())}") from error
+
+
+def _fits_nowhere(answer: PodAnswer) -> bool:
+    return not any(it.obstacle is Obstacle.NONE for it in answer.nodes)
+
+
+def _print(answers: Sequence[PodAnswer], form: str) -> None:
+    if form in ("json", "yaml"):
+        plain = [_plain(it) for it in answers]
+        print_text(encode(plain[0] if len(plain) == 1 else plain, form))
+        return
+    parts: list[Cell | TextTable] = []
+    for answer in answers:
+        fits = any(it.obstacle is Obstacle.NONE for it in answer.nodes)
+        parts.append(Cell(f"{answer.pod}: {answer.sentence}", "bold" if fits else "bold yellow"))
+        if answer.fix:
+            parts.append(Cell(f"  {answer.fix}"))
+        parts += [Cell(f"  {note}") for note in answer.notes]
+        if answer.nodes:
+            parts.append(_table(answer.nodes))
+    print_text(render(parts, stdout_terminal()))
+
+
+def _table(judged: Sequence[Judgement]) -> TextTable:
+    """Draw the judgements; nodes of one reason share a line."""
+    table = TextTable(("NODE", "FITS", "REASON", "CHANGE"), folded=frozenset(("REASON", "CHANGE")))
+    groups: dict[tuple[Obstacle, str], list[Judgement]] = {}
+    for it in judged:
+        groups.setdefault((it.obstacle, it.reason), []).append(it)
+    for (obstacle, reason), same in groups.items():
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        fits = obstacle is Obstacle.NONE
+        table.add(
+            same[0].node + more,
+            Cell("yes", "green") if fits else Cell("no", "yellow"),
+            reason,
+            same[0].fix or "-",
+        )
+    return table
+
+
+def _plain(answer: PodAnswer) -> Mapping[str, Any]:
+    return {
+        **msgspec.structs.asdict(answer),
+        "nodes": [
+            {
+                "node": it.node,
+                "fits": it.obstacle is Obstacle.NONE,
+                "obstacle": it.obstacle.name.lower(),
+                "reason": it.reason,
+                "fix": it.fix,
+            }
+            for it in answer.nodes
+        ],
+    }

@@ -1,0 +1,187 @@
+"""What a pod asks of a node: shares, labels, tolerations; pure functions on plain data."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.errors import MetagpuError
+
+Object = Mapping[str, Any]
+
+_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
+    "Pod": (),
+    "PodTemplate": ("template",),
+    "CronJob": ("spec", "jobTemplate", "spec", "template"),
+}
+"""Where the pod of a manifest is, by its kind; elsewhere it is `spec.template`."""
+_KUBERNETES: Final = ("kubernetes.io", "k8s.io")
+"""Domains of Kubernetes' own resources."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A container's request for an extended resource."""
+
+    container: str
+    resource: str
+    count: int
+
+
+class PodDemand(msgspec.Struct, frozen=True):
+    """What the scheduler compares with a node, as far as GPUs are concerned.
+
+    Attributes:
+        requests: of all containers that run at once; an init container's only where it is larger.
+        node: the node that the pod is bound to, or names itself; empty for any.
+        selector: the node selector.
+        terms: of the required node affinity: one of them must hold; empty without an affinity.
+        tolerations: as in the pod's specification.
+    """
+
+    namespace: str
+    name: str
+    requests: tuple[Request, ...]
+    node: str = ""
+    selector: Mapping[str, str] = msgspec.field(default_factory=dict)
+    terms: tuple[Object, ...] = ()
+    tolerations: tuple[Object, ...] = ()
+
+    @property
+    def totals(self) -> Mapping[str, int]:
+        """The sum of the requests, by resource."""
+        totals: Counter[str] = Counter()
+        for it in self.requests:
+            totals[it.resource] += it.count
+        return totals
+
+
+def demand_of(pod: Object) -> PodDemand:
+    """Return what a Pod object asks for.
+
+    Raises:
+        MetagpuError: an amount is no whole number.
+    """
+    spec, metadata = pod.get("spec") or {}, pod.get("metadata") or {}
+    node_affinity = ((spec.get("affinity") or {}).get("nodeAffinity")) or {}
+    required = node_affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    return PodDemand(
+        metadata.get("namespace") or "",
+        metadata.get("name") or metadata.get("generateName") or "",
+        tuple(_requests(spec)),
+        spec.get("nodeName") or "",
+        spec.get("nodeSelector") or {},
+        tuple(required.get("nodeSelectorTerms") or ()),
+        tuple(spec.get("tolerations") or ()),
+    )
+
+
+def pods_in(documents: Iterable[Any], file: str) -> Sequence[Object]:
+    """Return the pods of a manifest: Pods, and the templates of workloads.
+
+    Raises:
+        MetagpuError: a document has no pod.
+    """
+    found = []
+    for document in documents:
+        if document is None:
+            continue
+        if not isinstance(document, Mapping) or "kind" not in document:
+            raise MetagpuError(f"{file}: no Kubernetes object; write one with apiVersion and kind")
+        pod: Any = document
+        for key in _TEMPLATES.get(document["kind"], ("spec", "template")):
+            pod = pod.get(key) if isinstance(pod, Mapping) else None
+        if not isinstance(pod, Mapping) or not isinstance(pod.get("spec"), Mapping):
+            kind = document["kind"]
+            raise MetagpuError(f"{file}: a {kind} has no pod; give a Pod, or a workload with one")
+        own, outer = pod.get("metadata") or {}, document.get("metadata") or {}
+        named = {**own, **{key: outer[key] for key in ("name", "namespace") if key in outer}}
+        found.append({**pod, "metadata": named})
+    if not found:
+        raise MetagpuError(f"{file}: the file is empty; give a Pod, or a workload with one")
+    return found
+
+
+def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
+    """Return whether one of some tolerations tolerates a taint."""
+    return any(
+        it.get("effect") in (None, "", taint.get("effect"))
+        and (
+            (it.get("operator") == "Exists" and it.get("key") in (None, "", taint["key"]))
+            or (it.get("key") == taint["key"] and (it.get("value") or "") == taint.get("value", ""))
+        )
+        for it in tolerations
+    )
+
+
+def missing_label(demand: PodDemand, name: str, labels: Mapping[str, str]) -> str:
+    """Return what the pod's node selector or affinity misses at a node; empty for nothing."""
+    for key, value in demand.selector.items():
+        if labels.get(key) != value:
+            return f"{key}={value}"
+    if demand.terms and not any(_term_holds(it, name, labels) for it in demand.terms):
+        first = demand.terms[0].get("matchExpressions") or demand.terms[0].get("matchFields") or ()
+        return " and ".join(_described(it) for it in first) or "an affinity without a term"
+    return ""
+
+
+def _requests(spec: Object) -> Iterator[Request]:
+    beside: Counter[str] = Counter()
+    for container in spec.get("containers") or ():
+        for request in _of_container(container):
+            beside[request.resource] += request.count
+            yield request
+    # Init containers run alone; sidecars (restartPolicy: Always) run beside the others.
+    for container in spec.get("initContainers") or ():
+        for request in _of_container(container):
+            if container.get("restartPolicy") == "Always":
+                yield request
+            elif request.count > beside[request.resource]:
+                more = request.count - beside[request.resource]
+                beside[request.resource] = request.count
+                yield Request(request.container, request.resource, more)
+
+
+def _of_container(container: Object) -> Iterator[Request]:
+    resources = container.get("resources") or {}
+    amounts = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    name = str(container.get("name") or "")
+    for resource, amount in amounts.items():
+        domain, slash, _ = str(resource).partition("/")
+        if not slash or domain.endswith(_KUBERNETES):
+            continue
+        if not str(amount).isdecimal():
+            raise MetagpuError(f"container {name}: {resource}: {amount!r} is no whole number")
+        if int(amount):
+            yield Request(name, str(resource), int(amount))
+
+
+def _term_holds(term: Object, name: str, labels: Mapping[str, str]) -> bool:
+    expressions = term.get("matchExpressions") or ()
+    fields = term.get("matchFields") or ()
+    if not expressions and not fields:
+        return False
+    return all(_holds(it, labels) for it in expressions) and all(
+        _holds(it, {"metadata.name": name}) for it in fields
+    )
+
+
+def _holds(it: Object, labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(it["key"]), list(it.get("values") or ())
+    number = int(value) if value is not None and value.isdecimal() else None
+    bound = int(values[0]) if len(values) == 1 and str(values[0]).isdecimal() else 0
+    outcomes = {
+        "In": value in values,
+        "NotIn": value not in values,
+        "Exists": value is not None,
+        "DoesNotExist": value is None,
+        "Gt": number is not None and number > bound,
+        "Lt": number is not None and number < bound,
+    }
+    return outcomes.get(it["operator"], True)
+
+
+def _described(it: Object) -> str:
+    values = it.get("values") or ()
+    listed = f" ({', '.join(values)})" if values else ""
+    return f"{it['key']} {it['operator']}{listed}"

@@ -1,0 +1,218 @@
+"""Questions to the API server, and through its pod proxy to the daemon of each node."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import msgspec
+
+from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
+
+if TYPE_CHECKING:
+    from metagpu.plugins.cluster.client import KubeClient
+
+SELECTOR: Final = "app.kubernetes.io/name=metagpu"
+"""The label of the daemons' pods."""
+STATUS: Final = "api/v1/status"
+USAGE: Final = "api/v1/usage"
+PORT: Final = "status-api"
+"""The name of the containers' port."""
+AT_ONCE: Final = 100
+"""Nodes that are asked at a time, as many as the client has connections."""
+_TOKEN_LIFETIME: Final = 600
+_TOKEN_RENEWAL: Final = 450.0
+"""Seconds after which a token is replaced; both by the clock of this machine."""
+_FORBIDDEN: Final = 403
+_NOT_FOUND: Final = 404
+_SHOW_AFTER: Final = 0.4
+"""Seconds before progress is shown."""
+
+Object = Mapping[str, Any]
+
+
+class AgentPod(msgspec.Struct, frozen=True):
+    """The pod of a daemon; `port` is that of its status, 0 without one."""
+
+    node: str
+    namespace: str
+    name: str
+    port: int
+    ready: bool
+
+
+class NodeAnswer(msgspec.Struct, frozen=True):
+    """The report of a node's daemon, or why there is none."""
+
+    node: str
+    report: Object | None = None
+    problem: str = ""
+
+
+class ClusterViewer:
+    """Asks the API server and the daemons behind it, with the rights of a user.
+
+    Args:
+        agent_namespace: where the daemons' pods are; empty looks in all namespaces.
+        deadline: seconds for each node's answer.
+        progress: is called with the number of answers, and of nodes.
+    """
+
+    def __init__(
+        self,
+        client: "KubeClient",
+        agent_namespace: str = "",
+        deadline: float = 5.0,
+        progress: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        self._client = client
+        self._agent_namespace = agent_namespace
+        self._deadline = deadline
+        self._progress = progress
+        self._tokens: dict[str, tuple[str, float]] = {}
+
+    async def items(self, path: str, **query: str) -> Sequence[Object]:
+        """List objects; the answer may be that of the API server's cache.
+
+        Raises:
+            ClusterError: the API server refuses, or does not answer.
+        """
+        answer = await self._client.call("GET", path, query={"resourceVersion": "0", **query})
+        return answer.get("items") or ()
+
+    async def get(self, path: str) -> Object | None:
+        """Read one object, `None` where there is none.
+
+        Raises:
+            ClusterError: the API server refuses, or does not answer.
+        """
+        try:
+            return await self._client.call("GET", path)
+        except ClusterError as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
+
+    async def agents(self) -> Sequence[AgentPod]:
+        """Find the daemon of each node, by the name of the node.
+
+        Raises:
+            MetagpuError: there is none, or the user may not list pods.
+        """
+        where = f"/namespaces/{self._agent_namespace}" if self._agent_namespace else ""
+        try:
+            pods = await self.items(f"/api/v1{where}/pods", labelSelector=SELECTOR)
+        except ClusterError as error:
+            if error.status == _FORBIDDEN and not where:
+                problem = f"{error.message}; name the namespace of metagpu by --agent-namespace"
+                raise MetagpuError(problem) from error
+            raise
+        found = choose_agents(pods)
+        if not found:
+            place = f"in the namespace {self._agent_namespace}" if where else "in any namespace"
+            raise MetagpuError(f"no pod with the label {SELECTOR} runs {place}; install metagpu")
+        return found
+
+    async def ask(self, path: str, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
+        """Ask daemons in parallel for a report; return their answers by the name of the node.
+
+        Raises:
+            MetagpuError: the user gets no viewer's token.
+        """
+        asked = list(agents)
+        for namespace in {it.namespace for it in asked}:
+            await self._renew_token(namespace)
+        answers: list[NodeAnswer] = []
+        limit = anyio.Semaphore(AT_ONCE)
+
+        async def one(agent: AgentPod) -> None:
+            async with limit:
+                answers.append(await self._ask_node(path, agent))
+            self._progress(len(answers), len(asked))
+
+        async with anyio.create_task_group() as group:
+            for agent in asked:
+                group.start_soon(one, agent)
+        return sorted(answers, key=lambda it: it.node)
+
+    async def _ask_node(self, path: str, agent: AgentPod) -> NodeAnswer:
+        if not agent.port:
+            problem = f"pod {agent.name} serves no status; give its daemon --status-api"
+            return NodeAnswer(agent.node, problem=problem)
+        proxy = f"/api/v1/namespaces/{agent.namespace}/pods/{agent.name}:{agent.port}/proxy/{path}"
+        headers = {"Metagpu-Token": self._tokens[agent.namespace][0]}
+        try:
+            with anyio.fail_after(self._deadline):
+                return NodeAnswer(
+                    agent.node, await self._client.call("GET", proxy, headers=headers)
+                )
+        except TimeoutError:
+            return NodeAnswer(agent.node, problem=f"no answer within {self._deadline:g} s")
+        except ClusterError as error:
+            return NodeAnswer(agent.node, problem=error.message or str(error))
+
+    async def _renew_token(self, namespace: str) -> None:
+        known = self._tokens.get(namespace)
+        if known is not None and time.monotonic() - known[1] < _TOKEN_RENEWAL:
+            return
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{VIEWER}/token"
+        spec = {"audiences": [AUDIENCE], "expirationSeconds": _TOKEN_LIFETIME}
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        try:
+            answer = await self._client.call("POST", path, body=body)
+        except ClusterError as error:
+            if error.status == _NOT_FOUND:
+                fix = "set statusApi.port in metagpu's chart, or apply deploy/viewers.yaml"
+                raise MetagpuError(f"{error.message}: {fix}") from error
+            if error.status == _FORBIDDEN:
+                fix = f"ask for the roles metagpu-viewer, of the cluster and of {namespace}"
+                raise MetagpuError(f"{error.message}: {fix}") from error
+            raise
+        self._tokens[namespace] = answer["status"]["token"], time.monotonic()
+
+
+def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
+    """Return one daemon of each node: the ready one where an exchange has two."""
+    found: dict[str, AgentPod] = {}
+    for pod in pods:
+        node = pod["spec"].get("nodeName")
+        if not node or pod["metadata"].get("deletionTimestamp"):
+            continue
+        conditions = (pod.get("status") or {}).get("conditions") or ()
+        agent = AgentPod(
+            node,
+            pod["metadata"]["namespace"],
+            pod["metadata"]["name"],
+            _status_port(pod),
+            any(it["type"] == "Ready" and it["status"] == "True" for it in conditions),
+        )
+        if node not in found or agent.ready:
+            found[node] = agent
+    return sorted(found.values(), key=lambda it: it.node)
+
+
+def _status_port(pod: Object) -> int:
+    for container in pod["spec"].get("containers") or ():
+        for port in container.get("ports") or ():
+            if port.get("name") == PORT:
+                return int(port["containerPort"])
+    return 0
+
+
+class Progress:
+    """A line on a terminal's stderr that says how many nodes have answered."""
+
+    def __init__(self) -> None:
+        self._on = sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._shown = 0
+
+    def __call__(self, done: int, of: int) -> None:
+        """Show the number of answers, and nothing once all have come."""
+        if not self._on or time.monotonic() - self._began < _SHOW_AFTER:
+            return
+        text = "" if done == of else f"asked {done} of {of} nodes"
+        print(f"\r{text:{self._shown}}", end="" if text else "\r", file=sys.stderr, flush=True)  # noqa: T201
+        self._shown = len(text)

@@ -1,0 +1,250 @@
+"""Decisions of `why` and `fit`, as a table: a pod, a node, and the sentence."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.judgement import conclude, exceeded_quota, judge, judge_all
+from metagpu.kubectl.obstacles import ClusterNode, Obstacle
+from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
+
+SHARES = "cnvrg.io/metagpu"
+GPUS = "nvidia.com/gpu"
+
+
+def gpu(index: int, held: int, free: int | None = None, **changes: object) -> Mapping[str, Any]:
+    """Return a GPU of 100 shares, as a daemon reports it."""
+    amounts = {"capacity": 100, "held": held, "free": 100 - held if free is None else free}
+    return {
+        "index": index,
+        "healthy": True,
+        "reason": "",
+        "cordon": None,
+        "suspended": {},
+        "waitsFor": None,
+        "shares": {SHARES: amounts},
+        **changes,
+    }
+
+
+def node(*gpus: Mapping[str, Any], rule: str = "one_gpu", **changes: Any) -> ClusterNode:  # noqa: ANN401 - of any field
+    """Return a node whose daemon offers shares of GPUs."""
+    free = [it["shares"][SHARES]["free"] for it in gpus]
+    report = {
+        "offers": {
+            SHARES: {
+                "free": sum(free),
+                "heldBack": 0,
+                "largestRequest": max(free) if rule == "one_gpu" else sum(free),
+                "requestRule": rule,
+            }
+        },
+        "gpus": gpus,
+        "competingPlugins": {},
+        "registrationProblems": {},
+        "leases": [
+            {
+                "resource": SHARES,
+                "gpu": it["index"],
+                "shares": it["shares"][SHARES]["held"],
+                "holder": f"team/pod-{it['index']} (main)",
+            }
+            for it in gpus
+            if it["shares"][SHARES]["held"]
+        ],
+    }
+    report |= changes.pop("report", {})
+    return ClusterNode("gpu-1", report=report, **changes)
+
+
+def demand(*counts: int, resource: str = SHARES, **spec: object) -> PodDemand:
+    """Return the demand of a pod with a container for each count."""
+    containers = [
+        {"name": f"c{n}", "resources": {"limits": {resource: str(count), "memory": "1Gi"}}}
+        for n, count in enumerate(counts)
+    ]
+    metadata = {"name": "pod", "namespace": "team"}
+    return demand_of({"metadata": metadata, "spec": {"containers": containers, **spec}})
+
+
+TAINT = {"key": "team", "value": "a", "effect": "NoSchedule"}
+AFFINITY = {
+    "nodeAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [
+                {"matchExpressions": [{"key": "gen", "operator": "Gt", "values": ["7"]}]},
+                {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["b", "c"]}]},
+            ]
+        }
+    }
+}
+CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
+    ("room", demand(30), node(gpu(0, 60)), Obstacle.NONE, "40 of cnvrg.io/metagpu are free"),
+    ("full", demand(30), node(gpu(0, 100)), Obstacle.FULL, "held by team/pod-0 (100)"),
+    (
+        "fragmented",
+        demand(50),
+        node(gpu(0, 70), gpu(1, 60)),
+        Obstacle.FRAGMENTED,
+        "the largest part is 40 (30 on GPU 0, 40 on GPU 1); end team/pod-1",
+    ),
+    (
+        "two containers, two GPUs",
+        demand(40, 30),
+        node(gpu(0, 70), gpu(1, 60)),
+        Obstacle.NONE,
+        "70 of",
+    ),
+    (
+        "two containers, no two places",
+        demand(40, 40),
+        node(gpu(0, 50), gpu(1, 65)),
+        Obstacle.FRAGMENTED,
+        "the largest part is 50",
+    ),
+    (
+        "shares of any GPUs",
+        demand(70),
+        node(gpu(0, 70), gpu(1, 60), rule="any"),
+        Obstacle.NONE,
+        "70 of",
+    ),
+    ("too large", demand(101), node(gpu(0, 0)), Obstacle.TOO_LARGE, "gets 100 at most"),
+    (
+        "a cordoned GPU",
+        demand(80),
+        node(gpu(0, 60), gpu(1, 0, 0, cordon={"reason": "fan"})),
+        Obstacle.OUT_OF_SERVICE,
+        "GPU 1 is cordoned: fan",
+    ),
+    (
+        "a GPU out of service",
+        demand(80),
+        node(gpu(0, 60), gpu(1, 0, 0, healthy=False, reason="XID 79")),
+        Obstacle.OUT_OF_SERVICE,
+        "GPU 1 is out of service: XID 79",
+    ),
+    (
+        "another resource",
+        demand(1, resource=GPUS),
+        node(gpu(0, 0), labels={"metagpu.io/config": "slices"}),
+        Obstacle.NOT_OFFERED,
+        "cnvrg.io/metagpu is offered there, by its profile slices, and no nvidia.com/gpu",
+    ),
+    (
+        "a competing plugin",
+        demand(1),
+        node(gpu(0, 0), report={"competingPlugins": {SHARES: "nvidia.sock"}}),
+        Obstacle.COMPETING_PLUGIN,
+        "another device plugin (nvidia.sock)",
+    ),
+    (
+        "a Node that lags",
+        demand(30),
+        node(gpu(0, 0), allocatable={SHARES: 10}),
+        Obstacle.NODE_AMOUNT,
+        "the Node counts 10 in all",
+    ),
+    ("a cordoned node", demand(1), node(gpu(0, 0), unschedulable=True), Obstacle.NODE_CORDONED, ""),
+    ("a taint", demand(1), node(gpu(0, 0), taints=(TAINT,)), Obstacle.TAINT, "team=a:NoSchedule"),
+    (
+        "a tolerated taint",
+        demand(1, tolerations=[{"key": "team", "operator": "Exists"}]),
+        node(gpu(0, 0), taints=(TAINT,)),
+        Obstacle.NONE,
+        "",
+    ),
+    (
+        "a node selector",
+        demand(1, nodeSelector={"zone": "a"}),
+        node(gpu(0, 0), labels={"zone": "b"}),
+        Obstacle.LABELS,
+        "zone=a",
+    ),
+    (
+        "an affinity",
+        demand(1, affinity=AFFINITY),
+        node(gpu(0, 0), labels={"gen": "7"}),
+        Obstacle.LABELS,
+        "gen Gt (7)",
+    ),
+    (
+        "an affinity's second term",
+        demand(1, affinity=AFFINITY),
+        node(gpu(0, 0), labels={"zone": "c"}),
+        Obstacle.NONE,
+        "",
+    ),
+    ("no daemon", demand(1), ClusterNode("gpu-1"), Obstacle.NO_DAEMON, "metagpu does not run"),
+    (
+        "no answer",
+        demand(1),
+        ClusterNode("gpu-1", problem="no answer within 5 s"),
+        Obstacle.NO_ANSWER,
+        "no answer within 5 s",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("pod", "at", "obstacle", "text"), [it[1:] for it in CASES], ids=[it[0] for it in CASES]
+)
+def test_a_pod_and_a_node(pod: PodDemand, at: ClusterNode, obstacle: Obstacle, text: str) -> None:
+    """Each obstacle has its sentence, and a pod that fits has what is free."""
+    judged = judge(pod, at)
+    assert judged.obstacle is obstacle
+    for part in text.split("; end "):
+        assert part in f"{judged.reason} {judged.fix}"
+
+
+def test_the_nearest_node_speaks_for_the_cluster() -> None:
+    """Of many nodes, the one with the least to change has the sentence and the fix."""
+    near = node(gpu(0, 70), gpu(1, 60))
+    far = replace(node(gpu(0, 0), taints=(TAINT,)), name="gpu-2")
+    judged = judge_all(demand(50), [far, near])
+    sentence, fix = conclude(demand(50), judged)
+    assert [it.node for it in judged] == ["gpu-1", "gpu-2"]
+    assert "nearest is gpu-1" in sentence
+    assert "request at most 40" in fix
+    room = replace(node(gpu(0, 0)), name="gpu-3")
+    assert conclude(demand(50), judge_all(demand(50), [far, near, room]))[0].startswith(
+        "it fits on gpu-3"
+    )
+    assert conclude(demand(), [])[0] == "the pod requests no GPU resource"
+
+
+def test_init_containers_count_where_they_need_more() -> None:
+    """An init container counts where it is larger; a sidecar counts beside the others."""
+    limits = {"resources": {"limits": {SHARES: "40"}}}
+    init = [{"name": "init", **limits}, {"name": "side", "restartPolicy": "Always", **limits}]
+    assert demand(30, initContainers=init).totals == {SHARES: 80}
+    with pytest.raises(MetagpuError, match="'a' is no whole number"):
+        demand_of({"spec": {"containers": [{"resources": {"limits": {SHARES: "a"}}}]}})
+
+
+def test_quotas() -> None:
+    """A quota that is used up has its sentence; one of another resource has none."""
+    status = {"hard": {f"requests.{SHARES}": "50"}, "used": {f"requests.{SHARES}": "30"}}
+    quota = {"metadata": {"name": "gpus"}, "status": status}
+    assert exceeded_quota(demand(20), [quota]) is None
+    found = exceeded_quota(demand(21), [quota])
+    assert found is not None
+    assert "allows 50" in found[0]
+    assert "request at most 20" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ({"kind": "Service", "spec": {}}, "a Service has no pod"),
+        ("text", "no Kubernetes object"),
+        (None, "the file is empty"),
+    ],
+)
+def test_files_without_a_pod(document: object, text: str) -> None:
+    """A manifest without a pod is refused in one line that names the file."""
+    with pytest.raises(MetagpuError, match=f"a.yaml: .*{text}"):
+        pods_in([document], "a.yaml")

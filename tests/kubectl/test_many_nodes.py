@@ -1,0 +1,121 @@
+"""A cluster of 500 nodes: real HTTP through a simulated API server to 500 pods."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from aiohttp import web
+
+from metagpu.kubectl.items import gpu_items, node_items
+from metagpu.kubectl.viewer import AT_ONCE, USAGE, ClusterViewer, choose_agents
+from metagpu.plugins.cluster.settings import VIEWER
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.plugins.cluster.rig import client_of
+from tests.rigs.waiting import skip
+
+NODES = 500
+SILENT = 3
+DEADLINE = 9.0
+GPU = {
+    "index": 0,
+    "uuid": "GPU-0",
+    "product": "NVIDIA A100",
+    "usableMiB": 40000,
+    "usedMiB": 100,
+    "utilization": 50,
+    "shares": [{"resource": "cnvrg.io/metagpu", "capacity": 100, "held": 30, "shareMiB": 400}],
+    "healthy": True,
+    "reason": "",
+    "faults": {},
+    "cordon": None,
+    "policy": "off",
+    "failure": None,
+}
+
+
+@asynccontextmanager
+async def daemons(server: SimApiServer, *, silent: int) -> AsyncIterator[anyio.Event]:
+    """Serve the usage of 500 nodes of eight GPUs, each at an address of its own.
+
+    A node answers once as many as the viewer asks at a time have been asked: asked one by one, the
+    nodes would answer nothing. Some are silent until the yielded event is set.
+    """
+    crowd, ended, waiting = anyio.Event(), anyio.Event(), 0
+
+    async def usage(request: web.Request) -> web.StreamResponse:
+        nonlocal waiting
+        address = request.transport.get_extra_info("sockname")[0] if request.transport else ""
+        _, _, high, low = (int(part) for part in address.split("."))
+        if (number := high * 250 + low - 1) < silent:
+            await ended.wait()
+        waiting += 1
+        if waiting >= AT_ONCE - silent:
+            crowd.set()
+        await crowd.wait()
+        gpus = [{**GPU, "index": n, "uuid": f"GPU-{number}-{n}"} for n in range(8)]
+        report = {"version": "1", "gpus": gpus, "containers": [], "unauthorized": 0}
+        return web.json_response(report)
+
+    app = web.Application()
+    app.router.add_get(f"/{USAGE}", usage)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "0.0.0.0", 0)  # noqa: S104 - all of 127.0.0.0/8
+    await site.start()
+    port = {"name": "status-api", "containerPort": runner.addresses[0][1]}
+    server.store.put(("serviceaccounts", "kube-system", VIEWER), {"metadata": {}})
+    for number in range(NODES):
+        pod = {
+            "metadata": {"labels": {"app.kubernetes.io/name": "metagpu"}},
+            "spec": {"nodeName": f"node-{number:03}", "containers": [{"ports": [port]}]},
+            "status": {"podIP": f"127.0.{number // 250}.{number % 250 + 1}"},
+        }
+        server.store.put(("pods", "kube-system", f"metagpu-{number}"), pod)
+    try:
+        yield ended
+    finally:
+        await runner.cleanup()
+
+
+async def test_500_nodes_are_asked_in_parallel(tmp_path: Path) -> None:
+    """All nodes answer, but for those that are silent: they have a line each."""
+    server, steps = SimApiServer(), []
+    async with daemons(server, silent=SILENT) as ended, client_of(server, tmp_path) as client:
+
+        def progress(done: int, of: int) -> None:
+            steps.append((done, of))
+            if done == of - SILENT:
+                skip(DEADLINE)
+
+        viewer = ClusterViewer(client, deadline=DEADLINE, progress=progress)
+        answers = await viewer.ask(USAGE, await viewer.agents())
+        ended.set()
+        await anyio.wait_all_tasks_blocked()
+
+    silent = [it for it in answers if it.report is None]
+    assert [it.node for it in silent] == ["node-000", "node-001", "node-002"]
+    assert all("no answer within 9 s" in it.problem or "reached" in it.problem for it in silent)
+    assert len(list(node_items(answers))) == NODES - SILENT
+    assert len(list(gpu_items(answers))) == (NODES - SILENT) * 8
+    assert steps == [(n, NODES) for n in range(1, NODES + 1)]
+    tokens = [it for it in server.requests if it.target.endswith("/token")]
+    assert len(tokens) == 1
+
+
+@pytest.mark.parametrize("ready_first", [True, False])
+def test_of_two_daemons_of_a_node_the_ready_one_is_asked(*, ready_first: bool) -> None:
+    """While a node is handed over, its ready daemon answers; pods that end are asked no more."""
+
+    def pod(name: str, *, ready: bool, **metadata: str) -> dict[str, object]:
+        return {
+            "metadata": {"name": name, "namespace": "a", **metadata},
+            "spec": {"nodeName": "n"},
+            "status": {"conditions": [{"type": "Ready", "status": str(ready)}]},
+        }
+
+    pods = [pod("new", ready=True), pod("old", ready=False)]
+    ending = pod("gone", ready=True, deletionTimestamp="now")
+    [chosen] = choose_agents([*(pods if ready_first else pods[::-1]), ending])
+    assert chosen.name == "new"

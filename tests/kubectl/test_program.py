@@ -1,0 +1,209 @@
+"""`kubectl metagpu` at a simulated API server, with the daemon of one node behind it."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from anyio import to_thread
+
+from metagpu.kubectl.program import main
+from metagpu.plugins.cluster.settings import VIEWER
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.agent.test_status_api import NODE, SYSTEM, StatusScene, serving
+from tests.rigs.agent import METAGPU
+
+AGENT = {"app.kubernetes.io/name": "metagpu"}
+
+
+@dataclass
+class Cluster:
+    """A cluster of one node with metagpu, and a user's kubeconfig."""
+
+    scene: StatusScene
+    kubeconfig: Path
+    capsys: pytest.CaptureFixture[str]
+
+    async def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Run a command; return its status and its output."""
+        line = [*arguments, "--kubeconfig", str(self.kubeconfig)]
+        self.capsys.readouterr()
+        status = await to_thread.run_sync(main, line)
+        return status, *self.capsys.readouterr()
+
+    async def json(self, *arguments: str) -> Any:  # noqa: ANN401 - any JSON
+        """Run a command for programs, and read its output."""
+        status, out, err = await self.run(*arguments, "-o", "json")
+        assert (status, err) == (0, ""), err
+        return json.loads(out[out.index("{\n") :])  # the daemon of the test logs before it
+
+    def add_pod(self, name: str, count: int, resource: str = METAGPU, **spec: object) -> None:
+        """Add a Pod that waits for the scheduler."""
+        limits = {"resources": {"limits": {resource: str(count)}}}
+        content = {
+            "metadata": {"labels": {"app": name}},
+            "spec": {"containers": [{"name": "main", **limits}], **spec},
+            "status": {"phase": "Pending"},
+        }
+        self.scene.server.store.put(("pods", "default", name), content)
+
+
+@asynccontextmanager
+async def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Cluster]:
+    """Run a node with two GPUs of ten shares, of which alice holds three."""
+    async with serving(tmp_path) as scene:
+        server, port = scene.server, {"name": "status-api", "containerPort": scene.port}
+        server.store.put(("serviceaccounts", SYSTEM, VIEWER), {"metadata": {}})
+        server.store.merge(
+            ("pods", SYSTEM, "agent"),
+            {
+                "metadata": {"labels": AGENT},
+                "spec": {"containers": [{"name": "metagpu", "ports": [port]}]},
+            },
+            status=False,
+            manager="daemonset",
+        )
+        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.it.wait_holders()
+        server.add_pod("default", "alice", NODE, requests={METAGPU: 3})
+        yield Cluster(scene, server.kubeconfig(tmp_path), capsys)
+
+
+def fields(rows: Sequence[Any], *names: str) -> list[tuple[Any, ...]]:
+    """Return some fields of rows."""
+    return [tuple(row[name] for name in names) for row in rows]
+
+
+async def test_the_objects_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes, GPUs, pods and namespaces have what is held; selections and orders hold."""
+    async with cluster(tmp_path, capsys) as it:
+        nodes = await it.json("get", "nodes")
+        assert fields(nodes["items"], "node", "gpus", "heldGpus", "held") == [
+            (NODE, 2, 0.3, {METAGPU: 3})
+        ]
+        assert nodes["unanswered"] == []
+        gpus = await it.json("get", "gpus", "--sort-by", "heldGpus")
+        assert [row["heldGpus"] for row in gpus["items"]] == [0.3, 0]
+        pods = await it.json("get", "pods")
+        assert fields(pods["items"], "namespace", "pod", "shares") == [("default", "alice", 3)]
+        assert (await it.json("get", "pods", "-n", "elsewhere"))["items"] == []
+        assert (await it.json("get", "pods", "-A", "-l", "app=none"))["items"] == []
+        names = await it.json("get", "namespaces")
+        assert fields(names["items"], "namespace", "pods", "shares") == [
+            ("default", 1, {METAGPU: 3})
+        ]
+        assert (await it.json("get", "gpus", "-l", "zone=none"))["items"] == []
+
+        status, table, _ = await it.run("get", "pods", "-o", "wide")
+        assert (status, table.split()[:2]) == (0, ["NAMESPACE", "POD"])
+        assert "default" in table
+        status, bars, _ = await it.run("top", "gpus")
+        assert (status, "█" in bars) == (0, True)
+        assert "\x1b" not in table + bars  # no colours in a pipe
+        status, _, err = await it.run("get", "pods", "--sort-by", "share")
+        assert (status, "did you mean shares?" in err) == (1, True)
+
+
+async def test_why_a_pod_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`why` has the sentence that helps, and says what to change."""
+    async with cluster(tmp_path, capsys) as it:
+        it.add_pod("large", 11)
+        it.add_pod("other", 1, "nvidia.com/gpu")
+        it.scene.server.store.put(("nodes", "", "plain"), {"metadata": {}, "spec": {}})
+
+        status, out, _ = await it.run("why", "other")
+        assert status == 1
+        assert "no nvidia.com/gpu" in out
+        assert "metagpu does not run there" in out
+        status, out, _ = await it.run("why", "alice")
+        assert (status, f"it runs on {NODE}" in out) == (0, True)
+        status, _, err = await it.run("why", "nobody")
+        assert (status, "there is no pod nobody" in err) == (1, True)
+        answer = await it.json("fit", "-f", str(manifest(tmp_path, "small", 7)))
+        assert [node["fits"] for node in answer["nodes"]] == [True, False]
+        status, out, _ = await it.run("fit", "-f", str(manifest(tmp_path, "huge", 21)))
+        assert (status, "request at most 20" in out) == (1, True)
+
+
+async def test_a_rejected_pod_and_a_refused_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rejected pod has its node's sentence; a controller without pods has that of the quota."""
+    async with cluster(tmp_path, capsys) as it:
+        store = it.scene.server.store
+        it.add_pod("bob", 3, nodeName=NODE)
+        it.scene.server.reject_pod("default", "bob", "Allocate failed due to no share of GPU 0")
+        refusal = {
+            "metadata": {},
+            "reason": "FailedCreate",
+            "involvedObject": {"kind": "ReplicaSet", "name": "web-1"},
+            "message": 'pods "web-1-x" is forbidden: exceeded quota: shares',
+        }
+        store.put(("events", "default", "web-1.1"), refusal)
+
+        status, out, _ = await it.run("why", "bob")
+        assert status == 1
+        assert f"{NODE} rejected it: Allocate failed due to no share of GPU 0" in out
+        assert "another pod like it: it fits on" in out
+        status, out, _ = await it.run("why", "web-1")
+        assert (status, "exceeded quota" in out, "raise the quota" in out) == (1, True, True)
+
+        quota = {"hard": {f"requests.{METAGPU}": "5"}, "used": {f"requests.{METAGPU}": "3"}}
+        store.put(("resourcequotas", "default", "gpu"), {"metadata": {}, "status": quota})
+        status, out, _ = await it.run("fit", "-f", str(manifest(tmp_path, "web", 4)))
+        assert (status, "request at most 2" in out) == (1, True)
+
+
+async def test_all_daemons_are_checked_and_one_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor` names the node, the code and the fix; `explain` has what the node offers."""
+    async with cluster(tmp_path, capsys) as it:
+        status, out, _ = await it.run("doctor")
+        assert (status, "no finding" in out) == (0, True)
+        it.scene.it.node.raise_xid(it.scene.it.node.gpu(0), 79)
+        await it.scene.it.until(20, 10)
+        status, out, _ = await it.run("doctor")
+        assert (status, "MG403" in out, "GPU 0" in out) == (1, True, True)
+        status, out, _ = await it.run("explain", NODE)
+        assert (status, METAGPU in out) == (0, True)
+        status, _, err = await it.run("explain", "nowhere")
+        assert (status, "does not run on a node nowhere" in err) == (1, True)
+
+
+async def test_missing_rights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user without rights reads which role to ask for, in one line."""
+    async with cluster(tmp_path, capsys) as it:
+        it.scene.server.denied.append(("POST", "serviceaccounts"))
+        status, _, err = await it.run("get", "nodes")
+        assert (status, "ask for the roles metagpu-viewer" in err) == (1, True)
+        it.scene.server.denied.append(("GET", "/api/v1/pods"))
+        status, _, err = await it.run("get", "nodes")
+        assert (status, "--agent-namespace" in err, err.count("\n")) == (1, True, 1)
+
+
+def test_without_a_kubeconfig_the_error_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a kubeconfig nor a pod: one line says so."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    assert main(["get", "nodes"]) == 1
+    assert "give --kubeconfig, or set KUBECONFIG" in capsys.readouterr().err
+
+
+def manifest(folder: Path, name: str, count: int) -> Path:
+    """Write a Deployment whose pod requests shares."""
+    container = {"name": "main", "resources": {"limits": {METAGPU: count}}}
+    content = {
+        "kind": "Deployment",
+        "metadata": {"name": name},
+        "spec": {"template": {"spec": {"containers": [container]}}},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
