@@ -1,4 +1,4 @@
-"""Live output of all programs: a screen that is drawn again, and series of answers."""
+"""Live output of all programs: a screen that is drawn again."""
 
 import os
 import sys

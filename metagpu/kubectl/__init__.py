@@ -1,4 +1,4 @@
-"""The plugin `kubectl metagpu`: all nodes of a cluster, for a user of the API server.
+"""The plugin `kubectl metagpu`: all nodes, for a user of the API server.
 
 Asking is in `viewer`, deciding is pure, and nothing imports this package.
 """

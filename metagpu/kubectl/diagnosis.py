@@ -1,4 +1,4 @@
-"""`doctor` and `explain`: checks and explanations of daemons, from their own status."""
+"""`doctor` and `explain`: daemons of other nodes, by their own status."""
 
 import argparse
 from collections.abc import Mapping, Sequence

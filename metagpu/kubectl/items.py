@@ -1,4 +1,4 @@
-"""Rows of the objects of `get` and `top`, from the reports of the nodes: pure functions.
+"""Rows of the objects of `get` and `top`, from reports of nodes: pure functions.
 
 Memory is in MiB, utilization in percent; `None` where the driver does not report the value.
 """
@@ -132,7 +132,7 @@ def in_namespace(items: Iterable[Item], namespace: str) -> Sequence[Item]:
 def answers_of_pods(
     answers: Iterable[NodeAnswer], pods: Collection[tuple[str, str]]
 ) -> Iterator[NodeAnswer]:
-    """Yield answers with the containers of some pods alone, given by namespace and name."""
+    """Yield answers with the containers of some pods alone, by namespace and name."""
     for answer in answers:
         if answer.report is not None:
             chosen = [
@@ -142,7 +142,7 @@ def answers_of_pods(
 
 
 def sort_items(items: Sequence[Item], field: str) -> Sequence[Item]:
-    """Sort rows by a field: texts from a to z, numbers from the largest; none comes last.
+    """Sort rows by a field: texts from a to z, numbers from the largest, `None` last.
 
     Raises:
         MetagpuError: the rows have no such field.
@@ -178,7 +178,7 @@ def _shares_of(gpus: Iterable[Report]) -> tuple[Mapping[str, int], Mapping[str, 
 
 
 def _held_part(gpu: Report) -> float:
-    """Return the part of a GPU that is held, from 0 to 1; its backends share it in turn."""
+    """Return the part of a GPU that is held, from 0 to 1, by one of its backends."""
     return max((it["held"] / max(it["capacity"], 1) for it in gpu["shares"]), default=0.0)
 
 

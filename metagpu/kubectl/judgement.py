@@ -1,4 +1,4 @@
-"""Why a pod fits on a node, or does not: a pure decision over what the nodes report."""
+"""The judgement of nodes for a pod: a pure decision over what the nodes report."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""What keeps requests for shares from a node, by what its daemon reports: pure."""
+"""Obstacles to requests for shares, by the report of a daemon: pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -19,7 +19,7 @@ _MOST_HOLDERS: Final = 3
 
 
 class Obstacle(IntEnum):
-    """What keeps a pod from a node; the smaller, the less there is to change."""
+    """An obstacle between pod and node; the smaller, the less there is to change."""
 
     NONE = 0
     NODE_AMOUNT = 1
@@ -115,7 +115,7 @@ def _closed_gpu(resource: str, largest: int, missing: int, gpus: Sequence[Report
 
 
 def _fragmented(resource: str, count: int, gpus: Sequence[Report], report: Report) -> Found:
-    """Return the parts that are free, and the pod whose end makes one of them large enough."""
+    """Return the free parts, and the pod whose end makes one of them large enough."""
     offer = report["offers"][resource]
     parts = ", ".join(
         f"{gpu['shares'][resource]['free']} on GPU {gpu['index']}"

@@ -1,4 +1,4 @@
-"""`why` and `fit`: gathers the facts about a pod and the nodes, and prints the judgement."""
+"""`why` and `fit`: facts about a pod and the nodes, and their judgement."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ _REJECTED: Final = "UnexpectedAdmissionError"
 
 
 class PodAnswer(msgspec.Struct):
-    """What becomes of a pod.
+    """The answer about a pod.
 
     Attributes:
         sentence: the sentence that helps most.
@@ -43,7 +43,7 @@ class PodAnswer(msgspec.Struct):
 
 
 async def why(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -> int:
-    """Say why a pod gets no GPU; return 0 where nothing is in its way.
+    """Print why a pod gets no GPU; return 0 where nothing is in its way.
 
     Raises:
         MetagpuError: there is no such pod, nor a controller whose pods are refused.
@@ -58,7 +58,7 @@ async def why(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
 
 
 async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -> int:
-    """Say where the pods of a manifest would fit; return 0 if all do.
+    """Print where the pods of a manifest would fit; return 0 if all do.
 
     Raises:
         MetagpuError: the file is no manifest with a pod.

@@ -1,4 +1,4 @@
-"""What a pod asks of a node: shares, labels, tolerations; pure functions on plain data."""
+"""Demands of a pod on a node: shares, labels, tolerations; pure functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class PodDemand(msgspec.Struct, frozen=True):
-    """What the scheduler compares with a node, as far as GPUs are concerned.
+    """The part of a pod that is compared with a node, as far as GPUs are concerned.
 
     Attributes:
         requests: of all containers that run at once; an init container's only where it is larger.
@@ -115,7 +115,7 @@ def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
 
 
 def missing_label(demand: PodDemand, name: str, labels: Mapping[str, str]) -> str:
-    """Return what the pod's node selector or affinity misses at a node; empty for nothing."""
+    """Return what a pod's selector or affinity misses at a node, empty for nothing."""
     for key, value in demand.selector.items():
         if labels.get(key) != value:
             return f"{key}={value}"

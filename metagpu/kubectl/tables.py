@@ -1,4 +1,4 @@
-"""Tables of `get` and `top`: the columns of each kind, with bars on the live screen."""
+"""Tables of `get` and `top`: the columns of each kind, with bars for `top`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""Questions to the API server, and through its pod proxy to the daemon of each node."""
+"""Questions to the API server, and through it to the daemon of each node."""
 
 import sys
 import time
@@ -116,7 +116,7 @@ class ClusterViewer:
         return found
 
     async def ask(self, path: str, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
-        """Ask daemons in parallel for a report; return their answers by the name of the node.
+        """Ask daemons in parallel for a report; return the answers by the node's name.
 
         Raises:
             MetagpuError: the user gets no viewer's token.

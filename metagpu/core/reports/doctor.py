@@ -76,7 +76,7 @@ def diagnose(facts: NodeFacts) -> Sequence[Diagnosis]:
 
 
 def diagnose_status(status: Mapping[str, Any]) -> Sequence[Diagnosis]:
-    """Run the checks of a daemon's status, as of another node, in the order of the codes."""
+    """Run the checks of the status of any node's daemon, in the order of the codes."""
     return [Diagnosis(code, *check(status)) for code, check in STATUS_CHECKS.items()]
 
 
