@@ -17,6 +17,8 @@ from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.plugins.dra.preparer import PreparedDevice
 
 CHECKPOINT_FILE: Final = "dra_manager_state"
+_PODS: Final = "pods"
+"""A folder that every kubelet makes in its own."""
 
 log = structlog.get_logger()
 
@@ -69,16 +71,24 @@ class KubeletAccount(msgspec.Struct, frozen=True):
 
 
 def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
-    """Read the kubelet's account; `None` where it cannot be read. Blocks.
+    """Read the kubelet's account; `None` where it is unknown. Blocks.
 
-    A kubelet that never had a claim has no such file: its account is empty.
+    A kubelet that never had a claim has no such file, and neither has a container in which the
+    kubelet's folder is not mounted: both end no lease.
     """
     path = kubelet_root / CHECKPOINT_FILE
     try:
         text = msgspec.json.decode(path.read_bytes(), type=_File).data
         claims = msgspec.json.decode(text, type=_ClaimList).claims or ()
     except FileNotFoundError:
-        return KubeletAccount({}, frozenset())
+        if not (kubelet_root / _PODS).is_dir():
+            log.warning(
+                "kubelet folder not here",
+                folder=str(kubelet_root),
+                effect="a restart of metagpu forgets which resource claims are prepared",
+                fix="mount the kubelet's folder at the same place, or name it by --kubelet-root",
+            )
+        return None
     except (OSError, msgspec.MsgspecError) as error:
         log.warning(
             "kubelet account of claims unreadable",

@@ -14,7 +14,7 @@ from grpclib.const import Handler as Method
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
-from metagpu.core.state.facts import ResourceClaimsRead, SharesReleased
+from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
@@ -48,6 +48,7 @@ class DraFront:
         read_claim: reads a ResourceClaim from the API server.
         annotate_pod: annotates a pod at the API server.
         timing: of the registration.
+        account_period: seconds between two looks at the kubelet's account.
     """
 
     registry: Registry
@@ -60,6 +61,7 @@ class DraFront:
     read_claim: ReadResourceClaim
     annotate_pod: AnnotatePod
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
+    account_period: float = 60.0
 
     def __post_init__(self) -> None:
         self._files = ClaimFiles(self.cdi_dir)
@@ -82,6 +84,7 @@ class DraFront:
         await self.restore()
         async with anyio.create_task_group() as group:
             group.start_soon(self.retries.run)
+            group.start_soon(self._follow_account)
             await self.registration.run()
 
     def report(self) -> Mapping[str, Any]:
@@ -111,13 +114,14 @@ class DraFront:
         account = await self.read_leases()
         if account is None:
             return
-        self._release_others(account)
+        await self._release_others(account)
         self.preparer.prepared.update({ref.uid: it for ref, it in account.prepared.items()})
         offered = self._shares_of_claims()
         for ref, devices in account.prepared.items():
             if not await self._files.exists(ref.uid):
                 await self._write_again(ref, devices, offered)
-        await self._files.remove_others({ref.uid for ref in account.prepared})
+        # The kubelet may not have written the last answers yet: their files stay.
+        await self._files.remove_others(account.known)
 
     def _shares_of_claims(self) -> Mapping[ShareId, Share]:
         """Return the shares that claims hold, and that are on offer as they were."""
@@ -128,16 +132,34 @@ class DraFront:
             if lease.resource_claim is not None and lease not in state.orphaned_leases
         }
 
-    def _release_others(self, account: KubeletAccount) -> None:
-        """End the leases of claims that the kubelet does not know."""
-        ended = tuple(
-            lease.share
+    async def _follow_account(self) -> None:
+        """End leases of claims that the kubelet has forgotten: it unprepares none of them."""
+        suspected = frozenset[ResourceClaimRef]()
+        while True:
+            await anyio.sleep(self.account_period)
+            held = self._leased_claims()
+            if not held:
+                continue
+            account = await to_thread.run_sync(read_account, self.kubelet_root, self.driver)
+            missing = {it for it in held if account is not None and it.uid not in account.known}
+            for claim in missing & suspected:  # twice: the kubelet may have been writing the file
+                log.warning("resource claim forgotten by the kubelet", claim=str(claim))
+                await self.preparer.unprepare(claim)
+            suspected = frozenset(missing)
+
+    def _leased_claims(self) -> set[ResourceClaimRef]:
+        return {
+            lease.resource_claim
             for state in self.registry.snapshot.gpus.values()
             for lease in state.leases.values()
-            if lease.resource_claim is not None and lease.resource_claim.uid not in account.known
-        )
-        if ended:
-            self.registry.apply(SharesReleased(ended, anyio.current_time()))
+            if lease.resource_claim is not None
+        }
+
+    async def _release_others(self, account: KubeletAccount) -> None:
+        """End the leases of claims that the kubelet does not know."""
+        for claim in self._leased_claims():
+            if claim.uid not in account.known:
+                await self.preparer.unprepare(claim)
 
     async def _write_again(
         self,

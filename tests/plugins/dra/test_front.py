@@ -218,6 +218,32 @@ async def test_leases_outlive_the_daemon_by_the_kubelets_account(node: DraNode) 
         assert node.leased(kept) == []
 
 
+async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: DraNode) -> None:
+    """The other daemon handed its lease over; the same shares are answered again."""
+    claim = node.allocate("a", node.fraction(gpu(0), 7))
+    async with node.running():
+        before, leased = await node.prepare(claim), set(node.leased(claim))
+    node.write_account({claim: []})
+    node.front = node.new_front()
+    async with node.running():
+        assert set(node.leased(claim)) == leased
+        assert await node.prepare(claim) == before
+
+
+async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> None:
+    """A kubelet that lost its account unprepares nothing."""
+    kept, lost = (node.allocate(name, node.fraction(gpu(0), 1)) for name in ("kept", "lost"))
+    node.front.account_period = 0.01
+    node.write_account({kept: [], lost: []})
+    async with node.running():
+        await node.prepare(kept, lost)
+        node.write_account({kept: []})
+        with anyio.fail_after(30):
+            while node.leased(lost):  # noqa: ASYNC110 - a lease has no event here
+                await anyio.sleep(0.01)
+        assert node.leased(kept)
+
+
 async def test_silence_ends_no_lease_of_a_claim(node: DraNode) -> None:
     """The kubelet's list names its container; neither its silence nor its restart says more."""
     claim = node.allocate("a", node.fraction(gpu(0), 2))
