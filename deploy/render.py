@@ -40,6 +40,7 @@ MANIFESTS: Final[Mapping[str, Sequence[str]]] = {
     "viewers": (),
     "admission-policy": (),
     "janitor-policy": (),
+    "dra": ("dra.enabled=true",),
     "janitor": ("features.janitor=true",),
     "one-resource-per-container": ("oneResourcePerContainer.enabled=true",),
 }

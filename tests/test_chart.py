@@ -288,6 +288,31 @@ def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) ->
     assert "METAGPU_STATUS_API" not in _variables(_container(helm, "statusApi.port=0"))
 
 
+def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
+    """Without it there is none of them; a driver of another name is in classes and rights."""
+    values = "fullnameOverride=mine,dra.enabled=true,dra.driver=gpu.example.com"
+    documents = _render(helm, f"{values},kubeletRoot=/data/kubelet")
+    by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
+    classes = [it for it in documents if it["kind"] == "DeviceClass"]
+    assert {it["metadata"]["name"].partition(".")[0] for it in classes} == {
+        *("gpu", "fraction", "timeslice", "mps", "mig")
+    }
+    [selector] = by_name["DeviceClass", "mps.metagpu.io"]["spec"]["selectors"]
+    assert selector["cel"]["expression"] == (
+        "device.driver == 'gpu.example.com' && device.attributes['gpu.example.com'].type == 'mps'"
+    )
+    rules = {it["resources"][0]: it["verbs"] for it in by_name["ClusterRole", "mine-dra"]["rules"]}
+    assert rules["resourceslices"] == ["list", "watch", "create", "update", "delete"]
+    assert (rules["resourceclaims"], rules["pods"]) == (["get"], ["patch"])
+    assert ("ValidatingAdmissionPolicyBinding", "mine-slices") in by_name
+
+    container = _container(helm, f"{values},kubeletRoot=/data/kubelet")
+    writable = {it["mountPath"] for it in container["volumeMounts"] if not it.get("readOnly")}
+    assert {"/data/kubelet/plugins", "/data/kubelet/plugins_registry", "/var/run/cdi"} <= writable
+    assert _variables(container)["METAGPU_KUBELET_ROOT"] == "/data/kubelet"
+    assert "resource.k8s.io" not in str(_render(helm, "fullnameOverride=mine"))
+
+
 _PATCH_NODES = {("nodes", "patch")}
 _PATCH_STATUS = {("nodes/status", "patch")}
 _WRITE_EVENTS = {("events", "create"), ("events", "patch")}
@@ -345,6 +370,10 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("seLinuxOptions.typ=spc_t", "/seLinuxOptions"),
         ("metrics.port=0", "maxSurge waits for the probe"),
         ("metrics.port=9440", "statusApi.port: the metrics have this port"),
+        (
+            ",".join(["dra.enabled=true", *(f"features.{it}=false" for it in Feature)]),
+            "dra.enabled: ResourceSlices and ResourceClaims are at the API server",
+        ),
         (
             "metrics.port=0,metrics.serviceMonitor.enabled=true,updateStrategy.type=OnDelete",
             "metrics.serviceMonitor: there are no metrics",

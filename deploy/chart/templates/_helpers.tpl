@@ -77,7 +77,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "metagpu.cdi" -}}
-{{- if or .Values.cdi.enabled (contains "cdi" .Values.deviceListStrategy) }}yes{{ end -}}
+{{- if or .Values.cdi.enabled .Values.dra.enabled (contains "cdi" .Values.deviceListStrategy) }}yes{{ end -}}
 {{- end }}
 
 {{/* The root of /dev that needs a mount of its own: no other mount of the host's has it. */}}
@@ -105,6 +105,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- if and (include "metagpu.uses" (list . "janitor" "janitor-dry-run")) (not (and (include "metagpu.limits" .) .Values.features.pods (index .Values.features "pod-events"))) }}
 {{- fail "features: the janitor needs pods, pod-events and admissionPolicies, on Kubernetes 1.32 or newer" }}
+{{- end }}
+{{- if and .Values.dra.enabled (not (include "metagpu.features" .)) }}
+{{- fail "dra.enabled: ResourceSlices and ResourceClaims are at the API server; set one of features, as features.pods=true" }}
 {{- end }}
 {{- if and .Values.drainOnDriverUpgrade (not (include "metagpu.features" .)) }}
 {{- fail "drainOnDriverUpgrade: the operator's labels are read from the API server; set one of features, as features.events=true" }}

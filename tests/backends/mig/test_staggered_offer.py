@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
 from metagpu.backends.mig.staggered_offer import OfferStagger
@@ -32,10 +33,13 @@ class Node:
         idle: whether no process stays on a released instance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, dra: bool = False) -> None:
         self.stagger = OfferStagger()
         self.idle = True
-        self._known = after(GpusFound((GPU,), at=0), offer(*SHARES.values()))
+        offered = offer(*SHARES.values())
+        if dra:
+            offered = replace(offered, dra=frozenset(offered.resources))
+        self._known = after(GpusFound((GPU,), at=0), offered)
         self._there = set[str]()
         self.report(0)
 
@@ -106,6 +110,17 @@ def test_freed_slices_are_offered_to_one_profile_after_the_other() -> None:
     assert seen[:2] == [["3g.20gb"], ["7g.40gb", "3g.20gb"]]
     assert len(seen) == len(ALL)
     assert all(len(more) == len(less) + 1 for less, more in pairwise(seen))
+
+
+def test_with_the_front_dra_freed_slices_are_offered_at_once() -> None:
+    """The scheduler allocates places one by one: no two pods are sent for the same slices."""
+    node = Node(dra=True)
+    node.hold("3g.20gb@0")
+    node.report(1)
+    node.release("3g.20gb@0")
+
+    assert node.report(2) == float("inf")
+    assert set(node.offered()) == set(ALL)
 
 
 def test_a_share_that_was_just_released_stays_on_offer() -> None:
