@@ -103,6 +103,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
             still exists, had its answer long ago, and no device is created for it.
         resource_claim: the ResourceClaim that holds the share until it is unprepared; `holder` is
             one of its containers then. `None` for a lease of the device plugin API.
+        sharers: the other containers of the ResourceClaim: all use the share together.
     """
 
     share: Share
@@ -113,6 +114,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     unconfirmed: bool = False
     from_checkpoint: bool = False
     resource_claim: ResourceClaimRef | None = None
+    sharers: tuple[Holder, ...] = ()
 
 
 class Fault(StrEnum):

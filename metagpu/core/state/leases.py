@@ -93,16 +93,19 @@ def _listed(
 
 
 def _named_by_claims(known: Iterable[Lease], fact: LeasesObserved) -> list[Lease]:
-    """Return the leases of ResourceClaims whose container is another one than before.
+    """Return the leases of ResourceClaims whose containers are others than before.
 
-    A claim that several containers share has the same one as long as the kubelet lists it.
+    The holder of a claim that several containers share is the same as long as the kubelet lists it.
     """
     found = []
     for lease in known:
         if (claim := lease.resource_claim) is not None:
             holders = fact.of_claims.get((claim.uid, lease.share.id), ())
-            if holders and lease.holder not in holders:
-                found.append(replace(lease, holder=holders[0]))
+            if holders:
+                holder = lease.holder if lease.holder in holders else holders[0]
+                sharers = tuple(it for it in sorted(set(holders), key=str) if it != holder)
+                if (holder, sharers) != (lease.holder, lease.sharers):
+                    found.append(replace(lease, holder=holder, sharers=sharers))
     return found
 
 

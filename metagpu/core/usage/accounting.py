@@ -117,8 +117,9 @@ def attribute_processes(
     gpu = state.gpu.id
     shares: defaultdict[Holder, list[Share]] = defaultdict(list)
     for lease in state.leases.values():
-        if lease.holder is not None:
-            shares[lease.holder].append(lease.share)
+        for holder in (lease.holder, *lease.sharers):
+            if holder is not None:
+                shares[holder].append(lease.share)
 
     charged = _charged(names, shares)
     attributed: defaultdict[tuple[Holder, str], list[ProcessUsage]] = defaultdict(list)

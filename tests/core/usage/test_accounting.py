@@ -1,9 +1,11 @@
 """Every process on a GPU belongs to one container, or is unauthorized."""
 
 from collections.abc import Iterable
+from types import MappingProxyType
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import Container, ProcessIdentity
@@ -62,6 +64,21 @@ def test_a_container_that_uses_nothing_is_there() -> None:
     [alice] = attribute_processes(held(alice=2), [], {}, {}).containers
 
     assert (alice.holder, alice.memory, alice.pod_uid) == (ALICE, 0, None)
+
+
+def test_containers_that_share_a_claim_are_each_authorized() -> None:
+    """Each is judged by its own processes, beside all the shares of the claim."""
+    state = held(alice=2)
+    shared = {i: replace(it, sharers=(BOB,)) for i, it in state.leases.items()}
+    processes = [GpuProcess(1, 1000 * MIB), GpuProcess(2, 3000 * MIB)]
+    known = identified((1, container_of(ALICE)), (2, container_of(BOB)))
+    usage = attribute_processes(
+        replace(state, leases=MappingProxyType(shared)), processes, known, names(ALICE, BOB)
+    )
+    alice, bob = usage.containers
+    assert (alice.memory, alice.share_memory) == (1000 * MIB, 8192 * MIB)
+    assert (bob.memory, bob.share_memory) == (3000 * MIB, 8192 * MIB)
+    assert not usage.unauthorized
 
 
 def test_instances_of_a_process_are_one() -> None:

@@ -260,9 +260,14 @@ async def test_silence_ends_no_lease_of_a_claim(node: DraNode) -> None:
     ):
         node.registry.apply(fact)
         leases = node.registry.snapshot.gpus[gpu(0).id].leases.values()
-        assert {(it.holder, it.unconfirmed, it.resource_claim) for it in leases} == {
-            (holder, False, claim)
+        assert {(it.holder, it.sharers, it.unconfirmed, it.resource_claim) for it in leases} == {
+            (holder, (other,), False, claim)
         }
+    later = {(claim.uid, share): (other,) for share in of_claim.share_ids}
+    node.registry.apply(LeasesObserved({}, now + 2000, of_claims=later))
+    assert {(it.holder, it.sharers) for it in leases} == {(holder, (other,))}
+    leases = node.registry.snapshot.gpus[gpu(0).id].leases.values()
+    assert {(it.holder, it.sharers) for it in leases} == {(other, ())}
 
 
 @pytest.mark.parametrize(
