@@ -117,6 +117,11 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     sharers: tuple[Holder, ...] = ()
 
 
+def holders_of(lease: Lease) -> tuple[Holder, ...]:
+    """Return the containers that hold a lease: none before the kubelet names one."""
+    return () if lease.holder is None else (lease.holder, *lease.sharers)
+
+
 class Fault(StrEnum):
     """The kind of a GPU's fault, for counters; `reason` of the verdict is for people.
 

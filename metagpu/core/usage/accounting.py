@@ -12,7 +12,7 @@ from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import Container, ProcessIdentity
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, GpuId
-from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share, holders_of
 from metagpu.core.model.snapshot import GpuState
 
 PromisedMemory = Mapping[tuple[str, str, GpuId], int]
@@ -117,9 +117,8 @@ def attribute_processes(
     gpu = state.gpu.id
     shares: defaultdict[Holder, list[Share]] = defaultdict(list)
     for lease in state.leases.values():
-        for holder in (lease.holder, *lease.sharers):
-            if holder is not None:
-                shares[holder].append(lease.share)
+        for holder in holders_of(lease):
+            shares[holder].append(lease.share)
 
     charged = _charged(names, shares)
     attributed: defaultdict[tuple[Holder, str], list[ProcessUsage]] = defaultdict(list)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import anyio
 import structlog
 
-from metagpu.core.model.shares import CordonSource
+from metagpu.core.model.shares import CordonSource, holders_of
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
 from metagpu.core.state.registry import Registry
@@ -69,9 +69,11 @@ def holding_pods(snapshot: Snapshot) -> Mapping[str, bool]:
     found: dict[str, bool] = {}
     for state in snapshot.gpus.values():
         for lease in state.leases.values():
-            if (holder := lease.holder) is not None:
+            # Of pods with ResourceClaims the operator sees those of NVIDIA's own driver alone.
+            named = lease.share.resource.startswith(SEEN_PREFIXES)
+            seen = named and lease.resource_claim is None
+            for holder in holders_of(lease):
                 pod = f"{holder.namespace}/{holder.pod}"
-                seen = lease.share.resource.startswith(SEEN_PREFIXES)
                 found[pod] = found.get(pod, False) or seen
     return dict(sorted(found.items()))
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import CordonSource, Fault, Holder, Lease
+from metagpu.core.model.shares import CordonSource, Fault, Holder, Lease, ShareId, holders_of
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
@@ -86,20 +86,25 @@ def troubles_of(snapshot: Snapshot) -> Troubles:
 
 def _troubles_of(state: GpuState) -> Iterator[tuple[HeldPart, Trouble]]:
     for share, lease in state.leases.items():
-        if lease.holder is None:
-            continue
-        if not state.verdict.healthy:
-            trouble = Trouble(state.verdict.reason, state.verdict.fault)
-            yield _part(lease.holder, state, _GPU), trouble
-        for source, pause in state.cordons.items():
-            part = _part(lease.holder, state, _CORDON)
-            if source is CordonSource.DRIVER_UPGRADE:
-                part = replace(part, gpu=GpuId(""), about=_DRIVER)
-            yield part, Trouble(pause.reason)
-        for provisioned in state.provisioned.values():
-            device = provisioned.devices.get(share)
-            if device is not None and (fault := state.mig_faults.get(device.device)) is not None:
-                yield _part(lease.holder, state, device.device), Trouble(fault.reason)
+        for holder in holders_of(lease):
+            yield from _troubles_of_holder(state, share, holder)
+
+
+def _troubles_of_holder(
+    state: GpuState, share: ShareId, holder: Holder
+) -> Iterator[tuple[HeldPart, Trouble]]:
+    if not state.verdict.healthy:
+        trouble = Trouble(state.verdict.reason, state.verdict.fault)
+        yield _part(holder, state, _GPU), trouble
+    for source, pause in state.cordons.items():
+        part = _part(holder, state, _CORDON)
+        if source is CordonSource.DRIVER_UPGRADE:
+            part = replace(part, gpu=GpuId(""), about=_DRIVER)
+        yield part, Trouble(pause.reason)
+    for provisioned in state.provisioned.values():
+        device = provisioned.devices.get(share)
+        if device is not None and (fault := state.mig_faults.get(device.device)) is not None:
+            yield _part(holder, state, device.device), Trouble(fault.reason)
 
 
 def _part(holder: Holder, state: GpuState, about: str) -> HeldPart:
@@ -144,9 +149,9 @@ def _still_holds(part: HeldPart, snapshot: Snapshot) -> bool:
 
 def _leases(part: HeldPart, snapshot: Snapshot) -> Iterator[Lease]:
     """Yield the leases of the GPU that the pod holds."""
+    pod = part.namespace, part.pod
     for lease in snapshot.gpus[part.gpu].leases.values():
-        holder = lease.holder
-        if holder is not None and (holder.namespace, holder.pod) == (part.namespace, part.pod):
+        if pod in ((it.namespace, it.pod) for it in holders_of(lease)):
             yield lease
 
 

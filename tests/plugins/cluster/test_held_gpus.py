@@ -6,9 +6,17 @@ from typing import Final
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Fault, HardwareDevice, Holder, ProvisionedState, ShareId
+from metagpu.core.model.shares import (
+    Fault,
+    HardwareDevice,
+    Holder,
+    ProvisionedState,
+    ResourceClaimRef,
+    ShareId,
+)
 from metagpu.core.state.facts import (
     BackendAttached,
     Fact,
@@ -25,6 +33,7 @@ from metagpu.core.state.facts import (
     SharesReleased,
 )
 from metagpu.plugins.cluster import cluster, event_recorder
+from metagpu.plugins.cluster.driver_upgrade import holding_pods
 from metagpu.plugins.cluster.event_recorder import EventData
 from metagpu.plugins.cluster.held_gpus import gpu_events_between, troubles_of
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
@@ -125,6 +134,27 @@ def test_a_cordon_is_nothing_to_act_on() -> None:
         f"GPU {FIRST} gets no new pods: new fan. The pod keeps it and need not be created again"
     )
     assert (ended.reason, ended.warning) == ("GPUUncordoned", False)
+
+
+def test_every_pod_of_a_shared_claim_hears() -> None:
+    """Pods that share a ResourceClaim hold its GPU together, also for a driver upgrade."""
+    snapshot = after(held(alice=0), since=NODE)
+    state = snapshot.gpus[FIRST.id]
+    claim = ResourceClaimRef("team", "shared", "uid")
+    bob = Holder("team", "bob", "main")
+    leases = {
+        i: replace(it, sharers=(bob,), resource_claim=claim) for i, it in state.leases.items()
+    }
+    state = replace(state, leases=MappingProxyType(leases))
+    shared = replace(snapshot, gpus=MappingProxyType({**snapshot.gpus, FIRST.id: state}))
+    broken = after(FAULT, since=shared)
+    healed = after(GpuRecovered(FIRST.id, "quiet", at=3), since=broken)
+
+    begun = gpu_events_between(troubles_of(shared), troubles_of(broken), broken)
+    ended = gpu_events_between(troubles_of(broken), troubles_of(healed), healed)
+    assert [it.subject.name for it in begun] == ["alice", "bob"]
+    assert [it.subject.name for it in ended] == ["alice", "bob"]
+    assert holding_pods(shared) == {"team/alice": False, "team/bob": False}
 
 
 def mig_devices() -> tuple[Fact, ...]:
