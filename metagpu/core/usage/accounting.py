@@ -128,9 +128,9 @@ def attribute_processes(
         if container and container in charged:
             attributed[charged[container], container.pod_uid].append(process)
         else:
-            holder = names.get(container) if container else None
-            reason = _unauthorized_reason(process, holder)
-            unauthorized.append(UnauthorizedProcess(gpu, process, reason, holder))
+            known = names.get(container) if container else None
+            reason = _unauthorized_reason(process, known)
+            unauthorized.append(UnauthorizedProcess(gpu, process, reason, known))
 
     # A pod that is being replaced by another pod of the same name may still have processes: each
     # of the two pods is judged by its own processes.
