@@ -18,6 +18,8 @@ from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
+from metagpu.plugins.dra.health import HealthStream
 from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
@@ -76,7 +78,11 @@ class DraFront:
         )
         self.retries = PreparationRetries(self.registry, self.preparer, self.annotate_pod)
         self.registration = DraRegistration(
-            self.driver, self.kubelet_root, (SERVICE,), self._methods, self.timing
+            self.driver,
+            self.kubelet_root,
+            (SERVICE, *HEALTH_SERVICES),
+            self._methods,
+            self.timing,
         )
 
     async def run(self) -> None:
@@ -191,5 +197,6 @@ class DraFront:
             grants.update((it.name, grant) for it in together)
         await self._files.write(claim.uid, grants)
 
-    def _methods(self, _: StreamingCalls) -> Mapping[str, Method]:
-        return DraService(self.preparer).methods()
+    def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
+        streams = HealthStream(self.registry, self.node).methods(calls)
+        return {**DraService(self.preparer).methods(), **streams}

@@ -15,8 +15,11 @@ from metagpu.core.state.facts import (
     LeasesObserved,
 )
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet.grpc_client import UnixChannel
+from metagpu.plugins.kubelet.pb import v1alpha1
 from tests.plugins.dra.rig import DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
+from tests.rigs.mig import until
 
 MEMORY = "METAGPU_MEMORY_MIB"
 
@@ -60,9 +63,7 @@ async def test_another_driver_of_the_name_keeps_its_socket(node: DraNode, tmp_pa
         before = node.registration.stat().st_ino
         async with anyio.create_task_group() as group:
             group.start_soon(node.front.run)
-            with anyio.fail_after(30):
-                while "other.sock" not in str(node.front.report()["problem"]):  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
+            await until(lambda: "other.sock" in str(node.front.report()["problem"]))
             assert node.registration.stat().st_ino == before
             group.cancel_scope.cancel()
 
@@ -172,6 +173,34 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         assert not node.front.preparer.refused
 
 
+async def test_the_kubelet_is_sent_the_health_of_each_device(node: DraNode) -> None:
+    """With the reason of a fault, at once and again periodically, in a call that is closed."""
+    endpoint = node.root / "plugins" / DRIVER / "dra.sock"
+    pool = f"node-1/{gpu(0).id.lower()}"
+    seen: list[v1alpha1.NodeWatchResourcesResponse] = []
+
+    async def read() -> None:
+        async with UnixChannel(endpoint) as channel:
+            stub = v1alpha1.DraResourceHealthStub(channel)
+            request = v1alpha1.NodeWatchResourcesRequest()
+            async for it in stub.node_watch_resources(request):
+                seen.append(it)  # noqa: PERF401 - each is waited for
+
+    async with anyio.create_task_group() as group, node.running():
+        info = await node.get_info()
+        assert "v1alpha1.DRAResourceHealth" in info.supported_versions
+        group.start_soon(read)
+        await until(lambda: len(seen) == 1)
+        node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
+        await until(lambda: len(seen) == 2)
+    first, second = seen
+    assert {it.health for it in first.devices} == {v1alpha1.HealthStatus.HEALTHY}
+    ill = [it for it in second.devices if it.health == v1alpha1.HealthStatus.UNHEALTHY]
+    assert {it.device.pool_name for it in ill if it.device} == {pool}
+    assert {it.message for it in ill} == {"XID 79"}
+    assert len(ill) == len(second.devices) / 2 == 3
+
+
 async def test_a_device_with_too_few_free_shares_says_how_many(node: DraNode) -> None:
     """And a GPU that another backend has says who holds it."""
     first = node.allocate("first", node.fraction(gpu(0), 60))
@@ -238,9 +267,7 @@ async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> Non
     async with node.running():
         await node.prepare(kept, lost)
         node.write_account({kept: []})
-        with anyio.fail_after(30):
-            while node.leased(lost):  # noqa: ASYNC110 - a lease has no event here
-                await anyio.sleep(0.01)
+        await until(lambda: not node.leased(lost))
         assert node.leased(kept)
 
 
