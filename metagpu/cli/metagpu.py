@@ -163,21 +163,41 @@ def _explain(args: argparse.Namespace) -> int:
     import anyio
 
     from metagpu.cli.config_commands import print_notes
+    from metagpu.core.model.offers import Front
     from metagpu.core.reports.status import explain_report
-    from metagpu.display.status import show_explanation
+    from metagpu.display.status import show, show_explanation
 
     _configure_log("error", "console")
     paths = AgentPaths(roots=driver_roots_of(args))
     args.agent = agent = _agent(source_of(args), args.simulate, paths)
     print_notes(agent)
     anyio.run(agent.survey_once)
-    explained = explain_report(agent.registry.snapshot, agent.layout)
+    snapshot = agent.registry.snapshot
+    explained = explain_report(snapshot, agent.layout)
+    if snapshot.offers_of(Front.DRA):
+        explained["resourceSlices"] = _slices(agent)
 
     if args.json:
         _print_json(explained)
     else:
         show_explanation(explained, topology=args.topology)
+        if "resourceSlices" in explained:
+            from metagpu.display.resource_slices import slices_table
+
+            show("", slices_table(explained["resourceSlices"]))
     return 0
+
+
+def _slices(agent: "Agent") -> list[Mapping[str, Any]]:
+    """Return the ResourceSlices that the daemon would publish."""
+    from metagpu.core.devices.slices import slices_of
+    from metagpu.host.pcie import read_pcie_root
+
+    snapshot, read = agent.registry.snapshot, agent.pcie_root or read_pcie_root
+    roots = {gpu: root for gpu, it in snapshot.gpus.items() if (root := read(it.gpu))}
+    driver = agent.config.root.dra.driver
+    published = slices_of(snapshot, agent.source.context.node or "NODE", driver, roots)
+    return [spec for specs in published.values() for spec in specs]
 
 
 def _validate(args: argparse.Namespace) -> int:

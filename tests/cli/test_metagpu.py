@@ -129,6 +129,28 @@ def test_explain_has_the_backends_of_an_idle_gpu(
     assert "GPU 0" not in output
 
 
+def test_explain_has_the_resource_slices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A pool of the front DRA shows what would be published; any other has no such table."""
+    file, options = tmp_path / "metagpu.yaml", ["explain", "--simulate", "t4:1"]
+    file.write_text(
+        "version: metagpu/v1\n"
+        "pools: [{name: all, fronts: [dra], backends: [{backend: fraction}, {backend: whole}]}]\n"
+    )
+    assert main([*options, "--config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "fraction.metagpu.io" in shown
+    assert "shares: 1 to 100" in shown
+    assert main([*options, "--config", str(file), "--json"]) == 0
+    counters, devices = json.loads(capsys.readouterr().out)["resourceSlices"]
+    assert counters["driver"] == devices["driver"] == "gpu.metagpu.io"
+    assert len(devices["devices"]) == 2
+
+    assert main([*options, "--json"]) == 0
+    assert "resourceSlices" not in json.loads(capsys.readouterr().out)
+
+
 def test_explain_draws_the_topology(capsys: pytest.CaptureFixture[str]) -> None:
     """`--topology` draws a matrix, and explains the words in the matrix alone."""
     assert main(["explain", "--simulate", "v100-16gb:8", "--topology"]) == 0

@@ -18,6 +18,7 @@ from metagpu.plugins.cluster.node_object import (
     owned_labels,
 )
 from metagpu.plugins.cluster.node_patch import NodePatcher
+from metagpu.plugins.cluster.resource_slices import SLICES, is_own
 from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming
 from metagpu.plugins.cluster.watch import WatchedObject
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 NODES: Final = "/api/v1/nodes"
 _ABSENT: Final = frozenset((403, 404))
-"""Answers about a NodeFeature where there is none of ours: no NFD, or no right to ask."""
+"""Answers about objects where there are none of ours: no such kind, or no right to ask."""
 _COUNTED: Final = (
     "the kubelet counts it for 5 minutes after the daemon's end; run this command again then"
 )
@@ -71,7 +72,31 @@ async def find_at_api_server(
         where = f"{carrier.namespace}/{carrier.name}"
         # Before the labels: the master of NFD removes those of the object.
         found.insert(0, Leftover("NodeFeature", where, carrier.remove))
-    return found
+    return [*found, *await _slices(client, settings.node)]
+
+
+async def _slices(client: "KubeClient", node: str) -> list[Leftover]:
+    """Return the ResourceSlices of this node that metagpu wrote."""
+    query = {"fieldSelector": f"spec.nodeName={node}"}
+    try:
+        answer = await client.call("GET", SLICES, query=query)
+    except ClusterError as error:
+        if error.status in _ABSENT:
+            return []
+        raise
+    names = [it["metadata"]["name"] for it in answer.get("items") or () if is_own(it)]
+    return [
+        Leftover("ResourceSlice", name, partial(_delete, client, f"{SLICES}/{name}"))
+        for name in sorted(names)
+    ]
+
+
+async def _delete(client: "KubeClient", path: str) -> None:
+    try:
+        await client.call("DELETE", path)
+    except ClusterError as error:
+        if error.status not in _ABSENT:
+            raise
 
 
 def _on_node(patcher: NodePatcher, node: KubeObject) -> Iterator[Leftover]:

@@ -35,7 +35,7 @@ class OwnSlices(Informer):
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in all slices of this node."""
-        self.objects = {it["metadata"]["name"]: it for it in items if _is_own(it)}
+        self.objects = {it["metadata"]["name"]: it for it in items if is_own(it)}
         self.known = True
         self._on_change("")
 
@@ -43,7 +43,7 @@ class OwnSlices(Informer):
         """Take in a slice that is not the one this daemon wrote last."""
         known = self.objects.get(item["metadata"]["name"])
         newer = known is None or _version(item) > _version(known)
-        if newer and (known is not None or _is_own(item)):
+        if newer and (known is not None or is_own(item)):
             self.objects[item["metadata"]["name"]] = item
             self._on_change(pool_of(item))
 
@@ -102,7 +102,8 @@ def generation_of(item: KubeObject) -> int:
     return int(item["spec"]["pool"].get("generation") or 0)
 
 
-def _is_own(item: KubeObject) -> bool:
+def is_own(item: KubeObject) -> bool:
+    """Return whether metagpu wrote a slice."""
     labels = item["metadata"].get("labels") or {}
     return labels.get(_MANAGED_BY) == FIELD_MANAGER
 

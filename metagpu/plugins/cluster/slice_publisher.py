@@ -192,7 +192,7 @@ class SlicePublisher:
         return True
 
     async def _write(self, pool: str, specs: tuple[SliceSpec, ...], node: KubeObject) -> None:
-        """Write all slices of a pool in its next generation, and delete what is left of it."""
+        """Write all slices of a pool in its next generation; delete the others."""
         before = self.own.in_pool(specs[0]["driver"], pool)
         generation = max(map(generation_of, before.values()), default=0) + 1
         answers, dropped = [], list(self.dropped)

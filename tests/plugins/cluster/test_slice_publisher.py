@@ -15,10 +15,11 @@ from metagpu.core.state.facts import (
     GpuUncordoned,
     SharesClaimed,
 )
-from metagpu.plugins.cluster.settings import Feature
+from metagpu.plugins.cluster.leftovers import find_at_api_server
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.core.devices.test_devices import FOUR
-from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
+from tests.plugins.cluster.rig import NODE, Scene, client_of, cluster_at_work
 from tests.rigs.build import gpu, pool
 from tests.rigs.waiting import becomes, skip
 
@@ -165,6 +166,22 @@ async def test_a_pool_of_another_front_takes_its_slices_back(tmp_path: Path) -> 
     async with publishing(tmp_path) as it:
         it.offer(pool())
         await it.server.until(lambda: not names(it.server))
+
+
+async def test_an_uninstallation_deletes_the_slices(tmp_path: Path) -> None:
+    """The slices of this node that metagpu wrote are left over; those of other drivers stay."""
+    server = SimApiServer()
+    async with publishing(tmp_path, server=server):
+        others = {"driver": "nic.example.com", "nodeName": NODE, "pool": {"name": NODE}}
+        server.resource_slices.put("nic", {"metadata": {"name": "nic"}, "spec": others})
+    settings = ClusterSettings(NODE)
+    async with client_of(server, tmp_path) as client:
+        found = await find_at_api_server(client, settings, (), ())
+        left = [it for it in found if it.kind == "ResourceSlice"]
+        assert [it.where for it in left] == [it for it in names(server) if it != "nic"]
+        for it in left:
+            await it.remove()
+    assert names(server) == ["nic"]
 
 
 async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path) -> None:
