@@ -17,6 +17,7 @@ from bench.measure.memory import memory
 from bench.measure.mig import mig
 from bench.measure.placement import placement
 from bench.measure.registration import restarts, starts
+from bench.measure.scrapes import scrapes
 from bench.plan import Plan
 
 MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
@@ -30,6 +31,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "labels": labels,
     "memory": memory,
     "idle": idle,
+    "scrapes": scrapes,
     "mig": mig,
     "placement": placement,
     "enforcement": enforcement,

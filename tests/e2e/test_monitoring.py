@@ -1,6 +1,7 @@
 """A real Prometheus scrapes a daemon: metrics, rules and dashboards."""
 
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
 from tests.agent.test_metrics import port_of
+from tests.e2e.cluster import Cluster
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.prometheus import Prometheus, prometheus_of, promtool, provide
 from tests.e2e.rig.waiting import wait_for
@@ -107,6 +109,26 @@ async def test_prometheus_scrapes_rules_and_dashboards(tmp_path: Path) -> None:
                 _await_data(prometheus)
 
         await to_thread.run_sync(measure)
+
+
+def test_prometheus_names_the_pods_of_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    """A pod of a real kubelet has its name and namespace in Prometheus, and its namespace pays."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    cluster.repair("--metrics", address)
+    held = 'metagpu_container_shares{namespace="cnvrg",pod="paying"}'
+    paid = 'increase(metagpu_namespace_gpu_seconds_total{namespace="cnvrg"}[5s])'
+    cluster.run("paying", 50)
+    with prometheus_of(tmp_path, {"/metrics": address}, RULES) as prometheus:
+
+        def pays() -> bool:
+            shares = [float(it["value"][1]) for it in prometheus.query(held)]
+            seconds = [float(it["value"][1]) for it in prometheus.query(paid)]
+            if shares != [50] or not seconds or not 1.5 < seconds[0] < 3.5:
+                raise RigError(f"{shares} shares and {seconds} of 2.5 GPU seconds in 5 s")
+            return True
+
+        wait_for("half a GPU to be paid for", pays, within_s=SOON_S)
 
 
 def _await_data(prometheus: Prometheus) -> None:

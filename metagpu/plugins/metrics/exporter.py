@@ -18,7 +18,7 @@ from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.plugins.metrics.daemon import daemon_samples
 from metagpu.plugins.metrics.dcgm import dcgm_samples
 from metagpu.plugins.metrics.event_counters import EventCounters
-from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_foreign_page, render_page
+from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page, render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import snapshot_samples
 from metagpu.plugins.metrics.http_server import HttpRequest, HttpResponse, Page, PageServer
@@ -121,7 +121,7 @@ class Exporter:
             samples += sensor_samples(snapshot, readings or {})
             if usage is not None:
                 samples += usage_samples(snapshot, usage, rules)
-            return _page(render_page(self._families, samples))
+            return _page(render_page(self._families, samples) + render_process())
 
         return await to_thread.run_sync(render)
 
@@ -132,7 +132,7 @@ class Exporter:
 
         def render() -> HttpResponse:
             samples = dcgm_samples(snapshot, readings or {}, last_xids, self._sources.node)
-            return _page(render_foreign_page(dcgm.FAMILIES, samples))
+            return _page(render_page(dcgm.FAMILIES, samples))
 
         return await to_thread.run_sync(render)
 

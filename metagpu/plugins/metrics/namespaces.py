@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import anyio
 
-from metagpu.core.model.shares import Lease, ResourceName, Share
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Lease, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
@@ -17,6 +18,17 @@ KEPT: Final = 3600.0
 """Seconds for which a namespace without shares keeps its counters: short-lived ones add up."""
 
 
+class _Held(NamedTuple):
+    """Holdings of namespaces on one GPU: shares of a resource, and parts of the GPU."""
+
+    leases: Mapping[ShareId, Lease]
+    shares: Mapping[tuple[str, ResourceName], int]
+    parts: Mapping[str, float]
+
+
+_Holdings: TypeAlias = dict[GpuId, _Held]
+
+
 class NamespaceMeter:
     """Share-seconds and GPU-seconds of each namespace since the start of the daemon.
 
@@ -25,8 +37,7 @@ class NamespaceMeter:
     """
 
     def __init__(self) -> None:
-        self._shares: Mapping[tuple[str, ResourceName], float] = {}
-        self._gpus: Mapping[str, float] = {}
+        self._held: _Holdings = {}
         self._share_seconds: dict[tuple[str, ResourceName], float] = {}
         self._gpu_seconds: dict[str, float] = {}
         self._held_at: dict[str, float] = {}
@@ -39,24 +50,26 @@ class NamespaceMeter:
             self.observe(registry.snapshot, anyio.current_time())
 
     def observe(self, snapshot: Snapshot, now: float) -> None:
-        """Count the time since the last change, then take over the present leases."""
+        """Count the time since the last change, then take over the leases that changed."""
         self.advance(now)
-        shares: Counter[tuple[str, ResourceName]] = Counter()
-        gpus: dict[str, float] = {}
-        for state in snapshot.gpus.values():
-            for namespace, lease in _held(state):
-                shares[namespace, lease.share.resource] += 1
-                gpus[namespace] = gpus.get(namespace, 0.0) + part_of_gpu(state, lease.share)
-        self._shares, self._gpus = shares, gpus
+        before, held = self._held, _Holdings()
+        for gpu, state in snapshot.gpus.items():
+            known = before.get(gpu)
+            # The kubelet may wait for its next answer: a GPU without a change costs nothing.
+            held[gpu] = known if known and known.leases is state.leases else _held_of(state)
+        self._held = held
 
     def advance(self, now: float) -> None:
         """Count the time until now; drop namespaces that have had no share for long."""
         elapsed, self._at = max(0.0, now - self._at), now
-        for key, held in self._shares.items():
-            self._share_seconds[key] = self._share_seconds.get(key, 0.0) + held * elapsed
-        for namespace, part in self._gpus.items():
-            self._gpu_seconds[namespace] = self._gpu_seconds.get(namespace, 0.0) + part * elapsed
-            self._held_at[namespace] = now
+        for held in self._held.values():
+            for key, count in held.shares.items():
+                self._share_seconds[key] = self._share_seconds.get(key, 0.0) + count * elapsed
+            for namespace, part in held.parts.items():
+                self._gpu_seconds[namespace] = (
+                    self._gpu_seconds.get(namespace, 0.0) + part * elapsed
+                )
+                self._held_at[namespace] = now
         for namespace in [it for it, at in self._held_at.items() if now - at > KEPT]:
             del self._held_at[namespace], self._gpu_seconds[namespace]
             for key in [it for it in self._share_seconds if it[0] == namespace]:
@@ -67,6 +80,15 @@ class NamespaceMeter:
         shares = (Sample(f.NAMESPACE_SHARE_SECONDS, k, v) for k, v in self._share_seconds.items())
         gpus = (Sample(f.NAMESPACE_GPU_SECONDS, (k,), v) for k, v in self._gpu_seconds.items())
         return [*shares, *gpus]
+
+
+def _held_of(state: GpuState) -> _Held:
+    shares: Counter[tuple[str, ResourceName]] = Counter()
+    parts: dict[str, float] = {}
+    for namespace, lease in _named_leases(state):
+        shares[namespace, lease.share.resource] += 1
+        parts[namespace] = parts.get(namespace, 0.0) + part_of_gpu(state, lease.share)
+    return _Held(state.leases, shares, parts)
 
 
 def part_of_gpu(state: GpuState, share: Share) -> float:
@@ -81,7 +103,7 @@ def namespace_samples(snapshot: Snapshot, usage: NodeUsage | None) -> Iterator[S
     shares: Counter[tuple[str, ResourceName]] = Counter()
     held: Counter[str] = Counter()
     for state in snapshot.gpus.values():
-        for namespace, lease in _held(state):
+        for namespace, lease in _named_leases(state):
             shares[namespace, lease.share.resource] += 1
             held[namespace] += lease.share.memory
     for (namespace, resource), count in shares.items():
@@ -98,7 +120,7 @@ def namespace_samples(snapshot: Snapshot, usage: NodeUsage | None) -> Iterator[S
         yield Sample(f.NAMESPACE_USED_MEMORY, (namespace,), memory)
 
 
-def _held(state: GpuState) -> Iterator[tuple[str, Lease]]:
+def _named_leases(state: GpuState) -> Iterator[tuple[str, Lease]]:
     """Yield the leases of a GPU whose holder is known, each with its namespace."""
     for lease in state.leases.values():
         if lease.holder is not None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from metagpu.core.contracts.sensors import GpuSensors, NvlinkError, ThrottleReason
 from metagpu.core.model.gpu import MIB
 from metagpu.plugins.metrics import dcgm
-from metagpu.plugins.metrics.exposition import render_foreign_page
+from metagpu.plugins.metrics.exposition import render_page
 from metagpu.plugins.metrics.samples import MetricType
 from metagpu.plugins.metrics.sensors import sensor_samples
 from tests.core.usage.test_report import A, B, node
@@ -36,7 +36,7 @@ def page(**changes: object) -> Page:
     snapshot, _ = node()
     readings = {A.id: replace(READING, **changes)}
     samples = dcgm.dcgm_samples(snapshot, readings, {A.id: 79}, "gpu-1")
-    return Page(render_foreign_page(dcgm.FAMILIES, samples).decode())
+    return Page(render_page(dcgm.FAMILIES, samples).decode())
 
 
 def test_units_are_those_of_dcgm() -> None:
@@ -70,7 +70,7 @@ def test_a_gpu_of_one_container_names_it() -> None:
     """A container that alone holds a GPU is in the labels of all values."""
     snapshot, _ = node()
     samples = dcgm.dcgm_samples(snapshot, {B.id: READING}, {}, "gpu-1")
-    it = Page(render_foreign_page(dcgm.FAMILIES, samples).decode())
+    it = Page(render_page(dcgm.FAMILIES, samples).decode())
     labels = it.labels("DCGM_FI_DEV_POWER_USAGE")
     assert (labels["namespace"], labels["pod"], labels["container"]) == ("team", "alice", "main")
 

@@ -2,8 +2,14 @@
 
 import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
-from metagpu.plugins.metrics.exposition import render_page
+from metagpu.plugins.metrics.exposition import render_page, render_process
 from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, MetricType, Sample
 from tests.plugins.metrics.rig import Page
 
@@ -42,6 +48,31 @@ def test_a_histogram_counts_upwards() -> None:
     assert it.value("metagpu_wait_seconds_sum") == 12.5
 
 
+@given(st.lists(st.tuples(st.text(), st.text(), st.floats()), unique_by=lambda it: it[:2]))
+def test_lines_are_those_of_the_library(values: list[tuple[str, str, float]]) -> None:
+    """Any label and number is written as Prometheus' own library writes it."""
+    metric = Metric(THINGS.name, THINGS.help, "gauge")
+    for of, kind, value in values:
+        metric.add_sample(THINGS.name, {"kind": kind, "of": of}, value)
+    registry = CollectorRegistry()
+    registry.register(_Fixed([metric]))
+    sorted_labels = replace(THINGS, labels=("kind", "of"))
+    samples = [Sample(sorted_labels, (kind, of), value) for of, kind, value in values]
+
+    assert render_page([sorted_labels], samples) == generate_latest(registry)
+
+
+class _Fixed(Collector):
+    """A collector of given metrics."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """Return them."""
+        return self._metrics
+
+
 def test_what_has_no_series_is_named_all_the_same() -> None:
     """A family without series still has its HELP and TYPE lines."""
     assert {"metagpu_things", "metagpu_times", "metagpu_wait_seconds"} <= page().families.keys()
@@ -49,7 +80,7 @@ def test_what_has_no_series_is_named_all_the_same() -> None:
 
 def test_the_process_is_measured() -> None:
     """CPU, memory and open files of the daemon have the usual names."""
-    it = page()
+    it = Page(render_process().decode())
 
     assert it.value("process_cpu_seconds_total") > 0
     assert it.value("process_resident_memory_bytes") > 1e6

@@ -7,7 +7,7 @@ import pytest
 
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.contracts.capabilities import metric_kinds_of
-from metagpu.plugins.metrics.exposition import render_page
+from metagpu.plugins.metrics.exposition import render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.samples import MetricFamily, MetricType
 from tests.plugins.metrics.rig import Page
@@ -97,7 +97,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
 
 def test_process_metrics_are_documented() -> None:
     """The table has the process metrics of the library too."""
-    page = Page(render_page((), ()).decode())
+    page = Page(render_process().decode())
     theirs = {row[0]: row[1] for row in rows() if not row[0].startswith("metagpu_")}
 
     assert theirs
