@@ -73,8 +73,11 @@ class AgentCommands:
         """Return the state of the node and of every part of the daemon."""
         layout_manager = self.layout_manager
         roots = await to_thread.run_sync(self.find_roots)
+        snapshot, layout = layout_manager.registry.snapshot, layout_manager.layout
+        # In a thread: a report of very many shares must not keep the kubelet waiting.
+        report = await to_thread.run_sync(status_report, snapshot, layout)
         return {
-            **status_report(layout_manager.registry.snapshot, layout_manager.layout),
+            **report,
             "enforcement": self.usage_service.enforcement_report,
             "leaseDifferences": [it.to_dict() for it in self.usage_service.lease_differences],
             "mixedRequests": self.usage_service.mixed_requests,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
+from metagpu.cli.completion import complete_line
 from metagpu.cli.options import (
     cluster_of,
     driver_roots_of,
@@ -41,7 +42,10 @@ LONGEST_TAKEOVER_RETRY: Final = 600.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
-    args = parser().parse_args(arguments)
+    program = parser()
+    if arguments is None and complete_line(program):
+        return 0
+    args = program.parse_args(arguments)
     status = 1
 
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from metagpu import __version__
 from metagpu.agent import paths
+from metagpu.cli.completion import complete_line
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.cli.options import (
     Variable,
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
-    args = _parser().parse_args(arguments)
+    program = _parser()
+    if arguments is None and complete_line(program):
+        return 0
+    args = program.parse_args(arguments)
     resolve_environment(args)
 
     try:

@@ -1,7 +1,10 @@
 """The chart on a real node: the DaemonSet's pod serves, and releases come and go."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -127,6 +130,57 @@ def test_the_image_serves_a_node(release: Release, cluster: Cluster) -> None:
     checks = json.loads(inside("sh", "-c", "mgctl doctor -o json; true"))
     assert {it["code"] for it in checks if it["result"] == "error"} == {NO_KERNEL_MODULE}
     assert "first" in inside("mgctl", "get", "pods")
+
+
+def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path: Path) -> None:
+    """`kubectl metagpu` runs with the rights of the chart's roles, and with no others."""
+    kubectl, user = cluster.kubectl, f"{NAMESPACE}:team-lead"
+    kubectl("create", "serviceaccount", "team-lead", f"--namespace={NAMESPACE}")
+    token = kubectl("create", "token", "team-lead", f"--namespace={NAMESPACE}").strip()
+    content = yaml.safe_load(Path(release.node.kubeconfig).read_text(encoding="utf-8"))
+    content["users"][0]["user"] = {"token": token}
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(content), encoding="utf-8")
+    cluster.run("viewed", 25)
+
+    def metagpu(*arguments: str) -> str:
+        plugin = [sys.executable, "-m", "metagpu.kubectl.program", *arguments]
+        options = [f"--kubeconfig={kubeconfig}", f"--agent-namespace={SYSTEM}"]
+        done = subprocess.run([*plugin, *options], capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    assert "cannot list resource" in metagpu("get", "nodes")
+    role = f"{release.name}-metagpu-viewer"
+    to = f"--serviceaccount={user}"
+    kubectl("create", "clusterrolebinding", "viewers", f"--clusterrole={role}", to)
+    kubectl("create", "rolebinding", "viewers", f"--role={role}", to, f"--namespace={SYSTEM}")
+    kubectl("create", "rolebinding", "views", "--clusterrole=view", to, f"--namespace={NAMESPACE}")
+    try:
+        pods = wait_for(
+            "the viewer's rights",
+            lambda: json.loads(metagpu("get", "pods", "-A", "-o", "json"))["items"],
+            within_s=SOON_S,
+        )
+        assert [(it["pod"], it["shares"]) for it in pods] == [("viewed", 25)]
+        assert release.node.name in metagpu("top", "nodes")
+        why = metagpu("why", "viewed", f"--namespace={NAMESPACE}")
+        assert f"it runs on {release.node.name}" in why
+        findings = json.loads(metagpu("doctor", "-o", "json"))[0]["checks"]
+        assert not [it for it in findings if it["result"] == "error"]
+        status = f"/api/v1/namespaces/{SYSTEM}/pods/{_daemon_port(release)}/proxy/api/v1/status"
+        with pytest.raises(RigError, match="a token of system:serviceaccount:kube-system"):
+            kubectl("get", f"--raw={status}")  # an administrator without a viewer's token
+    finally:
+        kubectl("delete", "clusterrolebinding", "viewers")
+        kubectl("delete", "rolebinding", "viewers", f"--namespace={SYSTEM}")
+
+
+def _daemon_port(release: Release) -> str:
+    """Return pod and port of the status, as the pod proxy takes them."""
+    (pod,) = release.daemons().values()
+    (container,) = pod["spec"]["containers"]
+    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    return f"{pod['metadata']['name']}:{ports['status-api']}"
 
 
 def test_a_changed_profile_restarts_nothing_and_can_be_rolled_back(

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 import anyio
 import msgspec
+from anyio import to_thread
 
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.plugins.metrics.address import ListenAddress
@@ -91,7 +92,7 @@ class StatusApi:
 
 def _encoded(report: Report) -> Callable[[], Awaitable[bytes]]:
     async def encoded() -> bytes:
-        return msgspec.json.encode(await report())
+        return await to_thread.run_sync(msgspec.json.encode, await report())
 
     return encoded
 
