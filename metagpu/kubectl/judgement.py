@@ -23,9 +23,12 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 def judge(demand: PodDemand, node: ClusterNode) -> Judgement:
-    """Return whether a pod fits on a node, or the first obstacle."""
-    for obstacle, reason, fix in _obstacles(demand, node):
-        return Judgement(node.name, obstacle, reason, fix)
+    """Return whether a pod fits on a node, or all obstacles, by the hardest of them."""
+    if found := list(_obstacles(demand, node)):
+        hardest = max(obstacle for obstacle, _, _ in found)
+        reasons = "; ".join(reason for _, reason, _ in found)
+        fixes = "; ".join(fix for _, _, fix in found if fix)
+        return Judgement(node.name, hardest, reasons, fixes)
     assert node.report is not None  # noqa: S101 - `_obstacles` has found none
     parts = [_free(node.report, resource) for resource in demand.totals]
     return Judgement(node.name, Obstacle.NONE, "; ".join(parts) or "it requests no GPU")
@@ -53,9 +56,10 @@ def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> tuple[str, str]:
         names = [it.node for it in judged if it.obstacle is Obstacle.NONE]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"it fits on {names[0]}{more}: {best.reason}", ""
-    others = len(judged) - 1
-    beside = f"; the other {others} nodes are further from it" if others else ""
-    return f"it fits on no node; nearest is {best.node}: {best.reason}{beside}", best.fix
+    sentence = f"it fits on no node; of {len(judged)} the nearest is {best.node}: {best.reason}"
+    if len(judged) == 1:
+        sentence = f"it does not fit on {best.node}: {best.reason}"
+    return sentence, best.fix
 
 
 def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, str] | None:
@@ -80,7 +84,7 @@ def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, st
 
 
 def _obstacles(demand: PodDemand, node: ClusterNode) -> Iterator[Found]:
-    """Yield what keeps a pod from a node, what the scheduler compares first."""
+    """Yield what keeps a pod from a node: what the scheduler compares, then the daemon."""
     if node.unschedulable and not tolerates(demand.tolerations, _UNSCHEDULABLE):
         yield Obstacle.NODE_CORDONED, "the node is cordoned", f"kubectl uncordon {node.name}"
     for taint in node.taints:

@@ -19,7 +19,7 @@ _MOST_HOLDERS: Final = 3
 
 
 class Obstacle(IntEnum):
-    """An obstacle between pod and node; the smaller, the less there is to change."""
+    """An obstacle between pod and node, from the one with the least to change on."""
 
     NONE = 0
     NODE_AMOUNT = 1

@@ -207,8 +207,10 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
     judged = judge_all(demand(50), [far, near])
     sentence, fix = conclude(demand(50), judged)
     assert [it.node for it in judged] == ["gpu-1", "gpu-2"]
-    assert "nearest is gpu-1" in sentence
+    assert "of 2 the nearest is gpu-1" in sentence
     assert "request at most 40" in fix
+    control_plane = ClusterNode("control", taints=(TAINT,))  # without metagpu it is never near
+    assert judge_all(demand(101), [control_plane, near])[0].node == "gpu-1"
     room = replace(node(gpu(0, 0)), name="gpu-3")
     assert conclude(demand(50), judge_all(demand(50), [far, near, room]))[0].startswith(
         "it fits on gpu-3"
