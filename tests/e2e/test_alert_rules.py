@@ -37,6 +37,7 @@ class Case(NamedTuple):
 
 CASES = {
     "MetagpuDown": Case('up{job="kube-system/metagpu"}', "0x60", "1 0 0 1x60"),
+    "MetagpuGone": Case(f"metagpu_build_info{{{NODE}}}", "1x3 _x60", "1 _ _ _ 1x60"),
     "MetagpuNvmlUnavailable": Case(f"metagpu_nvml_up{{{NODE}}}", "0x60", "1 0 0 1x60"),
     "MetagpuGpuUnhealthy": Case(f"metagpu_gpu_healthy{{{GPU}}}", "0x60", "1 0 1x60"),
     "MetagpuGpuUnreadable": Case(f"metagpu_unreadable_gpus{{{NODE}}}", "1x60", "0 1 0x60"),
