@@ -21,7 +21,7 @@ from metagpu.core.contracts.capabilities import LeavesOnNode
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover, Removal, Result, settle
 from metagpu.core.errors import ClusterError, DriverError, KubeletError, describe_error
 from metagpu.core.grants import cdi
-from metagpu.core.grants.injection import CLIENT_NAME
+from metagpu.core.grants.injection import CLIENT_NAME, POD_SOCKET_NAME
 from metagpu.core.model.shares import Holder
 from metagpu.host import node_leftovers as on_host
 from metagpu.host.cgroups import DEFAULT_ROOT
@@ -34,14 +34,13 @@ from metagpu.plugins.control.socket import LOCK_NAME, lock_of
 from metagpu.plugins.kubelet.checkpoint import read_allocated_ids, read_registered_resources
 from metagpu.plugins.kubelet.folder_lock import FolderLock
 from metagpu.plugins.kubelet.pod_resources import read_leases
-from metagpu.plugins.pod_api.folder import SOCKET_NAME as POD_SOCKET
 
 _POLL: Final = 0.2
 _RUN_FILES: Final = ("mps", SOCKET_NAME, FAULTS, "faults.new", "lib", LOCK_NAME)
 """A control daemon that stays keeps them all: `mps` is not empty then."""
 _GPU: Final = "GPU-"
 """The prefix of our shares' ids."""
-_POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET)
+_POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET_NAME)
 
 
 class Report:

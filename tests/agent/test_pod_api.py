@@ -21,11 +21,11 @@ import yaml
 from anyio.abc import Process
 
 from metagpu import __version__
+from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.display.usage import FORMATS, KINDS
-from metagpu.plugins.pod_api.folder import SOCKET_NAME
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
@@ -72,7 +72,7 @@ async def node(
     ):
         await scene.until(20, 20)
         if has_socket:
-            await until(anyio.Path(folder / SOCKET_NAME).exists)
+            await until(anyio.Path(folder / POD_SOCKET_NAME).exists)
         for name, shares in (("alice", 3), ("bob", 2)):
             await scene.kubelet.admit(SimPod.single(name, {METAGPU: shares}))
         await scene.wait_holders()

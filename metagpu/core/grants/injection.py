@@ -31,6 +31,9 @@ CONTROL_NODES: Final = (
 POD_FOLDER: Final = "/run/metagpu"
 """The folder with `mgctl` and its socket, as containers see it."""
 CLIENT_NAME: Final = "mgctl"
+POD_SOCKET_NAME: Final = "mgctl.sock"
+POD_SOCKET: Final = "METAGPU_SOCKET"
+"""The variable by which `mgctl` finds a socket that is not in `POD_FOLDER`."""
 
 _VOLUME_MOUNTS: Final = "/var/run/nvidia-container-devices"
 """The folder whose mounts name GPUs to NVIDIA's container runtime."""
@@ -250,6 +253,21 @@ def _nodes_at(
     paths: tuple[str, ...], dev_root: str, present: frozenset[str]
 ) -> tuple[DeviceNode, ...]:
     return tuple(DeviceNode(path, f"{dev_root}{path}") for path in paths if path in present)
+
+
+def add_mount(grant: Grant, mount: Mount) -> Grant:
+    """Add a mount to a grant, also at a path below mgctl's folder.
+
+    That folder is read-only: nothing can be mounted below it, and the container would not start.
+    It moves to its path on the host then, and a variable names its socket.
+    """
+    folder = next((it for it in grant.mounts if it.container_path == POD_FOLDER), None)
+    if folder is None or not mount.container_path.startswith(f"{POD_FOLDER}/"):
+        return replace(grant, mounts=(*grant.mounts, mount))
+    moved = Mount(folder.host_path, folder.host_path)
+    mounts = (moved if it == folder else it for it in grant.mounts)
+    socket = f"{folder.host_path}/{POD_SOCKET_NAME}"
+    return replace(grant, envs={**grant.envs, POD_SOCKET: socket}, mounts=(*mounts, mount))
 
 
 @lru_cache(maxsize=16)

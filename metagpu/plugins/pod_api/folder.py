@@ -16,7 +16,6 @@ from anyio import to_thread
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import CLIENT_NAME
 
-SOCKET_NAME: Final = "mgctl.sock"
 MGCTL_PROGRAMS: Final = Path(__file__).parents[2] / "programs"
 
 log = structlog.get_logger()

@@ -19,12 +19,12 @@ import structlog
 from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.errors import MetagpuError
+from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.runtime.backoff import Backoff
 from metagpu.core.runtime.listener import SO_PASSRIGHTS
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.plugins.pod_api import frames
 from metagpu.plugins.pod_api.calls import RelayedCall, RelayFailed, RelaySettings, relayed_calls
-from metagpu.plugins.pod_api.folder import SOCKET_NAME
 from metagpu.plugins.pod_api.frames import PodRequest
 
 log = structlog.get_logger()
@@ -156,7 +156,7 @@ class PodSocket:
         proc: Path = Path("/proc"),
     ) -> None:
         self.problem = ""
-        self._path = folder / SOCKET_NAME
+        self._path = folder / POD_SOCKET_NAME
         self._host = host
         self._run_child = run_child
         self._respond = respond

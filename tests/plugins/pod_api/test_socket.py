@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 
 from metagpu.core.contracts.host import Container
 from metagpu.core.errors import MetagpuError
+from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.shares import Holder
 from metagpu.host.programs import run_child
-from metagpu.plugins.pod_api.folder import SOCKET_NAME, install_mgctl
+from metagpu.plugins.pod_api.folder import install_mgctl
 from metagpu.plugins.pod_api.frames import HEAD, REQUEST_LIMIT, PodRequest
 from metagpu.plugins.pod_api.socket import (
     DEFAULT_LIMITS,
@@ -123,7 +124,7 @@ async def pod_socket(
     pods = PodSocket(
         tmp_path, machine.host, run_child, answerer.respond, limits=limits, proc=machine.proc
     )
-    it = SocketRig(tmp_path / SOCKET_NAME, machine, answerer, pods)
+    it = SocketRig(tmp_path / POD_SOCKET_NAME, machine, answerer, pods)
     async with anyio.create_task_group() as group:
         group.start_soon(pods.run)
         await until(it.is_served)
@@ -164,7 +165,7 @@ async def test_a_request_is_answered(tmp_path: Path) -> None:
 
 async def test_every_user_may_call(tmp_path: Path) -> None:
     """Any user may call; the socket ends with the daemon, and a leftover one is replaced."""
-    path = tmp_path / SOCKET_NAME
+    path = tmp_path / POD_SOCKET_NAME
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
 
@@ -407,8 +408,8 @@ async def test_a_relay_that_cannot_listen_is_a_problem(tmp_path: Path) -> None:
         group.cancel_scope.cancel()
 
     assert pods.problem == (
-        f"cannot listen on {folder / SOCKET_NAME}: No such file or directory; run as root, or name "
-        "another folder with --pod-dir"
+        f"cannot listen on {folder / POD_SOCKET_NAME}: No such file or directory; run as root, or "
+        "name another folder with --pod-dir"
     )
 
 

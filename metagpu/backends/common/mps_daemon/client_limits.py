@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from metagpu.backends.common.mps_daemon.control import PIPES, SHM, MpsDirectories
 from metagpu.core.config.units import Bytes
 from metagpu.core.grants.grant import Grant, Mount
-from metagpu.core.grants.injection import memory_mib
+from metagpu.core.grants.injection import add_mount, memory_mib
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.shares import Share
 
@@ -80,18 +80,16 @@ def grant_to_client(
         held: the container's shares of the device.
         units: the number of units of the device.
     """
+    pipes, shm = str(directories.pipes), str(directories.shm)
+    for mount in (Mount(pipes, pipes, read_only=False), Mount(str(SHM), shm, read_only=False)):
+        grant = add_mount(grant, mount)
     return replace(
         grant,
         envs={
             **grant.envs,
-            PIPES: str(directories.pipes),
+            PIPES: pipes,
             THREADS: str(max(1, 100 * len(held) // units)),
             # The container sees one device, so MPS knows it as number 0.
             MEMORY: f"0={memory_mib(held)}M",
         },
-        mounts=(
-            *grant.mounts,
-            Mount(str(directories.pipes), str(directories.pipes), read_only=False),
-            Mount(str(SHM), str(directories.shm), read_only=False),
-        ),
     )
