@@ -76,6 +76,9 @@ CASES = {
     "MetagpuFeatureFailing": Case(
         f'metagpu_api_server_feature_healthy{{feature="labels",{NODE}}}', "0x60", "1 0x5 1x60"
     ),
+    "MetagpuDriverHeld": Case(
+        f"metagpu_driver_upgrade_holding_pods{{{NODE}}}", "0 2x60", "0 2x5 0x60"
+    ),
     "MetagpuUnauthorizedUse": Case(
         f"metagpu_gpu_unauthorized_containers_total{{{GPU}}}", "0x15 1x60", "3x60"
     ),
