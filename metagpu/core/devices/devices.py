@@ -4,7 +4,7 @@ A device is one thing that the scheduler may allocate. Equal shares of a GPU are
 which a ResourceClaim consumes a part; a whole GPU or a MIG instance is a device of its own.
 """
 
-from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -83,7 +83,8 @@ def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device
     raise UnknownDevice(pool, device, reason)
 
 
-def _devices(shares: Iterable[Share]) -> tuple[Device, ...]:
+@lru_cache(maxsize=64)  # of each GPU: every claim, and every change of a GPU, asks
+def _devices(shares: tuple[Share, ...]) -> tuple[Device, ...]:
     together: dict[str, list[Share]] = {}
     for share in shares:
         together.setdefault(_name(share), []).append(share)

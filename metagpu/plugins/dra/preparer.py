@@ -285,7 +285,7 @@ class ClaimPreparer:
                 self._ensure_cdi_names,
                 self._clock,
                 longest=longest,
-                resource_claim=claim,
+                claimed=True,
             )
             for part in together:
                 name = part.claim_device(claim.uid).name

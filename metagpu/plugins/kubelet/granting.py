@@ -6,7 +6,7 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.grants import cdi
 from metagpu.core.grants.grant import Grant
-from metagpu.core.model.shares import ResourceClaimRef, Share
+from metagpu.core.model.shares import Share
 from metagpu.core.state.facts import SharesClaimed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.provisioning import wait_provisioned
@@ -27,7 +27,7 @@ async def grant_shares(
     clock: Callable[[], float],
     *,
     longest: float | None = None,
-    resource_claim: ResourceClaimRef | None = None,
+    claimed: bool = False,
 ) -> Grant:
     """Claim shares that may be granted, create their hardware devices, and grant them.
 
@@ -40,20 +40,21 @@ async def grant_shares(
         ensure_cdi_names: makes CDI names known to the container runtime.
         clock: returns the event loop's time.
         longest: the longest wait for hardware devices in seconds; the backend's by default.
-        resource_claim: the ResourceClaim that the shares are for, `None` for Allocate.
+        claimed: whether the shares are claimed already, and stay so without the kubelet's list.
 
     Raises:
         RequestError: the shares cannot be granted.
     """
-    snapshot, waits = registry.snapshot, isinstance(backend, Provisions)
-    claimed = tuple(shares)
-    registry.apply(SharesClaimed(claimed, clock(), unanswered=waits, resource_claim=resource_claim))
+    snapshot = registry.snapshot
+    if not claimed:
+        waits = isinstance(backend, Provisions)
+        registry.apply(SharesClaimed(tuple(shares), clock(), unanswered=waits))
     if isinstance(backend, Provisions):
         timeout = backend.provision_timeout
         deadline = timeout if longest is None else min(timeout, longest)
         snapshot = await wait_provisioned(registry, shares, deadline)
-        # That took a while: the kubelet has from now on to list the pod.
-        registry.apply(SharesClaimed(claimed, clock(), resource_claim=resource_claim))
+        if not claimed:  # that took a while: the kubelet has from now on to list the pod
+            registry.apply(SharesClaimed(tuple(shares), clock()))
     grant = await backend.grant(shares, snapshot)
     if names := cdi.device_names(grant):
         await ensure_cdi_names(names)
