@@ -172,6 +172,7 @@ def build_layout(
     shares: list[Share] = []
     counts = Counter[ResourceName]()
     answering: dict[ResourceName, Backend] = {}
+    by_name = {pool.name: pool for pool, _ in pools}
     for gpu in gpus:
         assignment, backends, pool_reason = _assign_pool(gpu, pools)
         if assignment.pool is not None:
@@ -189,7 +190,9 @@ def build_layout(
             reason = f"{assignment.reason}, but no shares: {missing}"
             assignment = replace(assignment, reason=reason)
         pool_assignments.append(assignment)
-        shares += of_gpu
+        if assignment.pool is not None:
+            pool = by_name[assignment.pool]
+            shares += _with_allocation_order(pool, gpu, backends, of_gpu)
 
     _check_ids(config, "", shares, set())
     return Layout(
@@ -199,7 +202,7 @@ def build_layout(
         tuple(backend_assignments),
         _unused_pools([pool for pool, _ in pools], pool_assignments),
         tuple(_misfits(pools, pool_assignments)),
-        _dra_resources(pools),
+        _dra_resources(config, pools, pool_assignments, shares),
     )
 
 
@@ -277,14 +280,48 @@ def _answering_backends(
     return found
 
 
-def _dra_resources(pools: Iterable[tuple[Pool, list[Backend]]]) -> frozenset[ResourceName]:
-    return frozenset(
-        resource
+def _dra_resources(
+    config: Config,
+    pools: Iterable[tuple[Pool, list[Backend]]],
+    assignments: Iterable[PoolAssignment],
+    shares: Iterable[Share],
+) -> frozenset[ResourceName]:
+    """Return the resources of pools with the front DRA, also those of existing instances."""
+    fronts = {pool.name: pool.front for pool, _ in pools}
+    if Front.DRA not in fronts.values():
+        return frozenset()
+    named = {
+        resource: pool.front
         for pool, backends in pools
-        if pool.front is Front.DRA
         for backend in backends
         for resource in backend.resources
+    }
+    of_gpu = {each.gpu.id: fronts[each.pool] for each in assignments if each.pool is not None}
+    for share in shares:
+        front = of_gpu[share.gpu]
+        if named.setdefault(share.resource, front) is not front:
+            problem = f"{share.resource} would be offered by two fronts; give it another `resource`"
+            raise config.error("", problem)
+    return frozenset(it for it, front in named.items() if front is Front.DRA)
+
+
+def _with_allocation_order(
+    pool: Pool, gpu: Gpu, backends: Iterable[Backend], shares: Sequence[Share]
+) -> Sequence[Share]:
+    """Return a GPU's shares, for DRA in the order in which the scheduler should take them."""
+    if pool.front is not Front.DRA:
+        return shares
+    from metagpu.core.layout.allocation_order import (  # noqa: PLC0415 - only with that front
+        in_allocation_order,
     )
+
+    return [
+        share
+        for backend in backends
+        for share in in_allocation_order(
+            backend, gpu, [it for it in shares if it.backend == backend.name]
+        )
+    ]
 
 
 def _answers(
