@@ -16,7 +16,7 @@ from metagpu.core.state.reduce import reduce
 
 
 def in_allocation_order(backend: Backend, gpu: Gpu, shares: Sequence[Share]) -> list[Share]:
-    """Return a backend's shares of a GPU, the places of each MIG profile as it would fill them."""
+    """Return shares of a GPU, the places of each MIG profile in order."""
     if not shares or not is_mig(shares[0].id) or share_suffix(shares[0].id):
         return list(shares)
 

@@ -308,7 +308,7 @@ def _dra_resources(
 def _with_allocation_order(
     pool: Pool, gpu: Gpu, backends: Iterable[Backend], shares: Sequence[Share]
 ) -> Sequence[Share]:
-    """Return a GPU's shares, for DRA in the order in which the scheduler should take them."""
+    """Return a GPU's shares, for DRA in the order of their allocation."""
     if pool.front is not Front.DRA:
         return shares
     from metagpu.core.layout.allocation_order import (  # noqa: PLC0415 - only with that front
