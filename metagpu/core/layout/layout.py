@@ -286,7 +286,7 @@ def _dra_resources(
     assignments: Iterable[PoolAssignment],
     shares: Iterable[Share],
 ) -> frozenset[ResourceName]:
-    """Return the resources of pools with the front DRA, also those of existing instances."""
+    """Return the resources of pools with the front DRA."""
     fronts = {pool.name: pool.front for pool, _ in pools}
     if Front.DRA not in fronts.values():
         return frozenset()
