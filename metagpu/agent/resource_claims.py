@@ -15,7 +15,6 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
-from metagpu.plugins.cluster.node_patch import MERGE_PATCH
 from metagpu.plugins.cluster.settings import ClusterSettings
 
 if TYPE_CHECKING:
@@ -137,6 +136,8 @@ class ResourceClaims:
 
     async def _annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
         if self._client is not None:
+            from metagpu.plugins.cluster.node_patch import MERGE_PATCH  # noqa: PLC0415 - as said
+
             path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
             body = {"metadata": {"annotations": {key: value}}}
             await self._client.call("PATCH", path, body=body, content=MERGE_PATCH)

@@ -17,12 +17,17 @@ import pytest
 from anyio import to_thread
 from anyio.abc import Process
 
+from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.plugins.control.client import send_request
+from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from metagpu.sim.machine.spec import build_node
 from tests.agent.test_daemon import command_line, daemon
 from tests.agent.test_mps import MIXED, MPS, control_of
+from tests.plugins.dra.rig import DRIVER, KubeletCalls
+from tests.plugins.dra.rig import NODE as CLAIM_NODE
 from tests.rigs.agent import METAGPU, QUICK
+from tests.rigs.cdi import host
 
 SHARES = 200
 CONFIG = QUICK.replace("10}", "100, offer: all}")
@@ -480,3 +485,57 @@ async def test_mig_instances_go_on(tmp_path: Path) -> None:
                 while len(await instances()) != 1:  # noqa: ASYNC110 - in a file
                     await anyio.sleep(0.05)
             assert not before.items() & (await instances()).items()
+
+
+CLAIMS = """
+version: metagpu/v1
+pools:
+  - {name: plugin, gpus: {index: 0}, backends: [{backend: fraction, sharesPerGpu: 200, offer: all}]}
+  - name: claims
+    gpus: {index: 1}
+    fronts: [dra]
+    backends: [{backend: fraction, resource: metagpu.io/by-claim, sharesPerGpu: 10}]
+"""
+
+
+async def test_resource_claims_change_hands(tmp_path: Path) -> None:
+    """A claim that the old daemon prepared is the new one's: the same answer, and its end."""
+    kubelet, server = KubeletCalls(tmp_path), SimApiServer()
+    host(tmp_path, gpus=2)
+    gpu = build_node("a100-40gb:2").gpus[1].id.lower()
+    result = {
+        "request": "gpu",
+        "driver": DRIVER,
+        "pool": f"{CLAIM_NODE}/{gpu}",
+        "device": f"{gpu}-fraction",
+        "consumedCapacity": {"shares": "4"},
+    }
+    allocation = {"devices": {"results": [result]}}
+    claim = ResourceClaimRef("default", "part", "11111111-2222-3333-4444-555555555555")
+    content = {"metadata": {"uid": claim.uid}, "status": {"allocation": allocation}}
+    server.store.put(("resourceclaims", claim.namespace, claim.name), content)
+
+    async with server.running():
+        options = {
+            "--kubelet-root": tmp_path,
+            "--cdi-dir": tmp_path / "cdi",
+            "--dev-root": tmp_path,
+            "--node-name": CLAIM_NODE,
+            "--kubeconfig": server.kubeconfig(tmp_path),
+            "--cluster": "pods",
+        }
+        given = tuple(str(part) for option in options.items() for part in option)
+        async with exchanges(tmp_path, None, "", CLAIMS, *given) as (it, _):
+            await kubelet.wait_registration()
+            before = await kubelet.prepare(claim)
+            assert not before[claim.uid].error
+            kubelet.write_account({claim: before[claim.uid].devices})
+            async with it.daemon("", *given) as new:
+                await new.logged("node taken over", "dra driver served")
+                await kubelet.wait_registration()
+                status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
+                assert [it["shares"] for it in status["leases"]] == [4]
+                assert await kubelet.prepare(claim) == before
+                assert await kubelet.unprepare(claim) == {claim.uid: ""}
+                status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
+                assert status["leases"] == []
