@@ -3,14 +3,16 @@
 import gzip
 from pathlib import Path
 
-import anyio
 import pynvml
 import pytest
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import MIB
+from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
 from tests.agent.test_metrics import ANY, page_of, page_when, port_of
 from tests.plugins.metrics.rig import Page, asked, fetched, labels_of
 from tests.rigs.agent import FRESH, METAGPU, agent_at_work
@@ -89,16 +91,23 @@ async def test_sensors_and_their_dcgm_names_are_one_reading(tmp_path: Path) -> N
 
 
 async def test_a_gpu_that_hangs_costs_no_other_its_sensors(tmp_path: Path) -> None:
-    """The sensors of the other GPUs are on the page while one GPU hangs."""
-    timing = replace(FRESH, nvml_timeout=0.5)
-    async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as it:
-        await it.until(20, 20)
-        it.node.hang_gpu(it.node.gpu(0), 5.0)
-        power = "metagpu_gpu_power_watts"
-        with anyio.fail_after(4.5):
-            await page_when(
-                it, lambda page: len(page.values(power)) == len(page.values(power, gpu="1")) == 1
-            )
+    """While one GPU hangs the others have their sensors, and its call counts as overdue."""
+    timing = replace(FRESH, nvml_timeout=0.2)
+    node = build_node("a100-40gb:2")
+    driver = NvmlDriver(SimLibrary(node), deadline=0.5)
+    scene = agent_at_work(tmp_path, node, driver=driver, metrics=ANY, metrics_timing=timing)
+    async with scene as it:
+        await it.wait_snapshot(lambda now: len(now.gpus) == 2)
+        it.node.hang_gpu(it.node.gpu(0), 60.0)
+        power, overdue = "metagpu_gpu_power_watts", "metagpu_nvml_overdue_calls"
+        await page_when(
+            it,
+            lambda page: (
+                len(page.values(power)) == len(page.values(power, gpu="1")) == 1
+                and page.value(overdue) >= 1
+            ),
+        )
+        it.node.hang_gpu(it.node.gpu(0), 0.0)
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST])

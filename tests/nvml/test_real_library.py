@@ -75,6 +75,7 @@ async def test_functions_that_a_driver_lacks(real: ctypes.CDLL, tmp_path: Path) 
         for gpu in survey.gpus:
             await nvml.condition(gpu.id)
             await nvml.utilization(gpu.id)
+            await nvml.sensors(gpu.id)
             await nvml.compute_mode(gpu.id)
             assert await nvml.mig.instances(gpu.id) == ()
         assert await nvml.processes(survey.gpus[0].id) == (GpuProcess(4711, GIB),)

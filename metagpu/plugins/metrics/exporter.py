@@ -59,7 +59,7 @@ class Exporter:
         self._lag_probe = LoopLagProbe()
         # The collector caches usage already: this lets a collection outlive the client that asked.
         self._usage = SingleFlight[NodeUsage]("GPU usage", sources.usage, age=0)
-        reader = SensorReader(sources.registry, sources.sensors, timing.nvml_timeout)
+        reader = SensorReader(sources.registry, sources.sensors)
         self._sensors = SingleFlight[Readings]("GPU sensors", reader.read, timing.page_age)
         self._page = SingleFlight[HttpResponse]("metrics page", self._render, timing.page_age)
         self._dcgm_page = SingleFlight[HttpResponse](

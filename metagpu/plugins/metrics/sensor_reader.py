@@ -15,16 +15,13 @@ from metagpu.plugins.metrics.sources import ReadSensors
 class SensorReader:
     """Reads the sensors of all GPUs.
 
-    Every call may run into NVML's deadline: `read` returns what has been read by then.
-
-    Args:
-        timeout: seconds that one reading takes at most; a GPU that answers later is absent from it.
+    A GPU that hangs ends at NVML's deadline once, and fails at once while that call is out. No
+    reading is cancelled: NVML's worker would not count a call as overdue that nobody waits for.
     """
 
-    def __init__(self, registry: Registry, sensors: ReadSensors, timeout: float) -> None:
+    def __init__(self, registry: Registry, sensors: ReadSensors) -> None:
         self._registry = registry
         self._sensors = sensors
-        self._timeout = timeout
 
     async def read(self) -> Mapping[GpuId, GpuSensors]:
         """Return the sensors of each GPU that answers, in the order of the GPUs."""
@@ -35,8 +32,7 @@ class SensorReader:
             with suppress(DriverError):  # the health watch reports it
                 found[gpu] = await self._sensors(gpu)
 
-        with anyio.move_on_after(self._timeout):
-            async with anyio.create_task_group() as group:
-                for gpu in gpus:
-                    group.start_soon(read_one, gpu)
+        async with anyio.create_task_group() as group:
+            for gpu in gpus:
+                group.start_soon(read_one, gpu)
         return {gpu: found[gpu] for gpu in gpus if gpu in found}
