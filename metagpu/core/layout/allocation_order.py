@@ -1,4 +1,4 @@
-"""Orders MIG instances for the first fit of the scheduler, with the front DRA. Pure.
+"""Orders MIG instances for the first fit of the scheduler, with DRA. Pure.
 
 The scheduler allocates the first device that fits. So the places of each profile come in the order
 in which the backend would fill an idle GPU.
