@@ -167,6 +167,8 @@ def cluster_problems(cluster: Report | None) -> Iterable[str]:
         yield f"API server: {cluster['problem']}"
     yield from (f"API server, {use}: {it}" for use, it in cluster["features"].items() if it)
     yield from (f"{name}: {it}" for name, it in cluster.get("nodeDifferences", {}).items())
+    if problem := (cluster.get("resourceSlices") or {}).get("problem"):
+        yield f"API server, ResourceSlices: {problem}"
     if upgrade := cluster.get("driverUpgrade"):
         yield upgrade["summary"]
     for plugin in cluster.get("competingPlugins", ()):

@@ -140,6 +140,7 @@ class _Side:
 
     def __init__(self, state: ConfiguredLayout) -> None:
         self.backends = state.layout.backends
+        self.dra = state.layout.dra
         self.pools = {each.gpu.id: each.pool for each in state.layout.pool_assignments}
         self.rules = {
             pool.name: pool.memory_enforcement
@@ -161,6 +162,10 @@ class _Side:
             if each.gpu.id == gpu
         }
 
+    def answers_as(self, resource: ResourceName) -> tuple[str | None, bool]:
+        """Return the backend of a resource, and whether its front is DRA."""
+        return self.name(resource), resource in self.dra
+
     def name(self, resource: ResourceName) -> str | None:
         return self.backends[resource].name if resource in self.backends else None
 
@@ -170,7 +175,7 @@ def _resource_change(name: ResourceName, before: _Side, after: _Side) -> Resourc
     change = _change_kind(
         was=name in before.backends,
         will=name in after.backends,
-        same=old == new and before.name(name) == after.name(name),
+        same=old == new and before.answers_as(name) == after.answers_as(name),
         same_options=_options_of(before, old) == _options_of(after, new),
     )
     return ResourceChange(name, change, (len(old), len(new)), (before.name(name), after.name(name)))

@@ -52,6 +52,14 @@ def test_the_same_is_untouched() -> None:
     assert plan.settings == ()
 
 
+def test_another_front_changes_the_resource() -> None:
+    """The same shares by claims are another offer: the kubelet's list ends."""
+    by_claims = FRACTIONS.replace("{name: parts,", "{name: parts, fronts: [dra],")
+    plan = planned(state(FRACTIONS), state(by_claims))
+
+    assert resources(plan) == {METAGPU: ChangeKind.CHANGED}
+
+
 def test_only_differences_are_named() -> None:
     """Other shares of one pool add and remove its resources, and leave the other pool."""
     plan = planned(state(FRACTIONS, SLICES), state(FRACTIONS, WHOLE))
