@@ -132,16 +132,17 @@ def labels_differ(node: KubeObject, wanted: Mapping[str, str]) -> bool:
 
 
 def remaining_taints(
-    node: KubeObject, amounts: Mapping[ResourceName, int]
+    node: KubeObject, amounts: Mapping[ResourceName, int], *, dra: bool = False
 ) -> list[KubeObject] | None:
     """Return the taints without ours, `None` while ours is absent or has to stay.
 
-    Ours goes once the Node shows every resource in full: then the scheduler can place pods.
+    Ours goes once the Node shows every resource in full: then the scheduler can place pods. With
+    `dra` it need not show any: pods by ResourceClaims wait for ResourceSlices.
     """
     taints = (node.get("spec") or {}).get("taints") or []
     kept = [taint for taint in taints if taint.get("key") not in TAINTS]
     capacity = (node.get("status") or {}).get("capacity") or {}
-    ready = bool(amounts) and all(
+    ready = (dra or bool(amounts)) and all(
         parse_quantity(capacity.get(resource)) == count for resource, count in amounts.items()
     )
     return kept if ready and len(kept) != len(taints) else None

@@ -7,6 +7,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -54,7 +55,9 @@ class NodeStatusWriter:
         node = self.node.object
         if node is None:
             return
-        taints = remaining_taints(node, capacity_of(self.registry.snapshot))
+        snapshot = self.registry.snapshot
+        dra = bool(snapshot.offers_of(Front.DRA))
+        taints = remaining_taints(node, capacity_of(snapshot), dra=dra)
         if taints is None:
             return
         # The list has no keys: it is written as a whole, and only over the version that was read.

@@ -145,6 +145,8 @@ def test_taint_waits_for_every_resource(key: str) -> None:
     assert remaining_taints(tainted, {R: 5}) is None
     assert remaining_taints(tainted, {R: 4, METAGPU: 1}) is None
     assert remaining_taints(tainted, {}) is None
+    assert remaining_taints(tainted, {}, dra=True) == []
+    assert remaining_taints(tainted, {R: 5}, dra=True) is None
     assert remaining_taints({"metadata": {}, "status": {"capacity": {R: "4"}}}, {R: 4}) is None
 
 

@@ -20,6 +20,7 @@ from metagpu.core.state.facts import (
 from metagpu.plugins.cluster.node_status import watched_state
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
+from tests.core.devices.test_devices import SIZED
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
 from tests.rigs.build import METAGPU, gpu
 
@@ -51,6 +52,15 @@ async def test_startup_taint_goes_when_every_resource_is_shown(tmp_path: Path) -
 
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
         await server.until(lambda: server.node(NODE)["spec"]["taints"] == [other])
+
+
+async def test_startup_taint_goes_from_a_node_of_resource_claims(tmp_path: Path) -> None:
+    """A node whose pools have the front DRA shows no resource, and is ready without one."""
+    server = SimApiServer()
+    server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
+    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as it:
+        it.offer(SIZED)
+        await server.until(lambda: "taints" not in server.node(NODE)["spec"])
 
 
 async def test_taints_that_others_change_meanwhile_are_kept(tmp_path: Path) -> None:
