@@ -36,18 +36,26 @@ class Api:
 
     def pods(self, namespace: str) -> dict[str, Document]:
         """Return all pods of a namespace, by name."""
-        items = self._call("GET", _pods(namespace))["items"]
-        return {item["metadata"]["name"]: item for item in items}
+        return self.objects(_pods(namespace))
+
+    def objects(self, path: str) -> dict[str, Document]:
+        """Return all objects of a path, such as `/api/v1/nodes`, by name."""
+        return {item["metadata"]["name"]: item for item in self.call("GET", path)["items"]}
 
     def create(self, namespace: str, pod: Mapping[str, object]) -> None:
         """Create a pod."""
-        self._call("POST", _pods(namespace), pod)
+        self.call("POST", _pods(namespace), pod)
 
     def delete(self, namespace: str, name: str, grace_s: int = 1) -> None:
         """Start the deletion of a pod; a missing pod is no error."""
-        self._call("DELETE", f"{_pods(namespace)}/{name}", {"gracePeriodSeconds": grace_s})
+        self.call("DELETE", f"{_pods(namespace)}/{name}", {"gracePeriodSeconds": grace_s})
 
-    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Document:
+    def call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Document:
+        """Send a request; a missing object is no error of a deletion.
+
+        Raises:
+            RigError: the API server does not answer, or refuses; the text is its own.
+        """
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"}
         try:

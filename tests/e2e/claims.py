@@ -1,0 +1,262 @@
+"""A node whose GPUs are offered by DRA, and ResourceClaims on it: actions and checks."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import yaml
+
+from tests.e2e.cluster import IDLE_COMMAND, NAMESPACE, Cluster, Holding
+from tests.e2e.fake_node import (
+    DRIVER,
+    Allocation,
+    allocations_of,
+    capacity,
+    dra_objects,
+    exactly,
+)
+from tests.e2e.rig.device_files import make_mig_device_files
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.images import BUSYBOX_IMAGE
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.tools import REPOSITORY
+from tests.e2e.rig.waiting import wait_for
+
+PAGE = REPOSITORY / "docs" / "dra.md"
+KINDS = "resourceclaimtemplates,resourceclaims"
+PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
+SETTLED_S = 90.0
+SLICES_S = 20.0
+PAUSE_S = 0.05
+MIG_GPU = 5
+"""The GPU of the page's node with MIG devices, by index."""
+GPUS = (
+    f"{{model: a100-40gb, count: {MIG_GPU}}}",
+    "{model: a100-40gb, mig: true, provisioning: {duration: 300ms}}",
+)
+
+
+def page_documents() -> dict[str, list[Document]]:
+    """Return the manifests of each section of the page, ready for the node of the tests."""
+    found = dict[str, list[Document]]()
+    for section in re.split(r"^###? ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        for block in re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+            found[section.splitlines()[0]] = [_ready(it) for it in yaml.safe_load_all(block)]
+    return found
+
+
+def page_configuration() -> str:
+    """Return the configuration of the page, for GPUs that recover within seconds."""
+    (text,) = re.findall(
+        r"^```yaml\n(version: metagpu/v1\n.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return f"{text}health: {{quietPeriod: 1s}}\n"
+
+
+def _ready(document: Document) -> Document:
+    """Return a manifest in the tests' namespace, with the tests' image."""
+    if document.get("kind") == "Pod":
+        for container in document["spec"]["containers"]:
+            container |= {"image": BUSYBOX_IMAGE, "command": IDLE_COMMAND}
+        document["spec"] |= {"hostNetwork": True, "enableServiceLinks": False}
+    return {**document, "metadata": {**document.get("metadata", {}), "namespace": NAMESPACE}}
+
+
+def shares(amount: int, name: str = "gpu", **more: object) -> Document:
+    """Return a request of shares of one GPU."""
+    return exactly(name, "fraction.metagpu.io", 1, capacity=capacity(shares=amount), **more)
+
+
+def resource_claim(name: str, *requests: Document, **more: object) -> Document:
+    """Return a ResourceClaim with these requests, and further fields of its devices."""
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"devices": {"requests": list(requests), **more}},
+    }
+
+
+def pod(name: str, claim: str, **containers: str) -> Document:
+    """Return a pod that idles with a ResourceClaim.
+
+    CONTAINERS are names, each with the request whose devices it gets; without any, one container
+    gets all.
+    """
+    wanted = {key: {"name": "gpu", "request": it} for key, it in containers.items()}
+    return _ready(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name},
+            "spec": {
+                "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}],
+                "containers": [
+                    {"name": key, "resources": {"claims": [it]}}
+                    for key, it in (wanted or {"main": {"name": "gpu"}}).items()
+                ],
+            },
+        }
+    )
+
+
+class ClaimsNode:
+    """A node with the configuration of the page: actions and checks."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.node, self.daemon, self.kubectl = cluster.node, cluster.daemon, cluster.kubectl
+        self.cdi = cluster.node.paths.cdi
+        self.driver_state = cluster.node.paths.home / "claims-driver.json"
+        """The file in which MIG devices outlive the daemon, and not a reboot."""
+
+    def start(self, *documents: Document) -> None:
+        """Create objects, and wait until every pod runs."""
+        self.kubectl.apply(*documents)
+        self.cluster.await_running()
+
+    def clear(self) -> None:
+        """Delete all pods and ResourceClaims, and wait until nothing is held or prepared."""
+        self.cluster.clear()
+        self.kubectl("delete", KINDS, "--all", f"--namespace={NAMESPACE}", "--wait=false")
+        wait_for("all leases to end", lambda: not self.leases(), within_s=SETTLED_S)
+        wait_for("all ResourceClaims to go", lambda: not self.claims(), within_s=SETTLED_S)
+        assert self.files() == []
+
+    def claims(self) -> dict[str, Document]:
+        """Return the ResourceClaims, by the pod that they were made for, or by their name."""
+        found = {}
+        for it in self.kubectl.list("resourceclaims", NAMESPACE):
+            owners = it["metadata"].get("ownerReferences", [{"name": it["metadata"]["name"]}])
+            found[owners[0]["name"]] = it
+        return found
+
+    def allocation(self, name: str) -> tuple[Allocation, ...]:
+        """Return the devices of a ResourceClaim, named as `claims` does."""
+        return allocations_of(self.claims()[name])
+
+    def leases(self) -> dict[str, int]:
+        """Return the number of leased shares of each holder, by resource and GPU."""
+        return {
+            f"{it['holder']} {it['resource']} {it['gpu']}": it["shares"]
+            for it in self.daemon.status()["leases"]
+        }
+
+    def leased(self, gpu: int | None = None) -> int:
+        """Return the number of leased shares, of one GPU or of all."""
+        leases = self.daemon.status()["leases"]
+        return sum(it["shares"] for it in leases if gpu in (None, it["gpu"]))
+
+    def inspect(self, pod: str, container: str = "") -> Holding:
+        """Return the environment and /dev of a running container."""
+        return self.cluster.inspect_container(pod, container)
+
+    def files(self) -> list[str]:
+        """Return the names of the CDI files of prepared ResourceClaims."""
+        return sorted(path.name for path in self.cdi.glob("metagpu.io-claim-*.json"))
+
+    def index_of(self, allocation: Allocation) -> int:
+        """Return the index of the GPU of an allocated device."""
+        gpus = {it["uuid"].lower(): it["index"] for it in self.daemon.status()["gpus"]}
+        (index,) = [at for gpu, at in gpus.items() if allocation.device.startswith(gpu)]
+        return int(index)
+
+    def instances(self) -> list[Document]:
+        """Return the MIG instances of the driver."""
+        found: list[Document] = self.daemon.simulated_gpus()[MIG_GPU]["instances"]
+        return found
+
+    def registrations(self) -> int:
+        """Return how often the kubelet has registered the driver."""
+        return self.daemon.log.count("dra driver registered")
+
+    def await_registered(self, before: int = 0) -> None:
+        """Wait until the kubelet has registered the driver more often than BEFORE."""
+        wait_for(
+            "the driver to be registered",
+            lambda: self.registrations() > before and self.daemon.status()["dra"]["registered"],
+            within_s=SLICES_S,
+            pause_s=PAUSE_S,
+        )
+
+    def slices(self) -> dict[str, Document]:
+        """Return all ResourceSlices, by name."""
+        found = json.loads(self.kubectl("get", "resourceslices", "-o", "json"))["items"]
+        return {it["metadata"]["name"]: it for it in found if it["spec"]["driver"] == DRIVER}
+
+    def taints(self, gpu: int) -> dict[str, set[str]]:
+        """Return the keys of the taints of each device of a GPU."""
+        uuid = self.daemon.status()["gpus"][gpu]["uuid"].lower()
+        return {
+            device["name"]: {it["key"] for it in device.get("taints", ())}
+            for it in self.slices().values()
+            for device in it["spec"].get("devices", ())
+            if device["name"].startswith(uuid)
+        }
+
+    def await_slices(self, within_s: float = SLICES_S) -> dict[str, Document]:
+        """Wait until every GPU's pool is complete, of one generation; return the slices."""
+
+        def complete() -> dict[str, Document]:
+            found = self.slices()
+            pools = dict[str, list[Document]]()
+            for it in found.values():
+                pools.setdefault(it["spec"]["pool"]["name"], []).append(it["spec"]["pool"])
+            wrong = {
+                name: parts
+                for name, parts in pools.items()
+                if len({it["generation"] for it in parts}) > 1
+                or {it["resourceSliceCount"] for it in parts} != {len(parts)}
+            }
+            if wrong or len(pools) != MIG_GPU + 1:
+                raise RigError(f"{len(pools)} pools, not complete are {wrong}")
+            return found
+
+        return wait_for("complete pools", complete, within_s=within_s, pause_s=PAUSE_S)
+
+    def roots(self) -> dict[int, str]:
+        """Return the PCIe root of each GPU, by its index, as the ResourceSlices have it."""
+        gpus = {it["uuid"].lower(): it["index"] for it in self.daemon.status()["gpus"]}
+        return {
+            gpus[device["name"]]: device["attributes"][PCIE_ROOT]["string"]
+            for it in self.slices().values()
+            for device in it["spec"].get("devices", ())
+            if device["name"] in gpus
+        }
+
+    def events(self, name: str, reason: str = "FailedPrepareDynamicResources") -> str:
+        """Return the messages of a pod's Events."""
+        return self.cluster.event_messages(name, reason)
+
+    def phase(self, name: str) -> str:
+        """Return the phase of a pod."""
+        return str(self.kubectl.get("pod", name, NAMESPACE)["status"]["phase"])
+
+
+@contextmanager
+def claims_node(cluster: Cluster, options: tuple[str, ...]) -> Iterator[ClaimsNode]:
+    """Run the daemon with the configuration of the page until the block ends; restore it."""
+    daemon, home = cluster.daemon, cluster.node.paths.home
+    cluster.clear()
+    daemon.stop()
+    it, node_file = ClaimsNode(cluster), home / "claims-node.yaml"
+    state_file = json.dumps(str(it.driver_state))
+    node_file.write_text(f"gpus: [{', '.join(GPUS)}]\nstateFile: {state_file}\n")
+    make_mig_device_files(daemon.device_root, [MIG_GPU])
+    daemon.configure(page_configuration())
+    try:
+        with dra_objects(cluster.kubectl):
+            daemon.start(*options, "--simulate", str(node_file))
+            it.await_registered()
+            it.await_slices()
+            yield it
+            it.clear()
+            daemon.stop()
+    finally:
+        daemon.stop()
+        daemon.configure()
+        it.driver_state.unlink(missing_ok=True)
+        shutil.rmtree(daemon.device_root / "proc")
+        shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")

@@ -1,0 +1,222 @@
+"""ResourceClaims on a real kubelet: containers, leases, and what the API server sees."""
+
+import uuid
+from collections.abc import Iterator, Mapping
+
+import anyio
+import pytest
+
+from metagpu.plugins.kubelet.grpc_client import call_raw
+from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
+from tests.e2e.claims import (
+    MIG_GPU,
+    ClaimsNode,
+    claims_node,
+    page_documents,
+    pod,
+    resource_claim,
+    shares,
+)
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.fake_node import DRIVER
+from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.node import Node
+from tests.e2e.rig.settings import KUBELET_HOME
+from tests.e2e.rig.waiting import wait_for
+
+FELL_OFF_THE_BUS = 79
+UNHEALTHY = "metagpu.io/unhealthy"
+GPU_MIB = 40960
+ONE_GPU = {"constraints": [{"matchAttribute": f"{DRIVER}/uuid"}]}
+CORDONED = [{"key": "metagpu.io/cordoned", "operator": "Exists"}]
+SOON_S, CALL_S = 5.0, 45.0
+
+
+@pytest.fixture(scope="module")
+def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[ClaimsNode]:
+    """Start the daemon with the configuration of the page."""
+    with claims_node(Cluster(node, daemon), account) as it:
+        yield it
+
+
+@pytest.fixture
+def claims(shared_node: ClaimsNode) -> Iterator[ClaimsNode]:
+    """Return the node without ResourceClaims; a test leaves it so."""
+    yield shared_node
+    shared_node.clear()
+
+
+def test_the_manifests_of_the_page(claims: ClaimsNode) -> None:
+    """Each pod of the page runs, with the GPUs that its ResourceClaim has, and with no other."""
+    sections = page_documents()
+    claims.start(*(it for found in sections.values() for it in found if "kind" in it))
+    held = {name: claims.inspect(name) for name in ("half", "ten", "small", "pair", "first")}
+
+    for name, claim in {"half": "half", "ten": "ten", "pair": "pair", "first": "together"}.items():
+        devices = claims.allocation(claim)
+        assert held[name].gpu_devices == {f"nvidia{claims.index_of(it)}" for it in devices}, name
+    assert claims.inspect("second").gpu_devices == held["first"].gpu_devices
+    assert held["half"].environment["METAGPU_MAX_MEM"] == str(GPU_MIB // 2)
+    assert held["ten"].environment["METAGPU_MAX_MEM"] == str(10 * 1024)
+    roots = claims.roots()
+    assert len({roots[claims.index_of(it)] for it in claims.allocation("pair")}) == 1
+    (mig,) = claims.allocation("small")
+    assert mig.request == "gpu/mig"
+    assert held["small"].gpu_devices == {f"nvidia{MIG_GPU}"}
+
+    # One slice, one MIG device, two whole GPUs, 10 units of memory, 50 shares.
+    assert claims.leased() == 1 + 1 + 2 + 10 + 50
+    assert len(claims.files()) == 5
+    assert len(claims.instances()) == 1
+
+
+def test_containers_of_a_pod_have_their_own_requests(claims: ClaimsNode) -> None:
+    """Two requests on one GPU are two limits of memory; each container has its request alone."""
+    claims.start(
+        resource_claim("split", shares(40, "large"), shares(30, "small"), **ONE_GPU),
+        pod("split", "split", one="large", two="small"),
+    )
+    (gpu,) = {claims.index_of(it) for it in claims.allocation("split")}
+    one, two = claims.inspect("split", "one"), claims.inspect("split", "two")
+
+    assert one.gpu_devices == two.gpu_devices == {f"nvidia{gpu}"}
+    limits = [int(it.environment["METAGPU_MAX_MEM"]) for it in (one, two)]
+    assert limits == [GPU_MIB * 40 // 100, GPU_MIB * 30 // 100]
+    assert claims.leased(gpu) == 70
+
+
+def test_pods_that_share_a_claim(claims: ClaimsNode) -> None:
+    """The claim is prepared once, and unprepared after the last pod has ended."""
+    claims.start(resource_claim("both", shares(20)), pod("one", "both"), pod("two", "both"))
+    files = claims.files()
+    assert (claims.leased(), len(files)) == (20, 1)
+    made = (claims.cdi / files[0]).stat().st_mtime_ns
+
+    claims.cluster.delete("one")
+    assert (claims.leased(), claims.files()) == (20, files)
+    assert (claims.cdi / files[0]).stat().st_mtime_ns == made
+    claims.cluster.delete("two")
+    wait_for("the lease to end", lambda: not claims.leased(), within_s=SOON_S)
+    assert claims.files() == []
+
+
+def test_calls_come_twice(claims: ClaimsNode) -> None:
+    """Prepare answers twice the same; another uid is refused with both; Unprepare succeeds."""
+    claims.start(resource_claim("twice", shares(5)), pod("twice", "twice"))
+    uid = claims.claims()["twice"]["metadata"]["uid"]
+    other = str(uuid.uuid4())
+
+    first, second = prepare("twice", uid), prepare("twice", uid)
+    assert first == second
+    assert [it.error for it in first.values()] == [""]
+    assert claims.leased() == 5
+    refused = prepare("twice", other)[other].error
+    assert uid in refused
+    assert other in refused
+    assert [it.error for it in unprepare("gone", other).values()] == [""]
+    assert claims.leased() == 5
+
+
+def test_a_claim_that_cannot_be_prepared(claims: ClaimsNode) -> None:
+    """The reason is in the pod's Event and leaves no lease; the pod runs when the reason ends."""
+    claims.daemon.request("cordon", gpu="0", reason="fan")
+    try:
+        wait_for(
+            "the taint",
+            lambda: {"metagpu.io/cordoned"} in claims.taints(0).values(),
+            within_s=SOON_S,
+        )
+        here = [{"cel": {"expression": first_gpu(claims)}}]
+        request = shares(10, tolerations=CORDONED, selectors=here)
+        claims.kubectl.apply(resource_claim("late", request), pod("late", "late"))
+        refusal = wait_for("a refusal", lambda: claims.events("late"), within_s=20)
+        assert "cordoned" in refusal
+        assert "fan" in refusal
+        assert claims.leased() == 0
+
+        claims.kubectl.apply(resource_claim("never", request), pod("never", "never"))
+        wait_for("a refusal", lambda: claims.events("never"), within_s=20)
+        claims.cluster.delete("never")
+    finally:
+        claims.daemon.request("uncordon", gpu="0")
+    wait_for("the pod to run", lambda: claims.phase("late") == "Running", within_s=SOON_S)
+    assert claims.leased(0) == 10
+    assert set().union(*claims.taints(0).values()) == set()
+
+
+def first_gpu(claims: ClaimsNode) -> str:
+    """Return the CEL expression that selects the GPU of index 0."""
+    return f"device.attributes['{DRIVER}'].uuid == '{claims.daemon.status()['gpus'][0]['uuid']}'"
+
+
+def test_many_claims_fill_a_gpu(claims: ClaimsNode) -> None:
+    """Ten pods have ten distinct shares each of one GPU; the next goes to another."""
+    names = [f"part-{n}" for n in range(10)]
+    claims.start(*(it for n in names for it in (resource_claim(n, shares(10)), pod(n, n))))
+    (gpu,) = {claims.index_of(it) for name in names for it in claims.allocation(name)}
+    assert claims.leased(gpu) == claims.leased() == 100
+    claims.start(resource_claim("next", shares(10)), pod("next", "next"))
+    assert (claims.leased(gpu), claims.leased()) == (100, 110)
+
+
+def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
+    """A faulty GPU gets no new claim, and its pod runs on; the taint ends with the fault."""
+    claims.start(resource_claim("victim", shares(30)), pod("victim", "victim"))
+    before, slices = claims.cluster.incarnations(), claims.slices()
+    (allocation,) = claims.allocation("victim")
+    gpu = claims.index_of(allocation)
+
+    claims.daemon.fault(gpu, FELL_OFF_THE_BUS)
+    wait_for(
+        "the taint",
+        lambda: set(map(frozenset, claims.taints(gpu).values())) == {frozenset({UNHEALTHY})},
+        within_s=SOON_S,
+    )
+    changed = {name for name, it in claims.slices().items() if it != slices.get(name)}
+    assert {claims.slices()[it]["spec"]["pool"]["name"] for it in changed} == {allocation.pool}
+    claims.start(resource_claim("elsewhere", shares(30)), pod("elsewhere", "elsewhere"))
+    assert claims.index_of(claims.allocation("elsewhere")[0]) != gpu
+
+    claims.daemon.reset(gpu)
+    wait_for("no taint", lambda: not set().union(*claims.taints(gpu).values()), within_s=20)
+    assert claims.cluster.incarnations()["victim"] == before["victim"]
+
+
+def test_deleted_slices_are_written_again(claims: ClaimsNode) -> None:
+    """ResourceSlices that somebody deletes are back within two seconds."""
+    before = claims.await_slices()
+    claims.kubectl("delete", "resourceslices", *before)
+    after = claims.await_slices(within_s=2)
+    assert before.keys().isdisjoint(after) or all(
+        before[it]["metadata"]["uid"] != after[it]["metadata"]["uid"] for it in before
+    )
+    claims.start(resource_claim("then", shares(5)), pod("then", "then"))
+
+
+def test_a_deleted_socket_is_made_again(claims: ClaimsNode) -> None:
+    """The kubelet registers the driver again after somebody deleted its registration socket."""
+    socket = KUBELET_HOME / "plugins_registry" / f"{DRIVER}-reg.sock"
+    before = claims.registrations()
+    socket.unlink()
+    claims.await_registered(before)
+    claims.start(resource_claim("after", shares(5)), pod("after", "after"))
+
+
+def prepare(name: str, uid: str) -> Mapping[str, v1.NodePrepareResourceResponse]:
+    """Call NodePrepareResources as the kubelet does, for one ResourceClaim."""
+    request = v1.NodePrepareResourcesRequest(claims=[v1.Claim(NAMESPACE, uid, name)])
+    answer = _call("NodePrepareResources", bytes(request))
+    return v1.NodePrepareResourcesResponse.parse(answer).claims
+
+
+def unprepare(name: str, uid: str) -> Mapping[str, v1.NodeUnprepareResourceResponse]:
+    """Call NodeUnprepareResources as the kubelet does, for one ResourceClaim."""
+    request = v1.NodeUnprepareResourcesRequest(claims=[v1.Claim(NAMESPACE, uid, name)])
+    answer = _call("NodeUnprepareResources", bytes(request))
+    return v1.NodeUnprepareResourcesResponse.parse(answer).claims
+
+
+def _call(method: str, request: bytes) -> bytes:
+    socket = KUBELET_HOME / "plugins" / DRIVER / "dra.sock"
+    path = f"/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/{method}"
+    return anyio.run(call_raw, socket, path, request, CALL_S)

@@ -1,0 +1,150 @@
+"""ResourceClaims outlive restarts of kubelet, daemon and node, and keep what they hold."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.claims import ClaimsNode, claims_node, pod, resource_claim, shares
+from tests.e2e.cluster import Cluster, Incarnation
+from tests.e2e.fake_node import exactly
+from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.node import Node
+from tests.e2e.rig.waiting import wait_for
+
+MIG = exactly("gpu", "mig.metagpu.io")
+WIPED_S = 45.0
+"""The kubelet deletes the slices of a driver that was away for 30 s."""
+
+
+@pytest.fixture(scope="module")
+def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[ClaimsNode]:
+    """Start the daemon with the configuration of the page."""
+    with claims_node(Cluster(node, daemon), account) as it:
+        yield it
+
+
+@pytest.fixture
+def claims(shared_node: ClaimsNode) -> Iterator[ClaimsNode]:
+    """Return the node with a pod that has shares, and one that has a MIG device."""
+    shared_node.start(
+        *(resource_claim("part", shares(50)), pod("part", "part")),
+        *(resource_claim("mig", MIG), pod("mig", "mig")),
+    )
+    yield shared_node
+    shared_node.clear()
+
+
+def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
+    """Slices are back at once; pods run on untouched, and nothing is prepared again."""
+    before = settled(claims)
+    files = {path: path.stat().st_mtime_ns for path in claims.cdi.iterdir()}
+    old = uids(claims)
+
+    claims.node.restart_kubelet()
+    claims.await_slices()
+    wait_for(
+        "new slices, as the kubelet deletes all",
+        lambda: old.isdisjoint(uids(claims)),
+        within_s=20,
+    )
+    claims.await_slices(within_s=3)
+    assert state(claims) == before
+    assert {path: path.stat().st_mtime_ns for path in claims.cdi.iterdir()} == files
+    claims.start(resource_claim("late", shares(50)), pod("late", "late"))
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_the_daemon_restarts(claims: ClaimsNode, end: str) -> None:
+    """Within 30 s no slice is deleted; the daemon knows all leases; claims end and begin."""
+    before, slices = settled(claims), uids(claims)
+    getattr(claims.daemon, end)()
+    claims.daemon.start_again()
+    wait_for("the same leases", lambda: state(claims) == before, within_s=20)
+    claims.await_slices()
+    assert uids(claims) == slices
+
+    claims.cluster.delete("part")
+    wait_for("the lease to end", lambda: claims.leased() == before.leased - 50, within_s=10)
+    claims.start(resource_claim("late", shares(20)), pod("late", "late"))
+    assert claims.leased() == before.leased - 30
+
+
+@pytest.mark.long
+def test_the_daemon_is_away(claims: ClaimsNode) -> None:
+    """Slices are deleted, published again when it is back, and a waiting pod starts."""
+    before = settled(claims)
+    claims.daemon.kill()
+    claims.kubectl.apply(resource_claim("late", shares(20)), pod("late", "late"))
+    wait_for("the slices to be deleted", lambda: not claims.slices(), within_s=WIPED_S)
+    claims.daemon.start_again()
+    claims.await_slices()
+    claims.kubectl("annotate", "pod", "late", "--namespace=cnvrg", "e2e=again")
+    claims.cluster.await_running()
+    assert claims.leased() == before.leased + 20
+
+
+def test_the_node_reboots(claims: ClaimsNode) -> None:
+    """The kubelet prepares nothing; all CDI names resolve, and the MIG device is made again."""
+    before, held = settled(claims), {name: claims.inspect(name) for name in ("part", "mig")}
+    claims.node.power_off()
+    claims.daemon.kill()
+    shutil.rmtree(claims.cdi)
+    claims.driver_state.unlink()
+    claims.daemon.start_again()
+    claims.node.power_on()
+
+    wait_for(
+        "all pods to start again",
+        lambda: started_again(claims, before),
+        within_s=120,
+    )
+    assert state(claims).leases == before.leases
+    assert claims.inspect("part") == held["part"]
+    assert claims.inspect("mig").gpu_devices == held["mig"].gpu_devices
+    assert len(claims.instances()) == 1
+    claims.start(resource_claim("late", shares(20)), pod("late", "late"))
+
+
+@dataclass(frozen=True)
+class State:
+    """Leases by holder, CDI files, containers, and how often a claim was prepared."""
+
+    leases: Mapping[str, int]
+    files: Sequence[str]
+    containers: Mapping[str, Incarnation]
+    prepared: int
+
+    @property
+    def leased(self) -> int:
+        """Return the number of leased shares."""
+        return sum(self.leases.values())
+
+
+def state(claims: ClaimsNode) -> State:
+    """Return the state of a node whose leases all have holders."""
+    leases = claims.leases()
+    if any(name.startswith("None") for name in leases):
+        raise RigError(f"the leases are {leases}")
+    prepared = claims.daemon.log.count("resource claim prepared")
+    return State(leases, claims.files(), claims.cluster.incarnations(), prepared)
+
+
+def settled(claims: ClaimsNode) -> State:
+    """Wait until the daemon knows all holders; return the state."""
+    return wait_for("the holders of all leases", lambda: state(claims), within_s=30)
+
+
+def started_again(claims: ClaimsNode, before: State) -> bool:
+    """Return whether every container runs and is another one than before."""
+    now = claims.cluster.incarnations()
+    return now.keys() == before.containers.keys() and all(
+        now[name].container != before.containers[name].container for name in now
+    )
+
+
+def uids(claims: ClaimsNode) -> set[str]:
+    """Return the uids of all ResourceSlices."""
+    return {it["metadata"]["uid"] for it in claims.slices().values()}

@@ -1,0 +1,182 @@
+"""The real scheduler allocates published devices by the one rule of sharing."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+
+import pytest
+from msgspec.structs import replace
+
+from metagpu.core.devices.slices import slices_of
+from metagpu.core.model.gpu import Gpu
+from tests.backends.mig.gpus import mig_gpu
+from tests.e2e.claims import shares
+from tests.e2e.fake_node import DRIVER, NODE, FakeNode, capacity, exactly, fake_node
+from tests.e2e.instances import MEMORY_SLICES
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.node import Node
+from tests.rigs.build import gpu, offered
+
+SHARED = """\
+version: metagpu/v1
+pools:
+  - name: shared
+    fronts: [dra]
+    backends:
+      - {backend: whole}
+      - {backend: fraction, sharesPerGpu: 100}
+      - {backend: timeslice, replicas: 4}
+      - {backend: mps}
+      - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb], enableMig: true}
+"""
+MIG = """\
+version: metagpu/v1
+pools:
+  - name: mig
+    fronts: [dra]
+    backends:
+      - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb]}
+"""
+FRACTIONS = """\
+version: metagpu/v1
+pools: [{name: fractions, fronts: [dra], backends: [{backend: fraction}]}]
+"""
+PLACES = MEMORY_SLICES | {"4g.20gb": 4}
+"""Memory slices of an A100 with 40 GB, by profile."""
+LIMITS = {"fraction": 100, "mps": 100, "timeslice": 4}
+"""How many parts of one GPU all claims together may have."""
+
+
+@pytest.fixture(scope="module")
+def fake(node: Node) -> Iterator[FakeNode]:
+    """Create a Node without a kubelet, and the classes of the devices."""
+    with fake_node(node) as fake:
+        yield fake
+
+
+@pytest.fixture
+def empty(fake: FakeNode) -> Iterator[FakeNode]:
+    """Return the Node without devices and claims."""
+    yield fake
+    fake.clear()
+
+
+def shared_gpu(index: int) -> Gpu:
+    """Return an A100 of which MIG mode is off."""
+    return replace(mig_gpu(index), mig_enabled=False)
+
+
+def mig(profile: str, name: str = "gpu") -> Document:
+    """Return a request of one MIG device of a profile."""
+    selector = {"cel": {"expression": f"device.attributes['{DRIVER}'].profile == '{profile}'"}}
+    return exactly(name, "mig.metagpu.io", selectors=[selector])
+
+
+KINDS: Mapping[str, Document] = {
+    "whole": exactly("gpu", "gpu.metagpu.io"),
+    "fraction": shares(10),
+    "timeslice": exactly("gpu", "timeslice.metagpu.io"),
+    "mps": exactly("gpu", "mps.metagpu.io", capacity=capacity(shares=10)),
+    "mig": mig("1g.5gb"),
+}
+
+
+def test_the_api_server_takes_every_field(empty: FakeNode) -> None:
+    """Sixteen GPUs with MIG: nothing is dropped, every pool is complete, no slice is too long."""
+    specs = slices(*map(mig_gpu, range(8)), text=MIG) + slices(*map(shared_gpu, range(8, 16)))
+    empty.publish(specs)
+
+    pools = defaultdict[str, list[Document]](list)
+    for spec in empty.slices():
+        pools[spec["pool"]["name"]].append(spec)
+    assert len(pools) == 16
+    for parts in pools.values():
+        (count,) = {it["pool"]["resourceSliceCount"] for it in parts}
+        assert count == len(parts)
+        assert all(len(it.get("devices", ())) <= 64 for it in parts)
+        assert any(it.get("sharedCounters") for it in parts)
+
+
+def test_a_gpu_has_one_backend(empty: FakeNode) -> None:
+    """While a claim holds a GPU by one backend, no claim gets it by another."""
+    empty.publish(slices(shared_gpu(0)))
+    for holder, request in KINDS.items():
+        assert empty.allocate(holder, request)
+        others = [kind for kind in KINDS if kind != holder]
+        for other in others:
+            empty.ask(f"{other}-beside-{holder}", KINDS[other])
+        beside = {it: empty.settled(f"{it}-beside-{holder}") for it in others}
+        assert beside == dict.fromkeys(others, ()), f"beside {holder}"
+        empty.end(*(f"{it}-beside-{holder}" for it in others), holder)
+
+
+def test_shares_add_up_to_a_gpu(empty: FakeNode) -> None:
+    """Claims of shares fill one GPU after the other; a whole GPU waits for the last of them."""
+    empty.publish(slices(shared_gpu(0), shared_gpu(1)))
+    halves = [empty.allocate(f"half-{n}", shares(50)) for n in range(2)]
+    assert len({it.pool for (it,) in halves}) == 1
+
+    (tenth,) = empty.allocate("tenth", shares(10))
+    assert tenth.pool != halves[0][0].pool
+    assert tenth.consumed == {"shares": "10"}
+    (default,) = empty.allocate("default", exactly("gpu", "fraction.metagpu.io"))
+    assert default.consumed == {"shares": "1"}
+    assert empty.allocate("ninety", shares(90)) == ()
+    assert empty.allocate("whole", KINDS["whole"]) == ()
+
+    empty.end("default")
+    assert [it.pool for it in empty.await_allocated("ninety")] == [tenth.pool]
+    empty.end("half-0")
+    assert empty.devices("whole") == ()
+    empty.end("half-1")
+    assert [it.pool for it in empty.await_allocated("whole")] == [halves[0][0].pool]
+
+
+def test_requests_of_one_claim(empty: FakeNode) -> None:
+    """Two requests may be on one GPU; a count of devices is of different GPUs."""
+    empty.publish(slices(shared_gpu(0), shared_gpu(1)))
+    same = [{"matchAttribute": f"{DRIVER}/uuid", "requests": ["large", "small"]}]
+    both = empty.allocate("one-gpu", shares(40, "large"), shares(30, "small"), constraints=same)
+    assert [it.consumed["shares"] for it in both] == ["40", "30"]
+    assert len({it.pool for it in both}) == 1
+
+    pair = exactly("gpu", "fraction.metagpu.io", 2, capacity=capacity(shares=30))
+    assert len({it.pool for it in empty.allocate("two-gpus", pair)}) == 2
+    three = exactly("gpu", "fraction.metagpu.io", 3, capacity=capacity(shares=1))
+    assert empty.allocate("three-gpus", three) == ()
+
+
+def test_mig_places_exclude_each_other(empty: FakeNode) -> None:
+    """Two 3g fit an A100 and two 4g do not; the whole comes when, and only when, all are gone."""
+    empty.publish(slices(mig_gpu(0), text=MIG))
+    for order in permutations(("3g-0", "3g-1"), 2):
+        assert all(empty.allocate(f"3g-{n}", mig("3g.20gb")) for n in range(2))
+        assert empty.allocate("1g", mig("1g.5gb")) == ()
+        assert empty.allocate("7g", mig("7g.40gb")) == ()
+        empty.end("1g", order[0])
+        assert empty.devices("7g") == ()
+        empty.end(order[1])
+        assert empty.await_allocated("7g")
+        empty.end("7g")
+
+    assert empty.allocate("4g-0", mig("4g.20gb"))
+    assert empty.allocate("4g-1", mig("4g.20gb")) == ()
+    assert empty.allocate("3g", mig("3g.20gb"))
+
+
+def test_the_first_that_is_available(empty: FakeNode) -> None:
+    """A claim gets a MIG device while there is one, and shares after that."""
+    empty.publish(slices(mig_gpu(0), text=MIG) + slices(gpu(1), text=FRACTIONS))
+    subrequests = [
+        {"name": "mig", **mig("7g.40gb")["exactly"]},
+        {"name": "half", **shares(50)["exactly"]},
+    ]
+    either = {"name": "gpu", "firstAvailable": subrequests}
+    found = [empty.allocate(f"either-{n}", either) for n in range(3)]
+    assert [it.request for (it,) in found] == ["gpu/mig", "gpu/half", "gpu/half"]
+
+
+def slices(*gpus: Gpu, text: str = SHARED) -> list[Document]:
+    """Return the `spec` of every ResourceSlice of healthy GPUs under a configuration."""
+    _, snapshot = offered(*gpus, text=text)
+    return [dict(spec) for it in slices_of(snapshot, NODE, DRIVER).values() for spec in it]
