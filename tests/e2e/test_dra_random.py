@@ -80,7 +80,7 @@ def test_random_claims_hold_nothing_twice(fake: FakeNode, arrivals: int, tmp_pat
 
 
 async def come_and_go(fake: FakeNode, arrivals: int, folder: Path) -> None:
-    """Let claims arrive by tens, prepare what was allocated, and end some at random."""
+    """Create claims by tens, prepare what was allocated, and end some at random."""
     chance = random.Random(14)  # noqa: S311 - the same claims every time
     node = build_node(str(folder / "node.yaml"))
     injection = Injection().by_own_cdi
