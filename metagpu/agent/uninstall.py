@@ -158,16 +158,21 @@ class Uninstall:
         present = await to_thread.run_sync(find_pods, self.cgroups, unlisted)
         if present:
             return None
+        await self.agent.resource_claims.read_leases()
         self.agent.registry.apply(answer)
         # The registry knows no lease of a GPU that cannot be read.
-        return {it for share, it in answer.holders.items() if share.startswith(_GPU)}
+        held = {it for share, it in answer.holders.items() if share.startswith(_GPU)}
+        return held.union(*answer.of_claims.values())
 
     def _in_folders(self, node: AbandonedNode) -> Sequence[Leftover]:
         pod_dir, cdi_dir = self.paths.pod_dir, self.paths.cdi_dir
         found = [*on_host.find_sockets(self.paths.kubelet_dir)]
+        driver, root = self.agent.config.root.dra.driver, self.paths.kubelet_root
+        found += on_host.find_dead_socket(root / "plugins_registry" / f"{driver}-reg.sock")
+        found += on_host.find_dead_socket(root / "plugins" / driver / "dra.sock")
         if cdi_dir is not None:
-            file = cdi_dir / cdi.FILE_NAME
-            found += on_host.find_file("CDI specification", file, node.used_by)
+            for file in (cdi_dir / cdi.FILE_NAME, *cdi_dir.glob(cdi.CLAIM_FILES)):
+                found += on_host.find_file("CDI specification", file, node.used_by)
         if pod_dir is not None:
             found += on_host.find_folder(
                 "pod folder", pod_dir, _POD_FILES, node.used_by, with_parent=True

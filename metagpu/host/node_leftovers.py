@@ -4,8 +4,9 @@ Only what metagpu makes is removed, by its name: a run folder may be anybody's f
 These functions block.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,17 @@ def find_sockets(kubelet_dir: Path) -> Iterator[Leftover]:
     """Find the sockets of killed daemons in the kubelet's folder."""
     for path in sorted(kubelet_dir.glob("metagpu-*.sock")):
         yield leftover("socket", path, path.unlink)
+
+
+def find_dead_socket(path: Path) -> Iterator[Leftover]:
+    """Find a socket that nobody serves: another program may have put its own there."""
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+        try:
+            connection.connect(str(path))
+        except ConnectionRefusedError:
+            yield leftover("socket", path, path.unlink)
+        except OSError:
+            return  # there is none
 
 
 def find_file(kind: str, path: Path, stays: str = "") -> Iterator[Leftover]:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants import cdi
 from metagpu.core.model.driver_roots import RootOptions
+from metagpu.core.model.shares import Holder, ShareId
+from metagpu.core.state.facts import LeasesObserved
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
@@ -48,6 +52,7 @@ async def uninstall(
 ) -> dict[str, str]:
     """Uninstall from a node; return the result and its reason of each thing, by its kind."""
     paths = AgentPaths(
+        kubelet_root=folder,
         kubelet_dir=folder / "device-plugins",
         pod_resources=folder / "pod-resources.sock",
         run_dir=folder,
@@ -132,6 +137,34 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
     found = await uninstall(tmp_path, node)
     assert found["CDI specification"].startswith("stays the kubelet does not say")
     assert (await uninstall(tmp_path, node, force=True))["CDI specification"] == "removed"
+
+
+async def test_claims_keep_what_their_pods_use(tmp_path: Path) -> None:
+    """A claim's specification stays while the kubelet lists its pod; dead sockets go at once."""
+    node, sockets = build_node("a100-40gb:1"), tmp_path / "plugins_registry"
+    specification = tmp_path / "cdi" / "metagpu.io-claim-uid-1.json"
+    sockets.mkdir()
+    specification.parent.mkdir()
+    specification.touch()
+    (tmp_path / "metagpu.yaml").write_text(QUICK)
+    listed = {("uid-1", ShareId(f"{node.gpus[0].id}::m00")): (Holder("team", "a", "main"),)}
+    (tmp_path / "device-plugins").mkdir()
+
+    async def read(*_: object) -> LeasesObserved:
+        return LeasesObserved({}, 0, of_claims=listed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("metagpu.agent.uninstall.read_leases", read)
+        with closing(socket.socket(socket.AF_UNIX)) as server:
+            server.bind(str(sockets / "gpu.metagpu.io-reg.sock"))
+            server.listen()
+            held = await uninstall(tmp_path, node)
+            assert "socket" not in held
+            assert held["CDI specification"].startswith("stays")
+        listed.clear()
+        assert (await uninstall(tmp_path, node))["socket"] == "removed"
+    assert not specification.exists()
+    assert list(sockets.iterdir()) == []
 
 
 async def test_nothing_is_removed_without_the_kubelets_folder(tmp_path: Path) -> None:

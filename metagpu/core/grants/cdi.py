@@ -22,6 +22,8 @@ from metagpu.core.model.shares import ShareId
 KIND: Final = "metagpu.io/gpu"
 """Vendor and class of our names. Not NVIDIA's: runtimes ignore a name that two files have."""
 CLAIM_KIND: Final = claim_device.KIND
+CLAIM_FILES: Final = "metagpu.io-claim-*.json"
+"""The files of ResourceClaims, each with the claim's uid."""
 FILE_NAME: Final = "metagpu.io-gpu.json"
 """CDI recommends vendor and class; runtimes read files with this suffix only."""
 """One of the two folders that every runtime reads; the other is for files written by hand."""
