@@ -83,6 +83,21 @@ def check_node_amounts(status: Status) -> Finding:
     return WARNING, _named(differences), fix
 
 
+def check_resource_claims(status: Status) -> Finding:
+    """Check that the kubelet has the DRA driver, and the API server its slices."""
+    front = status.get("dra")
+    if front is None:
+        return OK, "no pool has the front dra"
+    if problem := front["problem"]:
+        fix = "pods with ResourceClaims wait until the kubelet has the driver; see its log too"
+        return ERROR, f"DRA driver {front['driver']}: {problem}", fix
+    slices = (status.get("cluster") or {}).get("resourceSlices") or {}
+    if problem := slices.get("problem"):
+        fix = "the scheduler allocates by the slices of before; docs/permissions.md has the rights"
+        return ERROR, f"ResourceSlices: {problem}", fix
+    return OK, f"the kubelet has the DRA driver {front['driver']}, with {front['claims']} claims"
+
+
 def check_driver_upgrade(status: Status) -> Finding:
     """Check that no pod holds the driver while it is upgraded."""
     upgrade = (status.get("cluster") or {}).get("driverUpgrade")

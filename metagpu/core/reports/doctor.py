@@ -296,6 +296,7 @@ STATUS_CHECKS: Final[Mapping[str, daemon.StatusCheck]] = {
     "MG106": partial(daemon.check_capability, Privilege.NET_BIND_SERVICE),
     "MG304": daemon.check_registrations,
     "MG305": daemon.check_node_amounts,
+    "MG306": daemon.check_resource_claims,
     "MG402": daemon.check_offer,
     "MG403": daemon.check_health,
     "MG404": daemon.check_lost_devices,

@@ -67,6 +67,10 @@ PAUSED = {
     **(SOUND.status or {}),
     "gpus": [{**GPU, "paused": ["instance 1g.5gb@4: not emptied"]}],
 }
+ASKED = {"driver": "gpu.metagpu.io", "claims": 2, "problem": None}
+UNASKED = {**(SOUND.status or {}), "dra": {**ASKED, "problem": "the kubelet has not asked yet"}}
+REFUSED_SLICES = {"resourceSlices": {"problem": "the API server does not allow it"}}
+UNPUBLISHED = {**(SOUND.status or {}), "dra": ASKED, "cluster": REFUSED_SLICES}
 DIFFERING = {
     **(SOUND.status or {}),
     "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
@@ -176,6 +180,8 @@ def test_a_sound_node_is_ok() -> None:
         ),
         ("MG304", CheckResult.ERROR, {"status": UNREGISTERED}, "x/y: the kubelet counts 0"),
         ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
+        ("MG306", CheckResult.ERROR, {"status": UNASKED}, "gpu.metagpu.io: the kubelet has not"),
+        ("MG306", CheckResult.ERROR, {"status": UNPUBLISHED}, "ResourceSlices: the API server"),
         ("MG407", CheckResult.WARNING, {"status": UNUSED}, "team/alice (main): container main"),
         ("MG402", CheckResult.ERROR, {"status": NOTHING}, "no resource is offered"),
         ("MG402", CheckResult.ERROR, {"status": SHUT}, "nothing is allocatable: 0 of 7 a/b"),
@@ -262,6 +268,7 @@ def test_without_a_daemon_the_daemons_facts_are_unknown() -> None:
         "MG205": CheckResult.WARNING,
         "MG304": CheckResult.WARNING,
         "MG305": CheckResult.WARNING,
+        "MG306": CheckResult.WARNING,
         "MG401": CheckResult.ERROR,
         "MG402": CheckResult.WARNING,
         "MG403": CheckResult.WARNING,
