@@ -149,6 +149,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         refused = self.unavailable_shares
         if self.provisioned:  # only created devices are faulty or paused; every list asks for this
             refused = refused | self.faulty_shares | self.paused_shares.keys()
+        if self.front is Front.DEVICE_PLUGIN and (claimed := self.shares_of_resource_claims):
+            refused = refused | claimed
         if not self.suspended and self.cordon is None:
             return refused
 
@@ -158,6 +160,14 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             if share.backend in self.suspended
             or (self.cordon is not None and share.id not in self.leases)
         }
+
+    @cached_property
+    def shares_of_resource_claims(self) -> frozenset[ShareId]:
+        """The shares that ResourceClaims hold, unknown to the kubelet's device manager.
+
+        Some are left where a reload gave the GPU's pool to the device plugin API.
+        """
+        return frozenset(i for i, it in self.leases.items() if it.resource_claim is not None)
 
     @cached_property
     def shares_out_of_turn(self) -> frozenset[ShareId]:

@@ -11,6 +11,7 @@ from metagpu.core.errors import (
     UnknownShare,
 )
 from metagpu.core.model import reasons
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
@@ -59,6 +60,9 @@ def refuse_unavailable(shares: Sequence[Share], snapshot: Snapshot) -> None:
             lease = state.leases.get(share.id)
             if lease is not None and lease.unconfirmed:
                 raise ShareTaken(share.id, reasons.unconfirmed_reason(lease))
+            if state.front is Front.DEVICE_PLUGIN and share.id in state.shares_of_resource_claims:
+                holder = state.leases[share.id].resource_claim
+                raise ShareTaken(share.id, f"the ResourceClaim {holder} holds it")
         if state.faulty_shares or state.unavailable_shares or state.paused_shares:
             for share in shares:
                 if share.gpu == gpu:

@@ -7,8 +7,9 @@ import pytest
 from grpclib.const import Status
 
 from metagpu.backends.fraction.backend import FractionBackend
-from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName
 from metagpu.core.state.events import AllocationRefused
+from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.sim.kubelet.kubelet import AdmissionError
 from tests.plugins.kubelet.rig import (
     CONFIG,
@@ -23,6 +24,22 @@ from tests.plugins.kubelet.rig import (
     pod,
     simulated_kubelet,
 )
+
+
+async def test_what_a_resource_claim_holds_is_not_granted(tmp_path: Path) -> None:
+    """After a reload to the device plugin API the shares of ResourceClaims are out of the list."""
+    text = CONFIG + "    fronts: [dra]\n"
+    async with node(tmp_path, gpu(0), config=text) as it, it.kubelet.running():
+        shares = it.layout.shares[:4]
+        claim = ResourceClaimRef("ns", "half", "uid")
+        it.registry.apply(SharesClaimed(shares, at=1, resource_claim=claim))
+        it.offer()
+        await it.until(10, 6)
+        async with endpoint_of(it) as stub:
+            with pytest.raises(grpclib.GRPCError, match="the ResourceClaim ns/half holds it"):
+                await allocate(stub, [shares[0].id])
+        it.registry.apply(SharesReleased(shares, at=2))
+        await it.until(10, 10)
 
 
 async def test_the_three_refusals_of_the_kubelet(tmp_path: Path) -> None:
