@@ -20,6 +20,7 @@ class Fractions:
     Attributes:
         free: the free shares of each GPU.
         offered: those that are listed Healthy.
+        withheld: the pods about to end whose shares are Unhealthy before it.
         changed: when the last pod was admitted.
     """
 
@@ -27,6 +28,7 @@ class Fractions:
     rule: Rule
     free: list[int] = field(default_factory=list)
     offered: list[int] = field(default_factory=list)
+    withheld: set[Pod] = field(default_factory=set)
     changed: float = float("-inf")
     _held: dict[Pod, Mapping[int, int]] = field(default_factory=dict)
     _ending: set[Pod] = field(default_factory=set)
@@ -47,14 +49,24 @@ class Fractions:
         return sorted(gpus, key=lambda gpu: -self.free[gpu])
 
     def amounts(self) -> Mapping[str, int]:
-        """Return the held shares and those on offer.
+        """Return what is listed; where the number alone falls for ends, no more than after them.
 
-        While pods are about to end no more than the kubelet can give at their end: the scheduler
-        frees their shares before it hears of another number, and the kubelet has the list of now.
+        The scheduler frees a pod's shares before it hears of another number.
         """
-        now = self.gpus * WHOLE - sum(self.free) + sum(self.offered)
+        now = self.listed()[RESOURCE]
+        if self.rule is exact:
+            return {RESOURCE: now}
         ends = [self._ending, *({pod} for pod in self._ending)]
         return {RESOURCE: min([now, *(self._after(pods) for pods in ends)])}
+
+    def listed(self) -> Mapping[str, int]:
+        """Return the held shares and those on offer."""
+        held = self.gpus * WHOLE - sum(self.free) - sum(pod.size for pod in self.withheld)
+        return {RESOURCE: held + sum(self.offered)}
+
+    def withhold(self) -> None:
+        """Take the shares of pods about to end out of the list."""
+        self.withheld = set(self._ending)
 
     def _after(self, ended: Collection[Pod]) -> int:
         after = Fractions(self.gpus, self.rule)
@@ -101,7 +113,9 @@ class Fractions:
         self._ending.discard(pod)
         for gpu, size in self._held.pop(pod).items():
             self.free[gpu] += size
-            self.offered[gpu] += size
+            if pod not in self.withheld:
+                self.offered[gpu] += size
+        self.withheld.discard(pod)
 
     def advance(self, now: float) -> float:
         """Apply the rule."""
@@ -131,6 +145,12 @@ def largest(node: Fractions, now: float) -> Collection[int]:  # noqa: ARG001 - a
     return [*node.idle(), *node.partial()[:1]]
 
 
+def exact(node: Fractions, now: float) -> Collection[int]:
+    """Offer the same; the shares of pods about to end leave the list, as metagpu does it."""
+    node.withhold()
+    return largest(node, now)
+
+
 def smallest(node: Fractions, now: float) -> Collection[int]:  # noqa: ARG001 - a rule
     """Offer idle GPUs and the smallest part beside them, the largest where none is idle."""
     idle = node.idle()
@@ -151,6 +171,7 @@ def freest(node: Fractions, now: float) -> Collection[int]:  # noqa: ARG001 - a 
 
 RULES: Final[Mapping[str, Rule]] = {
     "all": everything,
+    "exact": exact,
     "100 k + largest": largest,
     "100 k + smallest": smallest,
     "staged": staged,

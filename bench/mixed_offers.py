@@ -67,7 +67,13 @@ class Mixed:
 
     def amounts(self) -> Mapping[str, int]:
         """Return the shares of owners, held or free, and those of idle GPUs that count."""
-        shown = self.offers.listed if self.by_kubelet else self.offers.counted
+        return self.listed() if self.by_kubelet else self._count(self.offers.counted)
+
+    def listed(self) -> Mapping[str, int]:
+        """Return the shares of owners, held or free, and those of idle GPUs that are listed."""
+        return self._count(self.offers.listed)
+
+    def _count(self, shown: Mapping[int, frozenset[str]]) -> Mapping[str, int]:
         return {
             name: each * sum(name in (shown[gpu.index] if gpu.owner is None else (gpu.owner,))
                              for gpu in self.gpus)

@@ -24,6 +24,8 @@ from tests.e2e.rig.waiting import wait_for
 PREFIX = "nvidia.com/mig-"
 SETTLED_S = 90.0
 ANSWER_S = 5.0
+REFUSED = "UnexpectedAdmissionError", "OutOf"
+"""By metagpu or the kubelet's device manager; by the kubelet itself, for the Node's number."""
 UNHELD = "no pod holds it"
 """Part of a problem about an instance that belongs to no pod."""
 MEMORY_SLICES = {"1g.5gb": 1, "2g.10gb": 2, "3g.20gb": 4, "7g.40gb": 8}

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.instances import (
     PREFIX,
+    REFUSED,
     SETTLED_S,
     MigNode,
     failure,
@@ -46,8 +47,6 @@ STARTING = 4
 then, so the scheduler alone knows none of them."""
 FULL, WAITING, LEAVING = 11, 3, 5
 """Limits of all pods, of unschedulable pods, and of pods that are being deleted."""
-REFUSED = "UnexpectedAdmissionError", "OutOf"
-"""By metagpu or the kubelet's device manager; by the kubelet itself, for the Node's number."""
 CHECKED = 50
 """Arrivals between two complete checks, which wait until all pods have settled."""
 

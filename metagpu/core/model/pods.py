@@ -42,8 +42,8 @@ class KnownPod(msgspec.Struct, frozen=True):
         rejection: why the kubelet did not admit it, `None` for all other pods.
         terminating: whether the pod may end in the next moment: it has been deleted, or all its
             containers have ended for good.
-        arriving: the shares of each resource that the pod requests, while it is bound to the node
-            and the kubelet has not admitted it yet.
+        requests: the shares of each resource that the pod requests, as the scheduler counts them.
+        arriving: whether the pod is bound to the node, and the kubelet has not admitted it yet.
     """
 
     uid: str
@@ -56,7 +56,8 @@ class KnownPod(msgspec.Struct, frozen=True):
     owner_api: str = ""
     rejection: Rejection | None = None
     terminating: bool = False
-    arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
+    requests: Mapping[str, int] = msgspec.field(default_factory=dict)
+    arriving: bool = False
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -72,13 +73,15 @@ class PodIndex(msgspec.Struct, frozen=True):
 
     Attributes:
         terminating: namespace and name of the pods that may end in the next moment, or have ended.
-        arriving: the shares that pods request which are bound to the node and not admitted yet.
+        requested: the shares that all pods request which have not ended.
+        arriving: those that pods request which are bound to the node and not admitted yet.
         listed: whether the API server has answered.
     """
 
     by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
     by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
     terminating: frozenset[tuple[str, str]] = frozenset()
+    requested: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
     listed: bool = False
 
@@ -91,7 +94,8 @@ class PodIndex(msgspec.Struct, frozen=True):
             MappingProxyType({pod.uid: pod for pod in known}),
             MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
             frozenset((it.namespace, it.name) for it in known if it.terminating or it.ended),
-            sum((Counter(it.arriving) for it in known if it.arriving), Counter()),
+            _sum_requests(it for it in known if not it.ended),
+            _sum_requests(it for it in known if it.arriving),
             listed=True,
         )
 
@@ -105,3 +109,10 @@ class PodIndex(msgspec.Struct, frozen=True):
         if uid is not None:
             return self.by_uid.get(uid)
         return self.by_name.get((holder.namespace, holder.pod))
+
+
+def _sum_requests(pods: Iterable[KnownPod]) -> Mapping[str, int]:
+    found = Counter[str]()
+    for pod in pods:
+        found.update(pod.requests)
+    return found

@@ -8,13 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
-from metagpu.core.model.offers import (
-    FreePart,
-    Front,
-    OfferRule,
-    RequestRule,
-    held_back_gpus,
-)
+from metagpu.core.model.offers import FreePart, Front, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     CordonSource,
@@ -45,6 +39,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             are healthy. Some are without a lease: the shares of init containers.
         unavailable_shares: shares that conflict with a lease or a cleanup.
         can_conflict: whether any two shares of the GPU could conflict.
+        ending_shares: the leased shares of pods that may end in the next moment, or have ended
+            (`core/model/held_back.py`). They are listed Unhealthy until they are free.
         held_back: the resources whose free shares of the GPU are not offered for now, although they
             could be granted (`core/model/offers.py`), each with the ids of its shares.
         suspended: the backends that grant no shares of the GPU for now, and why.
@@ -68,6 +64,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     unavailable_shares: frozenset[ShareId] = frozenset()
     can_conflict: bool = False
     held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
+    ending_shares: frozenset[ShareId] = frozenset()
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
     cordons: Mapping[CordonSource, Pause] = msgspec.field(default_factory=dict)
     unheard: Pause | None = None
@@ -126,7 +123,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def unhealthy_shares(self) -> frozenset[ShareId]:
         """The shares that are listed Unhealthy although the GPU is healthy."""
-        return self.refused_shares | self.shares_out_of_turn | self.held_back_shares
+        unhealthy = self.refused_shares | self.shares_out_of_turn | self.held_back_shares
+        return unhealthy | self.ending_shares if self.ending_shares else unhealthy
 
     @cached_property
     def held_back_shares(self) -> frozenset[ShareId]:
@@ -273,6 +271,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         registration_problems: why the kubelet does not have these resources as metagpu lists them.
         pods: the pods of this node, where the API server lists them.
         kubelet: the identity of the present kubelet's socket, `None` before the first one.
+        readmitted: namespace and name of the pods that were about to end when this kubelet started.
+            It admits them again, and fails those whose shares are not healthy.
     """
 
     gpus: MappingProxyType[GpuId, GpuState] = MappingProxyType({})
@@ -284,6 +284,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     registration_problems: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
     pods: PodIndex = msgspec.field(default_factory=PodIndex)
     kubelet: tuple[int, int, int] | None = None
+    readmitted: frozenset[tuple[str, str]] = frozenset()
 
     def offers_of(self, front: Front) -> Mapping[ResourceName, Offer]:
         """Return the offers of one front."""
@@ -316,19 +317,3 @@ def counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
         or not turn.withdrawn
         or turn.backend != offer.by_gpu[part.gpu][0].backend
     ]
-
-
-def with_held_back(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with the free shares held back that its offers' rules name."""
-    held: dict[GpuId, dict[ResourceName, frozenset[ShareId]]] = {}
-    for resource, offer in snapshot.offers.items():
-        if offer.rule.requests is not RequestRule.ANY:
-            for gpu in held_back_gpus(offer.rule.requests, counted_parts(snapshot, offer)):
-                held.setdefault(gpu, {})[resource] = offer.ids[gpu]
-
-    changed = [
-        replace(state, held_back=MappingProxyType(held.get(gpu, {})))
-        for gpu, state in snapshot.gpus.items()
-        if state.held_back != held.get(gpu, {})
-    ]
-    return with_states(snapshot, changed) if changed else snapshot

@@ -167,7 +167,8 @@ def apply_kubelet_started(
         if lease.resource_claim is None
     ]
     snapshot, _ = with_leases(snapshot, 0, started=_by_gpu(leases))
-    return replace(snapshot, kubelet=fact.kubelet), (fact,)
+    readmitted = snapshot.pods.terminating
+    return replace(snapshot, kubelet=fact.kubelet, readmitted=readmitted), (fact,)
 
 
 def _with_allocated(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:

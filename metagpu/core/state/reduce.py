@@ -11,6 +11,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId, Topology
+from metagpu.core.model.held_back import with_held_back
 from metagpu.core.model.offers import Front, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
@@ -23,7 +24,7 @@ from metagpu.core.model.shares import (
     Verdict,
 )
 from metagpu.core.model.sharing import can_conflict, unavailable_shares
-from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_held_back, with_states
+from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
 from metagpu.core.state.events import Event, PodEnded
 from metagpu.core.state.facts import (
     CompetingPluginFound,
@@ -66,7 +67,8 @@ def reduce(snapshot: Snapshot, fact: Fact) -> tuple[Snapshot, tuple[Event, ...]]
     leases that ended. A fact about an unknown GPU changes nothing.
     """
     following, events = _follow(snapshot, fact)
-    if following.gpus is not snapshot.gpus or following.offers is not snapshot.offers:
+    offered = following.gpus is not snapshot.gpus or following.offers is not snapshot.offers
+    if offered or following.pods.terminating != snapshot.pods.terminating:
         following = with_held_back(following)
     return following, events
 
@@ -190,7 +192,9 @@ def _pods_listed(snapshot: Snapshot, fact: PodsListed) -> tuple[Snapshot, tuple[
         for uid, pod in before.items()
         if not pod.ended and (uid not in after or after[uid].ended)
     ]
-    return replace(snapshot, pods=PodIndex.from_pods(fact.pods)), (fact, *ended)
+    pods = PodIndex.from_pods(fact.pods)
+    readmitted = snapshot.readmitted & pods.terminating
+    return replace(snapshot, pods=pods, readmitted=readmitted), (fact, *ended)
 
 
 def _of_one_gpu(snapshot: Snapshot, fact: GpuFact) -> tuple[Snapshot, tuple[Fact, ...]]:

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from metagpu.core.model.ends import uncounted_shares
+from metagpu.core.model.held_back import with_place_for_arriving
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
@@ -190,15 +190,9 @@ def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
 def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     """Count the healthy shares, held or free, of each resource that metagpu serves.
 
-    Shares whose turn ends are not counted. While pods are about to end there are no more than can
-    be had after their ends: the scheduler frees their shares, and tries waiting pods, before any
-    number can fall.
+    Shares whose turn ends are not counted. While pods arrive there are as many as all pods request.
     """
-    uncounted = uncounted_shares(snapshot)
-    return {
-        resource: max(0, count - uncounted.get(resource, 0))
-        for resource, count in healthy_shares_of(snapshot).items()
-    }
+    return with_place_for_arriving(snapshot, healthy_shares_of(snapshot))
 
 
 def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:

@@ -135,23 +135,38 @@ def known_pod(item: KubeObject) -> KnownPod:
         owner_api=str(owner.get("apiVersion") or ""),
         rejection=_rejection(item),
         terminating=_containers_ended(item),
-        arriving=_arriving(item),
+        requests=_requests(item.get("spec") or {}),
+        arriving=_is_arriving(item.get("status") or {}),
     )
 
 
-def _arriving(item: KubeObject) -> Mapping[str, int]:
-    """Return what a Pod requests, until the kubelet has admitted it.
+def _requests(spec: KubeObject) -> Mapping[str, int]:
+    """Return the extended resources that a Pod requests, as the scheduler counts them.
 
-    The kubelet sets the time of the Pod's start then.
+    Containers run together, and sidecars beside them; each init container runs beside the sidecars
+    before it.
     """
-    status, found = item.get("status") or {}, Counter[str]()
-    if status.get("phase") != "Pending" or "startTime" in status:
-        return {}
-    for container in (item.get("spec") or {}).get("containers") or ():
-        for name, amount in ((container.get("resources") or {}).get("limits") or {}).items():
-            if "/" in name:
-                found[name] += parse_quantity(amount) or 0
-    return found
+    found, sidecars, most = Counter[str](), Counter[str](), Counter[str]()
+    for container in spec.get("initContainers") or ():
+        wanted = _limits(container)
+        if container.get("restartPolicy") == "Always":
+            sidecars += wanted
+            most |= sidecars
+        else:
+            most |= sidecars + wanted
+    for container in spec.get("containers") or ():
+        found += _limits(container)
+    return (found + sidecars) | most
+
+
+def _limits(container: KubeObject) -> Counter[str]:
+    limits: KubeObject = (container.get("resources") or {}).get("limits") or {}
+    return Counter({it: parse_quantity(n) or 0 for it, n in limits.items() if "/" in it})
+
+
+def _is_arriving(status: KubeObject) -> bool:
+    """Return whether a Pod has still to be admitted: its start time is set then."""
+    return status.get("phase") == "Pending" and "startTime" not in status
 
 
 def _containers_ended(item: KubeObject) -> bool:

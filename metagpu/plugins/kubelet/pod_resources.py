@@ -233,8 +233,10 @@ class LeaseFollower:
             return timing.settle
         contended = any(it.unavailable_shares for it in states if it.front is Front.DEVICE_PLUGIN)
         longest = timing.contended_period if contended else timing.poll_period
+        if any(_has_ended_pod(state, snapshot.pods) for state in states):
+            return min(max(2 * delay, timing.after_end), longest)
         if any(_may_change_soon(state, snapshot.pods) for state in states):
-            # A pod is being admitted, or has ended: ask soon, then later.
+            # A pod is being admitted: ask soon, then later.
             return min(max(2 * delay, timing.settle), longest)
         return longest
 
@@ -245,12 +247,18 @@ def _allocated_shares(state: GpuState) -> Iterator[ShareId]:
 
 
 def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
-    """Return whether a pod that is unknown or has ended holds shares of a GPU."""
+    """Return whether a pod that is unknown holds shares of a GPU."""
     return bool(state.allocated - state.leases.keys()) or any(
-        lease.holder is None
-        or (pods.listed and ((pod := pods.find(lease.holder, None)) is None or pod.ended))
+        lease.holder is None or (pods.listed and pods.find(lease.holder, None) is None)
         for lease in state.leases.values()
     )
+
+
+def _has_ended_pod(state: GpuState, pods: PodIndex) -> bool:
+    """Return whether a pod that has ended holds shares: its lease ends soon."""
+    holders = {it.holder for it in state.leases.values() if it.holder is not None}
+    found = (pods.find(holder, None) for holder in holders)
+    return any(pod.ended for pod in found if pod is not None)
 
 
 def _holds_shares(event: PodEnded, registry: Registry) -> bool:

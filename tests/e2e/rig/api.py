@@ -2,8 +2,9 @@
 
 import http.client
 import json
+import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -49,6 +50,19 @@ class Api:
     def delete(self, namespace: str, name: str, grace_s: int = 1) -> None:
         """Start the deletion of a pod; a missing pod is no error."""
         self.call("DELETE", f"{_pods(namespace)}/{name}", {"gracePeriodSeconds": grace_s})
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        """Yield the lines of an answer as they come, until its end or `interrupt`."""
+        self._connection.timeout = None
+        self._connection.request("GET", path)
+        answer = self._connection.getresponse()
+        while line := answer.readline():
+            yield line
+
+    def interrupt(self) -> None:
+        """End the answer that another thread reads."""
+        if self._connection.sock is not None:
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Document:
         """Send a request; a missing object is no error of a deletion.

@@ -185,6 +185,19 @@ class Node:
         self.start_kubelet()
 
     @contextmanager
+    def configured_kubelet(self, changes: Mapping[str, object]) -> Iterator[None]:
+        """Run a kubelet with CHANGES of its configuration for the length of the block."""
+        self.stop_kubelet()
+        try:
+            self._configure_kubelet(changes)
+            self.start_kubelet()
+            yield
+        finally:
+            self.stop_kubelet()
+            self._configure_kubelet({})
+            self.start_kubelet()
+
+    @contextmanager
     def aligning_kubelet(self, changes: Mapping[str, object]) -> Iterator[None]:
         """Run a kubelet with CHANGES of its configuration, on a machine of two NUMA nodes.
 

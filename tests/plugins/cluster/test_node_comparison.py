@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
-from metagpu.core.state.facts import LeasesObserved, RegistrationProblemFound
+from metagpu.core.state.facts import LeasesObserved, PodsListed, RegistrationProblemFound
 from metagpu.plugins.cluster.node_comparison import shown_amounts
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -61,16 +62,18 @@ async def test_a_resource_that_the_kubelet_lacks_is_reported_as_that(tmp_path: P
         await becomes(lambda: not it.cluster.report()["nodeDifferences"])
 
 
-async def test_while_a_pod_terminates_the_kubelets_number_is_right_too(tmp_path: Path) -> None:
-    """The kubelet writes the healthy shares where metagpu does not lower them for the end."""
+async def test_the_place_that_metagpu_keeps_for_an_arriving_pod_is_right_too(
+    tmp_path: Path,
+) -> None:
+    """The kubelet writes the healthy shares; beside a pod about to end another one may arrive."""
     server = SimApiServer()
     server.add_node(NODE)
-    server.add_pod("team", "a", NODE, uid="a")
-    deleted = {"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}
-    server.store.merge(("pods", "team", "a"), deleted, status=False, manager="kubectl")
+    leaving = KnownPod("a", "team", "a", "Running", terminating=True)
+    arriving = KnownPod("c", "team", "c", "Pending", requests={METAGPU: 16}, arriving=True)
 
-    async with cluster_at_work(tmp_path, Feature.PODS, server=server) as it:
-        await becomes(lambda: it.registry.snapshot.pods.terminating)
+    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server) as it:
+        await becomes(lambda: it.cluster._comparison)
+        it.registry.apply(PodsListed((leaving, arriving)))
         it.offer()
         shares = list(it.registry.snapshot.offers[METAGPU].shares.values())
         held = {share.id: Holder("team", "a", "main") for share in shares[:2]}

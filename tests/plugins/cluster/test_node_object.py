@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, ResourceName, ShareId
@@ -13,6 +14,7 @@ from metagpu.core.state.facts import (
     GpuFaulted,
     GpusFound,
     InstanceFaulted,
+    KubeletStarted,
     LeasesObserved,
     PodsListed,
     UnreadableGpusFound,
@@ -23,6 +25,7 @@ from metagpu.plugins.cluster.node_object import (
     conditions_differ,
     conditions_of,
     conflicting_labels,
+    healthy_shares_of,
     is_labelled_by_gfd,
     nfd_labels,
     owned_labels,
@@ -211,12 +214,12 @@ def test_a_reset_that_is_needed_is_a_condition_while_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("terminating", "amount"), [("", 16), ("a", 14), ("b", 12), ("c", 16), ("ab", 10), ("bc", 12)]
+    ("terminating", "amount"), [("", 16), ("a", 14), ("b", 12), ("c", 12), ("ab", 10), ("bc", 8)]
 )
 def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
     terminating: str, amount: int
 ) -> None:
-    """The scheduler counts no more than the kubelet can give in the moment of a pod's end.
+    """Shares of pods about to end leave list and number, and arriving pods keep their place.
 
     GPU 0 has 4 free shares of 10, which are held back, and GPU 1 has 6. The kubelet's checkpoint
     names all held shares.
@@ -228,7 +231,14 @@ def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
         for name, (index, numbers) in held.items()
         for number in numbers
     }
-    pods = [KnownPod(it, "team", it, "Running", terminating=it in terminating) for it in held]
+    pods = [
+        KnownPod(
+            *(it, "team", it, "Running"),
+            terminating=it in terminating,
+            requests={METAGPU: len(numbers)},
+        )
+        for it, (_, numbers) in held.items()
+    ]
     snapshot = after(
         GpusFound(gpus, at=0),
         layout_of(*gpus).offer_fact,
@@ -237,6 +247,36 @@ def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
     )
 
     assert allocatable_of(snapshot) == {METAGPU: amount}
-    arriving = KnownPod("d", "team", "d", "Pending", arriving={METAGPU: 5})
+    assert healthy_shares_of(snapshot) == allocatable_of(snapshot)
+    arriving = KnownPod("d", "team", "d", "Pending", requests={METAGPU: 5}, arriving=True)
     snapshot = after(PodsListed((*pods, arriving)), since=snapshot)
     assert allocatable_of(snapshot) == {METAGPU: max(amount, 10 + 5)}
+    ended = [replace(it, phase="Succeeded") if it.terminating else it for it in pods]
+    snapshot = after(PodsListed((*ended, arriving)), since=snapshot)
+    left = sum(len(numbers) for it, (_, numbers) in held.items() if it not in terminating)
+    assert allocatable_of(snapshot) == {METAGPU: max(amount, left + 5)}
+
+
+def test_a_new_kubelet_admits_a_pod_about_to_end_again() -> None:
+    """A kubelet that starts fails pods whose shares are not healthy: these are, for its life."""
+    gpus = gpu(0), gpu(1)
+    held = {"alice": (0, range(3)), "bob": (0, range(3, 10)), "carol": (1, range(4))}
+    holders = {
+        ShareId(f"{gpus[index].id}::m{number:02d}"): Holder("team", name, "main")
+        for name, (index, numbers) in held.items()
+        for number in numbers
+    }
+    alice = KnownPod("a", "team", "alice", "Running", terminating=True)
+    again = KnownPod("b", "team", "alice", "Running", terminating=True)
+    facts = (
+        GpusFound(gpus, at=0),
+        layout_of(*gpus).offer_fact,
+        LeasesObserved(holders, at=1),
+        PodsListed((alice,)),
+    )
+    snapshot = after(*facts)
+    assert allocatable_of(snapshot) == {METAGPU: 17}
+    snapshot = after(KubeletStarted((1, 2, 3)), since=snapshot)
+    assert allocatable_of(snapshot) == {METAGPU: 20}
+    snapshot = after(PodsListed(()), PodsListed((again,)), since=snapshot)
+    assert allocatable_of(snapshot) == {METAGPU: 17}

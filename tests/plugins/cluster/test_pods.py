@@ -1,6 +1,6 @@
 """This node's Pods in the registry."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -218,15 +218,43 @@ def test_a_pod_arrives_until_the_kubelet_has_admitted_it() -> None:
     """The kubelet reports the time of a pod's start once it has admitted the pod."""
     limits = {"resources": {"limits": {"cnvrg.io/metagpu": "30", "memory": "1Gi"}}}
 
-    def arriving(phase: str, **status: str) -> Mapping[str, int]:
+    def listed(phase: str, **status: str) -> PodIndex:
         metadata = {"uid": "a", "namespace": "team", "name": "alice"}
         item = {"metadata": metadata, "status": {"phase": phase, **status}}
-        pod = known_pod({**item, "spec": {"containers": [limits, limits]}})
-        return PodIndex.from_pods([pod]).arriving
+        return PodIndex.from_pods([known_pod({**item, "spec": {"containers": [limits, limits]}})])
 
-    assert arriving("Pending") == {"cnvrg.io/metagpu": 60}
-    assert arriving("Pending", startTime="2026-11-21T12:00:00Z") == {}
-    assert arriving("Running") == {}
+    sixty = {"cnvrg.io/metagpu": 60}
+    assert listed("Pending").arriving == listed("Pending").requested == sixty
+    assert listed("Pending", startTime="2026-11-21T12:00:00Z").arriving == {}
+    assert listed("Running").arriving == listed("Succeeded").requested == {}
+    assert listed("Running").requested == sixty
+
+
+@pytest.mark.parametrize(
+    ("init", "amount"),
+    [
+        ([], 3),
+        ([(5, "")], 5),
+        ([(2, ""), (1, "")], 3),
+        ([(1, "Always")], 4),
+        ([(1, "Always"), (5, "")], 6),
+        ([(5, ""), (1, "Always")], 5),
+    ],
+)
+def test_a_pods_requests_are_the_schedulers_sum(init: list[tuple[int, str]], amount: int) -> None:
+    """Containers run together, sidecars beside them, and init containers before them."""
+
+    def container(count: int, policy: str = "") -> dict[str, Any]:
+        return {"resources": {"limits": {"a.b/c": str(count)}}, "restartPolicy": policy}
+
+    item = {
+        "metadata": {"uid": "a", "namespace": "team", "name": "alice"},
+        "spec": {
+            "initContainers": [container(*it) for it in init],
+            "containers": [container(1), container(2)],
+        },
+    }
+    assert known_pod(item).requests == {"a.b/c": amount}
 
 
 @pytest.mark.parametrize(

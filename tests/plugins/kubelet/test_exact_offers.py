@@ -41,7 +41,7 @@ from metagpu.core.state.facts import (
     TurnsChanged,
 )
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.node_object import allocatable_of
+from metagpu.plugins.cluster.node_object import allocatable_of, healthy_shares_of
 from metagpu.plugins.kubelet import messages as wire
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.pb import v1beta1
@@ -159,8 +159,8 @@ class Offers(RuleBasedStateMachine):
             ]
             offer = state.offers[resource]
             largest = largest_request(offer.rule.requests, free_parts(state, offer))
-            assert largest == fits[-1]
             if self.rule_of(resource) in EXACT:
+                assert largest == fits[-1]
                 unbroken = next(n for n in range(len(grantable) + 2) if n not in fits) - 1
                 promised = self.promised(resource)
                 whole = max(map(len, offer.by_gpu.values()), default=0)
@@ -170,22 +170,25 @@ class Offers(RuleBasedStateMachine):
 
     @invariant()
     def what_counts_as_free_at_an_end_can_be_had(self) -> None:
-        """Check each end, and all at once, as the scheduler and kubelet see it before metagpu."""
+        """Check each end, and all at once, as the scheduler and kubelet see it before metagpu.
+
+        By the list alone: the kubelet writes the Node's number from it whenever it likes.
+        """
         pods = {holder.pod for _, holder in self.held.values()}
-        for ended in [{pod} for pod in pods] + [pods]:
-            self.registry.apply(PodsListed(tuple(_known(pod, pod in ended) for pod in pods)))
+        each = [{pod} for pod in pods]
+        for ending, ended in [(it, it) for it in [*each, pods]] + [(pods, it) for it in each]:
+            known = tuple(_known(pod, ending=pod in ending) for pod in pods)
+            self.registry.apply(PodsListed(known))
             snapshot = self.registry.snapshot
             amounts = allocatable_of(snapshot)
-            freed = [share for share, holder in self.held.values() if holder.pod in ended]
+            assert amounts == healthy_shares_of(snapshot)
             for resource, backend in self.layout.backends.items():
                 if self.rule_of(resource) not in EXACT:
                     continue
                 stays = [s for s, holder in self.held.values() if holder.pod not in ended]
                 used = sum(share.resource == resource for share in stays)
-                available = [
-                    *self.offered(resource),
-                    *(it for it in freed if it.resource == resource and self.is_healthy(it)),
-                ]
+                kept = {share.id for share in stays}
+                available = [it for it in self.healthy(resource) if it.id not in kept]
                 sizes = map(len, snapshot.offers[resource].by_gpu.values())
                 largest = max(sizes, default=0)
                 promised = amounts[resource] - used
@@ -193,6 +196,7 @@ class Offers(RuleBasedStateMachine):
                     promised = min(promised, largest)
                 for size in range(1, promised + 1):
                     backend.check(backend.prefer(available, [], size, snapshot), snapshot)
+        self.registry.apply(PodsListed(tuple(_known(pod, ending=False) for pod in pods)))
 
     @invariant()
     def held_shares_are_healthy_unless_their_gpu_is_not(self) -> None:
@@ -226,15 +230,16 @@ class Offers(RuleBasedStateMachine):
 
     def offered(self, resource: ResourceName) -> list[Share]:
         """Return the free shares that the list calls healthy."""
+        return [share for share in self.healthy(resource) if share.id not in self.held]
+
+    def healthy(self, resource: ResourceName) -> list[Share]:
+        """Return the shares that the list calls healthy."""
         made = wire.DeviceList(resource)
         data = made.encode(made.view(self.registry.snapshot))
         devices = v1beta1.ListAndWatchResponse.parse(data).devices
         healthy = {device.id for device in devices if device.health == "Healthy"}
-        return [share for share in self.free(resource) if share.id in healthy]
-
-    def is_healthy(self, share: Share) -> bool:
-        """Return whether a share could be granted, if no lease were on it."""
-        return self.registry.snapshot.gpus[share.gpu].open_to(share.backend)
+        shares = self.registry.snapshot.offers[resource].shares.values()
+        return [share for share in shares if share.id in healthy]
 
     @property
     def refused(self) -> set[ShareId]:
@@ -308,7 +313,7 @@ class Offers(RuleBasedStateMachine):
         return self.now
 
 
-def _known(name: str, ending: bool) -> KnownPod:  # noqa: FBT001 - as in the record
+def _known(name: str, *, ending: bool) -> KnownPod:
     return KnownPod(name, "team", name, "Running", terminating=ending)
 
 
