@@ -83,6 +83,8 @@ class LinuxHost:
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, ProcessIdentity]:
         """Identify processes by their pids on the host; hidden ones are left out."""
+        if not pids:  # an idle GPU costs no thread's turn
+            return {}
         return await to_thread.run_sync(self._identify, pids, limiter=self._identifying)
 
     async def peer(self, peer: Peer) -> ProcessIdentity | None:
@@ -100,6 +102,8 @@ class LinuxHost:
 
         A command line that cannot be read while its process waits for the driver costs the details.
         """
+        if not who:
+            return {}
         with move_on_after(_LONGEST_READ):
             return await to_thread.run_sync(
                 self._describe, who, limiter=self._describing, abandon_on_cancel=True
@@ -158,7 +162,7 @@ class LinuxHost:
     def _describe(
         self, who: Collection[ProcessIdentity]
     ) -> Mapping[ProcessIdentity, ProcessDetails]:
-        booted = read_boot_time(self._proc) if who else 0.0
+        booted = read_boot_time(self._proc)
         found = {one: read_process_details(self._proc, one, booted) for one in who}
         return {one: at for one, at in found.items() if at is not None}
 
