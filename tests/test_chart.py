@@ -327,6 +327,7 @@ _RIGHTS: Mapping[Feature, set[tuple[str, str]]] = {
     Feature.PODS: {("pods", "list"), ("pods", "watch")},
     Feature.POD_EVENTS: _WRITE_EVENTS,
     Feature.COMPETING_PLUGINS: set(),
+    Feature.CORDON: set(),
     Feature.JANITOR: {("pods", "delete")},
     Feature.JANITOR_DRY_RUN: {("pods", "delete")},
 }

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     commands = program.add_subparsers(
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
-    for add in (_top, _get, _why, _fit, _doctor, _explain):
+    for add in (_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _explain):
         add(commands)
     return program
 
@@ -122,6 +122,35 @@ def _doctor(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_argument("-l", "--selector", metavar="LABELS", default="", help="only nodes with these")
     _add_output(it, ("table", "wide", "json", "yaml"))
     _add_connection(it)
+
+
+def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "cordon",
+        "stop giving new shares of a GPU, by an annotation of its Node; running pods stay",
+        'kubectl metagpu cordon gpu-1/3 --reason "replace the fan"',
+    )
+    _add_gpu(it)
+    it.add_argument(
+        "--reason", default="", metavar="TEXT", help="a text for the refused pods' events"
+    )
+    _add_connection(it)
+
+
+def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = _command(
+        commands,
+        "uncordon",
+        "give shares of a cordoned GPU again",
+        "kubectl metagpu uncordon gpu-1/3",
+    )
+    _add_gpu(it)
+    _add_connection(it)
+
+
+def _add_gpu(it: argparse.ArgumentParser) -> None:
+    it.add_argument("gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU")
 
 
 def _explain(commands: Any) -> None:  # noqa: ANN401 - as above

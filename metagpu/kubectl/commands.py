@@ -66,6 +66,18 @@ def _doctor(args: argparse.Namespace) -> int:
     return _run(args, lambda viewer: doctor(args, viewer))
 
 
+def _cordon(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.cordons import cordon
+
+    return _run(args, lambda viewer: cordon(args, viewer))
+
+
+def _uncordon(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.cordons import uncordon
+
+    return _run(args, lambda viewer: uncordon(args, viewer))
+
+
 def _explain(args: argparse.Namespace) -> int:
     from metagpu.kubectl.diagnosis import explain
 
@@ -78,6 +90,8 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "why": _why,
     "fit": _fit,
     "doctor": _doctor,
+    "cordon": _cordon,
+    "uncordon": _uncordon,
     "explain": _explain,
 }
 

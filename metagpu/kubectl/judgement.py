@@ -84,7 +84,7 @@ def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, st
 
 
 def _obstacles(demand: PodDemand, node: ClusterNode) -> Iterator[Found]:
-    """Yield what keeps a pod from a node: what the scheduler compares, then the daemon."""
+    """Yield the obstacles: what the scheduler compares, then what the daemon reports."""
     if node.unschedulable and not tolerates(demand.tolerations, _UNSCHEDULABLE):
         yield Obstacle.NODE_CORDONED, "the node is cordoned", f"kubectl uncordon {node.name}"
     for taint in node.taints:

@@ -153,7 +153,8 @@ def _closed(gpu: Report) -> tuple[str, str] | None:
         return f"GPU {index} is out of service: {gpu['reason']}", fix
     if gpu["cordon"]:
         reason = gpu["cordon"]["reason"]
-        return f"GPU {index} is cordoned: {reason}", f"`metagpu uncordon {index}` on the node"
+        fix = f"uncordon it: kubectl metagpu uncordon NODE/{index}, or metagpu uncordon on the node"
+        return f"GPU {index} is cordoned: {reason}", fix
     for backend, pause in gpu["suspended"].items():
         return f"{backend} is suspended on GPU {index}: {pause['reason']}", ""
     if gpu["waitsFor"]:

@@ -95,6 +95,16 @@ class ClusterViewer:
                 return None
             raise
 
+    async def annotate_node(self, node: str, key: str, value: str | None) -> None:
+        """Set an annotation of a Node, or remove it.
+
+        Raises:
+            ClusterError: the API server refuses, or does not answer.
+        """
+        body = {"metadata": {"annotations": {key: value}}}
+        content = "application/merge-patch+json"
+        await self._client.call("PATCH", f"/api/v1/nodes/{node}", body=body, content=content)
+
     async def agents(self) -> Sequence[AgentPod]:
         """Find the daemon of each node, by the name of the node.
 

@@ -31,7 +31,10 @@ PARSERS = {
         ("mgctl get pods -o js", {"json"}),
         ("kubectl-metagpu top g", {"gpu", "gpus"}),
         ("kubectl-metagpu get pods --all", {"--all-namespaces"}),
-        ("kubectl-metagpu nowhere ", {"top", "get", "why", "fit", "doctor", "explain"}),
+        (
+            "kubectl-metagpu nowhere ",
+            {"top", "get", "why", "fit", "doctor", "cordon", "uncordon", "explain"},
+        ),
     ],
 )
 def test_what_completes_a_line(line: str, expected: set[str]) -> None:

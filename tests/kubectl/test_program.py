@@ -175,6 +175,34 @@ async def test_all_daemons_are_checked_and_one_explained(
         assert (status, "does not run on a node nowhere" in err) == (1, True)
 
 
+async def test_a_gpu_is_cordoned_from_afar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cordon` returns once the daemon follows, `why` names it, and `uncordon` ends it."""
+    async with cluster(tmp_path, capsys) as it:
+        it.add_pod("large", 8)
+        status, out, _ = await it.run("cordon", f"{NODE}/1", "--reason", "fan")
+        assert (status, "gives no new shares; held of it now: 0" in out) == (0, True)
+        status, out, _ = await it.run("why", "large")
+        assert (status, "GPU 1 is cordoned: fan" in out) == (1, True)
+        status, out, _ = await it.run("uncordon", f"{NODE}/1")
+        assert (status, "gives new shares again" in out) == (0, True)
+        annotations = it.scene.server.node(NODE)["metadata"]["annotations"]
+        assert not [key for key in annotations if key.startswith("cordon.")]
+
+        for name, text in (
+            (NODE, "write NODE/GPU"),
+            (f"{NODE}/9", "there are: 0, 1"),
+            ("gone/1", "does not run on a node gone"),
+            (f"{NODE}/0", "GPU 0 of gpu-1 is not cordoned"),
+        ):
+            status, _, err = await it.run("uncordon", name)
+            assert (status, text in err) == (1, True), err
+        it.scene.server.denied.append(("PATCH", "/api/v1/nodes"))
+        status, _, err = await it.run("cordon", f"{NODE}/0")
+        assert (status, "cannot patch" in err) == (1, True)
+
+
 async def test_missing_rights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A user without rights reads which role to ask for, in one line."""
     async with cluster(tmp_path, capsys) as it:

@@ -80,6 +80,8 @@ def pause_reason(state: GpuState, backend: str) -> str:
         end = (
             f"`metagpu uncordon {state.gpu.index}` on this node ends that"
             if CordonSource.OPERATOR in state.cordons
+            else f"`kubectl metagpu uncordon NODE/{state.gpu.index}` ends that"
+            if CordonSource.NODE in state.cordons
             else "shares are given again after that"
         )
         return f"it is cordoned since {iso_time(cordon.since)} ({cordon.reason}); {end}"

@@ -188,6 +188,7 @@ class CordonSource(StrEnum):
 
     OPERATOR = "operator"
     DRIVER_UPGRADE = "driver upgrade"
+    NODE = "annotation of the Node"
 
 
 class OfferTurn(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from metagpu.plugins.cluster.competing_pods import (
     describe_competing_pod,
 )
 from metagpu.plugins.cluster.config_follower import ConfigFollower
+from metagpu.plugins.cluster.cordon_follower import NodeCordonFollower
 from metagpu.plugins.cluster.driver_upgrade import DriverUpgradeFollower
 from metagpu.plugins.cluster.event_feeds import (
     GpuEventFeed,
@@ -93,6 +94,7 @@ class Cluster:
             if settings.drain_on_driver_upgrade
             else None
         )
+        self._cordons = NodeCordonFollower(registry)
         self.keeps_labels = False
         self._settings = settings
         self._registry = registry
@@ -125,9 +127,11 @@ class Cluster:
         """Wait until the Node's labels are followed, for `choice_timeout` at most."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.config_follower.wait_for_choice)
-            if self.upgrade_follower is not None:
-                with anyio.move_on_after(self._settings.choice_timeout):
+            with anyio.move_on_after(self._settings.choice_timeout):
+                if self.upgrade_follower is not None:
                     await self.upgrade_follower.decided.wait()
+                if Feature.CORDON in self._settings.features:
+                    await self._cordons.decided.wait()
 
     async def run(self) -> None:
         """Run all features in use until cancelled; a failure here ends nothing else."""
@@ -198,6 +202,7 @@ class Cluster:
         if (upgrades := self.upgrade_follower) is not None:
             upgrades.node = self._node
             self._beside.append(Reconciler("driver upgrade", upgrades.reconcile, settings.timing))
+        self._cordons.node = self._node
         patcher = NodePatcher(client, self._node)
         status = NodeStatusWriter(patcher, self._registry, self._call_stats, settings.timing)
         self._label_sync = LabelSync(
@@ -243,6 +248,7 @@ class Cluster:
             Feature.LABELS: label_sync.reconcile,
             Feature.TAINT: status.remove_taint,
             Feature.CONDITION: status.reconcile_conditions,
+            Feature.CORDON: self._cordons.reconcile,
         }
         for feature, reconcile in work.items():
             yield feature, Reconciler(feature, reconcile, timing)

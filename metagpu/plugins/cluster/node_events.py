@@ -97,9 +97,9 @@ def _gpu_event_of(event: Event) -> _GpuEvent | None:
         case GpuUnheard(gpu, reason):
             message = f"its XIDs are not heard: {reason}"
             data = _GpuEvent("GPUEventsUnavailable", gpu, message, warning=True)
-        case GpuCordoned(gpu, reason, source=CordonSource.OPERATOR):
+        case GpuCordoned(gpu, reason, source=CordonSource.OPERATOR | CordonSource.NODE):
             data = _GpuEvent("GPUCordoned", gpu, reason)
-        case GpuUncordoned(gpu, source=CordonSource.OPERATOR):
+        case GpuUncordoned(gpu, source=CordonSource.OPERATOR | CordonSource.NODE):
             data = _GpuEvent("GPUUncordoned", gpu, "accepts new shares again")
         case BackendSuspended(gpu, reason=reason, until_reset=True):
             data = _GpuEvent("GPUResetNeeded", gpu, reason, warning=True)

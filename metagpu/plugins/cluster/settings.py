@@ -19,6 +19,8 @@ VIEWER: Final = "metagpu-viewer"
 """The ServiceAccount, in the namespace of our pod, whose tokens open the status API."""
 AUDIENCE: Final = "metagpu.io/status"
 """The audience of these tokens."""
+CORDON_PREFIX: Final = "cordon.metagpu.io/"
+"""The Node's annotation that cordons a GPU, before its uuid or index; the value is the reason."""
 _OBJECT_NAME: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 
@@ -38,6 +40,7 @@ class Feature(StrEnum):
     PODS = "pods"
     POD_EVENTS = "pod-events"
     COMPETING_PLUGINS = "competing-plugins"
+    CORDON = "cordon"
     JANITOR = "janitor"
     JANITOR_DRY_RUN = "janitor-dry-run"
 

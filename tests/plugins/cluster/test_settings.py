@@ -45,7 +45,7 @@ def test_unknown_feature_is_named() -> None:
     assert str(refusal.value) == (
         "--cluster: 'taints' is no feature of the API server; allowed: all, none, config, labels, "
         "nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins, "
-        "janitor, janitor-dry-run"
+        "cordon, janitor, janitor-dry-run"
     )
 
 

@@ -1,0 +1,93 @@
+"""`cordon` and `uncordon`: annotations of the Node, which its daemon follows."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, Final
+
+import anyio
+
+from metagpu.cli.live import print_text
+from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.viewer import STATUS, AgentPod, ClusterViewer
+from metagpu.plugins.cluster.settings import CORDON_PREFIX
+
+_POLL: Final = 0.5
+"""Seconds between two looks at the daemon's status; shared reports are a second old at most."""
+
+
+async def cordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
+    """Cordon a GPU, and wait until its daemon has done so.
+
+    Raises:
+        MetagpuError: there is no such GPU, or the daemon does not follow in time.
+    """
+    agent, gpu = await _find(args.gpu, viewer)
+    reason = " ".join(args.reason.split()) or "no reason was given"
+    await viewer.annotate_node(agent.node, f"{CORDON_PREFIX}{gpu['uuid']}", reason)
+    found = await _follow(viewer, agent, gpu, args.timeout, cordoned=True)
+    held = sum(it["held"] for it in found["shares"].values())
+    title = f"GPU {gpu['index']} of {agent.node}"
+    print_text(f"{title} gives no new shares; held of it now: {held}\n")
+    return 0
+
+
+async def uncordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
+    """End the cordon of a GPU, and wait until its daemon has done so.
+
+    Raises:
+        MetagpuError: there is no such GPU, it has another cordon, or the daemon does not follow.
+    """
+    agent, gpu = await _find(args.gpu, viewer)
+    if gpu["cordon"] is None:
+        raise MetagpuError(f"GPU {gpu['index']} of {agent.node} is not cordoned")
+    for name in (gpu["uuid"], gpu["index"]):
+        await viewer.annotate_node(agent.node, f"{CORDON_PREFIX}{name}", None)
+    await _follow(viewer, agent, gpu, args.timeout, cordoned=False)
+    print_text(f"GPU {gpu['index']} of {agent.node} gives new shares again\n")
+    return 0
+
+
+async def _find(name: str, viewer: ClusterViewer) -> tuple[AgentPod, Mapping[str, Any]]:
+    """Find the daemon and the GPU of `NODE/GPU`."""
+    node, _, wanted = name.partition("/")
+    if not wanted:
+        raise MetagpuError(f"{name!r} names no GPU; write NODE/GPU, as in gpu-1/3")
+    agents = {it.node: it for it in await viewer.agents()}
+    if node not in agents:
+        raise MetagpuError(f"metagpu does not run on a node {node}; see `kubectl get nodes`")
+    gpus = await _gpus(viewer, agents[node])
+    for gpu in gpus:
+        if wanted in (str(gpu["index"]), gpu["uuid"]):
+            return agents[node], gpu
+    known = ", ".join(str(gpu["index"]) for gpu in gpus) or "none"
+    raise MetagpuError(f"there is no GPU {wanted!r} on {node}; there are: {known}")
+
+
+async def _gpus(viewer: ClusterViewer, agent: AgentPod) -> list[Mapping[str, Any]]:
+    [answer] = await viewer.ask(STATUS, [agent])
+    if answer.report is None:
+        raise MetagpuError(f"{answer.node}: {answer.problem}")
+    return list(answer.report["gpus"])
+
+
+async def _follow(
+    viewer: ClusterViewer,
+    agent: AgentPod,
+    gpu: Mapping[str, Any],
+    deadline: float,
+    *,
+    cordoned: bool,
+) -> Mapping[str, Any]:
+    """Wait until the daemon reports the GPU as wanted; return what it reports."""
+    current = gpu
+    with anyio.move_on_after(deadline):
+        while True:
+            [current] = [it for it in await _gpus(viewer, agent) if it["uuid"] == gpu["uuid"]]
+            if (current["cordon"] is not None) == cordoned:
+                return current
+            await anyio.sleep(_POLL)
+    if not cordoned and current["cordon"] is not None:
+        problem = f"it is still cordoned ({current['cordon']['reason']}): `metagpu uncordon` there"
+    else:
+        problem = f"its daemon has not followed within {deadline:g} s: see its feature `cordon`"
+    raise MetagpuError(f"GPU {gpu['index']} of {agent.node}: {problem}")
