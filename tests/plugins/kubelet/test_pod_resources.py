@@ -217,16 +217,22 @@ async def test_a_pods_end_is_asked_for_at_once(tmp_path: Path) -> None:
 
 
 async def test_an_ended_pod_that_is_still_listed_is_asked_for_again(tmp_path: Path) -> None:
-    """The API server may report an end that the kubelet does not know yet."""
-    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
-        train = await start(it)
-        known = KnownPod("t", "default", "train", "Running")
-        it.registry.apply(PodsListed((known,)))
-        it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
-        await anyio.sleep(0.1)
-        await held(it, 3)
-        await it.kubelet.delete(train)
-        await held(it, 0)
+    """The API server may report an end that the kubelet does not know yet: soon it does."""
+    never = replace(SLOW, settle=1e9)
+
+    async with node(tmp_path) as it, it.kubelet.running():
+        await it.until(20, 20)
+        train = pod("train", 3)
+        await it.kubelet.admit(train)
+        async with following(it, tmp_path, never):
+            await held(it, 3)
+            known = KnownPod("t", "default", "train", "Running")
+            it.registry.apply(PodsListed((known,)))
+            it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
+            await anyio.sleep(0.1)
+            await held(it, 3)
+            await it.kubelet.delete(train)
+            await held(it, 0)
 
 
 async def test_throttled_reader_keeps_its_leases(
