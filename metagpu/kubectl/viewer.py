@@ -212,7 +212,7 @@ def _status_port(pod: Object) -> int:
 
 
 class Progress:
-    """A line on a terminal's stderr that says how many nodes have answered."""
+    """A line on a terminal's stderr: how many nodes of the first round answered."""
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty()
@@ -220,9 +220,13 @@ class Progress:
         self._shown = 0
 
     def __call__(self, done: int, of: int) -> None:
-        """Show the number of answers, and nothing once all have come."""
-        if not self._on or time.monotonic() - self._began < _SHOW_AFTER:
+        """Show the number of answers; remove the line once all have come."""
+        if not self._on:
             return
-        text = "" if done == of else f"asked {done} of {of} nodes"
-        print(f"\r{text:{self._shown}}", end="" if text else "\r", file=sys.stderr, flush=True)  # noqa: T201
-        self._shown = len(text)
+        self._on = done < of
+        if not self._shown and time.monotonic() - self._began < _SHOW_AFTER:
+            return
+        text = f"asked {done} of {of} nodes" if self._on else ""
+        end = "" if text else "\r"
+        print(f"\r{text:{self._shown}}", end=end, file=sys.stderr, flush=True)  # noqa: T201
+        self._shown = max(self._shown, len(text))

@@ -1,5 +1,6 @@
 """A cluster of 500 nodes: real HTTP through a simulated API server to 500 pods."""
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,10 +9,12 @@ import anyio
 import pytest
 from aiohttp import web
 
+from metagpu.kubectl import viewer
 from metagpu.kubectl.items import gpu_items, node_items
 from metagpu.kubectl.viewer import AT_ONCE, USAGE, ClusterViewer, choose_agents
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
+from tests.cli.test_mgctl import TtyText
 from tests.plugins.cluster.rig import client_of
 from tests.rigs.waiting import skip
 
@@ -89,8 +92,8 @@ async def test_500_nodes_are_asked_in_parallel(tmp_path: Path) -> None:
             if done == of - SILENT:
                 skip(DEADLINE)
 
-        viewer = ClusterViewer(client, deadline=DEADLINE, progress=progress)
-        answers = await viewer.ask(USAGE, await viewer.agents())
+        asker = ClusterViewer(client, deadline=DEADLINE, progress=progress)
+        answers = await asker.ask(USAGE, await asker.agents())
         ended.set()
         await anyio.wait_all_tasks_blocked()
 
@@ -119,3 +122,15 @@ def test_of_two_daemons_of_a_node_the_ready_one_is_asked(*, ready_first: bool) -
     ending = pod("gone", ready=True, deletionTimestamp="now")
     [chosen] = choose_agents([*(pods if ready_first else pods[::-1]), ending])
     assert chosen.name == "new"
+
+
+def test_progress_is_shown_once_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow answers are counted on a terminal, in the first round alone, and the line goes."""
+    terminal = TtyText()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(viewer, "_SHOW_AFTER", 0.0)
+    progress = viewer.Progress()
+    for _ in range(2):
+        for done in (1, 2, 3):
+            progress(done, 3)
+    assert terminal.getvalue() == f"\rasked 1 of 3 nodes\rasked 2 of 3 nodes\r{' ' * 18}\r"
