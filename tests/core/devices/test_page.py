@@ -1,0 +1,82 @@
+"""docs/dra.md names what the node publishes: classes, devices, capacities, attributes, taints."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from msgspec.structs import replace
+
+from metagpu.core.devices import slices
+from metagpu.core.devices.slices import slices_of
+from metagpu.core.model.snapshot import Versions
+from metagpu.core.state.facts import DriverRead, GpusFound
+from tests.backends.mig.gpus import mig_gpu
+from tests.rigs.build import after, gpu, layout_of
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "dra.md").read_text(encoding="utf-8")
+CODE = re.compile(r"`([^`]+)`")
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the rows of the table with a heading."""
+    text = PAGE[PAGE.index(f"| {heading} |") :].split("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in text.split("\n")[2:]]
+
+
+def published() -> list[dict[str, Any]]:
+    """Return the devices of a node with the configuration of the page."""
+    known = {"architecture": "ampere", "compute_capability": (8, 0), "numa_node": 0}
+    gpus = [replace(gpu(n, memory_mib=40960), **known) for n in range(5)]
+    gpus.append(replace(mig_gpu(5), **known))
+    (text,) = re.findall(r"^```yaml\n(version.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    layout = layout_of(*gpus, text=text)
+    versions = DriverRead(Versions(driver="580.65.06", cuda=(13, 0)))
+    snapshot = after(GpusFound(tuple(gpus), at=0), versions, layout.offer_fact)
+    roots = {it.id: "pci0000:00" for it in gpus}
+    specs = slices_of(snapshot, "node", "gpu.metagpu.io", roots).values()
+    return [it for of_gpu in specs for spec in of_gpu for it in spec.get("devices", ())]
+
+
+def test_the_table_of_devices_is_what_is_published() -> None:
+    """Class, name, type, capacity and exclusiveness of every device are those of the table."""
+    documents = yaml.safe_load_all((ROOT / "deploy" / "dra.yaml").read_text(encoding="utf-8"))
+    classes = {it["metadata"]["name"] for it in documents if it["kind"] == "DeviceClass"}
+    rows = {CODE.findall(row[2])[0]: row for row in table("DeviceClass")}
+    devices = published()
+
+    assert {CODE.findall(row[0])[0] for row in rows.values()} == classes
+    assert {it["attributes"]["type"]["string"] for it in devices} == rows.keys()
+    capacities: dict[str, set[str]] = {kind: set() for kind in rows}
+    for device in devices:
+        kind = device["attributes"]["type"]["string"]
+        shared = device.get("allowMultipleAllocations", False)
+        (name,) = CODE.findall(rows[kind][1])
+        pattern = name.replace("<uuid>", "[0-9a-f-]{36}").replace("<profile>-<place>", r"\w+-\d+")
+        assert re.fullmatch(pattern, device["name"])
+        assert shared is (rows[kind][4] == "no")
+        capacities[kind] |= set(device["capacity"]) if shared else set()
+    named = {kind: set(CODE.findall(row[3])) - {"memoryUnit"} for kind, row in rows.items()}
+    assert capacities == named
+
+
+def test_the_table_of_attributes_is_what_is_published() -> None:
+    """Every published attribute is in the table with its type, and every row is published."""
+    rows = {name: row[1] for row in table("Attribute") for name in CODE.findall(row[0])}
+    rows.pop("memory")
+    types = {
+        name: kind
+        for it in published()
+        for name, value in it["attributes"].items()
+        for kind in value
+    }
+
+    assert types == rows
+
+
+def test_the_table_of_taints_is_complete() -> None:
+    """The keys of taints are those of the table."""
+    rows = {CODE.findall(row[0])[0] for row in table("Taint (`NoSchedule`)")}
+
+    assert rows == {slices.UNHEALTHY, slices.CORDONED, slices.SUSPENDED, slices.HELD}
