@@ -16,6 +16,7 @@ from bench.measure.labels import labels
 from bench.measure.memory import memory
 from bench.measure.mig import mig
 from bench.measure.placement import placement
+from bench.measure.prepares import prepares
 from bench.measure.registration import restarts, starts
 from bench.measure.scrapes import scrapes
 from bench.plan import Plan
@@ -26,6 +27,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "admissions": admissions,
     "faults": faults,
     "claims": claims,
+    "prepares": prepares,
     "restarts": restarts,
     "starts": starts,
     "labels": labels,
