@@ -286,8 +286,8 @@ def status_api_of(
         return None
     if settings is None:
         problem = (
-            "the API server reviews the tokens of its clients; also give --node-name, and outside "
-            "a pod --kubeconfig"
+            "the API server reviews the tokens of its clients; also give --node-name, outside a "
+            "pod --kubeconfig, and a feature of --cluster"
         )
         raise ConfigError(problem, file="--status-api")
     return parse_address(args.status_api, "--status-api")

@@ -44,6 +44,10 @@ def judge_all(demand: PodDemand, nodes: Iterable[ClusterNode]) -> Sequence[Judge
 
 def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> tuple[str, str]:
     """Return the sentence that helps, and what to change."""
+    if not demand.requests and demand.claims:
+        claims = ", ".join(demand.claims)
+        sentence = f"the pod asks by ResourceClaims ({claims}), which are not judged here"
+        return sentence, "read `kubectl describe resourceclaim`, and docs/dra.md"
     if not demand.requests:
         fix = "add a share to the limits of a container, as cnvrg.io/metagpu: 30"
         return "the pod requests no GPU resource", fix

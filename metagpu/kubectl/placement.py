@@ -135,7 +135,7 @@ async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) 
 
 
 def _judged(demand: PodDemand, nodes: Iterable[ClusterNode], quotas: Sequence[Object]) -> PodAnswer:
-    judged = judge_all(demand, nodes)
+    judged = judge_all(demand, nodes) if demand.requests else ()
     name = f"{demand.namespace}/{demand.name}".strip("/")
     sentence, fix = exceeded_quota(demand, quotas) or conclude(demand, judged)
     return PodAnswer(name, sentence, fix, nodes=judged)

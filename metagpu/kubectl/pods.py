@@ -37,6 +37,7 @@ class PodDemand(msgspec.Struct, frozen=True):
         selector: the node selector.
         terms: of the required node affinity: one of them must hold; empty without an affinity.
         tolerations: as in the pod's specification.
+        claims: the names of its ResourceClaims, in the pod.
     """
 
     namespace: str
@@ -46,6 +47,7 @@ class PodDemand(msgspec.Struct, frozen=True):
     selector: Mapping[str, str] = msgspec.field(default_factory=dict)
     terms: tuple[Object, ...] = ()
     tolerations: tuple[Object, ...] = ()
+    claims: tuple[str, ...] = ()
 
     @property
     def totals(self) -> Mapping[str, int]:
@@ -73,6 +75,7 @@ def demand_of(pod: Object) -> PodDemand:
         spec.get("nodeSelector") or {},
         tuple(required.get("nodeSelectorTerms") or ()),
         tuple(spec.get("tolerations") or ()),
+        tuple(str(it.get("name")) for it in spec.get("resourceClaims") or ()),
     )
 
 

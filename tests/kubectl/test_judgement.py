@@ -216,6 +216,8 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
         "it fits on gpu-3"
     )
     assert conclude(demand(), [])[0] == "the pod requests no GPU resource"
+    claiming = demand(resourceClaims=[{"name": "gpu", "resourceClaimName": "a"}])
+    assert "asks by ResourceClaims (gpu)" in conclude(claiming, [])[0]
 
 
 def test_init_containers_count_where_they_need_more() -> None:
