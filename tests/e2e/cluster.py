@@ -4,17 +4,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
+from tests.e2e.rig.programs import first_process
 from tests.e2e.rig.waiting import wait_for
 
 RESOURCE = "cnvrg.io/metagpu"
 NAMESPACE = "cnvrg"
+NOT_THE_SYSTEMS = "metadata.namespace!=kube-system"
 GPUS = 8
 SHARES_PER_GPU = 100
 ALL_SHARES = GPUS * SHARES_PER_GPU
@@ -172,13 +173,13 @@ class Cluster:
         return log.count(f'"State pushed for device plugin" resource="{RESOURCE}"')
 
     def clear(self) -> None:
-        """Delete the pods of every namespace, and wait until they are gone.
+        """Delete the pods of every namespace but kube-system, and wait until they are gone.
 
         A pod that only ends, in a namespace being deleted, still has its shares in the kubelet's
         checkpoint, and a kubelet that starts counts them until it has heard of all pods.
         """
         self.kubectl(
-            *("delete", "pods", "--all", "--all-namespaces"),
+            *("delete", "pods", "--all-namespaces", f"--field-selector={NOT_THE_SYSTEMS}"),
             *("--grace-period=1", "--wait", f"--timeout={GONE_S:g}s"),
         )
 
@@ -266,15 +267,7 @@ class Cluster:
     def first_process(self, name: str) -> int:
         """Return the machine's pid of process 1 of a running pod's container."""
         _, _, container = self.incarnations()[name].container.partition("://")
-        members = [
-            path.parent for path in Path("/proc").glob("[0-9]*/cgroup") if container in _read(path)
-        ]
-        (first,) = (
-            path
-            for path in members
-            if re.search(r"NSpid:.*\t1$", _read(path / "status"), re.MULTILINE)
-        )
-        return int(first.name)
+        return first_process(container)
 
     def event_messages(self, name: str, reason: str) -> str:
         """Return the messages of all Events of one REASON about a pod."""
@@ -293,14 +286,6 @@ class Cluster:
         if waiting:
             raise RigError(f"not running: {'; '.join(waiting)}")
         return bool(documents)
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file of a process, empty when the process has gone."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _runs(document: Document) -> bool:

@@ -8,8 +8,9 @@ import pytest
 
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.joined import Joined, credentials, joined
-from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.node import Node
+from tests.e2e.rig.pod_daemon import PodDaemon
 from tests.e2e.rig.tools import Tools
 from tests.e2e.rig.traces import traces
 
@@ -32,8 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
+    items.sort(key=lambda it: not _runs_in_pod(it))  # one installation serves all of them
     if piece := os.environ.get(PIECE):
         _keep_piece(items, int(piece))
+
+
+def _runs_in_pod(item: pytest.Item) -> bool:
+    """Return whether the test's closest mark about its daemon is that of the DaemonSet."""
+    mark = item.get_closest_marker("daemon")
+    return mark is not None and mark.args == ("pod",)
 
 
 def _keep_piece(items: list[pytest.Item], piece: int) -> None:
@@ -71,10 +79,19 @@ def traces_before(node: Node) -> Mapping[str, object]:
 
 
 @pytest.fixture(scope="session")
-def daemon(node: Node, traces_before: Mapping[str, object]) -> Iterator[Daemon]:
-    """Start the metagpu daemon beside the node's kubelet."""
+def pod_daemon(node: Node, traces_before: Mapping[str, object]) -> Iterator[PodDaemon]:
+    """Return the daemon as a DaemonSet of the chart, which is installed at its first start."""
     del traces_before  # read before the first daemon
-    daemon = Daemon(node.paths, CONFIGURATION, model=MODEL, count=GPUS)
+    daemon = PodDaemon(node, CONFIGURATION, model=MODEL, count=GPUS)
+    yield daemon
+    daemon.uninstall()
+
+
+@pytest.fixture(scope="session")
+def daemon(node: Node, pod_daemon: PodDaemon) -> Iterator[HostDaemon]:
+    """Start the metagpu daemon beside the node's kubelet."""
+    pod_daemon.uninstall()
+    daemon = HostDaemon(node, CONFIGURATION, model=MODEL, count=GPUS)
     daemon.prepare()
     daemon.start()
     yield daemon
@@ -82,10 +99,17 @@ def daemon(node: Node, traces_before: Mapping[str, object]) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def cluster(node: Node, daemon: Daemon) -> Cluster:
-    """Return node and daemon without pods, with everything running and every share offered."""
-    cluster = Cluster(node, daemon)
-    cluster.repair()
+def cluster(node: Node, request: pytest.FixtureRequest) -> Cluster:
+    """Return node and daemon without pods, with everything running and every share offered.
+
+    The daemon is the DaemonSet's pod in tests with that mark, and else a process of the host. The
+    mark may name the features that it has at the API server.
+    """
+    name = "pod_daemon" if _runs_in_pod(request.node) else "daemon"
+    cluster = Cluster(node, request.getfixturevalue(name))
+    mark = request.node.get_closest_marker("daemon")
+    features = mark.kwargs.get("features") if mark else None
+    cluster.repair(*(() if features is None else cluster.daemon.features(*features)))
     return cluster
 
 
@@ -96,7 +120,7 @@ def account(node: Node) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def member(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[Joined]:
+def member(node: Node, daemon: HostDaemon, account: tuple[str, ...]) -> Iterator[Joined]:
     """Start the daemon with the API server; restore it afterwards."""
     with joined(Cluster(node, daemon), account) as member:
         yield member

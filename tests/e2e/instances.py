@@ -217,13 +217,11 @@ def mig_node(
         options: further ones of the daemon.
         driver: a file in which instances outlive the daemon; none by default.
     """
-    node_file = cluster.node.paths.home / "mig-node.yaml"
     state_file = "" if driver is None else f"stateFile: {json.dumps(str(driver))}\n"
-    node_file.write_text(f"gpus: [{gpus}]\n{state_file}")
     daemon = cluster.daemon
     daemon.stop()
     daemon.configure(configuration)
-    daemon.start("--simulate", str(node_file), *options)
+    daemon.start(*daemon.simulate(f"gpus: [{gpus}]\n{state_file}"), *options)
     try:
         yield MigNode(cluster)
     finally:

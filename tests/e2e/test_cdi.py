@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.cluster import CONFIGURATION, Cluster, Holding
 from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.nvidia_packages import CUDA, NVML, provide
 from tests.e2e.rig.tools import Tools
 from tests.e2e.rig.waiting import wait_for
@@ -90,7 +91,7 @@ def test_a_container_has_its_gpu_by_every_strategy(configurable: Cluster) -> Non
 
 
 @pytest.fixture
-def driver(configurable: Cluster) -> Iterator[Path]:
+def driver(configurable: Cluster, daemon: HostDaemon) -> Iterator[Path]:
     """Lay NVIDIA's libraries beside the device nodes, as a driver's container has them.
 
     The daemon's NVML is a library of two imaginary GPUs: a daemon that simulates GPUs runs no
@@ -100,7 +101,6 @@ def driver(configurable: Cluster) -> Iterator[Path]:
         packages = [provide(package, DRIVER) for package in (CUDA, NVML)]
     except RigError as error:
         pytest.skip(f"NVIDIA's libraries of driver {DRIVER} were not tested: {error}")
-    daemon = configurable.daemon
     libraries = daemon.device_root / LIBRARIES
     for package in packages:
         shutil.copytree(package / LIBRARIES, libraries, symlinks=True, dirs_exist_ok=True)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, Cluster, idle_pod
 from tests.e2e.joined import SOON_S, Joined, joined
-from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 
@@ -15,7 +15,7 @@ HELD = 30
 
 
 @pytest.fixture
-def draining(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[Joined]:
+def draining(node: Node, daemon: HostDaemon, account: tuple[str, ...]) -> Iterator[Joined]:
     """Start the daemon with the option."""
     with joined(Cluster(node, daemon), (*account, "--drain-on-driver-upgrade")) as member:
         yield member

@@ -1,6 +1,10 @@
 """Effects of a GPU's fault on the node and its pods."""
 
+import pytest
+
 from tests.e2e.cluster import ALL_SHARES, SHARES_PER_GPU, Cluster
+
+pytestmark = pytest.mark.daemon("pod")
 
 FELL_OFF_THE_BUS = 79
 

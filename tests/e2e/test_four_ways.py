@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.e2e.cluster import NAMESPACE, RESOURCE, Cluster, idle_pod
-from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
-from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
+
+pytestmark = pytest.mark.daemon("pod", features=())
 
 SHARED, MPS, WHOLE = "nvidia.com/gpu.shared", "nvidia.com/gpu.mps", "nvidia.com/gpu"
 EACH = {SHARED: 4, MPS: 100, WHOLE: 1}
@@ -70,17 +70,14 @@ def node_of_four(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def node_with_turns(node: Node, daemon: Daemon) -> Iterator[Cluster]:
+def node_with_turns(cluster: Cluster) -> Iterator[Cluster]:
     """Offer the same on a Node that metagpu writes: backends take turns with idle GPUs."""
-    cluster = Cluster(node, daemon)
-    joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig)
-    cluster.repair(*joined, "--cluster", "allocatable,pods")
-    daemon.configure(configuration(shared_gpus=2))
+    cluster.daemon.configure(configuration(shared_gpus=2))
     cluster.await_amounts(200, 200)
     await_what_owners_leave(cluster)
     yield cluster
     cluster.kubectl("delete", "pods", "--all", f"--namespace={NAMESPACE}", "--grace-period=1")
-    daemon.configure()
+    cluster.daemon.configure()
 
 
 def offer(cluster: Cluster, *, shared_gpus: int) -> None:
@@ -173,6 +170,7 @@ def test_an_idle_gpu_changes_its_owner(node_of_four: Cluster) -> None:
     await_offer(node_of_four, {None: 2})
 
 
+@pytest.mark.daemon("pod", features=("allocatable", "pods"))
 @pytest.mark.parametrize(
     "arrivals", [40, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
 )

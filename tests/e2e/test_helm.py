@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.e2e.cluster import ALL_SHARES, CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
-from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.release import (
@@ -61,7 +61,7 @@ MATRIX = (
 
 
 @pytest.fixture(scope="module")
-def release(node: Node, daemon: Daemon) -> Iterator[Release]:
+def release(node: Node, daemon: HostDaemon) -> Iterator[Release]:
     """Install the chart with simulated GPUs, in place of the daemon beside the kubelet."""
     daemon.stop()
     make_device_files(DEVICE_ROOT, GPUS)
@@ -71,7 +71,7 @@ def release(node: Node, daemon: Daemon) -> Iterator[Release]:
 
 
 @pytest.fixture
-def cluster(release: Release, daemon: Daemon) -> Cluster:
+def cluster(release: Release, daemon: HostDaemon) -> Cluster:
     """Return the node of the release with every share free, and its own pods left alone."""
     cluster = Cluster(release.node, daemon)
     for namespace in (NAMESPACE, "default"):

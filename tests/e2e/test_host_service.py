@@ -17,6 +17,7 @@ from tests.e2e.cluster import (
 )
 from tests.e2e.joined import Joined
 from tests.e2e.rig import systemd
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.traces import traces
 from tests.e2e.rig.waiting import wait_for
@@ -101,9 +102,11 @@ def test_a_boot_loses_no_pod(service: Service) -> None:
             assert cluster.inspect_container(name) == holding
 
 
-def test_uninstall_leaves_no_trace(member: Joined, traces_before: Mapping[str, object]) -> None:
+def test_uninstall_leaves_no_trace(
+    member: Joined, daemon: HostDaemon, traces_before: Mapping[str, object]
+) -> None:
     """The node is as before the first daemon; a running pod goes on, and keeps what it uses."""
-    cluster, node, daemon = member.cluster, member.node, member.daemon
+    cluster, node = member.cluster, member.node
     cluster.run("training", 30)
     member.await_condition("False")
     incarnation = cluster.incarnations()["training"]

@@ -213,6 +213,7 @@ def is_half_created(node: MigNode) -> bool:
     return True
 
 
+@pytest.mark.daemon("pod")
 def test_two_instances_for_eight_thousand_mebibytes_each(cluster: Cluster) -> None:
     """HAMi's example on an empty A100-PCIE-40GB gets two 2g.10gb of one GPU."""
     with mig_node(cluster, ON_DEMAND, "{model: a100-pcie-40gb, mig: true}") as node:

@@ -28,6 +28,8 @@ from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.waiting import wait_for
 
+pytestmark = pytest.mark.daemon("pod")
+
 PROFILES = ("1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb")
 CONFIGURATION = f"""\
 version: metagpu/v1
@@ -54,9 +56,8 @@ CHECKED = 50
 @pytest.fixture
 def empty_node(cluster: Cluster) -> Iterator[MigNode]:
     """Start four empty A100s with instances on demand, and the Node patched as leases change."""
-    node = cluster.node
-    joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig)
-    with mig_node(cluster, CONFIGURATION, GPUS, *joined, "--cluster", "allocatable,pods") as it:
+    joined = cluster.daemon.features("allocatable", "pods")
+    with mig_node(cluster, CONFIGURATION, GPUS, *joined) as it:
         it.await_amounts(EMPTY)
         yield it
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.joined import SYSTEM_NAMESPACE, Joined, joined
-from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.programs import Program
@@ -45,7 +45,9 @@ def nfd(node: Node, tmp_path: Path) -> Iterator[Program]:
 
 
 @pytest.fixture
-def member(node: Node, daemon: Daemon, account: tuple[str, ...], nfd: Program) -> Iterator[Joined]:
+def member(
+    node: Node, daemon: HostDaemon, account: tuple[str, ...], nfd: Program
+) -> Iterator[Joined]:
     """Start the daemon with the API server, where NFD runs; restore it afterwards."""
     assert nfd.alive
     daemon.stop()  # a daemon that runs has looked for NFD already

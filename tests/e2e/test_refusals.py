@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.cluster import NAMESPACE, Cluster, container, idle_pod
 from tests.e2e.joined import ACCOUNT, SOON_S, SYSTEM_NAMESPACE, Joined, joined
-from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.tools import REPOSITORY
@@ -25,7 +25,7 @@ FELL_OFF_THE_BUS = 79
 
 
 @pytest.fixture
-def with_janitor(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[Joined]:
+def with_janitor(node: Node, daemon: HostDaemon, account: tuple[str, ...]) -> Iterator[Joined]:
     """Run a daemon whose janitor is opted in, with the limits of its right, then the right."""
     node.kubectl.apply(LIMIT.read_text())
     node.kubectl("wait", "--for=jsonpath={.status.observedGeneration}", "/".join(POLICY))

@@ -9,6 +9,8 @@ from tests.e2e.cluster import ALL_SHARES, NAMESPACE, Cluster
 from tests.e2e.rig.settings import KUBELET_HOME
 from tests.e2e.rig.waiting import wait_for
 
+pytestmark = pytest.mark.daemon("pod")
+
 ALMOST_ALL = {f"whole-{n}": 100 for n in range(7)} | {"most-of-one": 60}
 THE_REST = 40
 KNOWN_HOLDERS = {f"{NAMESPACE}/{name} (main)" for name in ("small", "large")}
@@ -20,25 +22,24 @@ def restart_kubelet(cluster: Cluster) -> None:
 
 
 def restart_daemon(cluster: Cluster) -> None:
-    """Restart the daemon, as its upgrade does; meanwhile nothing is allocatable."""
-    assert cluster.daemon.stop() == 0
+    """Restart the daemon; meanwhile nothing is allocatable."""
+    cluster.daemon.stop()
     cluster.await_amounts(ALL_SHARES, 0)
-    cluster.daemon.start()
+    cluster.daemon.start_again()
 
 
 def crash_daemon(cluster: Cluster) -> None:
-    """Kill the daemon, as the kernel does when memory runs out, and start it."""
+    """Kill the daemon, as the kernel does when memory runs out; it is started again."""
     cluster.daemon.kill()
-    cluster.await_amounts(ALL_SHARES, 0)
-    cluster.daemon.start()
+    cluster.daemon.start_again()
 
 
 def restart_both(cluster: Cluster) -> None:
-    """Restart both, with the daemon back before the kubelet."""
+    """Kill the daemon while the kubelet is away, which then starts it again."""
     cluster.node.stop_kubelet()
-    assert cluster.daemon.stop() == 0
-    cluster.daemon.start()
+    cluster.daemon.kill()
     cluster.node.start_kubelet()
+    cluster.daemon.start_again()
 
 
 @pytest.mark.parametrize("restart", [restart_kubelet, restart_daemon, crash_daemon, restart_both])
@@ -114,6 +115,7 @@ def test_shares_of_a_pod_deleted_while_the_kubelet_was_away_are_free(cluster: Cl
     assert len(everything.share_ids) == ALL_SHARES
 
 
+@pytest.mark.daemon("host")
 def test_a_node_comes_back_from_a_power_cut(cluster: Cluster) -> None:
     """After a boot with the daemon first, every share is back and pods have what they had.
 

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import pytest
+
 from tests.e2e.cluster import (
     ALL_SHARES,
     NAMESPACE,
@@ -14,6 +16,8 @@ from tests.e2e.cluster import (
 )
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.waiting import wait_for
+
+pytestmark = pytest.mark.daemon("pod")
 
 # The pod of MetaGPU's own README. TensorFlow's image and the script for it are replaced: no
 # registry exists here. All else is as in the manifests of users.

@@ -10,6 +10,8 @@ from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.programs import Program
 from tests.e2e.rig.tools import Tools
 
+pytestmark = pytest.mark.daemon("pod")
+
 SHARED = "nvidia.com/gpu.shared"
 SAMPLE = "example.com/resource"
 """The resource of the sample device plugin of Kubernetes' own tests, which has two devices."""

@@ -13,8 +13,8 @@ import yaml
 from tests.e2e.cluster import RESOURCE, Cluster, idle_pod
 from tests.e2e.instances import PREFIX, mig_pod
 from tests.e2e.rig import host_folders
-from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.device_files import make_device_files, make_mig_device_files
+from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.release import DEVICE_ROOT, DEVICES, GPU_LABEL, SYSTEM, Release, inline, released
@@ -93,7 +93,7 @@ class Page:
 
 
 @pytest.fixture
-def installed(node: Node, daemon: Daemon) -> Iterator[tuple[Release, dict[str, object]]]:
+def installed(node: Node, daemon: HostDaemon) -> Iterator[tuple[Release, dict[str, object]]]:
     """Install the chart as the page names it; yield it, and the node as it was before."""
     daemon.stop()
     node.kubectl("delete", "--ignore-not-found", "-f", str(REPOSITORY / "deploy/static.yaml"))
@@ -113,7 +113,7 @@ def installed(node: Node, daemon: Daemon) -> Iterator[tuple[Release, dict[str, o
 
 
 def test_the_uninstallation_of_the_page_leaves_the_node_as_it_was(
-    installed: tuple[Release, dict[str, object]], daemon: Daemon, tmp_path: Path
+    installed: tuple[Release, dict[str, object]], daemon: HostDaemon, tmp_path: Path
 ) -> None:
     """Pods run on and keep what they use; after their end nothing of metagpu is left."""
     release, before = installed

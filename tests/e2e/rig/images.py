@@ -52,13 +52,13 @@ def write_images(busybox: Path, archive: Path) -> None:
             tar.addfile(_entry(name, size=len(content)), io.BytesIO(content))
 
 
-def metagpu_image() -> Path:
+def metagpu_image(sources: Path = REPOSITORY) -> Path:
     """Return the archive of metagpu's image, built of this repository unless the cache has it.
 
     Raises:
         RigError: the build failed; the text is its own.
     """
-    target = cache_root() / "image" / f"{_digest_sources()}.tar"
+    target = cache_root() / "image" / f"{_digest(sources)}.tar"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         kept = sorted(target.parent.iterdir(), key=lambda it: it.stat().st_mtime)
@@ -66,27 +66,38 @@ def metagpu_image() -> Path:
             old.unlink()
         half = target.with_suffix(".new")
         command = [sys.executable, "-m", "deploy.image", "archive", str(half)]
-        done = subprocess.run(
-            command,
-            cwd=REPOSITORY,
-            env=os.environ | IMAGE_EPOCH,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RigError(f"`{' '.join(command)}` failed:\n{done.stderr[-2000:]}")
+        # The code of these sources, also where the environment names another checkout.
+        run(command, sources, **IMAGE_EPOCH, PYTHONPATH=str(sources))
         half.rename(target)
     return target
 
 
-def _digest_sources() -> str:
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Run a command in a folder; return its output.
+
+    Raises:
+        RigError: the command failed; the text is the end of its own.
+    """
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RigError(f"`{' '.join(command)}` failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _digest(sources: Path) -> str:
     digest = hashlib.sha256()
     for source in _SOURCES:
-        path = REPOSITORY / source
+        path = sources / source
         for file in sorted(path.rglob("*")) if path.is_dir() else (path,):
             if file.is_file() and file.suffix != ".pyc":
-                digest.update(f"{file.relative_to(REPOSITORY)}\0".encode() + file.read_bytes())
+                digest.update(f"{file.relative_to(sources)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

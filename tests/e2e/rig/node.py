@@ -291,6 +291,10 @@ class Node:
         """Import the images of an archive into the container runtime."""
         self._ctr("images", "import", str(archive))
 
+    def tag_image(self, image: str, other: str) -> None:
+        """Name an image once more; that name stays when its own gets another image."""
+        self._ctr("images", "tag", "--force", f"docker.io/library/{image}", other)
+
     def _ctr(self, *arguments: str) -> str:
         address = f"--address={self.paths.containerd_socket}"
         command = [self._tools.path("ctr"), address, "--namespace=k8s.io", *arguments]

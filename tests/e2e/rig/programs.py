@@ -7,6 +7,7 @@ line of its start, and signals the pid only while /proc still shows that command
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,35 @@ def running_processes() -> dict[int, list[str]]:
     """Return the command line of every process that has one, by pid."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     return {pid: arguments for pid in pids if (arguments := command_line(pid))}
+
+
+def first_process(container: str) -> int:
+    """Return the machine's pid of a running container's first process.
+
+    With the host's process ids no process is number 1, and the first is the one that is not a
+    child of another.
+
+    Raises:
+        RigError: there is none.
+    """
+    folders = [it.parent for it in Path("/proc").glob("[0-9]*/cgroup") if container in _read(it)]
+    statuses = {int(it.name): _read(it / "status") for it in folders}
+    for pid, status in statuses.items():
+        parent = re.search(r"^PPid:\t(\d+)$", status, re.MULTILINE)
+        own = re.search(r"^NSpid:\t\d+$", status, re.MULTILINE)
+        if re.search(r"^NSpid:.*\t1$", status, re.MULTILINE) or (
+            own and parent and int(parent[1]) not in statuses
+        ):
+            return pid
+    raise RigError(f"container {container} has no first process")
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file of a process, empty when the process has gone."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def send(pid: int, number: signal.Signals) -> None:

@@ -46,9 +46,9 @@ class Release:
         self.selector = f"--selector=app.kubernetes.io/instance={name}"
         self.notes = ""
 
-    def install(self, *options: str) -> None:
+    def install(self, *options: str, chart: str = CHART) -> None:
         """Install the release, and wait until its pod is ready."""
-        self.notes = self.helm("install", self.name, CHART, *_WAIT, *options)
+        self.notes = self.helm("install", self.name, chart, *_WAIT, *options)
 
     def upgrade(self, *options: str) -> None:
         """Change the release, and wait until it is rolled out."""
@@ -68,14 +68,14 @@ class Release:
 
 
 @contextmanager
-def released(node: Node, name: str, *options: str) -> Iterator[Release]:
+def released(node: Node, name: str, *options: str, chart: str = CHART) -> Iterator[Release]:
     """Run a release in the block, on a node that has the label of GPUs; remove all of it then."""
     release = Release(node, name)
     node.import_images(metagpu_image())
     node.kubectl("label", "node", node.name, f"{GPU_LABEL}=true", "--overwrite")
     with service_address():
         try:
-            release.install(*options)
+            release.install(*options, chart=chart)
             yield release
         finally:
             release.helm("uninstall", name, "--ignore-not-found", "--wait", "--cascade=foreground")
