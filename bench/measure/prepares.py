@@ -1,8 +1,9 @@
 """ResourceClaims: their preparation, and the memory of a daemon with many of them."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.request import Request, urlopen
@@ -80,20 +81,37 @@ async def _client_memory(server: SimApiServer) -> float:
         with daemon.folder() as folder:
             joins = {"--node-name": _NODE, "--kubeconfig": server.kubeconfig(folder)}
             pool = daemon.POOL.format(shares=100)
-            subject = daemon.start(folder, config=pool, further=joins if joined else None)
-            try:
-                await to_thread.run_sync(_wait_served, subject)
+            start = partial(daemon.start, folder, config=pool, further=joins if joined else None)
+            async with _second(start, _is_served) as subject:
                 await anyio.sleep(SETTLE)
                 resident.append(machine.resident(subject.pid))
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await to_thread.run_sync(subject.stop)
     return resident[0] - resident[1]
 
 
-def _wait_served(subject: daemon.Daemon) -> None:
+def _is_served(subject: daemon.Daemon) -> bool:
     with client.connected(subject.socket):
-        pass
+        return True
+
+
+@asynccontextmanager
+async def _second(
+    start: Callable[[], daemon.Daemon], is_served: Callable[[daemon.Daemon], bool]
+) -> AsyncIterator[daemon.Daemon]:
+    """Run the second of two daemons in one folder: what an image has already is compiled."""
+    for last in (False, True):
+        subject = start()
+        try:
+            with anyio.fail_after(_TIMEOUT):
+                while not await to_thread.run_sync(is_served, subject):  # noqa: ASYNC110 - a file
+                    await anyio.sleep(0.05)
+            if last:
+                yield subject
+        except Exception as error:
+            error.add_note(subject.log_tail)
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(subject.stop)
 
 
 def _figure(name: str, unit: str, measured: float, target: float, calls: int) -> Figure:
@@ -162,15 +180,6 @@ async def _served(server: SimApiServer) -> AsyncIterator[tuple[daemon.Daemon, Pa
             "--dev-root": folder,
         }
         endpoint = folder / "plugins" / _DRIVER / "dra.sock"
-        subject = daemon.start(folder, config=_POOL, further=joins)
-        try:
-            with anyio.fail_after(_TIMEOUT):
-                while not endpoint.exists():  # noqa: ASYNC110 - a file
-                    await anyio.sleep(0.05)
+        start = partial(daemon.start, folder, config=_POOL, further=joins)
+        async with _second(start, lambda _: endpoint.exists()) as subject:
             yield subject, endpoint
-        except Exception as error:
-            error.add_note(subject.log_tail)
-            raise
-        finally:
-            with anyio.CancelScope(shield=True), suppress(ProcessLookupError):
-                await to_thread.run_sync(subject.stop)
