@@ -543,7 +543,7 @@ def test_plan_without_a_daemon_is_one_line(
             (
                 "--cluster: 'label' is no feature of the API server; allowed: all, none, config, "
                 "labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, "
-                "competing-plugins, janitor, janitor-dry-run"
+                "competing-plugins, cordon, janitor, janitor-dry-run"
             ),
         ),
     ],

@@ -268,7 +268,12 @@ async def _run_offer(folder: Path, offer: str) -> dict[str, Any]:
 async def _running_node(
     folder: Path, gpus: str, config: str | None = None
 ) -> AsyncIterator[DemoNode]:
-    paths = AgentPaths(folder / "device-plugins", folder / "pod-resources.sock", folder)
+    paths = AgentPaths(
+        kubelet_root=folder,
+        kubelet_dir=folder / "device-plugins",
+        pod_resources=folder / "pod-resources.sock",
+        run_dir=folder,
+    )
     files: tuple[Path, ...] = ()
     if config is not None:
         await anyio.Path(folder).mkdir()
