@@ -27,7 +27,7 @@ def pod_resources_socket(kubelet_root: Path) -> Path:
     return kubelet_root / "pod-resources" / "kubelet.sock"
 
 
-class AgentPaths(msgspec.Struct, frozen=True):
+class AgentPaths(msgspec.Struct, frozen=True, kw_only=True):
     """Paths that one agent uses.
 
     Attributes:

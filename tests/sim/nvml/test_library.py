@@ -77,7 +77,7 @@ def test_what_is_not_there_is_not_found() -> None:
 @pytest.mark.usefixtures("node")
 def test_functions_that_are_not_there_say_so() -> None:
     """A missing function looks like one that an older library does not have."""
-    code = code_of(pynvml.nvmlDeviceGetTemperature, handle(0), 0)
+    code = code_of(pynvml.nvmlDeviceGetFanSpeed, handle(0))
 
     assert code == pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
 
@@ -151,7 +151,7 @@ def test_counters_follow_the_node(node: SimNode) -> None:
     node.add_ecc_errors(node.gpu(0), double_bit=True, count=3)
     node.set_recovery_action(node.gpu(0), RecoveryAction.DRAIN_AND_RESET)
     node.start_process(node.gpu(0), SimProcess(1, 4096 * MIB))
-    fields = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, pynvml.NVML_FI_DEV_MEMORY_TEMP]
+    fields = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, pynvml.NVML_FI_DEV_ECC_CURRENT]
     action, other = pynvml.nvmlDeviceGetFieldValues(handle(0), fields)
     rates = pynvml.nvmlDeviceGetUtilizationRates(handle(0))
 
