@@ -218,6 +218,8 @@ class Agent:
         self.resource_claims = ResourceClaims(
             self.layout_manager, self._node, self.cluster_settings
         )
+        if self.cluster is not None:
+            self.cluster.wait_registered = self.resource_claims.wait_registered
         self._offering = Offering(
             self._node,
             self.layout_manager,

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _ACCOUNT: Final = "dra_manager_state"
 _OUR_CLAIM: Final = b"metagpu.io/claim="
+_REGISTRATION: Final = 10.0
+"""The longest wait for the kubelet before the first slice, in seconds."""
+_POLL: Final = 0.05
 _NO_API_SERVER: Final = (
     "a pool has the front dra, and ResourceClaims are read from the API server: give --node-name "
     "and --kubeconfig, or run in a pod with a service account"
@@ -70,6 +73,12 @@ class ResourceClaims:
                             break
                     group.cancel_scope.cancel()
 
+    async def wait_registered(self) -> None:
+        """Wait until the kubelet has the driver: a pod that is bound before waits a minute."""
+        with anyio.move_on_after(_REGISTRATION):
+            while not self._is_registered:  # noqa: ASYNC110 - the kubelet says it in a call
+                await anyio.sleep(_POLL)
+
     def report(self) -> Mapping[str, Any] | None:
         """Return the state of the front, `None` where no pool has it."""
         if self._front is None:
@@ -77,6 +86,10 @@ class ResourceClaims:
         problem = None if self.settings else _NO_API_SERVER
         report = self._front.report()
         return {**report, "problem": problem or report["problem"]}
+
+    @property
+    def _is_registered(self) -> bool:
+        return self._front is not None and self._front.registration.status.registered
 
     @property
     def _driver(self) -> str:

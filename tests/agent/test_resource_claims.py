@@ -106,6 +106,7 @@ async def at_work(
     if not (tmp_path / "dev").exists():
         host(tmp_path, gpus=2)
     server = SimApiServer()
+    server.add_node(gethostname())
     async with server.running():
         settings = ClusterSettings(
             gethostname(), server.kubeconfig(tmp_path), features=frozenset({Feature.PODS})
@@ -151,11 +152,24 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         assert status["dra"]["claims"] == 1
         [lease] = status["leases"]
         assert (lease["shares"], lease["holder"]) == (5, "default/pod (main)")
-        assert lease["resourceClaim"] == "default/claim-1"
+        assert lease["resourceClaim"] == f"default/{claim.name}"
 
         assert await it.unprepare(claim) == {claim.uid: ""}
         assert not scene.state(0).leases
     assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
+
+
+async def test_slices_come_once_the_kubelet_has_the_driver(tmp_path: Path) -> None:
+    """A pod that is bound before has to wait for a minute."""
+    async with at_work(tmp_path) as it:
+
+        def written() -> list[str]:
+            return [key[2] for key in it.server.store.objects if key[0] == "resourceslices"]
+
+        await it.prepared(it.allocate("fraction", shares=1))
+        assert written() == []
+        await it.notify(registered=True)
+        await until(lambda: len(written()) > 0)
 
 
 async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None:

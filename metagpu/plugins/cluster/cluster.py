@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio import to_thread
 
@@ -72,6 +73,7 @@ class Cluster:
         config_follower: follows the configuration that the cluster chooses.
         upgrade_follower: withdraws the shares during driver upgrades, `None` where not asked.
         keeps_labels: whether labels and condition stay at the end, for another daemon.
+        wait_registered: waits until the kubelet has the DRA driver, before the first slice.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Cluster:
         )
         self._cordons = NodeCordonFollower(registry)
         self.keeps_labels = False
+        self.wait_registered: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
         self._settings = settings
         self._registry = registry
         self._call_stats = call_stats
@@ -306,6 +309,7 @@ class Cluster:
         async for used in self._registry.watch(lambda now: bool(now.offers_of(Front.DRA))):
             if used:
                 break
+        await self.wait_registered()
         library = await to_thread.run_sync(_load_publisher)
         self._slices = library.SlicePublisher(
             client, node, self._registry, self._dra_driver, self._pcie_root
