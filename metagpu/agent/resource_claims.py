@@ -74,7 +74,10 @@ class ResourceClaims:
                     group.cancel_scope.cancel()
 
     async def wait_registered(self) -> None:
-        """Wait until the kubelet has the driver: a pod that is bound before waits a minute."""
+        """Wait until the kubelet has the driver.
+
+        A pod that is bound before waits a minute.
+        """
         with anyio.move_on_after(_REGISTRATION):
             while not self._is_registered:  # noqa: ASYNC110 - the kubelet says it in a call
                 await anyio.sleep(_POLL)

@@ -121,6 +121,7 @@ def command_line(
     places = {
         "--config": folder / "metagpu.yaml",
         "--run-dir": folder,
+        "--kubelet-root": folder,
         "--kubelet-dir": folder / "dp",
         "--pod-resources": folder / "pr.sock",
     }

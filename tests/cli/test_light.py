@@ -148,6 +148,7 @@ async def test_a_node_of_fractions_loads_what_it_needs(tmp_path: Path, *, simula
     places = {
         "--config": config,
         "--run-dir": tmp_path,
+        "--kubelet-root": tmp_path,
         "--kubelet-dir": tmp_path / "dp",
         "--pod-resources": tmp_path / "pr.sock",
         **({"--simulate": "t4"} if simulated else {}),
