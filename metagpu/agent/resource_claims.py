@@ -101,6 +101,8 @@ class ResourceClaims:
     @property
     def _wanted(self) -> bool:
         snapshot = self.layout_manager.registry.snapshot
+        leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
+        self._held = self._held or any(it.resource_claim is not None for it in leases)
         return bool(snapshot.offers_of(Front.DRA)) or (self._held and bool(snapshot.offers))
 
     def _has_claims(self) -> bool:

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from metagpu.core.devices.devices import devices_of, pool_name
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
@@ -154,6 +155,9 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         assert (lease["shares"], lease["holder"]) == (5, "default/pod (main)")
         assert lease["resourceClaim"] == f"default/{claim.name}"
 
+        await anyio.Path(scene.config_file).write_text(QUICK)
+        await agent.reload()
+        await scene.wait_snapshot(lambda now: not now.offers_of(Front.DRA))
         assert await it.unprepare(claim) == {claim.uid: ""}
         assert not scene.state(0).leases
     assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
