@@ -5,6 +5,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -70,6 +71,27 @@ def metagpu_image(sources: Path = REPOSITORY) -> Path:
         run(command, sources, **IMAGE_EPOCH, PYTHONPATH=str(sources))
         half.rename(target)
     return target
+
+
+def previous_sources(folder: Path) -> str:
+    """Put the last commit with another daemon into an empty folder; return the commit.
+
+    The programs of containers are those of this repository, for they take long to build.
+
+    Raises:
+        RigError: the history does not have it.
+    """
+    clean = run(["git", "status", "--porcelain", "metagpu"], REPOSITORY) == ""
+    last = run(["git", "log", "-1", "--format=%H", "--", "metagpu"], REPOSITORY).strip()
+    commit = run(["git", "rev-parse", f"{last}^" if clean else "HEAD"], REPOSITORY).strip()
+    archive = folder / "sources.tar"
+    run(["git", "archive", f"--output={archive}", commit], REPOSITORY)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    archive.unlink()
+    programs = Path("metagpu/programs")
+    shutil.copytree(REPOSITORY / programs, folder / programs, dirs_exist_ok=True)
+    return commit
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
