@@ -57,6 +57,7 @@ MATRIX = (
     ("env[0].name=METAGPU_LOG_LEVEL", "env[0].value=debug", "podSecurityContext.fsGroup=0"),
     ("namespace.create=true", "fullnameOverride=gpus", "securityContext.capabilities.add[0]=BPF"),
     ("drainOnDriverUpgrade=true", "seLinuxOptions.type=spc_t", "seLinuxOptions.level=s0"),
+    ("dra.enabled=true", "dra.driver=gpu.example.com", "kubeletRoot=/var/lib/k0s/kubelet"),
 )
 
 
