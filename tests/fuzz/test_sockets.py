@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.shares import Holder
 from metagpu.plugins.control.socket import control_server
-from metagpu.plugins.pod_api import folder as pod_folder
 from metagpu.plugins.pod_api.server import PodMgctlServer
 from metagpu.plugins.pod_api.socket import PodSocketLimits
 from metagpu.sim.kubelet.kubelet import SimPod
@@ -66,7 +66,7 @@ class Target:
 async def target(tmp_path: Path) -> AsyncIterator[Target]:
     """Run the whole agent while the block lasts; check at the end that it still works."""
     machine = SimHost(tmp_path)
-    pods, folder = tmp_path / "pods", tmp_path / "pods" / pod_folder.SOCKET_NAME
+    pods, folder = tmp_path / "pods", tmp_path / "pods" / POD_SOCKET_NAME
     with capture_logs() as logs:
         async with (
             agent_at_work(tmp_path, host=machine.host, pod_dir=pods) as scene,
