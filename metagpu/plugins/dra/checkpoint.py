@@ -55,19 +55,14 @@ class KubeletAccount(msgspec.Struct, frozen=True):
 
     Attributes:
         prepared: the devices of this driver, of each claim that has some.
+        devices: the meaning of each claim's CDI names of ours, also those that the driver gave
+            under an earlier name: containers have them.
         known: the uids of all claims, also of those that are being prepared.
     """
 
     prepared: Mapping[ResourceClaimRef, tuple[PreparedDevice, ...]]
+    devices: Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]
     known: frozenset[str]
-
-    @property
-    def devices(self) -> Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]:
-        """The meaning of each claim's CDI names."""
-        return {
-            ref: tuple(device for it in those if (device := it.claimed) is not None)
-            for ref, those in self.prepared.items()
-        }
 
 
 def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
@@ -97,19 +92,18 @@ def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
             effect="leases of resource claims of before are unknown",
         )
         return None
-    prepared = {
-        ResourceClaimRef(claim.namespace, claim.claim_name, claim.claim_uid): tuple(
-            map(_prepared, devices)
-        )
-        for claim in claims
-        if (devices := _devices_of(claim, driver))
-    }
-    return KubeletAccount(prepared, frozenset(claim.claim_uid for claim in claims))
-
-
-def _devices_of(claim: _Claim, driver: str) -> tuple[_Device, ...]:
-    state = (claim.driver_state or {}).get(driver)
-    return (state and state.devices) or ()
+    prepared, held = {}, {}
+    for claim in claims:
+        ref = ResourceClaimRef(claim.namespace, claim.claim_name, claim.claim_uid)
+        by_driver = {
+            name: tuple(map(_prepared, state.devices or ()))
+            for name, state in (claim.driver_state or {}).items()
+        }
+        if own := by_driver.get(driver):
+            prepared[ref] = own
+        names = (it.claimed for devices in by_driver.values() for it in devices)
+        held[ref] = tuple(it for it in names if it is not None)
+    return KubeletAccount(prepared, held, frozenset(claim.claim_uid for claim in claims))
 
 
 def _prepared(device: _Device) -> PreparedDevice:

@@ -13,6 +13,7 @@ from anyio import to_thread
 from grpclib.const import Handler as Method
 
 from metagpu.core.contracts.backend import Backend
+from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
@@ -125,7 +126,15 @@ class DraFront:
         offered = self._shares_of_claims()
         for ref, devices in account.prepared.items():
             if not await self._files.exists(ref.uid):
-                await self._write_again(ref, devices, offered)
+                try:
+                    await self._write_again(ref, devices, offered)
+                except MetagpuError as error:
+                    log.error(
+                        "cdi specification of a resource claim not written again",
+                        claim=str(ref),
+                        error=str(error),
+                        effect="its containers do not start again",
+                    )
         # The kubelet may not have written the last answers yet: their files stay.
         await self._files.remove_others(account.known)
 

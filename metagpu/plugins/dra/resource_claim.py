@@ -43,7 +43,11 @@ class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
         """Return the consumed amount of a capacity, `None` where the result names none."""
         if capacity is None or capacity not in self.consumed_capacity:
             return None
-        return Bytes.parse(str(self.consumed_capacity[capacity]).replace("k", "K"))
+        return _parse_amount(self.consumed_capacity[capacity])
+
+
+def _parse_amount(amount: str | int) -> int:
+    return Bytes.parse(str(amount).replace("k", "K"))
 
 
 class _Opaque(msgspec.Struct, frozen=True):
@@ -115,5 +119,19 @@ def parse_allocation(ref: ResourceClaimRef, found: Mapping[str, Any], driver: st
     results = tuple(it for it in devices.results if it.driver == driver)
     if any(it.admin_access for it in results):
         raise ResourceClaimUnusable(str(ref), f"{driver} serves no adminAccess; remove it")
+    _check_amounts(ref, results)
     pods = tuple(it.name for it in claim.status.reserved_for if it.resource == "pods")
     return Allocation(results, pods)
+
+
+def _check_amounts(ref: ResourceClaimRef, results: tuple[AllocatedDevice, ...]) -> None:
+    """Refuse amounts that the scheduler does not write: it rounds up to whole steps."""
+    for result in results:
+        for capacity, amount in result.consumed_capacity.items():
+            try:
+                usable = _parse_amount(amount) > 0
+            except ValueError:
+                usable = False
+            if not usable:
+                reason = f"it consumes {amount} of {capacity}; delete it, and make it again"
+                raise ResourceClaimUnusable(str(ref), reason)

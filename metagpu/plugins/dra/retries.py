@@ -60,7 +60,8 @@ class PreparationRetries:
         """Annotate the pods of claims that can be prepared; return whether there are some."""
         ready = [it for it in self._preparer.refused.items() if self._preparer.can_prepare(*it)]
         for claim, allocation in ready:
-            del self._preparer.refused[claim]
+            if self._preparer.refused.pop(claim, None) is None:
+                continue  # the kubelet was faster: the API server may take seconds for a pod
             for pod in allocation.pods:
                 try:
                     await self._annotate(claim.namespace, pod, ANNOTATION, f"{time.time():.3f}")

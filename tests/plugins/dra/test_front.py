@@ -173,6 +173,38 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         assert not node.front.preparer.refused
 
 
+async def test_a_claim_may_end_while_the_pods_of_others_are_annotated(node: DraNode) -> None:
+    """The API server may take seconds; the kubelet goes on meanwhile."""
+    first, second = (node.allocate(it, node.fraction(gpu(1), 1)) for it in ("first", "second"))
+    annotate = node.annotate_pod
+
+    async def slowly(namespace: str, pod: str, key: str, value: str) -> None:
+        await annotate(namespace, pod, key, value)
+        await node.unprepare(second)
+
+    node.front.retries._annotate = slowly
+    async with node.running():
+        node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
+        await node.prepare(first, second)
+        node.registry.apply(GpuRecovered(gpu(1).id, "reset", at=2))
+        await until(lambda: not node.front.preparer.refused)
+        await anyio.wait_all_tasks_blocked()
+        assert node.annotated == ["default/pod-of-first: metagpu.io/prepare-again"]
+        assert (await node.get_info()).name == DRIVER
+
+
+@pytest.mark.parametrize("amount", ["0", "1m", "1e3000"])
+async def test_an_amount_that_is_none_is_refused(node: DraNode, amount: str) -> None:
+    """The scheduler writes no such amount; somebody else may have."""
+    odd = node.fraction(gpu(0), 1) | {"consumedCapacity": {"shares": amount}}
+    claim = node.allocate("odd", odd)
+    async with node.running():
+        error = (await node.prepare(claim))[claim.uid].error
+        assert f"consumes {amount} of shares" in error
+        assert node.leased(claim) == []
+        assert not node.front.preparer.refused
+
+
 async def test_the_kubelet_is_sent_the_health_of_each_device(node: DraNode) -> None:
     """With the reason of a fault, at once and again periodically, in a call that is closed."""
     endpoint = node.root / "plugins" / DRIVER / "dra.sock"
@@ -245,6 +277,40 @@ async def test_leases_outlive_the_daemon_by_the_kubelets_account(node: DraNode) 
         assert (await node.prepare(kept))[kept.uid] == before[kept.uid]
         await node.unprepare(kept)
         assert node.leased(kept) == []
+
+
+async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_front(
+    node: DraNode,
+) -> None:
+    """Claims that need no file are prepared and unprepared meanwhile."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 4))
+    async with node.running():
+        answer = (await node.prepare(kept))[kept.uid]
+    node.write_account({kept: answer.devices})
+    for file in (node.root / "cdi").iterdir():
+        file.unlink()
+    (node.root / "cdi").rmdir()
+    (node.root / "cdi").touch()  # no folder: nothing can be written
+    node.front = node.new_front()
+    async with node.running():
+        assert len(node.leased(kept)) == 4
+
+
+async def test_leases_of_the_drivers_earlier_name_are_kept(node: DraNode) -> None:
+    """Their pods run, whatever the configuration calls the driver now."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 4))
+    async with node.running():
+        answer = (await node.prepare(kept))[kept.uid]
+        leased = node.leased(kept)
+    node.write_account({kept: answer.devices})
+    account = node.root / "dra_manager_state"
+    account.write_text(account.read_text().replace(f'\\"{DRIVER}\\"', '\\"gpu.example.com\\"'))
+    node.registry = Registry()
+    node.offer([gpu(0), gpu(1)])
+    node.front = node.new_front()
+    async with node.running():
+        assert node.leased(kept) == leased
+        assert not node.front.preparer.prepared
 
 
 async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: DraNode) -> None:
