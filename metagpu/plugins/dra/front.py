@@ -123,8 +123,16 @@ class DraFront:
             return
         await self._release_others(account)
         self.preparer.prepared.update({ref.uid: it for ref, it in account.prepared.items()})
+        await self._write_missing(account.prepared)
+        # The kubelet may not have written the last answers yet: their files stay.
+        await self._files.remove_others(account.known)
+
+    async def _write_missing(
+        self, prepared: Mapping[ResourceClaimRef, tuple[PreparedDevice, ...]]
+    ) -> None:
+        """Write the CDI specifications of claims that have none."""
         offered = self._shares_of_claims()
-        for ref, devices in account.prepared.items():
+        for ref, devices in prepared.items():
             if not await self._files.exists(ref.uid):
                 try:
                     await self._write_again(ref, devices, offered)
@@ -135,8 +143,6 @@ class DraFront:
                         error=str(error),
                         effect="its containers do not start again",
                     )
-        # The kubelet may not have written the last answers yet: their files stay.
-        await self._files.remove_others(account.known)
 
     def _shares_of_claims(self) -> Mapping[ShareId, Share]:
         """Return the shares that claims hold, and that are on offer as they were."""
@@ -148,19 +154,33 @@ class DraFront:
         }
 
     async def _follow_account(self) -> None:
-        """End leases of claims that the kubelet has forgotten: it unprepares none of them."""
+        """End leases of claims that the kubelet has forgotten: it unprepares none of them.
+
+        Those of a GPU that is found only after the start begin.
+        """
         suspected = frozenset[ResourceClaimRef]()
         while True:
             await anyio.sleep(self.account_period)
             held = self._leased_claims()
-            if not held:
+            if not held and not self.preparer.prepared:
                 continue
             account = await to_thread.run_sync(read_account, self.kubelet_root, self.driver)
+            if account is not None:
+                await self._begin_missing(account)
             missing = {it for it in held if account is not None and it.uid not in account.known}
             for claim in missing & suspected:  # twice: the kubelet may have been writing the file
                 log.warning("resource claim forgotten by the kubelet", claim=str(claim))
                 await self.preparer.unprepare(claim)
             suspected = frozenset(missing)
+
+    async def _begin_missing(self, account: KubeletAccount) -> None:
+        """Begin leases of claims that are prepared, and were not unprepared meanwhile."""
+        before = self._leased_claims()
+        known = {ref for ref in account.prepared if ref.uid in self.preparer.prepared}
+        devices = {ref: account.devices[ref] for ref in known}
+        self.registry.apply(ResourceClaimsRead(devices, anyio.current_time()))
+        begun = self._leased_claims() - before
+        await self._write_missing({ref: account.prepared[ref] for ref in begun})
 
     def _leased_claims(self) -> set[ResourceClaimRef]:
         return {

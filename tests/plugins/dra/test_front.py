@@ -296,6 +296,27 @@ async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_fron
         assert len(node.leased(kept)) == 4
 
 
+async def test_a_gpu_that_is_found_after_the_start_has_its_leases_again(node: DraNode) -> None:
+    """A GPU may answer later than others; its claim keeps its CDI name."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 4))
+    async with node.running():
+        answer = (await node.prepare(kept))[kept.uid]
+        leased = node.leased(kept)
+    node.write_account({kept: answer.devices})
+    node.registry = Registry()
+    node.offer([gpu(1)])
+    node.front = node.new_front()
+    node.front.account_period = 0.01
+    async with node.running():
+        assert node.leased(kept) == []
+        node.offer([gpu(0), gpu(1)])
+        await until(lambda: node.leased(kept) == leased)
+        assert answer.devices[0].cdi_device_ids[-1] in node.edits(kept)
+        assert await node.unprepare(kept) == {kept.uid: ""}
+        await anyio.sleep(0.05)  # some looks at the account, which has it still
+        assert node.leased(kept) == []
+
+
 async def test_leases_of_the_drivers_earlier_name_are_kept(node: DraNode) -> None:
     """Their pods run, whatever the configuration calls the driver now."""
     kept = node.allocate("kept", node.fraction(gpu(0), 4))
