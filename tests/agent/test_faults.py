@@ -4,8 +4,9 @@ from pathlib import Path
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
-from metagpu.core.contracts.driver import RecoveryAction
+from metagpu.core.contracts.driver import RecoveryAction, Survey, UnreadableGpu
 from metagpu.core.errors import MetagpuError
 from metagpu.core.health.timing import HealthTiming
 from metagpu.core.health.verdicts import GpuVerdicts
@@ -46,6 +47,25 @@ async def test_a_lost_gpu_is_named_once(tmp_path: Path) -> None:
         assert it.state(0).verdict.reason == (
             "the GPU is lost: it has fallen off the bus or does not answer"
         )
+
+
+async def test_a_gpu_that_a_survey_misses_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is where a survey finds the lost GPU before any check of it."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        health, gpu = it.agent.layout_manager.health, it.state(0).gpu
+        found = await health.driver.survey()
+        lost = UnreadableGpu(0, f"{gpu}: the GPU is lost", gpu.id)
+
+        async def survey() -> Survey:
+            return replace(found, gpus=found.gpus[1:], unreadable=(lost,))
+
+        monkeypatch.setattr(health.driver, "survey", survey)
+        await health.survey()
+
+        assert it.state(0).verdict.reason == "the GPU is lost"
 
 
 async def test_application_xid_changes_nothing(tmp_path: Path) -> None:

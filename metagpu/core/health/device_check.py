@@ -14,10 +14,14 @@ async def find_problem(driver: Driver, gpu: GpuId) -> tuple[str, Fault] | None:
     except DriverUnavailable:
         raise
     except DriverError as error:
-        # A verdict is always shown beside its GPU: the name of the GPU is left out.
-        return str(error).rpartition(f"({gpu}): ")[2], Fault.NO_ANSWER
+        return reason_beside(gpu, str(error)), Fault.NO_ANSWER
     problem = judge_condition(condition)
     return None if problem is None else (problem, fault_kind(condition))
+
+
+def reason_beside(gpu: GpuId, message: str) -> str:
+    """Return a message of NVML without the GPU's name: a verdict is shown beside its GPU."""
+    return message.rpartition(f"({gpu}): ")[2]
 
 
 async def read_condition(driver: Driver, gpu: GpuId) -> GpuCondition | None:

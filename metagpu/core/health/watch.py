@@ -22,7 +22,7 @@ from metagpu.core.contracts.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverError, DriverReplaced, DriverUnavailable, MetagpuError
-from metagpu.core.health.device_check import find_problem, read_condition
+from metagpu.core.health.device_check import find_problem, read_condition, reason_beside
 from metagpu.core.health.fault_log import FaultLog
 from metagpu.core.health.fault_note import FaultNote, take_note
 from metagpu.core.health.mig_health import MigHealth
@@ -204,7 +204,11 @@ class HealthWatch:
     def _missing(self, survey: Survey) -> list[tuple[GpuId, str]]:
         """Return known GPUs that NVML does not list: their ids stay listed, unhealthy."""
         listed = {gpu.id for gpu in survey.gpus}
-        reasons = {unreadable.gpu: unreadable.reason for unreadable in survey.unreadable}
+        reasons = {
+            it.gpu: reason_beside(it.gpu, it.reason)
+            for it in survey.unreadable
+            if it.gpu is not None
+        }
 
         return [
             (gpu, reasons.get(gpu, "NVML does not list it any more"))
