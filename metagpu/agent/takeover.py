@@ -12,6 +12,7 @@ from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.predecessor import Predecessor
 from metagpu.core.errors import TakeoverFailed
 from metagpu.core.health.fault_note import FaultNote
+from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import KubeletStarted, LeasesHandedOver
@@ -76,7 +77,7 @@ class Takeover:
         began = anyio.current_time()
         await self._apply(state)
         await self._wait_ready()
-        offers = self.registry.snapshot.offers
+        offers = self.registry.snapshot.offers_of(Front.DEVICE_PLUGIN)
         self.succession = Succession(offers.keys() & set(state.listed), predecessor)
         self.granted.set()
         await self._wait_listed(self.succession)

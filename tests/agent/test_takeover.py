@@ -539,3 +539,19 @@ async def test_resource_claims_change_hands(tmp_path: Path) -> None:
                 assert await kubelet.unprepare(claim) == {claim.uid: ""}
                 status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
                 assert status["leases"] == []
+
+
+async def test_a_resource_changes_its_front_with_the_daemon(tmp_path: Path) -> None:
+    """A rollout may bring the front DRA and the folder that it needs: no list is waited for."""
+    host(tmp_path, gpus=2)
+    kubelet = KubeletCalls(tmp_path)
+    roots = ("--dev-root", str(tmp_path), "--cdi-dir")
+    async with exchanges(tmp_path, None, "", CONFIG, *roots, "/proc/cdi") as (it, old):
+        text = CONFIG.replace("name: all", "name: all\n    fronts: [dra]")
+        assert text != CONFIG
+        await anyio.Path(tmp_path / "metagpu.yaml").write_text(text)
+        await old.logged("configuration rejected")
+        async with it.daemon("", *roots, str(tmp_path / "cdi")) as new:
+            await new.logged("node taken over", "dra driver served")
+            await kubelet.wait_registration()
+            await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(METAGPU, 0) == 0)
