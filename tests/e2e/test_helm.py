@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.e2e.claims import pod, resource_claim, shares
 from tests.e2e.cluster import ALL_SHARES, CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError
@@ -33,6 +34,11 @@ NAME = "chart"
 SOON_S = 60.0
 NO_KERNEL_MODULE = "MG201"
 """The only error of a node whose GPUs are simulated."""
+
+BY_CLAIMS = """\
+version: metagpu/v1
+pools: [{name: all, fronts: [dra], backends: [{backend: fraction, sharesPerGpu: 100}]}]
+"""
 
 MATRIX = (
     (),
@@ -131,6 +137,26 @@ def test_the_image_serves_a_node(release: Release, cluster: Cluster) -> None:
     checks = json.loads(inside("sh", "-c", "mgctl doctor -o json; true"))
     assert {it["code"] for it in checks if it["result"] == "error"} == {NO_KERNEL_MODULE}
     assert "first" in inside("mgctl", "get", "pods")
+
+
+def test_a_resource_claim_is_prepared_by_the_image(release: Release, cluster: Cluster) -> None:
+    """The chart's classes, rights and folders are enough for a pod with half of a GPU."""
+    kubectl, where = cluster.kubectl, f"--namespace={NAMESPACE}"
+    release.upgrade("--set", "dra.enabled=true", *inline(BY_CLAIMS))
+    try:
+        kubectl.apply(resource_claim("half", shares(50)))
+        kubectl.apply(pod("claims", "half"))
+
+        def memory() -> str:
+            text = kubectl("exec", "claims", where, "--", "env")
+            return next(it for it in text.splitlines() if it.startswith("METAGPU_MAX_MEM="))
+
+        assert wait_for("the pod", memory, within_s=SOON_S) == "METAGPU_MAX_MEM=20480"
+        gone = ("--grace-period=1", "--wait", "--timeout=60s", where)
+        kubectl("delete", "pod", "claims", *gone)
+        kubectl("delete", "resourceclaim", "half", *gone)
+    finally:
+        release.upgrade("--set", "dra.enabled=false", *inline(CONFIGURATION))
 
 
 def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path: Path) -> None:
