@@ -20,7 +20,7 @@ async def find_problem(driver: Driver, gpu: GpuId) -> tuple[str, Fault] | None:
 
 
 def reason_beside(gpu: GpuId, message: str) -> str:
-    """Return a message of NVML without the GPU's name: a verdict is shown beside its GPU."""
+    """Return a message without its GPU: a verdict is shown beside the GPU."""
     return message.rpartition(f"({gpu}): ")[2]
 
 
