@@ -176,10 +176,14 @@ class ClaimsNode:
         """Wait until the kubelet has registered the driver more often than BEFORE."""
         wait_for(
             "the driver to be registered",
-            lambda: self.registrations() > before and self.daemon.status()["dra"]["registered"],
+            lambda: self.registrations() > before and self._registered(),
             within_s=SLICES_S,
             pause_s=PAUSE_S,
         )
+
+    def _registered(self) -> bool:
+        front = self.daemon.status()["dra"]  # none until the daemon has its configuration
+        return front is not None and front["registered"] is True
 
     def slices(self) -> dict[str, Document]:
         """Return all ResourceSlices, by name."""
@@ -248,8 +252,9 @@ def claims_node(cluster: Cluster, options: tuple[str, ...]) -> Iterator[ClaimsNo
     daemon.configure(page_configuration())
     try:
         with dra_objects(cluster.kubectl):
+            before = it.registrations()  # the log may be that of an earlier module too
             daemon.start(*options, "--simulate", str(node_file))
-            it.await_registered()
+            it.await_registered(before)
             it.await_slices()
             yield it
             it.clear()
@@ -258,5 +263,7 @@ def claims_node(cluster: Cluster, options: tuple[str, ...]) -> Iterator[ClaimsNo
         daemon.stop()
         daemon.configure()
         it.driver_state.unlink(missing_ok=True)
+        for file in it.cdi.glob("metagpu.io-*.json"):
+            file.unlink()  # an uninstallation of later tests leaves nothing
         shutil.rmtree(daemon.device_root / "proc")
         shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")
