@@ -93,8 +93,11 @@ class Page:
 
 
 @pytest.fixture
-def installed(node: Node, daemon: HostDaemon) -> Iterator[tuple[Release, dict[str, object]]]:
+def installed(
+    node: Node, daemon: HostDaemon, cluster: Cluster
+) -> Iterator[tuple[Release, dict[str, object]]]:
     """Install the chart as the page names it; yield it, and the node as it was before."""
+    del cluster  # no pod of another test runs
     daemon.stop()
     node.kubectl("delete", "--ignore-not-found", "-f", str(REPOSITORY / "deploy/static.yaml"))
     node.kubectl("label", "node", node.name, f"{GPU_LABEL}=true")
@@ -109,6 +112,7 @@ def installed(node: Node, daemon: HostDaemon) -> Iterator[tuple[Release, dict[st
         *DEVICES,
     )
     with released(node, "metagpu", *options) as release:
+        release.await_free()
         yield release, before
 
 

@@ -57,13 +57,16 @@ SOON_S = 60.0
 
 
 @pytest.fixture
-def old_release(node: Node, daemon: HostDaemon, tmp_path: Path) -> Iterator[Release]:
+def old_release(
+    node: Node, daemon: HostDaemon, cluster: Cluster, tmp_path: Path
+) -> Iterator[Release]:
     """Install the chart and the image of the last commit that had another daemon."""
     try:
         commit = previous_sources(tmp_path)
     except RigError as error:
         pytest.skip(f"the previous daemon was not tested: {error}")
     print(f"the previous daemon is that of {commit}")
+    del cluster  # no pod of another test runs
     daemon.stop()
     node.import_images(metagpu_image(tmp_path))
     node.tag_image(METAGPU_IMAGE, f"docker.io/library/{REPOSITORY}:{OLD}")
@@ -73,6 +76,7 @@ def old_release(node: Node, daemon: HostDaemon, tmp_path: Path) -> Iterator[Rele
     values = f"simulate={SIMULATION}/node.yaml,image.tag={OLD},privileges.mig=true"
     options = ("--set", values, *DEVICES, *inline(CONFIGURATION))
     with released(node, NAME, *options, chart=str(tmp_path / "deploy" / "chart")) as release:
+        release.await_free()
         yield release
 
 

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 import yaml
 
 from tests.e2e.rig import host_folders
+from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.helm import Helm
 from tests.e2e.rig.images import metagpu_image
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.service_address import service_address
 from tests.e2e.rig.tools import Tools
+from tests.e2e.rig.waiting import wait_for
 
 CHART = "deploy/chart"
 SYSTEM = "kube-system"
@@ -59,6 +61,22 @@ class Release:
         found = self.node.kubectl.list("pods", SYSTEM, self.selector)
         alive = [it for it in found if "deletionTimestamp" not in it["metadata"]]
         return {it["metadata"]["uid"]: it for it in alive}
+
+    def await_free(self) -> None:
+        """Wait until the daemon knows of no holder, also none of the kubelet's checkpoint.
+
+        The checkpoint names pods of earlier tests until the kubelet admits another one.
+        """
+
+        def free() -> bool:
+            (pod,) = self.daemons().values()
+            target = (pod["metadata"]["name"], f"--namespace={SYSTEM}")
+            status = self.node.kubectl("exec", *target, "--", "metagpu", "status", "--json")
+            if leases := json.loads(status)["leases"]:
+                raise RigError(f"held is {leases}")
+            return True
+
+        wait_for("every share to be free", free, within_s=60)
 
     def restarts(self) -> int:
         """Return how often the container of the DaemonSet's only pod was started again."""
