@@ -264,7 +264,6 @@ class Agent:
             self.layout_manager,
             self.config_loader,
             self.call_stats,
-            self._offering.directory,
             self._offering.leases_observed,
             self.timing.first_leases,
             self.timing.exchange,

@@ -15,10 +15,9 @@ from metagpu.core.health.fault_note import FaultNote
 from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
-from metagpu.core.state.facts import KubeletStarted, LeasesHandedOver
+from metagpu.core.state.facts import LeasesHandedOver
 from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.succession import Succession
 
 log = structlog.get_logger()
@@ -50,7 +49,6 @@ class Takeover:
     layout_manager: LayoutManager
     config_loader: ConfigLoader
     call_stats: KubeletCallStats
-    directory: KubeletDirectory
     leases_observed: anyio.Event
     first_leases: float
     timing: ExchangeTiming
@@ -67,8 +65,6 @@ class Takeover:
         """
         runner = self.layout_manager.backend_runner
         runner.leaves_gpus = True  # as long as the old daemon may go on
-        if (kubelet := self.directory.kubelet_identity()) is not None:
-            self.registry.apply(KubeletStarted(kubelet))  # its list of leases is not an older one's
         await self.health.surveyed.wait()
         with anyio.move_on_after(self.first_leases):
             await self.leases_observed.wait()

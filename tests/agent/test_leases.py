@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
+from msgspec.structs import replace
 
+from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
@@ -51,6 +53,30 @@ async def test_what_the_checkpoint_names_is_held_before_the_kubelet_answers(
             monkeypatch.undo()
             await it.wait_holders()
             assert kubelet.allocatable()[WHOLE] == 1
+
+
+async def test_shares_of_an_ended_pod_are_granted_by_a_daemon_that_has_just_started(
+    tmp_path: Path,
+) -> None:
+    """The present kubelet wrote the checkpoint: it knows which ids are free.
+
+    The pod comes between the first look at the kubelet and the second.
+    """
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    once = replace(TIMING, settle=60.0, contended_period=60.0)
+
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
+            await it.until(20, 20)
+            await run(it, "train", 20)
+            await it.wait_holders()
+        await kubelet.delete(*kubelet.pods)
+        before = kubelet.lists[METAGPU]
+        async with agent_at_work(
+            tmp_path, config=MIXED, kubelet=kubelet, kubelet_timing=once
+        ) as it:
+            await kubelet.wait_for(lambda: kubelet.lists[METAGPU] > before)
+            assert len(await run(it, "next", 20)) == 20
 
 
 async def test_a_kubelet_that_lost_its_checkpoint_takes_nothing_from_running_pods(

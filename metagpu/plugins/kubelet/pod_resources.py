@@ -165,6 +165,10 @@ class LeaseFollower:
         if kubelet != self._kubelet:
             self._kubelet = kubelet
             self._readiness.restart()
+        known = self._registry.snapshot.kubelet
+        if kubelet[1] is not None and (known is None or kubelet[1][2] > known[2]):
+            # Before it is asked: what it says now is not of an earlier kubelet.
+            self._registry.apply(KubeletStarted(kubelet[1]))
 
         asked, answer = self._clock(), None
         try:
