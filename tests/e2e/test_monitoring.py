@@ -21,11 +21,11 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.prometheus import Prometheus, prometheus_of, promtool, provide
 from tests.e2e.rig.waiting import wait_for
-from tests.e2e.test_alert_rules import ALERTS, RULES
 from tests.plugins.metrics.rig import asked
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mig import a_node
+from tests.test_alerts import ALERTS, RULES
 from tests.test_dashboards import expressions
 
 MIG = "nvidia.com/mig-1g.5gb"

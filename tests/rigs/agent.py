@@ -17,6 +17,7 @@ from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Programs
 from metagpu.core.health.timing import DEFAULT_TIMING, HealthTiming
 from metagpu.core.model.driver_roots import RootOptions
+from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.events import Event
 from metagpu.core.usage.timing import UsageTiming
@@ -60,22 +61,18 @@ class Scene:
         return list(self.agent.registry.snapshot.gpus.values())[index]
 
     async def until(self, capacity: int, allocatable: int, resource: str = METAGPU) -> None:
-        """Wait until the kubelet has this capacity and allocatable of a resource."""
-        await self.kubelet.wait_for(
-            lambda: (
-                (
-                    self.kubelet.capacity().get(resource, 0),
-                    self.kubelet.allocatable().get(resource, 0),
-                )
-                == (capacity, allocatable)
-            ),
-            within=30,
-        )
-        # Resources are registered one after the other, and the next pod may ask for another one.
-        with anyio.move_on_after(1):
-            await self.kubelet.wait_for(
-                lambda: self.agent.registry.snapshot.offers.keys() <= self.kubelet.capacity().keys()
-            )
+        """Wait until the kubelet has this capacity and allocatable of a resource, and all others.
+
+        Resources are registered one after the other, and the next pod may ask for another one.
+        """
+
+        def registered() -> bool:
+            counted, usable = self.kubelet.capacity(), self.kubelet.allocatable()
+            offers = self.agent.registry.snapshot.offers_of(Front.DEVICE_PLUGIN)
+            amounts = counted.get(resource, 0), usable.get(resource, 0)
+            return amounts == (capacity, allocatable) and offers.keys() <= counted.keys()
+
+        await self.kubelet.wait_for(registered, within=30)
 
     async def wait_snapshot(self, predicate: Callable[[Snapshot], bool]) -> None:
         """Wait until the agent's snapshot fulfils a predicate."""

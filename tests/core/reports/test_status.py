@@ -28,6 +28,33 @@ A, B = gpu(0, numa_node=1), gpu(1)
 ALICE = Holder("team", "alice", "main")
 
 
+HEALTHY = {
+    "product": "NVIDIA A100-SXM4-40GB",
+    "memoryMiB": 40960,
+    "healthy": True,
+    "reason": "",
+    "since": "1970-01-01T00:00:00+00:00",
+    "recovery": None,
+    "backends": ["fraction"],
+    "owner": None,
+    "turn": None,
+    "cleaning": {},
+    "suspended": {},
+    "cordon": None,
+    "unheard": None,
+    "faults": [],
+    "devices": [],
+    "blocked": [],
+    "paused": [],
+    "waitsFor": None,
+    "nvlinkPeers": [],
+    "pool": "all",
+    "poolReason": "all GPUs",
+    "freeCapacity": None,
+}
+"""What is the same of every healthy and idle GPU."""
+
+
 def test_an_explanation_has_offers_and_reasons() -> None:
     """Capacity counts all shares, allocatable those of healthy GPUs; each GPU is explained."""
     layout, snapshot = offered(A, B)
@@ -36,66 +63,25 @@ def test_an_explanation_has_offers_and_reasons() -> None:
     report = explain_report(snapshot, layout)
 
     assert report["resources"] == {METAGPU: {"capacity": 20, "allocatable": 10}}
-    assert report["gpus"] == [
-        {
-            "index": 0,
-            "uuid": A.id,
-            "product": "NVIDIA A100-SXM4-40GB",
-            "memoryMiB": 40960,
-            "pciBusId": "0000:00:00.0",
-            "numaNode": 1,
-            "healthy": True,
-            "reason": "",
-            "since": "1970-01-01T00:00:00+00:00",
-            "recovery": None,
-            "backends": ["fraction"],
-            "owner": "fraction",
-            "turn": None,
-            "cleaning": {},
-            "suspended": {},
-            "cordon": None,
-            "unheard": None,
-            "faults": [],
-            "devices": [],
-            "blocked": [],
-            "paused": [],
-            "waitsFor": None,
-            "nvlinkPeers": [],
-            "pool": "all",
-            "poolReason": "all GPUs",
-            "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
-            "freeCapacity": None,
-        },
-        {
-            "index": 1,
-            "uuid": B.id,
-            "product": "NVIDIA A100-SXM4-40GB",
-            "memoryMiB": 40960,
-            "pciBusId": "0000:01:00.0",
-            "numaNode": None,
-            "healthy": False,
-            "reason": "XID 79",
-            "since": "1970-01-01T01:00:00+00:00",
-            "recovery": None,
-            "backends": ["fraction"],
-            "owner": None,
-            "turn": None,
-            "cleaning": {},
-            "suspended": {},
-            "cordon": None,
-            "unheard": None,
-            "faults": [],
-            "devices": [],
-            "blocked": [],
-            "paused": [],
-            "waitsFor": None,
-            "nvlinkPeers": [],
-            "pool": "all",
-            "poolReason": "all GPUs",
-            "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
-            "freeCapacity": None,
-        },
-    ]
+    first, second = report["gpus"]
+    assert first == HEALTHY | {
+        "index": 0,
+        "uuid": A.id,
+        "pciBusId": "0000:00:00.0",
+        "numaNode": 1,
+        "owner": "fraction",
+        "shares": {METAGPU: {"capacity": 10, "held": 4, "free": 6}},
+    }
+    assert second == HEALTHY | {
+        "index": 1,
+        "uuid": B.id,
+        "pciBusId": "0000:01:00.0",
+        "numaNode": None,
+        "healthy": False,
+        "reason": "XID 79",
+        "since": "1970-01-01T01:00:00+00:00",
+        "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+    }
 
 
 def test_what_is_held_back_is_reported_with_the_reason() -> None:
