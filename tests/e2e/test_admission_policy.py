@@ -10,12 +10,14 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.e2e.fake_node import dra_objects
 from tests.e2e.joined import ACCOUNT, EVENTS, POLICY, SYSTEM_NAMESPACE, Joined
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 
-NAMES = ("metagpu-nodes", "metagpu-objects")
+NAMES = ("metagpu-nodes", "metagpu-objects", "metagpu-slices", "metagpu-claims")
 NEIGHBOUR = "neighbour"
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 MERGE = "application/merge-patch+json"
 TAINT = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
 FOREIGN_TAINT = {"key": "example.com/keep-out", "effect": "NoSchedule"}
@@ -45,7 +47,7 @@ class Token:
 
 @pytest.fixture(scope="module")
 def token(node: Node, account: tuple[str, ...]) -> Iterator[Token]:
-    """Install the policy, beside a second node; yield the token of the first node."""
+    """Install the policies, beside a second node; yield the token of the first node."""
     del account  # its rights and the policy are in force
     spec = {"taints": [FOREIGN_TAINT, TAINT], "unschedulable": True}
     node.kubectl.apply(
@@ -53,7 +55,13 @@ def token(node: Node, account: tuple[str, ...]) -> Iterator[Token]:
     )
     of_node = Token(node.credentials(SYSTEM_NAMESPACE, ACCOUNT))
     wait_for("the policy to be in force", lambda: refusal(of_node, NEIGHBOUR, LABELS), within_s=60)
-    yield of_node
+    with dra_objects(node.kubectl):
+        wait_for(
+            "the policy of slices to be in force",
+            lambda: OWN_SLICES in publish(of_node, "elsewhere", "elsewhere/gpu-1"),
+            within_s=60,
+        )
+        yield of_node
     node.kubectl("delete", "node", NEIGHBOUR)
 
 
@@ -104,6 +112,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], bool, str]] = {
     ),
 }
 """What it does not write, and the words of the refusal."""
+OWN_SLICES = "metagpu writes the ResourceSlices of its own node alone, in pools NODE/..."
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +171,36 @@ def test_a_token_reports_events_in_its_own_name(token: Token) -> None:
     assert report(token, "metagpu.io/agent", "metagpu-127.0.0.1") == ""
 
 
+def test_a_token_publishes_the_gpus_of_its_node(neighbour: Token) -> None:
+    """The policy lets through the ResourceSlices of the own node."""
+    assert publish(neighbour, NEIGHBOUR, f"{NEIGHBOUR}/gpu-1") == ""
+
+
+@pytest.mark.parametrize(
+    ("of_node", "pool"),
+    [
+        ("127.0.0.1", f"{NEIGHBOUR}/gpu-1"),
+        (NEIGHBOUR, "127.0.0.1/gpu-1"),
+        (NEIGHBOUR, f"{NEIGHBOUR}2/gpu-1"),
+        (NEIGHBOUR, NEIGHBOUR),
+    ],
+)
+def test_a_token_publishes_nothing_else(neighbour: Token, of_node: str, pool: str) -> None:
+    """A ResourceSlice of another node, or in a pool of another name, is refused."""
+    refused = publish(neighbour, of_node, pool)
+    assert f"{OWN_SLICES}: this token is of node {NEIGHBOUR}" in refused
+
+
+def test_slices_of_another_driver_are_not_deleted(node: Node, neighbour: Token) -> None:
+    """A token deletes no ResourceSlice of another driver of its node, whose pool is the node."""
+    node.kubectl.apply(_slice(NEIGHBOUR, NEIGHBOUR, "gpu.example.com"))
+    try:
+        refused = neighbour.send("DELETE", f"{SLICES}/policy?dryRun=All", {}, "application/json")
+        assert OWN_SLICES in refused
+    finally:
+        node.kubectl("delete", "resourceslice", "policy")
+
+
 def test_the_daemon_keeps_the_policy(member: Joined) -> None:
     """A daemon with labels, conditions, amounts and Events has no problem with the policy."""
     assert member.kubectl.get("validatingadmissionpolicy", "metagpu-nodes")
@@ -171,7 +210,7 @@ def test_the_daemon_keeps_the_policy(member: Joined) -> None:
 
 def test_the_api_server_finds_no_fault_in_the_policy(node: Node, token: Token) -> None:
     """The API server checks the types of all expressions, and warns of none."""
-    del token
+    del token  # the policies are in force
 
     def checked() -> bool:
         policies = [node.kubectl.get("validatingadmissionpolicy", it) for it in NAMES]
@@ -205,3 +244,23 @@ def report(token: Token, controller: str, instance: str) -> str:
     }
     path = f"/apis/events.k8s.io/v1/namespaces/{EVENTS}/events"
     return token.send("POST", path, event, "application/json")
+
+
+def publish(token: Token, of_node: str, pool: str) -> str:
+    """Publish a ResourceSlice, which nobody sees; return the API server's refusal."""
+    body = _slice(of_node, pool, "gpu.metagpu.io")
+    return token.send("POST", f"{SLICES}?dryRun=All", body, "application/json")
+
+
+def _slice(of_node: str, pool: str, driver: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": "policy"},
+        "spec": {
+            "driver": driver,
+            "nodeName": of_node,
+            "pool": {"name": pool, "generation": 1, "resourceSliceCount": 1},
+            "devices": [{"name": "gpu-1"}],
+        },
+    }
