@@ -198,6 +198,27 @@ def test_the_client_of_the_api_server_loads_no_models() -> None:
     assert not [name for name in names if name.startswith("metagpu.core.model.")]
 
 
+def test_a_client_that_needs_its_models_is_loaded_whole() -> None:
+    """A release of kubernetes_asyncio that does not load without its models is loaded with them."""
+    program = """
+import importlib.abc, sys
+class NeedsModels(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "kubernetes_asyncio.config.kube_config":
+            from kubernetes_asyncio.client.models import V1Pod
+sys.meta_path.insert(0, NeedsModels())
+import metagpu.plugins.cluster.client
+from metagpu.plugins.cluster import library
+import kubernetes_asyncio.client as whole
+print(whole.V1Pod.__name__, library.ApiClient is whole.ApiClient)
+"""
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["V1Pod", "True"]
+
+
 def test_values_of_the_daemon_are_structs() -> None:
     """The daemon's values are no dataclasses: Python compiles each one's methods at each start."""
     program = """

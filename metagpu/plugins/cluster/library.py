@@ -1,17 +1,20 @@
 """The part of kubernetes_asyncio that metagpu uses: connection and credentials.
 
 The library's own `__init__` modules import all 767 models: 33 MB of memory and a quarter of a
-second, for classes that nobody here uses. Bare packages take their place.
+second, for classes that nobody here uses. Bare packages take their place; a release of the library
+that does not load so is loaded whole.
 """
 
 # ruff: noqa: E402 - the bare packages come first
 
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, Final
 
 _LIBRARY: Final = "kubernetes_asyncio"
+_USED: Final = ("config", "config.exec_provider", "config.kube_config")
 
 
 def _add_bare_package(name: str, *path: str) -> Any:  # noqa: ANN401 - any attribute can be set
@@ -22,8 +25,13 @@ def _add_bare_package(name: str, *path: str) -> Any:  # noqa: ANN401 - any attri
     return package
 
 
-def _skip_models() -> None:
-    """Stand in for the packages whose import loads the models."""
+def _load_without_models() -> None:
+    """Import the library, with bare packages where its models would be imported.
+
+    Raises:
+        ImportError: this release of the library is made in another way, or it is not installed.
+        AttributeError: the former.
+    """
     found = PathFinder.find_spec(_LIBRARY)
     if found is None or not found.submodule_search_locations:
         raise ImportError(f"{_LIBRARY} is not installed")
@@ -36,10 +44,16 @@ def _skip_models() -> None:
     from kubernetes_asyncio.client.configuration import Configuration  # noqa: PLC0415
 
     client.ApiClient, client.Configuration = ApiClient, Configuration  # what `config` imports
+    for module in _USED:
+        import_module(f"{_LIBRARY}.{module}")
 
 
 if _LIBRARY not in sys.modules:  # a program that has the whole library keeps it
-    _skip_models()
+    try:
+        _load_without_models()
+    except (ImportError, AttributeError):
+        for _name in [it for it in sys.modules if it.partition(".")[0] == _LIBRARY]:
+            del sys.modules[_name]
 
 from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.config import ConfigException, load_incluster_config
