@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Final
 
 from metagpu import __version__
@@ -18,7 +17,7 @@ from metagpu.cli.options import (
     add_source,
     flag,
 )
-from metagpu.cli.parser import Parser
+from metagpu.cli.parser import Parser, add_command, add_reason
 
 SIMULATE_HELP: Final = (
     "simulate a node instead of reading NVML: models and counts, such as a100-40gb:4,t4:2, also "
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of its sub-parsers privately
-    it = _command(
+    it = add_command(
         commands,
         "run",
         "serve this node: offer its GPUs to the kubelet until stopped",
@@ -102,7 +101,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
 
 
 def _demo(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "demo",
         "show metagpu at work on simulated nodes with a simulated kubelet",
@@ -112,7 +111,7 @@ def _demo(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "explain",
         "print what a configuration offers to the kubelet, and why, without serving it",
@@ -124,7 +123,7 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "validate",
         "check configuration files; print line, path and fix of every error",
@@ -154,7 +153,7 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _plan(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "plan",
         "print what a configuration would change, without changing anything",
@@ -175,7 +174,7 @@ def _plan(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _status(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "status",
         "print the running daemon's offers, GPUs with owner and health, and leases",
@@ -186,7 +185,7 @@ def _status(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _acknowledge(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "acknowledge",
         "put a GPU with its MIG devices, or one MIG device, back into service, if the GPU passes "
@@ -198,7 +197,7 @@ def _acknowledge(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "cordon",
         "stop giving new shares of a GPU; running pods stay. A cordon lasts until uncordon or a "
@@ -206,14 +205,12 @@ def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
         'metagpu cordon 3 --reason "replace the fan"',
     )
     it.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
-    it.add_argument(
-        "--reason", default="", metavar="TEXT", help="a text for the refused pods' events"
-    )
+    add_reason(it)
     add_run_dir(it)
 
 
 def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "uncordon",
         "give shares of a cordoned GPU again",
@@ -224,7 +221,7 @@ def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _install(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "install",
         "write the files of metagpu as a service of this host. What is there stays as it is",
@@ -243,7 +240,7 @@ def _install(commands: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "sim",
         "change the simulated node of a running `metagpu run --simulate`, and with "
@@ -261,24 +258,8 @@ def _add_sim_commands(it: Parser) -> None:
     add_arguments(commands)
 
 
-def _command(
-    commands: Any,  # noqa: ANN401 - as above
-    name: str,
-    summary: str,
-    example: str,
-) -> Parser:
-    command: Parser = commands.add_parser(
-        name,
-        help=summary.partition(". ")[0],
-        description=fill(summary[:1].upper() + summary[1:] + ".", 78),
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return command
-
-
 def _uninstall(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "uninstall",
         "list what metagpu left on this node and at the API server, and with --yes remove it. "

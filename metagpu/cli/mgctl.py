@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from metagpu import __version__
 from metagpu.agent import paths
@@ -23,7 +23,7 @@ from metagpu.cli.options import (
     pod_resources_of,
     resolve_environment,
 )
-from metagpu.cli.parser import Parser, run_command
+from metagpu.cli.parser import Parser, add_command, add_output, run_command
 from metagpu.core.errors import MetagpuError
 from metagpu.display.table import PLAIN, Cell, render, stdout_terminal
 from metagpu.display.usage import FORMATS, KINDS, Top, format_usage
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    get = _command(
+    get = add_command(
         commands, "get", "show devices, processes or pods", "mgctl get processes", aliases=["g"]
     )
     kinds = get.add_subparsers(title="objects", required=True, metavar="OBJECT")
@@ -69,32 +69,26 @@ def _parser() -> argparse.ArgumentParser:
         ("processes", "show the processes on GPUs, with pod and container"),
         ("pods", "show the containers that hold shares, and their use"),
     ):
-        kind = _command(kinds, name, summary, f"mgctl get {name} -o wide", aliases=KINDS[name])
+        kind = add_command(kinds, name, summary, f"mgctl get {name} -o wide", aliases=KINDS[name])
         kind.set_defaults(do=_get, kind=name)
-        _add_output(kind)
+        add_output(kind, FORMATS)
         kind.add_argument("-w", "--watch", action="store_true", help="repeat every second")
         add_run_dir(kind)
 
-    top = _command(
+    top = add_command(
         commands, "top", "show the load and memory of the GPUs and processes, live", "mgctl top"
     )
     top.set_defaults(do=_top)
     add_run_dir(top)
 
-    doctor = _command(
+    doctor = add_command(
         commands,
         "doctor",
         "check what on this node keeps metagpu from working; print the fixes",
         "mgctl doctor -o json",
     )
     doctor.set_defaults(do=_doctor)
-    doctor.add_argument(
-        "-o",
-        "--output",
-        choices=("table", "json"),
-        default="table",
-        help="table (the default) or json",
-    )
+    add_output(doctor, ("table", "json"))
     add_run_dir(doctor)
     doctor.add_argument(
         "--pod-dir",
@@ -112,42 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the folder that has the host's root (default: %(default)s)",
     )
 
-    version = _command(
+    version = add_command(
         commands, "version", "print the versions of mgctl and of the daemon", "mgctl version"
     )
     version.set_defaults(do=_version)
     add_run_dir(version)
     return parser
-
-
-def _command(
-    commands: Any,  # noqa: ANN401 - argparse's type for it is private
-    name: str,
-    summary: str,
-    example: str,
-    *,
-    aliases: Sequence[str] = (),
-) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        aliases=aliases,
-        help=summary,
-        description=summary[:1].upper() + summary[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return command
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=FORMATS,
-        default="table",
-        metavar="FORMAT",
-        help=f"one of {', '.join(FORMATS)} (default: %(default)s)",
-    )
 
 
 # --- the commands -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The argument parser of both programs: a mistake is one line on stderr."""
+"""The argument parser of all programs, and the arguments that they share."""
 
 import argparse
 import errno
@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from textwrap import fill
 from typing import Any, Final, NoReturn
 
 from metagpu.core.config.suggestions import allowed_values, suggest
@@ -50,6 +51,44 @@ class Parser(argparse.ArgumentParser):
             near = suggest(unknown[0].partition("=")[0], options)
             self.error(f"unknown arguments: {' '.join(unknown)}{near}")
         return found, unknown
+
+
+def add_command(
+    commands: Any,  # noqa: ANN401 - argparse names the type of its sub-parsers privately
+    name: str,
+    summary: str,
+    example: str,
+    aliases: Sequence[str] = (),
+) -> Parser:
+    """Add a command; of several sentences in its summary, the list of commands has the first."""
+    command: Parser = commands.add_parser(
+        name,
+        aliases=aliases,
+        help=summary.partition(". ")[0],
+        description=fill(summary[:1].upper() + summary[1:] + ".", 78),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def add_output(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
+    """Add the option for the form of the output; the default is a table."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=formats,
+        default="table",
+        metavar="FORMAT",
+        help=f"one of {', '.join(formats)} (default: %(default)s)",
+    )
+
+
+def add_reason(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the reason of a cordon."""
+    parser.add_argument(
+        "--reason", default="", metavar="TEXT", help="a text for the refused pods' events"
+    )
 
 
 def run_command(program: str, do: Callable[[], int]) -> int:

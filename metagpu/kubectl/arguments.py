@@ -1,12 +1,13 @@
 """The arguments of `kubectl metagpu`, their help and their examples."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.cli.options import Variable
-from metagpu.cli.parser import Parser
+from metagpu.cli.parser import Parser, add_command, add_output, add_reason
 
 FORMATS: Final = ("table", "wide", "json", "yaml")
 OBJECTS: Final = {
@@ -43,41 +44,42 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _top(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of its sub-parsers privately
-    it = _command(
+    it = add_command(
         commands,
         "top",
         "show load, memory and shares; live on a terminal, until q is pressed",
         "kubectl metagpu top gpus --sort-by utilization",
     )
-    kinds: Any = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
-    for kind, aliases in OBJECTS.items():
-        summary = f"show {_SUMMARIES[kind]}"
-        one = _command(kinds, kind, summary, f"kubectl metagpu top {kind}", aliases)
-        one.set_defaults(kind=kind)
-        _add_selection(one, kind)
+    for one in _objects(it, "show", "kubectl metagpu top {kind}"):
         _add_connection(one)
 
 
 def _get(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "get",
         "list nodes, gpus, pods or namespaces, for people or programs",
         "kubectl metagpu get pods -A -o json",
     )
-    kinds: Any = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
-    for kind, aliases in OBJECTS.items():
-        summary = f"list {_SUMMARIES[kind]}"
-        one = _command(kinds, kind, summary, f"kubectl metagpu get {kind} -o wide", aliases)
-        one.set_defaults(kind=kind)
-        _add_selection(one, kind)
-        _add_output(one, FORMATS)
+    for one in _objects(it, "list", "kubectl metagpu get {kind} -o wide"):
+        add_output(one, FORMATS)
         one.add_argument("-w", "--watch", action="store_true", help="repeat every second")
         _add_connection(one)
 
 
+def _objects(it: Parser, verb: str, example: str) -> Iterator[Parser]:
+    """Add a command for each kind of objects, and yield its parser for more options."""
+    kinds = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
+    for kind, aliases in OBJECTS.items():
+        summary = f"{verb} {_SUMMARIES[kind]}"
+        one = add_command(kinds, kind, summary, example.format(kind=kind), aliases)
+        one.set_defaults(kind=kind)
+        _add_selection(one, kind)
+        yield one
+
+
 def _why(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "why",
         "say why a pod gets no GPU: of each node what is missing, and what to change",
@@ -89,12 +91,12 @@ def _why(commands: Any) -> None:  # noqa: ANN401 - as above
         help="a pod; also a ReplicaSet, Job or StatefulSet whose pods are refused",
     )
     _add_namespace(it)
-    _add_output(it, ("table", "json", "yaml"))
+    add_output(it, ("table", "json", "yaml"))
     _add_connection(it)
 
 
 def _fit(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "fit",
         "say where the pod of a manifest would fit, and why not elsewhere; nothing is created",
@@ -108,38 +110,36 @@ def _fit(commands: Any) -> None:  # noqa: ANN401 - as above
         help="a manifest with a Pod, or a workload such as a Deployment; - is stdin",
     )
     _add_namespace(it)
-    _add_output(it, ("table", "json", "yaml"))
+    add_output(it, ("table", "json", "yaml"))
     _add_connection(it)
 
 
 def _doctor(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "doctor",
         "check the daemons of all nodes; print what is wrong, and the fixes",
         "kubectl metagpu doctor",
     )
     it.add_argument("-l", "--selector", metavar="LABELS", default="", help="only nodes with these")
-    _add_output(it, ("table", "wide", "json", "yaml"))
+    add_output(it, ("table", "wide", "json", "yaml"))
     _add_connection(it)
 
 
 def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "cordon",
         "stop giving new shares of a GPU, by an annotation of its Node; running pods stay",
         'kubectl metagpu cordon gpu-1/3 --reason "replace the fan"',
     )
     _add_gpu(it)
-    it.add_argument(
-        "--reason", default="", metavar="TEXT", help="a text for the refused pods' events"
-    )
+    add_reason(it)
     _add_connection(it)
 
 
 def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "uncordon",
         "give shares of a cordoned GPU again",
@@ -154,7 +154,7 @@ def _add_gpu(it: argparse.ArgumentParser) -> None:
 
 
 def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = _command(
+    it = add_command(
         commands,
         "explain",
         "print what a node offers to the kubelet, and why",
@@ -162,26 +162,8 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
     )
     it.add_argument("node", metavar="NODE", help="the name of the node")
     it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
-    _add_output(it, ("table", "json", "yaml"))
+    add_output(it, ("table", "json", "yaml"))
     _add_connection(it)
-
-
-def _command(
-    commands: Any,  # noqa: ANN401 - as above
-    name: str,
-    summary: str,
-    example: str,
-    aliases: tuple[str, ...] = (),
-) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        aliases=aliases,
-        help=summary,
-        description=summary[:1].upper() + summary[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return command
 
 
 def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
@@ -207,17 +189,6 @@ def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
 def _add_namespace(it: argparse.ArgumentParser) -> None:
     it.add_argument(
         "-n", "--namespace", metavar="NAME", default="", help="default: that of the context"
-    )
-
-
-def _add_output(it: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
-    it.add_argument(
-        "-o",
-        "--output",
-        choices=formats,
-        default="table",
-        metavar="FORMAT",
-        help=f"one of {', '.join(formats)} (default: %(default)s)",
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from metagpu.plugins.metrics.samples import FamilyFactory, MetricFamily, MetricType
+from metagpu.plugins.metrics.samples import FamilyFactory, MetricType, families_in
 
 _gauge: Final = FamilyFactory(MetricType.GAUGE)
 _counter: Final = FamilyFactory(MetricType.COUNTER)
@@ -101,4 +101,4 @@ BUS_EVENTS_LOST: Final = _counter(
 )
 LAG: Final = _gauge("event_loop_lag_seconds", "Delay of the event loop at its last measurement.")
 
-FAMILIES: Final = tuple(it for it in list(vars().values()) if isinstance(it, MetricFamily))
+FAMILIES: Final = families_in(vars())

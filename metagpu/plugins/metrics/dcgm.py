@@ -11,7 +11,7 @@ from typing import Final
 from metagpu.core.contracts.sensors import GpuSensors, NvlinkError
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.plugins.metrics.samples import FamilyFactory, MetricFamily, MetricType, Sample
+from metagpu.plugins.metrics.samples import FamilyFactory, MetricType, Sample, families_in
 
 _LABELS: Final = (
     *("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"),
@@ -62,7 +62,7 @@ REMAPPED_CORRECTABLE: Final = _counter(
 REMAP_FAILURE: Final = _gauge("ROW_REMAP_FAILURE", "Whether remapping of rows has failed")
 
 FAMILIES: Final = (
-    *(it for it in list(vars().values()) if isinstance(it, MetricFamily)),
+    *families_in(vars()),
     *NVLINK.values(),
 )
 

@@ -11,7 +11,13 @@ from typing import Final
 
 from metagpu.core.model.backend_metrics import MetricKind
 from metagpu.plugins.metrics import daemon_families, sensor_families
-from metagpu.plugins.metrics.samples import GPU_LABELS, FamilyFactory, MetricFamily, MetricType
+from metagpu.plugins.metrics.samples import (
+    GPU_LABELS,
+    FamilyFactory,
+    MetricFamily,
+    MetricType,
+    families_in,
+)
 
 CONTAINER: Final = ("namespace", "pod", "container", *GPU_LABELS)
 
@@ -263,7 +269,7 @@ ANNOTATIONS_REJECTED: Final = _counter(
     "Pod annotations about GPU memory that were rejected.",
 )
 
-_OWN: Final = tuple(it for it in list(vars().values()) if isinstance(it, MetricFamily))
+_OWN: Final = families_in(vars())
 FAMILIES: Final = (*_OWN, *sensor_families.FAMILIES, *daemon_families.FAMILIES)
 """All families, in this order; those of backends and `process_*` follow them."""
 

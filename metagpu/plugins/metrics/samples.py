@@ -1,5 +1,6 @@
 """Samples: metric families, and the values of their series."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -35,6 +36,11 @@ class FamilyFactory(NamedTuple):
     def __call__(self, name: str, meaning: str, *labels: str) -> MetricFamily:
         """Return the family of a name, with more labels."""
         return MetricFamily(f"{self.prefix}{name}", self.kind, meaning, (*self.first, *labels))
+
+
+def families_in(names: Mapping[str, object]) -> tuple[MetricFamily, ...]:
+    """Return the metric families among a module's names, in their order."""
+    return tuple(it for it in names.values() if isinstance(it, MetricFamily))
 
 
 class HistogramValue(NamedTuple):

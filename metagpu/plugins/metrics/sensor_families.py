@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from metagpu.plugins.metrics.samples import GPU_LABELS, FamilyFactory, MetricFamily, MetricType
+from metagpu.plugins.metrics.samples import GPU_LABELS, FamilyFactory, MetricType, families_in
 
 _gauge: Final = FamilyFactory(MetricType.GAUGE, GPU_LABELS)
 _counter: Final = FamilyFactory(MetricType.COUNTER, GPU_LABELS)
@@ -36,4 +36,4 @@ PCIE_REPLAYS: Final = _counter(
     "gpu_pcie_replays_total", "PCIe packets of the GPU that were sent again."
 )
 
-FAMILIES: Final = tuple(it for it in list(vars().values()) if isinstance(it, MetricFamily))
+FAMILIES: Final = families_in(vars())
