@@ -60,7 +60,7 @@ def add_command(
     example: str,
     aliases: Sequence[str] = (),
 ) -> Parser:
-    """Add a command; of several sentences in its summary, the list of commands has the first."""
+    """Add a command; the list of commands has the first sentence of its summary."""
     command: Parser = commands.add_parser(
         name,
         aliases=aliases,

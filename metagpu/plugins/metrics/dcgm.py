@@ -11,7 +11,13 @@ from typing import Final
 from metagpu.core.contracts.sensors import GpuSensors, NvlinkError
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.plugins.metrics.samples import FamilyFactory, MetricType, Sample, families_in
+from metagpu.plugins.metrics.samples import (
+    FamilyFactory,
+    MetricFamily,
+    MetricType,
+    Sample,
+    families_in,
+)
 
 _LABELS: Final = (
     *("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"),
