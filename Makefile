@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible wheel chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz lint proto mgctl reproducible man wheel chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -59,7 +59,10 @@ mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
 reproducible: $(PROGRAMS) ## build the mgctl of containers again, from nothing, and compare the bytes
 	$(BIN)/python mgctl/build.py --verify
 
-wheel: $(PROGRAMS) ## build the package with everything in it, into dist/
+man: $(VENV)/.build ## write the manual pages of all programs, into dist/man
+	$(BIN)/python docs/manpages.py
+
+wheel: $(PROGRAMS) man ## build the package with everything in it, into dist/
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 test: $(VENV)/.test $(PROGRAMS) ## run the tests

@@ -70,7 +70,7 @@ def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
         program, *rest = rest
         reads = kubectl_arguments.parser()
     else:
-        reads = arguments.parser() if program == "metagpu" else mgctl._parser()
+        reads = arguments.parser() if program == "metagpu" else mgctl.parser()
 
     assert reads.parse_args(rest) is not None, page
 

@@ -102,8 +102,10 @@ def install(packages: Path, architecture: str) -> None:
         (packages / "metagpu" / "programs" / f"mgctl-{it}").exists() for it in MACHINES.values()
     ):
         raise SystemExit("the mgctl of containers is not built: run `make mgctl`")
-    # Programs of libraries, and files that kubernetes-asyncio drops beside all packages.
-    shutil.rmtree(packages / "bin", ignore_errors=True)
+    # Programs of libraries, pages for `man`, which the image lacks, and files that
+    # kubernetes-asyncio drops beside all packages.
+    for folder in ("bin", "share"):
+        shutil.rmtree(packages / folder, ignore_errors=True)
     for stray in packages.glob("*.md"):
         stray.unlink()
     for record in packages.glob("*.dist-info/RECORD"):

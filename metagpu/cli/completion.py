@@ -30,32 +30,34 @@ def completions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Sequen
     *before, current = words or [""]
     value_of: argparse.Action | None = None
     for word in before:
-        inner = None if value_of else _commands(parser).get(word)
+        inner = None if value_of else commands_of(parser).get(word)
         value_of = None if value_of else _option(parser, word)
         parser = inner or parser
     if value_of is not None:
         found: Iterable[object] = value_of.choices or ()
     elif current.startswith("-"):
-        found = (name for action in _actions(parser) for name in action.option_strings)
+        found = (name for action in actions_of(parser) for name in action.option_strings)
     else:
-        found = _commands(parser) or (
+        found = commands_of(parser) or (
             it
-            for action in _actions(parser)
+            for action in actions_of(parser)
             if not action.option_strings
             for it in action.choices or ()
         )
     return sorted(name for name in map(str, found) if name.startswith(current))
 
 
-def _actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+    """Return the arguments of a command, those too that it adds late."""
     if isinstance(parser, Parser) and parser.add_late is not None:
         add, parser.add_late = parser.add_late, None
         add(parser)
     return parser._actions  # noqa: SLF001 - argparse has no other way to list them
 
 
-def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    for action in _actions(parser):
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the commands below a command, also under their other names."""
+    for action in actions_of(parser):
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
             found: Mapping[str, argparse.ArgumentParser] = action.choices
             return found
@@ -64,7 +66,7 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | None:
     """Return the option of a word, if a value follows it."""
-    for action in _actions(parser):
+    for action in actions_of(parser):
         if word in action.option_strings and action.nargs != 0:
             return action
     return None

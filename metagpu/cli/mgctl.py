@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
-    program = _parser()
+    program = parser()
     if arguments is None and complete_line(program):
         return 0
     args = program.parse_args(arguments)
@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+def parser() -> argparse.ArgumentParser:
+    """Build the parser; `do` of its result is the command's function."""
+    program = Parser(
         prog="mgctl",
         description="Shows the use of this node's GPUs by containers and processes.",
         epilog="examples:\n  mgctl get processes -w\n  mgctl get pods -o json\n  mgctl top",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = program.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     get = add_command(
         commands, "get", "show devices, processes or pods", "mgctl get processes", aliases=["g"]
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     version.set_defaults(do=_version)
     add_run_dir(version)
-    return parser
+    return program
 
 
 # --- the commands -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from metagpu.kubectl.program import complete
 
 PARSERS = {
     "metagpu": arguments.parser,
-    "mgctl": mgctl._parser,
+    "mgctl": mgctl.parser,
     "kubectl-metagpu": kubectl_arguments.parser,
 }
 

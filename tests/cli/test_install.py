@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import manpages
 from metagpu.cli.metagpu import main
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
@@ -77,13 +78,16 @@ def test_the_example_is_good(tmp_path: Path) -> None:
 
 
 def test_the_wheel_has_the_files(tmp_path: Path) -> None:
-    """The wheel has the files of deploy/systemd, so that there is one source of them."""
+    """The wheel has the files of deploy/systemd, so that there is one source, and manual pages."""
+    manpages.write()
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # noqa: S603 - our own
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         for file in SYSTEMD.iterdir():
             assert archive.read(f"metagpu/systemd/{file.name}") == file.read_bytes()
+        shared = [Path(it).name for it in archive.namelist() if "/data/share/man/man1/" in it]
+    assert sorted(shared) == ["kubectl-metagpu.1", "metagpu.1", "mgctl.1"]
 
 
 @pytest.fixture

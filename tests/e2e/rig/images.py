@@ -24,7 +24,7 @@ KEPT_IMAGES = 3
 METAGPU_IMAGE = f"metagpu:{__version__}"
 _SOURCES = (
     *("LICENSE", "README.md", "deploy/Dockerfile", "deploy/image", "metagpu"),
-    *("pyproject.toml", "requirements"),
+    *("docs/wheel_hook.py", "pyproject.toml", "requirements"),
 )
 """Files and folders that the image is built of."""
 IMAGE_EPOCH = {"SOURCE_DATE_EPOCH": "0"}
