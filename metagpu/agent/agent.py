@@ -24,6 +24,7 @@ from metagpu.agent.optional_parts import (
     build_cluster,
     build_exporter,
     build_status_api,
+    build_web,
     turn_tasks,
 )
 from metagpu.agent.paths import AgentPaths
@@ -84,6 +85,7 @@ class Agent:
         cluster_settings: the uses of the API server, `None` for none.
         metrics: the address of the metrics and probes, `None` for none.
         status_address: the address of the status API, `None` for none.
+        web_address: the address of the page, `None` for none.
         beside: what runs around the agent's tasks, as a simulated cluster does.
         take_over: whether to take the node over from another daemon; without it, another daemon
             is an error.
@@ -102,6 +104,7 @@ class Agent:
     cluster_settings: ClusterSettings | None = None
     metrics: ListenAddress | None = None
     status_address: ListenAddress | None = None
+    web_address: ListenAddress | None = None
     beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     timing: AgentTiming = field(default_factory=AgentTiming)
     take_over: bool = False
@@ -256,6 +259,13 @@ class Agent:
             self._agent_commands.reports,
             self.timing.metrics,
         )
+        self.web = build_web(
+            self.web_address,
+            self.cluster_settings,
+            self.registry,
+            self._agent_commands.reports,
+            self.timing.metrics,
+        )
 
     def _build_takeover(self) -> Takeover:
         return Takeover(
@@ -336,6 +346,7 @@ class Agent:
             partial(run_with_restart, self._link_nodes, "links in /dev/char"),
             *((self.cluster.run,) if self.cluster else ()),
             *((self.status_api.run,) if self.status_api else ()),
+            *((self.web.run,) if self.web else ()),
             *turn_tasks(self.cluster_settings, self.layout_manager, self.timing.turns),
         )
 

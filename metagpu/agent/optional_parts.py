@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
     from metagpu.plugins.metrics.exporter import Exporter
     from metagpu.plugins.metrics.status_api import StatusApi
+    from metagpu.plugins.web.node import NodeWeb
 
 
 def build_cluster(
@@ -117,6 +118,30 @@ def build_status_api(
     from metagpu.plugins.metrics.status_api import StatusApi  # noqa: PLC0415 - as said
 
     return StatusApi(address, reports, TokenReviewer(settings, run_command), timing)
+
+
+def build_web(
+    address: ListenAddress | None,
+    settings: ClusterSettings | None,
+    registry: Registry,
+    reports: Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]],
+    timing: MetricsTiming,
+) -> "NodeWeb | None":
+    """Build the page of the node, `None` without an address.
+
+    Raises:
+        ValueError: others reach the address, and no API server is used.
+    """
+    if address is None:
+        return None
+    from metagpu.plugins.web.node import NodeWeb  # noqa: PLC0415 - as said
+
+    tokens = None
+    if settings is not None and not address.is_loopback:
+        from metagpu.plugins.cluster.token_review import TokenReviewer  # noqa: PLC0415 - as said
+
+        tokens = TokenReviewer(settings, run_command)
+    return NodeWeb(address, registry, reports, tokens, timing)
 
 
 def turn_tasks(

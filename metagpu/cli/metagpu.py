@@ -22,6 +22,7 @@ from metagpu.cli.options import (
     resolve_environment,
     source_of,
     status_api_of,
+    web_of,
 )
 from metagpu.cli.parser import run_command
 from metagpu.cli.simulation import use_simulated_cluster
@@ -125,6 +126,7 @@ def _run(args: argparse.Namespace) -> int:
         use_simulated_cluster(args)
         cluster_settings, metrics = cluster_of(args), metrics_of(args)
         status_address = status_api_of(args, cluster_settings)
+        web_address = web_of(args, cluster_settings)
         check_kubelet_dir(args.kubelet_dir)
         _configure_log(args.log_level, args.log_format)
         paths = _paths(args)
@@ -138,6 +140,7 @@ def _run(args: argparse.Namespace) -> int:
                 cluster_settings,
                 metrics,
                 status_address=status_address,
+                web_address=web_address,
                 cluster_node=args.node_name if args.with_kubelet else None,
             )
             agent.take_over, agent.asks_after = take_over, asks_after
@@ -338,6 +341,7 @@ def _agent(
     metrics: "ListenAddress | None" = None,
     *,
     status_address: "ListenAddress | None" = None,
+    web_address: "ListenAddress | None" = None,
     cluster_node: str | None = None,
 ) -> "Agent":
     """Build the agent; `cluster_node` is the name of the Node of a simulated cluster."""
@@ -356,6 +360,7 @@ def _agent(
             cluster_settings=cluster_settings,
             metrics=metrics,
             status_address=status_address,
+            web_address=web_address,
         )
 
     from metagpu.cli.simulation import simulated_agent
@@ -367,6 +372,7 @@ def _agent(
         cluster_settings,
         metrics,
         status_address=status_address,
+        web_address=web_address,
         cluster_node=cluster_node,
     )
 

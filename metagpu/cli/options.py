@@ -17,6 +17,8 @@ from metagpu.plugins.metrics.address import ListenAddress, parse_address
 if TYPE_CHECKING:
     from metagpu.agent.config_source import ConfigSource
 
+WEB_ADDRESS: Final = "127.0.0.1:9450"
+"""The address of `--web` alone."""
 _MIG_PARTED_FILE: Final = "MIG_PARTED_CONFIG_FILE"
 CONFIG_HELP: Final = (
     "a configuration file, or a folder of profiles; also a file of MetaGPU, NVIDIA's device "
@@ -264,6 +266,17 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
         "such as :9440; the API server reviews their tokens (default: not served)",
     )
 
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        const=WEB_ADDRESS,
+        metavar="ADDRESS",
+        default=Variable(("METAGPU_WEB",)),
+        help=f"serve a page about this node's GPUs on this address ({WEB_ADDRESS} if none is "
+        "given); anywhere but on the loopback the API server reviews its clients' tokens (default: "
+        "not served)",
+    )
+
 
 def metrics_of(args: argparse.Namespace) -> ListenAddress | None:
     """Return the address in resolved arguments, `None` if there is none.
@@ -291,6 +304,25 @@ def status_api_of(
         )
         raise ConfigError(problem, file="--status-api")
     return parse_address(args.status_api, "--status-api")
+
+
+def web_of(args: argparse.Namespace, settings: ClusterSettings | None) -> ListenAddress | None:
+    """Return the page's address in resolved arguments, `None` if there is none.
+
+    Raises:
+        ConfigError: if the text is no address, or others reach it and no API server is used.
+    """
+    if not args.web:
+        return None
+    address = parse_address(args.web, "--web")
+    if settings is None and not address.is_loopback:
+        problem = (
+            f"others reach {address}, and the API server reviews their tokens: give an address "
+            f"such as {WEB_ADDRESS}, or also --node-name, outside a pod --kubeconfig, and a "
+            "feature of --cluster"
+        )
+        raise ConfigError(problem, file="--web")
+    return address
 
 
 def cluster_of(args: argparse.Namespace) -> ClusterSettings | None:

@@ -60,6 +60,7 @@ def simulated_agent(
     metrics: "ListenAddress | None",
     *,
     status_address: "ListenAddress | None" = None,
+    web_address: "ListenAddress | None" = None,
     cluster_node: str | None = None,
 ) -> "Agent":
     """Build an agent on a simulated node; a `cluster_node` names that of its cluster.
@@ -91,6 +92,7 @@ def simulated_agent(
         cluster_settings=cluster_settings,
         metrics=metrics,
         status_address=status_address,
+        web_address=web_address,
     )
     if cluster is not None:
         agent.beside = cluster.running

@@ -116,6 +116,7 @@ async def agent_at_work(
     cdi_dir: Path | None = None,
     metrics: ListenAddress | None = None,
     status_address: ListenAddress | None = None,
+    web_address: ListenAddress | None = None,
     timing: AgentTiming | None = None,
     kubelet_timing: KubeletTiming | None = None,
     usage_timing: UsageTiming = QUICK_USAGE,
@@ -139,6 +140,7 @@ async def agent_at_work(
         cdi_dir: the folder of the CDI specification.
         metrics: the address of metrics and probes.
         status_address: the address of the status API.
+        web_address: the address of the page.
         timing: the agent's timing.
         kubelet_timing: timing towards the kubelet, in place of `timing`'s.
         usage_timing: timing of the usage service.
@@ -169,6 +171,7 @@ async def agent_at_work(
         host=host,
         metrics=metrics,
         status_address=status_address,
+        web_address=web_address,
         timing=replace(
             timing or AgentTiming(),
             kubelet=kubelet_timing or TIMING,

@@ -26,6 +26,11 @@ class ListenAddress(msgspec.Struct, frozen=True):
         """True if the address needs an IPv6 socket; so do all addresses together."""
         return not self.host or ":" in self.host
 
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine reaches the address."""
+        return bool(self.host) and ip_address(self.host).is_loopback
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

@@ -21,7 +21,8 @@ from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page, render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import snapshot_samples
-from metagpu.plugins.metrics.http_server import HttpRequest, HttpResponse, Page, PageServer
+from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
+from metagpu.plugins.metrics.http_server import Page, PageServer
 from metagpu.plugins.metrics.namespaces import NamespaceMeter, namespace_samples
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
 from metagpu.plugins.metrics.sensor_reader import SensorReader

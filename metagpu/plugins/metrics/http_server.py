@@ -2,12 +2,12 @@
 
 A misbehaving client hurts only itself: connections are accepted at a limited rate, a request is
 limited in time and size, a connection has one request, and at too many connections the oldest one
-is closed. So a client that sends its request and reads the response is always served.
+is closed. So a client that sends its request and reads the response is always served. Responses
+without an end are counted apart: the oldest of them stays, and one too many is refused.
 """
 
 import asyncio
 import errno
-import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
@@ -16,13 +16,21 @@ from typing import Final
 
 import anyio
 import h11
-import msgspec
 import structlog
 
 from metagpu.core.runtime.listener import accept
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.metrics.http_messages import (
+    Headers,
+    HttpRequest,
+    HttpResponse,
+    HttpStream,
+    encode_head,
+    encode_response,
+    plain,
+)
 from metagpu.plugins.metrics.sources import MetricsTiming
 
 CONNECTIONS: Final = 32
@@ -31,7 +39,8 @@ BACKLOG: Final = 1024
 """
 REQUEST_LIMIT: Final = 16 * 1024
 """Bytes of a request's line and headers."""
-PLAIN: Final = "text/plain; charset=utf-8"
+STREAMS: Final = 16
+"""Responses without an end at a time."""
 
 _ACCEPT_BURST: Final = 50
 _ACCEPT_RATE: Final = 200.0
@@ -39,41 +48,13 @@ _ACCEPT_RATE: Final = 200.0
 _LINGER: Final = 1.0
 """Seconds for a client to close the connection after its response."""
 _CHUNK: Final = 16 * 1024
-_NO_WEIGHT: Final = re.compile(r"0(\.0*)?")
-_ACCEPT: Final = b"accept-encoding"
+_DEAD_AFTER: Final = 30_000
+"""Milliseconds after which the kernel closes a stream whose client confirms nothing."""
 
 log = structlog.get_logger()
 
 
-class HttpResponse(msgspec.Struct, frozen=True):
-    """A response; `content` is its content type.
-
-    Attributes:
-        compressed: the body under gzip, for clients that take it; `None` where there is none.
-    """
-
-    status: HTTPStatus
-    body: bytes
-    content: str = PLAIN
-    compressed: bytes | None = None
-
-    def encoded_for(self, request: h11.Request | None) -> tuple[bytes, str]:
-        """Return the body for a request, and its content encoding, empty for none."""
-        accepted = b",".join(
-            value for name, value in (request.headers if request else ()) if name == _ACCEPT
-        )
-        if self.compressed is not None and _takes_gzip(accepted.decode("latin-1")):
-            return self.compressed, "gzip"
-        return self.body, ""
-
-
-class HttpRequest(msgspec.Struct, frozen=True):
-    """A request; `headers` have their names in lower case."""
-
-    headers: Mapping[str, str]
-
-
-Page = Callable[[HttpRequest], Awaitable[HttpResponse]]
+Page = Callable[[HttpRequest], Awaitable[HttpResponse | HttpStream]]
 
 
 class PageServer:
@@ -81,6 +62,7 @@ class PageServer:
 
     Args:
         name: what is served, for messages; `--NAME` is the option that gives the address.
+        headers: the headers of all responses, beside those of HTTP itself.
 
     Attributes:
         port: the port that is bound now, 0 without one.
@@ -93,13 +75,16 @@ class PageServer:
         timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
         *,
         name: str = "metrics",
+        headers: Headers = (),
     ) -> None:
         self.port = 0
         self._name = name
         self._address = address
         self._pages = pages
         self._timing = timing
+        self._headers = headers
         self._open: dict[socket.socket, anyio.CancelScope] = {}
+        self._streams = 0
 
     async def run(self) -> None:
         """Serve until cancelled; a port that cannot be bound is tried again."""
@@ -166,31 +151,78 @@ class PageServer:
                 request = await _read_request(http, connection)
             response = await self._response(request)
         except h11.RemoteProtocolError as error:
-            response = _plain(HTTPStatus(error.error_status_hint), str(error))
+            response = plain(HTTPStatus(error.error_status_hint), str(error))
         except TimeoutError:
             text = f"no request arrived within {self._timing.request_timeout:g} s"
-            response = _plain(HTTPStatus.REQUEST_TIMEOUT, text)
+            response = plain(HTTPStatus.REQUEST_TIMEOUT, text)
 
-        with anyio.fail_after(self._timing.response_timeout):
-            data = _encode(http, response, request)
-            await asyncio.get_running_loop().sock_sendall(connection, data)
+        if isinstance(response, HttpStream) and request is not None:
+            await self._stream(http, connection, response, request)
+            return
+        await self._send(connection, encode_response(http, response, request, self._headers))
         await _close(connection)
 
-    async def _response(self, request: h11.Request) -> HttpResponse:
+    async def _send(self, connection: socket.socket, data: bytes) -> None:
+        """Send all of it; a client that does not read it in time raises a `TimeoutError`."""
+        with anyio.fail_after(self._timing.response_timeout):
+            await asyncio.get_running_loop().sock_sendall(connection, data)
+
+    async def _stream(
+        self,
+        http: h11.Connection,
+        connection: socket.socket,
+        stream: HttpStream,
+        request: h11.Request,
+    ) -> None:
+        """Send parts until the client closes the connection, or does not read them."""
+        self._open.pop(connection, None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER)
+        self._streams += 1
+        try:
+            await self._send(connection, encode_head(http, stream, self._headers))
+            if request.method == b"HEAD":
+                return
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._send_parts, http, connection, stream, group.cancel_scope)
+                with suppress(OSError):
+                    # A client has nothing to say here: what comes, or the end, ends the stream.
+                    await asyncio.get_running_loop().sock_recv(connection, 1)
+                group.cancel_scope.cancel()
+        finally:
+            self._streams -= 1
+
+    async def _send_parts(
+        self,
+        http: h11.Connection,
+        connection: socket.socket,
+        stream: HttpStream,
+        scope: anyio.CancelScope,
+    ) -> None:
+        with suppress(OSError, TimeoutError):
+            async with aclosing(stream.parts()) as parts:
+                async for part in parts:
+                    await self._send(connection, http.send(h11.Data(data=part)) or b"")
+        scope.cancel()
+
+    async def _response(self, request: h11.Request) -> HttpResponse | HttpStream:
         path = request.target.partition(b"?")[0].decode("ascii")
         page = self._pages.get(path)
 
         if request.method not in (b"GET", b"HEAD"):
-            return _plain(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are allowed")
+            return plain(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are allowed")
         if page is None:
             known = ", ".join(self._pages)
-            return _plain(HTTPStatus.NOT_FOUND, f"no such page; the pages are: {known}")
+            return plain(HTTPStatus.NOT_FOUND, f"no such page; the pages are: {known}")
         try:
-            return await page(_to_request(request))
+            response = await page(HttpRequest.of(request))
         except Exception:
             log.exception("page failed", page=path)
             text = "metagpu failed; its log has the details"
-            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+            return plain(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+        if isinstance(response, HttpStream) and self._streams >= STREAMS:
+            text = f"{STREAMS} clients follow the changes already; try again later"
+            return plain(HTTPStatus.SERVICE_UNAVAILABLE, text)
+        return response
 
 
 async def _read_request(http: h11.Connection, connection: socket.socket) -> h11.Request:
@@ -209,43 +241,6 @@ async def _read_request(http: h11.Connection, connection: socket.socket) -> h11.
         http.receive_data(await asyncio.get_running_loop().sock_recv(connection, _CHUNK))
 
 
-def _to_request(request: h11.Request) -> HttpRequest:
-    return HttpRequest({key.decode(): value.decode("latin-1") for key, value in request.headers})
-
-
-def _takes_gzip(accepted: str) -> bool:
-    """Return whether a header Accept-Encoding has gzip, and not with the weight 0."""
-    for part in accepted.lower().split(","):
-        name, _, weight = part.replace(" ", "").partition(";q=")
-        if name in ("gzip", "*"):
-            return _NO_WEIGHT.fullmatch(weight) is None
-    return False
-
-
-def _encode(http: h11.Connection, response: HttpResponse, request: h11.Request | None) -> bytes:
-    body, encoding = response.encoded_for(request)
-    headers = [
-        ("content-type", response.content),
-        ("content-length", str(len(body))),
-        ("connection", "close"),
-    ]
-    if response.compressed is not None:
-        headers.append(("vary", "accept-encoding"))
-    if encoding:
-        headers.append(("content-encoding", encoding))
-    if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
-        headers.append(("allow", "GET, HEAD"))
-    status = response.status
-
-    parts = [
-        http.send(h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()))
-    ]
-    if request is None or request.method != b"HEAD":
-        parts.append(http.send(h11.Data(data=body)))
-    parts.append(http.send(h11.EndOfMessage()))
-    return b"".join(part for part in parts if part)
-
-
 async def _close(connection: socket.socket) -> None:
     """Shut down, then read the rest: unread data would lose our response."""
     loop = asyncio.get_running_loop()
@@ -254,10 +249,6 @@ async def _close(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_WR)
         while await loop.sock_recv(connection, _CHUNK):
             pass
-
-
-def _plain(status: HTTPStatus, text: str) -> HttpResponse:
-    return HttpResponse(status, f"{text}\n".encode())
 
 
 def _bind(address: ListenAddress, silence: int) -> socket.socket:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import anyio
 import structlog
 
 ValueT = TypeVar("ValueT")
+_NOTHING: Final = -1
 
 log = structlog.get_logger()
 
@@ -30,7 +31,8 @@ class SingleFlight(Generic[ValueT]):
         self._age = age
         self._value: ValueT | None = None
         self._at = -math.inf
-        self._busy = False
+        self._version = 0
+        self._computing = self._done = _NOTHING
         self._requested = anyio.Event()
         self._computed = anyio.Event()
 
@@ -38,23 +40,36 @@ class SingleFlight(Generic[ValueT]):
         """Compute values on request, until cancelled."""
         while True:
             await self._requested.wait()
-            self._requested, self._busy = anyio.Event(), True
+            self._requested, version = anyio.Event(), self._version
+            self._computing = version
             try:
                 self._value = await self._compute()
             except Exception:
                 log.exception("computation failed", value=self._name)
                 self._value = None
             finally:
-                self._busy = False
-            self._at = anyio.current_time()
+                self._computing = _NOTHING
+            self._done, self._at = version, anyio.current_time()
             self._computed.set()
             self._computed = anyio.Event()
 
+    def invalidate(self) -> None:
+        """Make callers from now on wait for a value that is computed from now on."""
+        self._version += 1
+
     async def get(self, max_wait: float = math.inf) -> ValueT | None:
         """Return a fresh value, or after `max_wait` seconds an older one, or `None`."""
-        if anyio.current_time() - self._at >= self._age:
-            if not self._busy:
-                self._requested.set()
+        wanted = self._version
+        if anyio.current_time() - self._at >= self._age or self._done < wanted:
             with anyio.move_on_after(max_wait):
-                await self._computed.wait()
+                await self._next(wanted)
         return self._value
+
+    async def _next(self, version: int) -> None:
+        """Wait for the next value of a version, or of a later one."""
+        while True:
+            if self._computing < version:
+                self._requested.set()
+            await self._computed.wait()
+            if self._done >= version:
+                return

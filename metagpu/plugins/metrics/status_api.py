@@ -6,7 +6,7 @@ It names pods, so each request carries a viewer's token: the port itself may be 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any
 
 import anyio
 import msgspec
@@ -14,30 +14,13 @@ from anyio import to_thread
 
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.http_server import HttpRequest, HttpResponse, Page, PageServer
+from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
+from metagpu.plugins.metrics.http_server import Page, PageServer
 from metagpu.plugins.metrics.single_flight import SingleFlight
 from metagpu.plugins.metrics.sources import MetricsTiming
-
-TOKEN_HEADER: Final = "metagpu-token"  # noqa: S105 - the header's name
-"""The header with a viewer's token. The API server keeps `Authorization` to itself."""
-_JSON: Final = "application/json"
+from metagpu.plugins.metrics.viewer_access import JSON, TokenCheck, refusal_of, status_response
 
 Report = Callable[[], Awaitable[Mapping[str, Any]]]
-
-
-class TokenCheck(Protocol):
-    """A check of viewers' tokens."""
-
-    async def run(self) -> None:
-        """Hold what the check needs, until cancelled."""
-
-    async def check(self, token: str) -> str:
-        """Return why a token gives no access, an empty text for a viewer's.
-
-        Raises:
-            ConnectionError: the token could not be checked; the message says why.
-        """
-        ...
 
 
 class StatusApi:
@@ -74,18 +57,13 @@ class StatusApi:
 
     def _page(self, report: SingleFlight[bytes]) -> Page:
         async def page(request: HttpRequest) -> HttpResponse:
-            try:
-                problem = await self._tokens.check(request.headers.get(TOKEN_HEADER, ""))
-            except ConnectionError as error:
-                return _problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-            if problem:
-                # Not 401: the API server's clients would renew their own credentials.
-                return _problem(HTTPStatus.FORBIDDEN, problem)
+            if (refusal := await refusal_of(self._tokens, request)) is not None:
+                return refusal
             body = await report.get()
             if body is None:
                 text = "metagpu failed to make the report; its log has the details"
-                return _problem(HTTPStatus.INTERNAL_SERVER_ERROR, text)
-            return HttpResponse(HTTPStatus.OK, body, _JSON)
+                return status_response(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+            return HttpResponse(HTTPStatus.OK, body, JSON)
 
         return page
 
@@ -95,9 +73,3 @@ def _encoded(report: Report) -> Callable[[], Awaitable[bytes]]:
         return await to_thread.run_sync(msgspec.json.encode, await report())
 
     return encoded
-
-
-def _problem(status: HTTPStatus, message: str) -> HttpResponse:
-    """Return an error in the shape of Kubernetes' own, whose clients show the message."""
-    body = {"kind": "Status", "apiVersion": "v1", "code": int(status), "message": message}
-    return HttpResponse(status, msgspec.json.encode(body), _JSON)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from metagpu.plugins.metrics import http_server as http
 from metagpu.plugins.metrics.address import ALL_ADDRESSES, ListenAddress
-from metagpu.plugins.metrics.http_server import CONNECTIONS, HttpRequest, HttpResponse, PageServer
+from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
+from metagpu.plugins.metrics.http_server import CONNECTIONS, PageServer
 from metagpu.plugins.metrics.sources import MetricsTiming
 from tests.plugins.metrics.rig import asked, sent
 from tests.rigs.logs import capture_module_logs
