@@ -313,6 +313,15 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     assert "resource.k8s.io" not in str(_render(helm, "fullnameOverride=mine"))
 
 
+def test_nvidias_driver_name_brings_nvidias_classes(helm: str) -> None:
+    """Claims that name NVIDIA's DeviceClasses work where its own chart is not installed."""
+    documents = _render(helm, "dra.enabled=true,dra.driver=gpu.nvidia.com")
+    classes = {it["metadata"]["name"]: it for it in documents if it["kind"] == "DeviceClass"}
+    for kind in ("gpu", "mig"):
+        [selector] = classes[f"{kind}.nvidia.com"]["spec"]["selectors"]
+        assert selector == classes[f"{kind}.metagpu.io"]["spec"]["selectors"][0]
+
+
 _PATCH_NODES = {("nodes", "patch")}
 _PATCH_STATUS = {("nodes/status", "patch")}
 _WRITE_EVENTS = {("events", "create"), ("events", "patch")}

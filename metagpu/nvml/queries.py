@@ -40,6 +40,26 @@ _ARCHITECTURES: Final = {
     pynvml.NVML_DEVICE_ARCH_BLACKWELL: "blackwell",
     pynvml.NVML_DEVICE_ARCH_RUBIN: "rubin",
 }
+_BRANDS: Final = {
+    pynvml.NVML_BRAND_UNKNOWN: "Unknown",
+    pynvml.NVML_BRAND_QUADRO: "Quadro",
+    pynvml.NVML_BRAND_TESLA: "Tesla",
+    pynvml.NVML_BRAND_NVS: "NVS",
+    pynvml.NVML_BRAND_GRID: "Grid",
+    pynvml.NVML_BRAND_GEFORCE: "GeForce",
+    pynvml.NVML_BRAND_TITAN: "Titan",
+    pynvml.NVML_BRAND_NVIDIA_VAPPS: "NvidiaVApps",
+    pynvml.NVML_BRAND_NVIDIA_VPC: "NvidiaVPC",
+    pynvml.NVML_BRAND_NVIDIA_VCS: "NvidiaVCS",
+    pynvml.NVML_BRAND_NVIDIA_VWS: "NvidiaVWS",
+    pynvml.NVML_BRAND_NVIDIA_CLOUD_GAMING: "NvidiaCloudGaming",
+    pynvml.NVML_BRAND_QUADRO_RTX: "QuadroRTX",
+    pynvml.NVML_BRAND_NVIDIA_RTX: "NvidiaRTX",
+    pynvml.NVML_BRAND_NVIDIA: "Nvidia",
+    pynvml.NVML_BRAND_GEFORCE_RTX: "GeForceRTX",
+    pynvml.NVML_BRAND_TITAN_RTX: "TitanRTX",
+}
+"""NVIDIA's spelling of brands, in its go-nvlib (`GetBrandAsString`)."""
 _RESET_FIELDS: Final = {
     pynvml.NVML_FI_DEV_RESET_STATUS: RecoveryAction.GPU_RESET,
     pynvml.NVML_FI_DEV_DRAIN_AND_RESET_STATUS: RecoveryAction.DRAIN_AND_RESET,
@@ -111,6 +131,7 @@ def describe_gpu(
         numa_node=_numa_node(ask(_memory_affinity, handle)),
         compute_capability=ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         architecture=_ARCHITECTURES.get(ask(pynvml.nvmlDeviceGetArchitecture, handle)),
+        brand=_BRANDS.get(ask(pynvml.nvmlDeviceGetBrand, handle)),
         mig_enabled=None if mig is None else bool(mig[0]),
         ecc=None if ecc is None else bool(ecc[0]),
         mig_profiles=mig_profiles,

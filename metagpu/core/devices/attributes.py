@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from metagpu.core.devices.devices import MEMORY, MIG_TYPE, Device
 from metagpu.core.model.gpu import MIB, Gpu
-from metagpu.core.model.mig import profile_of
+from metagpu.core.model.mig import profile_of, slot_of
 from metagpu.core.model.snapshot import Versions
 
 _STANDARD: Final = "resource.kubernetes.io"
+_TWO_WORDS: Final = {"ada": "Ada Lovelace"}
+"""The architecture that NVIDIA's spelling has in two words."""
 _MAX_TEXT: Final = 64
 """Characters of a text or version."""
 
@@ -33,7 +35,8 @@ def attributes_of(
         "type": device.type,
         **_identity(device),
         "productName": gpu.name,
-        "architecture": gpu.architecture,
+        "brand": gpu.brand,
+        "architecture": _architecture(gpu),
         f"{_STANDARD}/pciBusID": gpu.pci_bus_id,
         f"{_STANDARD}/pcieRoot": pcie_root,
     }
@@ -50,17 +53,44 @@ def attributes_of(
 
 
 def fixed_capacity(device: Device, gpu: Gpu) -> dict[str, Any]:
-    """Return the capacity of a device that one ResourceClaim has alone: its memory.
+    """Return the capacities of a device that one ResourceClaim has alone.
 
     ResourceClaims would consume every capacity of a shared device, so it has one alone.
     """
-    memory = device.shares[0].memory if device.type == MIG_TYPE else gpu.memory
-    return {MEMORY: {"value": quantity(memory)}} if memory else {}
+    mig = device.type == MIG_TYPE
+    memory = device.shares[0].memory if mig else gpu.memory
+    amounts = {MEMORY: quantity(memory)} if memory else {}
+    amounts.update(_parts(device, gpu) if mig else {})
+    return {name: {"value": amount} for name, amount in amounts.items()}
 
 
 def quantity(amount: int) -> str:
     """Return an amount as a Quantity of Kubernetes; whole MiB are written so."""
     return f"{amount // MIB}Mi" if amount and amount % MIB == 0 else str(amount)
+
+
+def _parts(device: Device, gpu: Gpu) -> Mapping[str, str]:
+    """Return the engines and memory slices of a MIG device, under NVIDIA's names."""
+    name, _, start = slot_of(device.shares[0].id).rpartition("@")
+    profile = next(it for it in gpu.mig_profiles if it.name == name)
+    place = next(it for it in profile.placements if it.start == int(start))
+    engines = profile.engines
+    amounts = {
+        "multiprocessors": profile.multiprocessors,
+        "copyEngines": engines.copy,
+        "decoders": engines.decoder,
+        "encoders": engines.encoder,
+        "jpegEngines": engines.jpeg,
+        "ofaEngines": engines.ofa,
+        **{f"memorySlice{number}": 1 for number in place.slices},
+    }
+    return {name: str(amount) for name, amount in amounts.items()}
+
+
+def _architecture(gpu: Gpu) -> str | None:
+    """Return the architecture in the spelling of NVIDIA's DRA driver, as `Ampere`."""
+    name = gpu.architecture
+    return name and _TWO_WORDS.get(name, name.capitalize())
 
 
 def _identity(device: Device) -> Mapping[str, str]:

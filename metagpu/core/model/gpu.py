@@ -24,6 +24,7 @@ class Gpu(msgspec.Struct, frozen=True):
             `reserved` of it belongs to the driver and firmware.
         pci_device: the PCI ids: the device's in the upper 16 bits, the vendor's below.
         compute_capability: major and minor, as `(8, 0)`; `architecture` is in lower case.
+        brand: the product line in NVIDIA's spelling, such as `Nvidia` or `GeForce`.
         ecc: whether error correction is on; only a reset changes this.
         mig_profiles: the profiles of its MIG instances, whether MIG mode is on or not; empty for a
             GPU without MIG.
@@ -40,6 +41,7 @@ class Gpu(msgspec.Struct, frozen=True):
     numa_node: int | None = None
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None
+    brand: str | None = None
     mig_enabled: bool | None = None
     ecc: bool | None = None
     mig_profiles: tuple[MigProfile, ...] = ()

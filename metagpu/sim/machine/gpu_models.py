@@ -83,6 +83,16 @@ class GpuModel(msgspec.Struct, frozen=True):
         return profile_name(profile.compute_slices, memory, total, profile.suffix)
 
     @property
+    def brand(self) -> int:
+        """Return NVML's number of the brand, which the product's name begins with."""
+        brands = (
+            ("Tesla", pynvml.NVML_BRAND_TESLA),
+            ("NVIDIA RTX", pynvml.NVML_BRAND_NVIDIA_RTX),
+            ("NVIDIA", pynvml.NVML_BRAND_NVIDIA),
+        )
+        return next(int(number) for name, number in brands if self.product.startswith(name))
+
+    @property
     def changes_mig_at_once(self) -> bool:
         """Return whether MIG mode changes without a reset, as from Hopper on."""
         return self.architecture >= int(pynvml.NVML_DEVICE_ARCH_HOPPER)

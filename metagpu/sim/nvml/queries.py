@@ -139,6 +139,12 @@ class QueryFunctions(SimLibraryBase):
             write_number(architecture, gpu.model.architecture)
 
     @c_function
+    def nvmlDeviceGetBrand(self, device: Argument, brand: Argument) -> None:
+        """Return the number of the brand."""
+        with self._gpu(device) as gpu:
+            write_number(brand, gpu.model.brand)
+
+    @c_function
     def nvmlDeviceGetMemoryAffinity(
         self, device: Argument, size: Argument, nodes: Argument, _scope: Argument
     ) -> None:

@@ -27,7 +27,8 @@ def table(heading: str) -> list[list[str]]:
 
 def published() -> list[dict[str, Any]]:
     """Return the devices of a node with the configuration of the page."""
-    known = {"architecture": "ampere", "compute_capability": (8, 0), "numa_node": 0}
+    names = {"architecture": "ampere", "brand": "Nvidia"}
+    known = {**names, "compute_capability": (8, 0), "numa_node": 0}
     gpus = [replace(gpu(n, memory_mib=40960), **known) for n in range(5)]
     gpus.append(replace(mig_gpu(5), **known))
     (text,) = re.findall(r"^```yaml\n(version.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -64,7 +65,6 @@ def test_the_table_of_devices_is_what_is_published() -> None:
 def test_the_table_of_attributes_is_what_is_published() -> None:
     """Every published attribute is in the table with its type, and every row is published."""
     rows = {name: row[1] for row in table("Attribute") for name in CODE.findall(row[0])}
-    rows.pop("memory")
     types = {
         name: kind
         for it in published()
@@ -73,6 +73,16 @@ def test_the_table_of_attributes_is_what_is_published() -> None:
     }
 
     assert types == rows
+
+
+def test_the_table_of_fixed_capacities_is_what_is_published() -> None:
+    """A device of one claim alone has the capacities of its rows."""
+    rows = table("Capacity of one claim alone")
+    named = {name for row in rows for name in CODE.findall(row[0])}
+    own = [it for it in published() if not it.get("allowMultipleAllocations")]
+    slices_between = {f"memorySlice{number}" for number in range(8)}
+
+    assert {name for it in own for name in it["capacity"]} == named | slices_between
 
 
 def test_the_table_of_taints_is_complete() -> None:

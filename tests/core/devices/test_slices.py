@@ -74,6 +74,7 @@ def _taints(device: Mapping[str, Any]) -> dict[str, str]:
 def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
     """Every device consumes the one counter, and a shared one has one capacity."""
     bare = replace(gpu(0), numa_node=1, compute_capability=(8, 0), architecture="ampere")
+    bare = replace(bare, brand="Nvidia")
     snapshot = after(DriverRead(Versions("550.54.05", (12, 4))), since=offered(bare, text=FOUR)[1])
     counters, devices = slices_of(snapshot, "n1", "gpu.metagpu.io", {bare.id: "pci0000:00"})[
         bare.id
@@ -91,7 +92,8 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
         "type": {"string": "gpu"},
         "uuid": {"string": bare.id},
         "productName": {"string": "NVIDIA A100-SXM4-40GB"},
-        "architecture": {"string": "ampere"},
+        "brand": {"string": "Nvidia"},
+        "architecture": {"string": "Ampere"},
         "resource.kubernetes.io/pciBusID": {"string": "0000:00:00.0"},
         "resource.kubernetes.io/pcieRoot": {"string": "pci0000:00"},
         "cudaComputeCapability": {"version": "8.0.0"},
@@ -177,6 +179,18 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
     assert mig["attributes"]["profile"] == {"string": "2g.10gb"}
     assert mig["attributes"]["parentUUID"] == {"string": of.id}
     assert "uuid" not in mig["attributes"]
+    parts = {name: it["value"] for name, it in mig["capacity"].items()}
+    assert parts == {
+        "memory": "9856Mi",
+        "multiprocessors": "28",
+        "copyEngines": "2",
+        "decoders": "1",
+        "encoders": "0",
+        "jpegEngines": "0",
+        "ofaEngines": "0",
+        "memorySlice4": "1",
+        "memorySlice5": "1",
+    }
     assert "allowMultipleAllocations" not in mig
 
 
@@ -190,6 +204,7 @@ def test_every_model_stays_within_the_limits_of_the_api(model: str) -> None:
     assert len(counters) <= 32
     assert all(map(LABEL.fullmatch, counters))
     for devices in [it["devices"] for it in lists]:
+        assert max(len(it["attributes"]) + len(it["capacity"]) for it in devices) <= 32
         assert len(devices) <= 64
         for device in devices:
             assert LABEL.fullmatch(device["name"])

@@ -109,6 +109,7 @@ def test_a_model_is_described() -> None:
     assert pynvml.nvmlDeviceGetMinorNumber(t4) == 4
     assert pynvml.nvmlDeviceGetCudaComputeCapability(t4) == (7, 5)
     assert pynvml.nvmlDeviceGetArchitecture(a100) == pynvml.NVML_DEVICE_ARCH_AMPERE
+    assert pynvml.nvmlDeviceGetBrand(a100) == pynvml.NVML_BRAND_NVIDIA
     assert list(pynvml.nvmlDeviceGetMemoryAffinity(t4, 2, 0)) == [2, 0]
     assert pynvml.nvmlDeviceGetMigMode(a100) == [0, 0]
     assert code_of(pynvml.nvmlDeviceGetMigMode, t4) == pynvml.NVML_ERROR_NOT_SUPPORTED
