@@ -35,6 +35,7 @@ from metagpu.plugins.cluster.event_feeds import (
     record_pod_events,
     record_refusals,
 )
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import (
     PER_POD,
     EventData,
@@ -45,7 +46,6 @@ from metagpu.plugins.cluster.gpu_labels import Strategies
 from metagpu.plugins.cluster.janitor import Janitor
 from metagpu.plugins.cluster.label_sync import LabelSync
 from metagpu.plugins.cluster.node_comparison import NodeComparison
-from metagpu.plugins.cluster.node_events import COMPETING_PLUGIN
 from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
@@ -333,10 +333,12 @@ class Cluster:
         log.warning("competing device plugin found", program=pod.program, pod=pod.pod)
         note = describe_competing_pod(pod, self._registry.snapshot.offers)
         # Anyone can name a DaemonSet so and have it create pod after pod: one Event per program.
-        self._record(COMPETING_PLUGIN, note, "Register", warning=True, key=pod.program)
+        self._record(EventReason.COMPETING_PLUGIN, note, "Register", warning=True, key=pod.program)
 
     def _record_difference(self, resource: ResourceName, problem: str) -> None:
-        self._record("NodeAmountDiffers", f"{resource}: {problem}", "Register", warning=True)
+        self._record(
+            EventReason.NODE_AMOUNT_DIFFERS, f"{resource}: {problem}", "Register", warning=True
+        )
 
     @property
     def _node_reference(self) -> ObjectReference:
@@ -350,7 +352,7 @@ class Cluster:
         return " or ".join(names) or "another device plugin"
 
     def _record(
-        self, reason: str, note: str, action: str, *, warning: bool = False, key: str = ""
+        self, reason: EventReason, note: str, action: str, *, warning: bool = False, key: str = ""
     ) -> None:
         """Record an Event of the node, where the feature `events` is in use."""
         if self._recorder is None or Feature.EVENTS not in self._settings.features:

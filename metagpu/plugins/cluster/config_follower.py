@@ -13,6 +13,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.state.events import ConfigRejected
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.profile_choice import mig_state, read_choice
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.cluster.watch import WatchedObject
@@ -23,7 +24,9 @@ log = structlog.get_logger()
 class RecordNodeEvent(Protocol):
     """Records an Event of the node."""
 
-    def __call__(self, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+    def __call__(
+        self, reason: EventReason, note: str, action: str, *, warning: bool = False
+    ) -> None:
         """Record an Event of the node."""
 
 
@@ -131,8 +134,11 @@ class ConfigFollower:
             self.registry.events.publish(ConfigRejected(refusal, time.time()))
         elif self._outcome.mig_mismatch:
             self.record_event(
-                "MIGLayoutRejected", self._outcome.mig_mismatch, "Configure", warning=True
+                EventReason.MIG_LAYOUT_REJECTED,
+                self._outcome.mig_mismatch,
+                "Configure",
+                warning=True,
             )
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, chosen by the label {wanted.label}"
-            self.record_event("ConfigApplied", note, "Configure")
+            self.record_event(EventReason.CONFIG_APPLIED, note, "Configure")

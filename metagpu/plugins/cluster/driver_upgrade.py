@@ -18,6 +18,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import RecordNodeEvent
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.watch import WatchedObject
 
 STATE_LABEL: Final = "nvidia.com/gpu-driver-upgrade-state"
@@ -144,9 +145,11 @@ class DriverUpgradeFollower:
         if not self.state:
             log.info("driver upgrade ended", label=before)
             note = "the driver upgrade is over, and the GPUs give shares again"
-            self.record_event("DriverUpgradeEnded", note, "Configure")
+            self.record_event(EventReason.DRIVER_UPGRADE_ENDED, note, "Configure")
             return
         pods = holding_pods(self.registry.snapshot)
         log.warning("driver upgrade under way", label=self.state, pods=list(pods))
         note = summary(self.state, pods)
-        self.record_event("DriverUpgradeUnderWay", note, "Configure", warning=bool(pods))
+        self.record_event(
+            EventReason.DRIVER_UPGRADE_UNDER_WAY, note, "Configure", warning=bool(pods)
+        )

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from metagpu.core.errors import ClusterError
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.label_syntax import name_part
 from metagpu.plugins.cluster.node_patch import MERGE_PATCH
 from metagpu.plugins.cluster.reconciler import Reconciler
@@ -77,7 +78,7 @@ class EventData(msgspec.Struct, frozen=True):
 
     Attributes:
         subject: the object that the Event is about.
-        reason: the reason in CamelCase, by which people filter.
+        reason: by which people filter.
         note: the message.
         action: the action that was taken, in CamelCase.
         warning: whether the type is Warning, not Normal.
@@ -91,7 +92,7 @@ class EventData(msgspec.Struct, frozen=True):
     """
 
     subject: ObjectReference
-    reason: str
+    reason: EventReason
     note: str
     action: str
     warning: bool = False

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import CordonSource, Fault, Holder, Lease, ShareId, holders_of
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
 _GPU: Final = "gpu"
@@ -158,41 +159,43 @@ def _leases(part: HeldPart, snapshot: Snapshot) -> Iterator[Lease]:
 def _begun(part: HeldPart, trouble: Trouble, snapshot: Snapshot) -> EventData:
     if part.about == _DRIVER:
         note = f"{trouble.reason}. {_UPGRADE}"
-        return _event(part, "GPUDriverUpgrade", note, snapshot, warning=True)
+        return _event(part, EventReason.GPU_DRIVER_UPGRADE, note, snapshot, warning=True)
     gpu = f"GPU {snapshot.gpus[part.gpu].gpu}"
     if part.about == _CORDON:
         note = (
             f"{gpu} gets no new pods: {trouble.reason}. The pod keeps it and need not be created "
             "again"
         )
-        return _event(part, "GPUCordoned", note, snapshot)
+        return _event(part, EventReason.GPU_CORDONED, note, snapshot)
     if part.about == _GPU:
         advice = _advice(trouble)
         note = f"{gpu} is out of service: {trouble.reason}. {advice}"
-        return _event(part, "GPUUnhealthy", note, snapshot, warning=True, remedy=advice)
+        return _event(part, EventReason.GPU_UNHEALTHY, note, snapshot, warning=True, remedy=advice)
     note = (
         f"MIG device {part.about} of {gpu} is out of service: {trouble.reason}. The pod must be "
         "created again: the device is made again once no pod holds it"
     )
-    return _event(part, "MIGDeviceUnhealthy", note, snapshot, warning=True)
+    return _event(part, EventReason.MIG_DEVICE_UNHEALTHY, note, snapshot, warning=True)
 
 
 def _ended(part: HeldPart, snapshot: Snapshot) -> EventData:
     gpu = f"GPU {snapshot.gpus[part.gpu].gpu}"
     if part.about == _CORDON:
-        return _event(part, "GPUUncordoned", f"{gpu} accepts new pods again", snapshot)
+        return _event(part, EventReason.GPU_UNCORDONED, f"{gpu} accepts new pods again", snapshot)
     if part.about == _GPU:
         created = snapshot.gpus[part.gpu].provisioned.keys()
         on_device = any(it.share.backend in created for it in _leases(part, snapshot))
         advice = _RESET if on_device else _RESTART
-        return _event(part, "GPURecovered", f"{gpu} is in service again. {advice}", snapshot)
+        return _event(
+            part, EventReason.GPU_RECOVERED, f"{gpu} is in service again. {advice}", snapshot
+        )
     note = f"MIG device {part.about} of {gpu} is in service again. {_RESTART}"
-    return _event(part, "MIGDeviceRecovered", note, snapshot)
+    return _event(part, EventReason.MIG_DEVICE_RECOVERED, note, snapshot)
 
 
 def _event(
     part: HeldPart,
-    reason: str,
+    reason: EventReason,
     note: str,
     snapshot: Snapshot,
     *,

@@ -16,6 +16,7 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData
 from metagpu.plugins.cluster.node_patch import CONFLICT
 from metagpu.plugins.cluster.reconciler import Reconciler
@@ -159,7 +160,7 @@ def janitor_event(pod: KnownPod, node: str, *, dry_run: bool) -> EventData | Non
         f"pod {pod.name} {done}: node {node} rejected it; the kubelet starts none of its "
         f"containers: {pod.rejection.message}"
     )
-    reason = "RejectedPodFound" if dry_run else "RejectedPodDeleted"
+    reason = EventReason.REJECTED_POD_FOUND if dry_run else EventReason.REJECTED_POD_DELETED
     return EventData(controller, reason, note, "Delete", key=reason, minor=True)
 
 

@@ -21,8 +21,9 @@ from metagpu.core.state.facts import (
     UnreadableGpusFound,
 )
 from metagpu.core.usage.lease_differences import describe_unauthorized_use
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
-from metagpu.plugins.cluster.pod_events import UNAUTHORIZED_USE, pod_event_of
+from metagpu.plugins.cluster.pod_events import pod_event_of
 from metagpu.plugins.cluster.refusals import node_refusal_event
 
 NODE_EVENT_KINDS: Final = (
@@ -31,7 +32,6 @@ NODE_EVENT_KINDS: Final = (
     *(ConfigRejected, RegistrationProblemFound, UnreadableGpusFound, AllocationRefused),
 )
 """The events that become Events of the node."""
-COMPETING_PLUGIN: Final = "CompetingDevicePlugin"
 
 
 def node_event_of(  # noqa: PLR0911 - one return for each kind of event
@@ -47,22 +47,23 @@ def node_event_of(  # noqa: PLR0911 - one return for each kind of event
     match event:
         case ConfigRejected(reason):
             note = f"{reason}; the last good configuration stays"
-            return EventData(node, "ConfigRejected", note, "Configure", warning=True)
+            return EventData(node, EventReason.CONFIG_REJECTED, note, "Configure", warning=True)
         case CompetingPluginFound(resource, sockets):
             note = f"{resource} is served by {competitor_of(resource)} on {sockets}, not by metagpu"
-            return EventData(node, COMPETING_PLUGIN, note, "Register", warning=True)
+            return EventData(node, EventReason.COMPETING_PLUGIN, note, "Register", warning=True)
         case RegistrationProblemFound(resource, problem):
             note = f"{resource}: {problem}"
-            return EventData(node, "RegistrationProblem", note, "Register", warning=True)
+            return EventData(node, EventReason.REGISTRATION_PROBLEM, note, "Register", warning=True)
         case UnreadableGpusFound(reasons) if reasons:
             note = f"NVML counts GPUs that cannot be read: {'; '.join(reasons.values())}"
-            return EventData(node, "GPUUnreadable", note, "CheckHealth", warning=True)
+            return EventData(node, EventReason.GPU_UNREADABLE, note, "CheckHealth", warning=True)
         case AllocationRefused():
             return node_refusal_event(event, node)
         case UnauthorizedUseFound() if pod_event_of(event, snapshot) is None:
             use = describe_unauthorized_use(event, snapshot)
             note = f"{use}; its pod has the uid {event.pod_uid}"
-            return EventData(node, UNAUTHORIZED_USE, note, "CheckUsage", warning=True, minor=True)
+            reason = EventReason.GPU_USED_WITHOUT_SHARE
+            return EventData(node, reason, note, "CheckUsage", warning=True, minor=True)
 
     data = _gpu_event_of(event)
     if data is None:
@@ -75,7 +76,7 @@ def node_event_of(  # noqa: PLR0911 - one return for each kind of event
 class _GpuEvent(NamedTuple):
     """An event of one GPU."""
 
-    reason: str
+    reason: EventReason
     gpu: GpuId
     message: str
     warning: bool = False
@@ -86,23 +87,25 @@ def _gpu_event_of(event: Event) -> _GpuEvent | None:
 
     match event:
         case GpuFaulted(gpu, reason):
-            data = _GpuEvent("GPUUnhealthy", gpu, reason, warning=True)
+            data = _GpuEvent(EventReason.GPU_UNHEALTHY, gpu, reason, warning=True)
         case GpuRecovered(gpu, reason):
-            data = _GpuEvent("GPURecovered", gpu, reason)
+            data = _GpuEvent(EventReason.GPU_RECOVERED, gpu, reason)
         case InstanceFaulted(gpu, device, reason):
             message = f"MIG device {device} alone: {reason}"
-            data = _GpuEvent("MIGDeviceUnhealthy", gpu, message, warning=True)
+            data = _GpuEvent(EventReason.MIG_DEVICE_UNHEALTHY, gpu, message, warning=True)
         case InstanceRecovered(gpu, device, reason):
-            data = _GpuEvent("MIGDeviceRecovered", gpu, f"MIG device {device}: {reason}")
+            data = _GpuEvent(
+                EventReason.MIG_DEVICE_RECOVERED, gpu, f"MIG device {device}: {reason}"
+            )
         case GpuUnheard(gpu, reason):
             message = f"its XIDs are not heard: {reason}"
-            data = _GpuEvent("GPUEventsUnavailable", gpu, message, warning=True)
+            data = _GpuEvent(EventReason.GPU_EVENTS_UNAVAILABLE, gpu, message, warning=True)
         case GpuCordoned(gpu, reason, source=CordonSource.OPERATOR | CordonSource.NODE):
-            data = _GpuEvent("GPUCordoned", gpu, reason)
+            data = _GpuEvent(EventReason.GPU_CORDONED, gpu, reason)
         case GpuUncordoned(gpu, source=CordonSource.OPERATOR | CordonSource.NODE):
-            data = _GpuEvent("GPUUncordoned", gpu, "accepts new shares again")
+            data = _GpuEvent(EventReason.GPU_UNCORDONED, gpu, "accepts new shares again")
         case BackendSuspended(gpu, reason=reason, until_reset=True):
-            data = _GpuEvent("GPUResetNeeded", gpu, reason, warning=True)
+            data = _GpuEvent(EventReason.GPU_RESET_NEEDED, gpu, reason, warning=True)
     return data
 
 

@@ -22,6 +22,7 @@ from metagpu.core.usage.lease_differences import (
 )
 from metagpu.core.usage.lost_devices import describe_loss
 from metagpu.core.usage.mixed_requests import describe_mixed_request
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
 POD_EVENT_KINDS: Final = (
@@ -34,7 +35,6 @@ POD_EVENT_KINDS: Final = (
     MixedRequestFound,
 )
 """The events that become Events of a pod."""
-UNAUTHORIZED_USE: Final = "GPUUsedWithoutShare"
 
 
 def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
@@ -48,7 +48,7 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
             then = "its processes end if it stays so" if event.will_end else "it keeps running"
             return EventData(
                 _pod(event.holder.namespace, event.holder.pod, event.pod_uid),
-                "GPUMemoryExceeded",
+                EventReason.GPU_MEMORY_EXCEEDED,
                 f"container {_name(event.holder)} uses more memory of "
                 f"{describe_gpu(event.gpu, snapshot)} than it may: {_amounts(event)}; {then}",
                 "EnforceMemory",
@@ -58,7 +58,7 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
         case ProcessSignalled():
             return EventData(
                 _pod(event.holder.namespace, event.holder.pod, event.pod_uid),
-                "GPUProcessSignaled",
+                EventReason.GPU_PROCESS_SIGNALED,
                 f"process {event.pid} (on the node) of container {_name(event.holder)} "
                 f"was sent {event.signal}: it had {event.memory // MIB} MiB of "
                 f"{describe_gpu(event.gpu, snapshot)}, and the container more than it may: "
@@ -73,7 +73,7 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
             pod = event.pod
             return EventData(
                 _pod(pod.namespace, pod.name, pod.uid),
-                "GPUMemoryAnnotationRejected",
+                EventReason.GPU_MEMORY_ANNOTATION_REJECTED,
                 event.reason,
                 "Configure",
                 warning=True,
@@ -89,11 +89,14 @@ def _holder_event(
 ) -> EventData:
     holder = event.holder
     if isinstance(event, DevicesLost):
-        reason, note = "GPUDeviceLost", describe_loss(holder.container, event.devices, event.fix)
+        reason, note = (
+            EventReason.GPU_DEVICE_LOST,
+            describe_loss(holder.container, event.devices, event.fix),
+        )
     elif isinstance(event, MixedRequestFound):
-        reason, note = "GPUNotVisible", describe_mixed_request(event)
+        reason, note = EventReason.GPU_NOT_VISIBLE, describe_mixed_request(event)
     else:
-        reason, note = "GPUShareWithoutContainer", describe_absence(event, snapshot)
+        reason, note = EventReason.GPU_SHARE_WITHOUT_CONTAINER, describe_absence(event, snapshot)
     return EventData(
         _pod(holder.namespace, holder.pod, event.pod_uid),
         reason,
@@ -116,7 +119,7 @@ def _unauthorized_use(event: UnauthorizedUseFound, snapshot: Snapshot) -> EventD
 
     return EventData(
         subject,
-        UNAUTHORIZED_USE,
+        EventReason.GPU_USED_WITHOUT_SHARE,
         describe_unauthorized_use(event, snapshot),
         "CheckUsage",
         warning=True,

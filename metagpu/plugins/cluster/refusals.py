@@ -14,11 +14,9 @@ import anyio
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import AllocationRefused
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
-REFUSED: Final = "GPURequestRefused"
-TOO_LARGE: Final = "GPURequestTooLarge"
-"""The Event of a request that this node can never meet."""
 REMEMBERED: Final = 16
 """Sentences of one resource and cause: the storm of another hides none of them."""
 EXPIRES: Final = 60.0
@@ -27,15 +25,7 @@ EXPIRES: Final = 60.0
 
 def node_refusal_event(refusal: AllocationRefused, node: ObjectReference) -> EventData:
     """Return the Event of the Node: one for each resource and cause, with a count."""
-    return EventData(
-        node,
-        _reason(refusal),
-        _note(refusal),
-        "Allocate",
-        warning=True,
-        key=f"{refusal.resource} {refusal.cause}",
-        minor=True,
-    )
+    return _event(refusal, node, _note(refusal), f"{refusal.resource} {refusal.cause}")
 
 
 def pod_refusal_events(
@@ -49,23 +39,11 @@ def pod_refusal_events(
     subject = ObjectReference("Pod", pod.name, pod.uid, pod.namespace)
     controller = controller_of(pod)
     key = f"{refusal.resource} {refusal.cause}"
-    of_pod = EventData(
-        subject,
-        _reason(refusal),
-        _note(refusal),
-        "Allocate",
-        warning=True,
-        key=f"pod: {key}",
-        minor=True,
-        once_for=controller,
-    )
+    of_pod = _event(refusal, subject, _note(refusal), f"pod: {key}", once_for=controller)
     if controller is None:
         return (of_pod,)
     note = f"pod {pod.name} on node {node}: {_note(refusal)}"
-    of_controller = EventData(
-        controller, _reason(refusal), note, "Allocate", warning=True, key=key, minor=True
-    )
-    return of_pod, of_controller
+    return of_pod, _event(refusal, controller, note, key)
 
 
 def controller_of(pod: KnownPod) -> ObjectReference | None:
@@ -124,8 +102,18 @@ def _refusal_of(pod: KnownPod, refusals: Iterable[AllocationRefused]) -> Allocat
     return next((it for it in refusals if it.reason in message), None)
 
 
-def _reason(refusal: AllocationRefused) -> str:
-    return TOO_LARGE if refusal.never else REFUSED
+def _event(
+    refusal: AllocationRefused,
+    subject: ObjectReference,
+    note: str,
+    key: str,
+    once_for: ObjectReference | None = None,
+) -> EventData:
+    never = refusal.never  # on this node
+    reason = EventReason.GPU_REQUEST_TOO_LARGE if never else EventReason.GPU_REQUEST_REFUSED
+    return EventData(
+        subject, reason, note, "Allocate", warning=True, key=key, minor=True, once_for=once_for
+    )
 
 
 def _note(refusal: AllocationRefused) -> str:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.plugins.cluster import event_recorder as events
+from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, EventRecorder, ObjectReference
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import QUICK, client_of
@@ -16,7 +17,11 @@ from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import becomes
 
 HOT = EventData(
-    ObjectReference("Node", "n", "uid"), "GPUUnhealthy", "GPU 0: hot", "Judge", warning=True
+    ObjectReference("Node", "n", "uid"),
+    EventReason.GPU_UNHEALTHY,
+    "GPU 0: hot",
+    "Judge",
+    warning=True,
 )
 
 
@@ -47,7 +52,12 @@ async def test_event_has_all_that_kubernetes_wants(tmp_path: Path) -> None:
     server = SimApiServer()
     async with recording(server, tmp_path, Clock()) as recorder:
         recorder.record(
-            EventData(ObjectReference("Pod", "p", "u", "team"), "OverLimit", "x" * 2000, "Warn")
+            EventData(
+                ObjectReference("Pod", "p", "u", "team"),
+                EventReason.GPU_MEMORY_EXCEEDED,
+                "x" * 2000,
+                "Warn",
+            )
         )
         await server.until(server.events)
 
@@ -87,7 +97,7 @@ async def test_repeated_events_become_a_count(tmp_path: Path) -> None:
 async def test_a_node_whose_uid_is_known_later_has_one_event(tmp_path: Path) -> None:
     """The same event of a Node before and after its uid is known is one Event."""
     server = SimApiServer()
-    cold = EventData(HOT.subject, "GPURecovered", "GPU 0: cold", "Judge")
+    cold = EventData(HOT.subject, EventReason.GPU_RECOVERED, "GPU 0: cold", "Judge")
     unknown = EventData(
         ObjectReference("Node", "n"), HOT.reason, HOT.note, HOT.action, warning=True
     )
@@ -117,7 +127,7 @@ async def test_flood_is_limited_and_counted(tmp_path: Path) -> None:
     server, clock = SimApiServer(), Clock()
     async with recording(server, tmp_path, clock) as recorder:
         for number in range(events.BURST + 5):
-            recorder.record(EventData(HOT.subject, "R", str(number), "Judge"))
+            recorder.record(EventData(HOT.subject, EventReason.GPU_CORDONED, str(number), "Judge"))
         await server.until(lambda: len(server.events()) == events.BURST)
         with anyio.fail_after(30):
             while recorder.dropped < 5:  # noqa: ASYNC110 - what it asks has no event
@@ -134,7 +144,7 @@ async def test_events_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
     async with recording(server, tmp_path, Clock()) as recorder:
         server.fail(503, times=3)
         for number in range(events.QUEUE_LIMIT + 2):
-            recorder.record(EventData(HOT.subject, "R", str(number), "Judge"))
+            recorder.record(EventData(HOT.subject, EventReason.GPU_CORDONED, str(number), "Judge"))
         await server.until(lambda: len(server.events()) == events.BURST)
 
     assert [each["note"] for each in server.events()][:2] == ["2", "3"]
@@ -145,7 +155,8 @@ async def test_refused_event_does_not_hold_up_the_next(tmp_path: Path) -> None:
     """An Event that the server refuses is dropped."""
     server = SimApiServer()
     async with recording(server, tmp_path, Clock()) as recorder:
-        recorder.record(EventData(HOT.subject, "", "no reason", "Judge"))
+        unnamed = EventData(HOT.subject, "", "no reason", "Judge")  # type: ignore[arg-type]
+        recorder.record(unnamed)
         recorder.record(HOT)
         await server.until(lambda: [each["note"] for each in server.events()] == ["GPU 0: hot"])
 
@@ -157,27 +168,31 @@ async def test_one_subject_does_not_use_up_what_all_have(tmp_path: Path) -> None
     async with recording(server, tmp_path, clock) as recorder:
         recorder.per_subject = 3
         for number in range(30):
-            recorder.record(EventData(loud, "R", str(number), "Judge"))
-        recorder.record(EventData(quiet, "R", "quiet", "Judge"))
+            recorder.record(EventData(loud, EventReason.GPU_CORDONED, str(number), "Judge"))
+        recorder.record(EventData(quiet, EventReason.GPU_CORDONED, "quiet", "Judge"))
         await server.until(lambda: any(each["note"] == "quiet" for each in server.events()))
         assert [each["note"] for each in server.events()] == ["0", "1", "2", "quiet"]
         assert recorder.dropped == 27
 
         clock.now += events.DEDUP_WINDOW
-        recorder.record(EventData(loud, "R", "30", "Judge"))
+        recorder.record(EventData(loud, EventReason.GPU_CORDONED, "30", "Judge"))
         await server.until(lambda: len(server.events()) == 5)
 
 
 def rejected(namespace: str, number: int) -> EventData:
     """Build an Event that a pod's author may repeat at will, of one pod for each number."""
     pod = ObjectReference("Pod", f"noisy-{number}", f"u{number}", namespace)
-    return EventData(pod, "GPUMemoryAnnotationRejected", f"no {number}", "Configure", minor=True)
+    return EventData(
+        pod, EventReason.GPU_MEMORY_ANNOTATION_REJECTED, f"no {number}", "Configure", minor=True
+    )
 
 
 def killed(namespace: str, number: int = 0) -> EventData:
     """Build the Event of an ended process."""
     pod = ObjectReference("Pod", f"greedy-{number}", f"g{number}", namespace)
-    return EventData(pod, "GPUProcessSignaled", f"process {number} ended", "End", warning=True)
+    return EventData(
+        pod, EventReason.GPU_PROCESS_SIGNALED, f"process {number} ended", "End", warning=True
+    )
 
 
 async def test_a_tenants_noise_hides_no_end_of_another_tenants_process(tmp_path: Path) -> None:
@@ -233,7 +248,12 @@ async def test_a_namespace_that_takes_no_events_holds_up_no_other(tmp_path: Path
     async with recording(server, tmp_path, Clock()) as recorder:
         for namespace in ("ending", "team"):
             recorder.record(
-                EventData(ObjectReference("Pod", "p", "u", namespace), "R", namespace, "Judge")
+                EventData(
+                    ObjectReference("Pod", "p", "u", namespace),
+                    EventReason.GPU_CORDONED,
+                    namespace,
+                    "Judge",
+                )
             )
         await server.until(lambda: [each["note"] for each in server.events()] == ["team"])
         with anyio.fail_after(30):
@@ -249,7 +269,7 @@ async def test_long_texts_are_truncated_as_kubernetes_counts(tmp_path: Path) -> 
     server = SimApiServer()
     pod = ObjectReference("Pod", "p" * 229 + "-0", "u", "team")
     async with recording(server, tmp_path, Clock()) as recorder:
-        recorder.record(EventData(pod, "R", "x" + "\u00e9" * 2000, "Judge"))
+        recorder.record(EventData(pod, EventReason.GPU_CORDONED, "x" + "\u00e9" * 2000, "Judge"))
         await server.until(server.events)
 
     [event] = server.events()
@@ -263,7 +283,7 @@ async def test_an_owners_name_is_free_text(tmp_path: Path, name: str) -> None:
     server = SimApiServer()
     owner = ObjectReference("Anything", name, "u", "team")
     async with recording(server, tmp_path, Clock()) as recorder:
-        recorder.record(EventData(owner, "R", "note", "Judge"))
+        recorder.record(EventData(owner, EventReason.GPU_CORDONED, "note", "Judge"))
         await server.until(server.events)
 
     assert server.events()[0]["regarding"]["name"] == name
@@ -278,7 +298,7 @@ async def test_events_that_can_never_be_accepted_cost_the_rate_too(tmp_path: Pat
             server.rejected.append("/events")
             for number in range(events.BURST + 5):
                 for _ in range(3):
-                    recorder.record(EventData(pod, "R", str(number), "Judge"))
+                    recorder.record(EventData(pod, EventReason.GPU_CORDONED, str(number), "Judge"))
             await becomes(lambda: not recorder._queue)
 
     assert len(server.requests) == events.BURST
@@ -309,8 +329,12 @@ async def test_unlimited_events_leave_an_object_its_limit(tmp_path: Path) -> Non
         recorder.per_subject = 2
         for number in range(8):
             note = f"GPU {number} is hot"
-            recorder.record(EventData(pod, "GPUUnhealthy", note, "CheckHealth", unlimited=True))
-        recorder.record(EventData(pod, "GPUDeviceLost", "lost", "CheckHealth", warning=True))
+            recorder.record(
+                EventData(pod, EventReason.GPU_UNHEALTHY, note, "CheckHealth", unlimited=True)
+            )
+        recorder.record(
+            EventData(pod, EventReason.GPU_DEVICE_LOST, "lost", "CheckHealth", warning=True)
+        )
         await server.until(lambda: len(server.events()) == 9)
 
     assert server.events()[-1]["reason"] == "GPUDeviceLost"
