@@ -323,6 +323,7 @@ class ClusterError(MetagpuError):
         retry_after: the seconds to wait before the next request, as the API server asks.
         fields: the fields of an object that another manager owns, such as
             `.metadata.labels.nvidia.com/gpu.count`.
+        causes: the API server's texts of what refuses the request, such as a PodDisruptionBudget.
     """
 
     def __init__(
@@ -333,7 +334,8 @@ class ClusterError(MetagpuError):
         status: int = 0,
         retry_after: float = 0.0,
         fields: tuple[str, ...] = (),
+        causes: tuple[str, ...] = (),
     ) -> None:
         self.message, self.status = message, status
-        self.retry_after, self.fields = retry_after, fields
+        self.retry_after, self.fields, self.causes = retry_after, fields, causes
         super().__init__(problem)

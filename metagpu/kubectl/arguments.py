@@ -17,6 +17,10 @@ OBJECTS: Final = {
     "namespaces": ("namespace", "ns"),
 }
 """The objects of `get` and `top`, and their other names."""
+ANSWER_TIMEOUT: Final = 5.0
+"""Seconds for each node's answer."""
+DRAIN_TIMEOUT: Final = 300.0
+"""Seconds until the last pod has left a GPU."""
 _SUMMARIES: Final = {
     "nodes": "the nodes: their GPUs, what is held, used and out of order",
     "gpus": "the GPUs of all nodes",
@@ -38,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     commands = program.add_subparsers(
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
-    for add in (_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _explain):
+    for add in (_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu, _explain):
         add(commands)
     return program
 
@@ -149,6 +153,34 @@ def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
     _add_connection(it)
 
 
+def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "drain-gpu",
+        "evict the pods that hold shares of a GPU, after its cordon. It shows them first, and asks "
+        "for consent on a terminal",
+        'kubectl metagpu drain-gpu gpu-1/3 --reason "replace the fan"',
+    )
+    _add_gpu(it)
+    add_reason(it)
+    it.add_argument("-y", "--yes", action="store_true", help="evict without a question")
+    it.add_argument(
+        "--force",
+        action="store_true",
+        help="also evict pods of DaemonSets, and pods without a controller, which nothing restarts",
+    )
+    it.add_argument("--dry-run", action="store_true", help="show what it would do, and do nothing")
+    it.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        dest="drain_timeout",
+        type=float,
+        default=DRAIN_TIMEOUT,
+        help="until the last pod has left the GPU (default: %(default)g)",
+    )
+    _add_connection(it, timeout=False)
+
+
 def _add_gpu(it: argparse.ArgumentParser) -> None:
     it.add_argument("gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU")
 
@@ -192,7 +224,7 @@ def _add_namespace(it: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_connection(it: argparse.ArgumentParser) -> None:
+def _add_connection(it: argparse.ArgumentParser, *, timeout: bool = True) -> None:
     it.add_argument(
         "--kubeconfig",
         type=Path,
@@ -207,10 +239,13 @@ def _add_connection(it: argparse.ArgumentParser) -> None:
         default=Variable(("METAGPU_AGENT_NAMESPACE",), ""),
         help="the namespace that metagpu is installed in (default: all are searched)",
     )
-    it.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        default=5.0,
-        help="for each node's answer (default: %(default)g)",
-    )
+    if timeout:
+        it.add_argument(
+            "--timeout",
+            metavar="SECONDS",
+            type=float,
+            default=ANSWER_TIMEOUT,
+            help="for each node's answer (default: %(default)g)",
+        )
+    else:
+        it.set_defaults(timeout=ANSWER_TIMEOUT)

@@ -4,10 +4,10 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.core.errors import MetagpuError
@@ -22,7 +22,8 @@ _DEFAULT_KUBECONFIG: Final = Path("~/.kube/config")
 
 
 def _get(args: argparse.Namespace) -> int:
-    with asyncio.Runner() as runner, Rows(runner, args) as rows:
+    with connect(args) as (runner, viewer):
+        rows = Rows(args, runner, viewer)
         if not args.watch:
             shown, answers = rows.read()
             print_text(_format(args, shown, answers, stdout_terminal()))
@@ -33,7 +34,8 @@ def _get(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
-    with asyncio.Runner() as runner, Rows(runner, args) as rows:
+    with connect(args) as (runner, viewer):
+        rows = Rows(args, runner, viewer)
         answers: Sequence[NodeAnswer] = ()
 
         def draw(screen: Terminal) -> str:
@@ -78,6 +80,13 @@ def _uncordon(args: argparse.Namespace) -> int:
     return _run(args, lambda viewer: uncordon(args, viewer))
 
 
+def _drain_gpu(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.drain import drain_gpu
+
+    with connect(args) as (runner, viewer):
+        return drain_gpu(args, runner, viewer)
+
+
 def _explain(args: argparse.Namespace) -> int:
     from metagpu.kubectl.diagnosis import explain
 
@@ -92,6 +101,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "doctor": _doctor,
     "cordon": _cordon,
     "uncordon": _uncordon,
+    "drain-gpu": _drain_gpu,
     "explain": _explain,
 }
 
@@ -102,27 +112,20 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 class Rows:
     """The rows of a kind, read again and again over the same connections."""
 
-    def __init__(self, runner: asyncio.Runner, args: argparse.Namespace) -> None:
-        self._runner = runner
+    def __init__(
+        self, args: argparse.Namespace, runner: asyncio.Runner, viewer: ClusterViewer
+    ) -> None:
         self._args = args
-        self._open = open_viewer(args)
+        self._runner = runner
+        self._viewer = viewer
         one_namespace = args.kind == "pods" and not args.all_namespaces
         self._namespace = namespace_of(args) if one_namespace else ""
-        self._viewer: ClusterViewer | None = None
-
-    def __enter__(self) -> Self:
-        self._viewer = self._runner.run(self._open.__aenter__())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._runner.run(self._open.__aexit__(None, None, None))
 
     def read(self) -> tuple[Sequence[items.Item], Sequence[NodeAnswer]]:
         """Return the rows that the arguments select, and the answers of all nodes."""
         return self._runner.run(self._read())
 
     async def _read(self) -> tuple[Sequence[items.Item], Sequence[NodeAnswer]]:
-        assert self._viewer is not None  # noqa: S101 - it is open
         args, viewer = self._args, self._viewer
         agents = await viewer.agents()
         of_nodes = args.kind in ("nodes", "gpus")
@@ -148,6 +151,22 @@ class Rows:
         chosen = await viewer.items(f"/api/v1{where}/pods", labelSelector=self._args.selector)
         pods = {(it["metadata"]["namespace"], it["metadata"]["name"]) for it in chosen}
         return list(items.KINDS[self._args.kind](items.answers_of_pods(answers, pods)))
+
+
+@contextmanager
+def connect(args: argparse.Namespace) -> Iterator[tuple[asyncio.Runner, ClusterViewer]]:
+    """Open a connection for coroutines that run one after the other.
+
+    Raises:
+        MetagpuError: there is no kubeconfig.
+    """
+    opening = open_viewer(args)
+    with asyncio.Runner() as runner:
+        viewer = runner.run(opening.__aenter__())
+        try:
+            yield runner, viewer
+        finally:
+            runner.run(opening.__aexit__(None, None, None))
 
 
 def open_viewer(args: argparse.Namespace) -> AbstractAsyncContextManager[ClusterViewer]:

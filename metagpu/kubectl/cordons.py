@@ -2,17 +2,20 @@
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import anyio
 
 from metagpu.cli.live import print_text
 from metagpu.core.errors import MetagpuError
+from metagpu.core.runtime.backoff import Backoff
 from metagpu.kubectl.viewer import STATUS, AgentPod, ClusterViewer
 from metagpu.plugins.cluster.settings import CORDON_PREFIX
 
-_POLL: Final = 0.5
-"""Seconds between two looks at the daemon's status; shared reports are a second old at most."""
+
+def delays() -> Backoff:
+    """Return the seconds between two looks at a daemon's status."""
+    return Backoff(0.05, 2.0)
 
 
 async def cordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
@@ -21,14 +24,25 @@ async def cordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     Raises:
         MetagpuError: there is no such GPU, or the daemon does not follow in time.
     """
-    agent, gpu = await _find(args.gpu, viewer)
+    agent, gpu = await find_gpu(args.gpu, viewer)
     reason = " ".join(args.reason.split()) or "no reason was given"
-    await viewer.annotate_node(agent.node, f"{CORDON_PREFIX}{gpu['uuid']}", reason)
-    found = await _follow(viewer, agent, gpu, args.timeout, cordoned=True)
+    found = await cordon_gpu(viewer, agent, gpu, reason, args.timeout)
     held = sum(it["held"] for it in found["shares"].values())
     title = f"GPU {gpu['index']} of {agent.node}"
     print_text(f"{title} gives no new shares; held of it now: {held}\n")
     return 0
+
+
+async def cordon_gpu(
+    viewer: ClusterViewer, agent: AgentPod, gpu: Mapping[str, Any], reason: str, deadline: float
+) -> Mapping[str, Any]:
+    """Write the annotation of a cordon; return the GPU as its daemon reports it then.
+
+    Raises:
+        MetagpuError: the user may not, or the daemon does not follow within `deadline` seconds.
+    """
+    await viewer.annotate_node(agent.node, f"{CORDON_PREFIX}{gpu['uuid']}", reason)
+    return await _follow(viewer, agent, gpu, deadline, cordoned=True)
 
 
 async def uncordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
@@ -37,7 +51,7 @@ async def uncordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     Raises:
         MetagpuError: there is no such GPU, it has another cordon, or the daemon does not follow.
     """
-    agent, gpu = await _find(args.gpu, viewer)
+    agent, gpu = await find_gpu(args.gpu, viewer)
     if gpu["cordon"] is None:
         raise MetagpuError(f"GPU {gpu['index']} of {agent.node} is not cordoned")
     for name in (gpu["uuid"], gpu["index"]):
@@ -47,8 +61,12 @@ async def uncordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     return 0
 
 
-async def _find(name: str, viewer: ClusterViewer) -> tuple[AgentPod, Mapping[str, Any]]:
-    """Find the daemon and the GPU of `NODE/GPU`."""
+async def find_gpu(name: str, viewer: ClusterViewer) -> tuple[AgentPod, Mapping[str, Any]]:
+    """Find the daemon and the GPU of `NODE/GPU`.
+
+    Raises:
+        MetagpuError: there is no such node or GPU, or its daemon gives no answer.
+    """
     node, _, wanted = name.partition("/")
     if not wanted:
         raise MetagpuError(f"{name!r} names no GPU; write NODE/GPU, as in gpu-1/3")
@@ -79,13 +97,13 @@ async def _follow(
     cordoned: bool,
 ) -> Mapping[str, Any]:
     """Wait until the daemon reports the GPU as wanted; return what it reports."""
-    current = gpu
+    current, pauses = gpu, delays()
     with anyio.move_on_after(deadline):
         while True:
             [current] = [it for it in await _gpus(viewer, agent) if it["uuid"] == gpu["uuid"]]
             if (current["cordon"] is not None) == cordoned:
                 return current
-            await anyio.sleep(_POLL)
+            await anyio.sleep(pauses.next())
     if not cordoned and current["cordon"] is not None:
         problem = f"it is still cordoned ({current['cordon']['reason']}): `metagpu uncordon` there"
     else:

@@ -153,6 +153,15 @@ COLUMNS: Final[Mapping[str, Sequence[Column]]] = {
         Column("NODES", _text("nodes"), wide=True),
         Column("OVER LIMIT", _text("overLimit"), wide=True),
     ),
+    "holders": (
+        Column("NAMESPACE", _text("namespace")),
+        Column("POD", _text("pod")),
+        Column("CONTAINER", _text("container")),
+        Column("SHARES", _text("shares")),
+        Column("MEMORY", _USED_OF_SHARE),
+        Column("CONTROLLER", _text("controller")),
+        Column("DRAIN", _text("drain")),
+    ),
 }
 """The columns of each kind; memory is what is used, and what the node or the shares have."""
 

@@ -105,6 +105,21 @@ class ClusterViewer:
         content = "application/merge-patch+json"
         await self._client.call("PATCH", f"/api/v1/nodes/{node}", body=body, content=content)
 
+    async def evict(self, namespace: str, name: str, uid: str) -> None:
+        """Ask for the end of a Pod, within its PodDisruptionBudgets.
+
+        Raises:
+            ClusterError: the API server refuses, or does not answer; 429 where a budget refuses.
+        """
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}"
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"namespace": namespace, "name": name},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        await self._client.call("POST", f"{path}/eviction", body=body)
+
     async def agents(self) -> Sequence[AgentPod]:
         """Find the daemon of each node, by the name of the node.
 

@@ -58,7 +58,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[StatusScene]:
     server.add_pod(SYSTEM, "agent", NODE)["status"]["podIP"] = "127.0.0.1"
     async with server.running():
         settings = ClusterSettings(
-            NODE, server.kubeconfig(tmp_path), features=frozenset({Feature.CORDON})
+            NODE, server.kubeconfig(tmp_path), features=frozenset({Feature.CORDON, Feature.PODS})
         )
         async with (
             agent_at_work(

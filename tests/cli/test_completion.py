@@ -10,6 +10,7 @@ import pytest
 from metagpu.cli import arguments, mgctl
 from metagpu.cli.completion import completions
 from metagpu.kubectl import arguments as kubectl_arguments
+from metagpu.kubectl.commands import COMMANDS
 from metagpu.kubectl.program import complete
 
 PARSERS = {
@@ -31,10 +32,8 @@ PARSERS = {
         ("mgctl get pods -o js", {"json"}),
         ("kubectl-metagpu top g", {"gpu", "gpus"}),
         ("kubectl-metagpu get pods --all", {"--all-namespaces"}),
-        (
-            "kubectl-metagpu nowhere ",
-            {"top", "get", "why", "fit", "doctor", "cordon", "uncordon", "explain"},
-        ),
+        ("kubectl-metagpu nowhere ", set(COMMANDS)),
+        ("kubectl-metagpu drain-gpu --f", {"--force"}),
     ],
 )
 def test_what_completes_a_line(line: str, expected: set[str]) -> None:

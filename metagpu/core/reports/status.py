@@ -77,9 +77,9 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
 def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Return the data of `explain_report`, and every lease with its holder."""
     held = Counter(
-        (str(lease.share.resource), lease.share.gpu, lease.holder, lease.resource_claim)
+        (str(it.share.resource), it.share.gpu, it.holder, it.resource_claim, it.sharers)
         for state in snapshot.gpus.values()
-        for lease in state.leases.values()
+        for it in state.leases.values()
     )
 
     return {
@@ -92,9 +92,10 @@ def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "shares": count,
                 "holder": str(holder) if holder else None,
                 **({"resourceClaim": str(claim)} if claim else {}),
+                **({"sharers": [str(it) for it in sharers]} if sharers else {}),
                 **(_pod_details(snapshot.pods.find(holder, None)) if holder else {}),
             }
-            for (resource, gpu, holder, claim), count in held.items()
+            for (resource, gpu, holder, claim, sharers), count in held.items()
         ],
     }
 

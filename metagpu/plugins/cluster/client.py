@@ -269,6 +269,7 @@ def _refusal(method: str, path: str, response: aiohttp.ClientResponse, raw: byte
         status=response.status,
         retry_after=_seconds(response.headers.get("Retry-After", "")),
         fields=tuple(str(cause.get("field", "")) for cause in details.get("causes") or ()),
+        causes=tuple(str(cause.get("message", "")) for cause in details.get("causes") or ()),
     )
 
 

@@ -17,7 +17,7 @@ import anyio
 import yaml
 from aiohttp import web
 
-from metagpu.sim.apiserver import pod_proxy, resource_slices
+from metagpu.sim.apiserver import evictions, pod_proxy, resource_slices
 from metagpu.sim.apiserver.cluster import SimCluster
 from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
 from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection
@@ -142,6 +142,7 @@ class SimApiServer(SimCluster):
         add_routes(app, self.store)
         self.resource_slices.add_routes(app)
         pod_proxy.add_routes(app, self.store, self.tokens)
+        evictions.add_routes(app, self.store)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)

@@ -1,0 +1,235 @@
+"""`drain-gpu`: the cordon of a GPU, then the eviction of the pods that hold it."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import anyio
+from msgspec.structs import replace
+
+from metagpu.cli.live import print_text
+from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.display.table import render, stdout_terminal
+from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu
+from metagpu.kubectl.holders import (
+    UNNAMED,
+    DrainedPod,
+    Holding,
+    PodName,
+    holdings_of,
+    judge_pod,
+    rows_of,
+)
+from metagpu.kubectl.tables import draw_items
+from metagpu.kubectl.viewer import STATUS, USAGE, AgentPod, ClusterViewer
+
+_UNREACHABLE: Final = 0
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
+_TOO_MANY: Final = 429
+_RETRIED: Final = frozenset((_UNREACHABLE, _CONFLICT, _TOO_MANY))
+"""Answers to an eviction that may be others a moment later: budgets, limits of requests, races."""
+_INTERRUPTED: Final = 130
+"""The exit status of shells after Ctrl-C."""
+
+
+def drain_gpu(args: argparse.Namespace, runner: asyncio.Runner, viewer: ClusterViewer) -> int:
+    """Drain a GPU with the consent of the user; return the exit status.
+
+    The user is asked between two coroutines: Ctrl-C ends no question inside of one.
+
+    Raises:
+        MetagpuError: there is no such GPU, the user may not, or pods are on the GPU at the end.
+    """
+    drain = GpuDrain(args, viewer, *runner.run(find_gpu(args.gpu, viewer)))
+    runner.run(drain.look())
+    print_text(runner.run(drain.draw(drain.pods)))
+    if args.dry_run:
+        print_text(f"dry run: this would {drain.plan(drain.pods)}\n")
+        return 0
+    refusal = _ask(args, drain, drain.pods)
+    if refusal is not None:
+        return refusal
+    try:
+        runner.run(drain.cordon())
+        if late := runner.run(drain.look()):
+            print_text(runner.run(drain.draw(late)))
+            refusal = _ask(args, drain, late)
+            if refusal is not None:
+                return refusal
+        runner.run(drain.evict())
+    except KeyboardInterrupt:
+        _print_error(
+            f"interrupted: {drain.title} stays cordoned; the same command goes on, and "
+            f"`kubectl metagpu uncordon {args.gpu}` ends the cordon"
+        )
+        return _INTERRUPTED
+    done = f"`kubectl metagpu uncordon {args.gpu}` gives its shares again"
+    print_text(f"{drain.title} is drained: nobody holds it; {done}\n")
+    return 0
+
+
+def _ask(args: argparse.Namespace, drain: "GpuDrain", names: Iterable[PodName]) -> int | None:
+    """Ask whether pods may be evicted; return `None` for yes, else the exit status."""
+    if args.yes or not any(drain.pods[name].is_evicted for name in names):
+        return None
+    plan = drain.plan(names)
+    if not sys.stdin.isatty():
+        _print_error(f"this would {plan}; without a terminal, --yes is the consent")
+        return 2
+    if input(f"{plan[:1].upper()}{plan[1:]}? [y/N] ").strip().lower() in ("y", "yes"):
+        return None
+    _print_error("no pod is evicted")
+    return 1
+
+
+def _print_error(text: str) -> None:
+    print(f"kubectl metagpu: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a command line speaks so
+
+
+class GpuDrain:
+    """The drain of one GPU.
+
+    Attributes:
+        pods: what happens to each pod that has held shares since the first look.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        viewer: ClusterViewer,
+        agent: AgentPod,
+        gpu: Mapping[str, Any],
+    ) -> None:
+        self.title = f"GPU {gpu['index']} of {agent.node}"
+        self.pods: dict[PodName, DrainedPod] = {}
+        self._args = args
+        self._viewer = viewer
+        self._agent = agent
+        self._gpu = gpu
+        self._holdings: Sequence[Holding] = ()
+        self._printed: set[str] = set()
+
+    def plan(self, names: Iterable[PodName]) -> str:
+        """Return what happens to the GPU and to some pods, after "this would"."""
+        count = sum(self.pods[name].is_evicted for name in names)
+        return f"cordon {self.title} and evict {count} {'pod' if count == 1 else 'pods'}"
+
+    async def draw(self, names: Iterable[PodName]) -> str:
+        """Draw the containers of some pods as a table, with the memory that they use.
+
+        Raises:
+            MetagpuError: the user gets no viewer's token.
+        """
+        chosen = set(names)
+        held = [it for it in self._holdings if it.pod in chosen]
+        if not held:
+            return f"nobody holds {self.title}\n"
+        [usage] = await self._viewer.ask(USAGE, [self._agent])
+        rows = rows_of(held, self.pods, usage, self._gpu["uuid"])
+        return render(draw_items("holders", rows), stdout_terminal())
+
+    async def cordon(self) -> None:
+        """Cordon the GPU, and wait until its daemon has done so.
+
+        A reason that is given already stays, where the user gives none.
+
+        Raises:
+            MetagpuError: the user may not, or the daemon does not follow.
+        """
+        before = (self._gpu["cordon"] or {}).get("reason")
+        reason = " ".join(self._args.reason.split()) or before or "it is being drained"
+        await cordon_gpu(self._viewer, self._agent, self._gpu, reason, self._args.timeout)
+        print_text(f"{self.title} gives no new shares: {reason}\n")
+
+    async def look(self) -> Sequence[PodName]:
+        """Read who holds shares of the GPU; return the pods that are new.
+
+        Raises:
+            MetagpuError: the daemon gives no answer, or the user may not read a pod.
+        """
+        [answer] = await self._viewer.ask(STATUS, [self._agent])
+        if answer.report is None:
+            raise MetagpuError(f"{answer.node}: {answer.problem}")
+        self._holdings = holdings_of(answer.report, self._gpu["uuid"])
+        late = sorted({it.pod for it in self._holdings} - self.pods.keys())
+        for name in late:
+            pod = None
+            if name != UNNAMED:
+                pod = await self._viewer.get(f"/api/v1/namespaces/{name[0]}/pods/{name[1]}")
+            self.pods[name] = judge_pod(name, pod, force=self._args.force)
+        return late
+
+    async def evict(self) -> None:
+        """Evict each pod once, and wait until nobody holds the GPU.
+
+        Raises:
+            MetagpuError: pods hold it at the end of the time, or stay.
+        """
+        seconds = self._args.drain_timeout
+        due = {name for name, it in self.pods.items() if it.is_evicted}
+        pauses = delays()
+        with anyio.move_on_after(seconds):
+            while self._is_waiting():
+                for name in sorted(due):
+                    if await self._is_evicted(name):
+                        due.remove(name)
+                await anyio.sleep(pauses.next())
+                due.update(await self._look_again())
+        if self._holdings:
+            names = dict.fromkeys(it.pod for it in self._holdings)
+            kept = [_kept(self.pods[name], seconds) for name in names]
+            raise MetagpuError(f"{self.title} stays cordoned, and is still held: {'; '.join(kept)}")
+
+    def _is_waiting(self) -> bool:
+        """Return whether the GPU has a pod that does not stay."""
+        return any(not self.pods[it.pod].stays for it in self._holdings)
+
+    async def _is_evicted(self, name: PodName) -> bool:
+        """Try the eviction of a pod; return whether there is no more to try."""
+        pod = self.pods[name]
+        try:
+            await self._viewer.evict(*name, pod.uid)
+        except ClusterError as error:
+            reason = "; ".join(error.causes) or error.message or str(error)
+            if error.status in _RETRIED:
+                self._print_once(f"{pod.title} waits: {reason}")
+                return False
+            if error.status != _NOT_FOUND:
+                self.pods[name] = replace(pod, stays=f"not evicted: {reason}")
+            return True
+        self._print_once(f"{pod.title} is evicted")
+        return True
+
+    async def _look_again(self) -> Iterable[PodName]:
+        """Look, and print who has left; return the new pods that are evicted too."""
+        before = dict.fromkeys(it.pod for it in self._holdings)
+        try:
+            late = await self.look()
+        except MetagpuError as error:
+            self._print_once(f"no news: {error}")  # its daemon may be replaced meanwhile
+            agents = {it.node: it for it in await self._viewer.agents()}
+            self._agent = agents.get(self._agent.node, self._agent)
+            return ()
+        now = {it.pod for it in self._holdings}
+        for name in before:
+            if name not in now:
+                self._print_once(f"{self.pods[name].title} has left {self.title}")
+        if self._args.yes:
+            return [name for name in late if self.pods[name].is_evicted]
+        for name in late:
+            if self.pods[name].is_evicted:
+                came = "it came meanwhile; the same command evicts it"
+                self.pods[name] = replace(self.pods[name], stays=came)
+        return ()
+
+    def _print_once(self, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
+            print_text(f"{text}\n")
+
+
+def _kept(pod: DrainedPod, seconds: float) -> str:
+    return f"{pod.title} ({pod.stays or f'after {seconds:g} s'})"

@@ -1,0 +1,175 @@
+"""`kubectl metagpu drain-gpu` at a simulated API server, and its pure decisions."""
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from metagpu.kubectl.holders import UNNAMED, Holding, holdings_of, judge_pod
+from metagpu.kubectl.viewer import ClusterViewer
+from metagpu.sim.apiserver.evictions import BUDGETS
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.agent.test_status_api import NODE
+from tests.kubectl.test_program import Cluster, cluster
+from tests.rigs.agent import METAGPU
+
+EVICTED = "/eviction"
+
+
+@asynccontextmanager
+async def draining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Cluster]:
+    """Run a node whose kubelet ends evicted pods; GPU 0 has one of each kind.
+
+    Alice has no controller, bob one of a Deployment's, and the collector is a DaemonSet's.
+    """
+    async with cluster(tmp_path, capsys) as it, anyio.create_task_group() as group:
+        server, kubelet = it.scene.server, it.scene.it.kubelet
+        for name, owner in (("bob", ("ReplicaSet", "bob-1")), ("collector", ("DaemonSet", "dcgm"))):
+            await kubelet.admit(SimPod.single(name, {METAGPU: 2}))
+            server.add_pod("default", name, NODE, owner=owner)["metadata"]["labels"] = {"app": name}
+        await it.scene.it.wait_holders()
+
+        async def end_pods() -> None:
+            while True:
+                changed = server.next_change()
+                ended = [pod for pod in server.pods() if "deletionTimestamp" in pod["metadata"]]
+                for name in (pod["metadata"]["name"] for pod in ended):
+                    for pod in kubelet.pods:
+                        if pod.name == name:
+                            await kubelet.delete(pod)
+                    server.delete_pod("default", name)
+                await changed.wait()
+
+        group.start_soon(end_pods)
+        yield it
+        group.cancel_scope.cancel()
+
+
+def evictions(it: Cluster) -> list[str]:
+    """Return the pods whose eviction was asked for, in order."""
+    seen = [one.target for one in it.scene.server.requests if one.target.endswith(EVICTED)]
+    return [target.split("/")[-2] for target in seen]
+
+
+def cordons(it: Cluster) -> list[str]:
+    """Return the reasons of the Node's cordons."""
+    annotations = it.scene.server.node(NODE)["metadata"].get("annotations") or {}
+    return [text for key, text in annotations.items() if key.startswith("cordon.")]
+
+
+async def test_a_gpu_is_drained_in_two_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Budgets hold, what has no controller stays without force, and a second run goes on."""
+    async with draining(tmp_path, capsys) as it:
+        server, gpu = it.scene.server, f"{NODE}/0"
+        status, out, err = await it.run("drain-gpu", gpu)
+        assert (status, err.count("\n")) == (2, 1), err
+        assert "would cordon GPU 0 of gpu-1 and evict 1 pod; without a terminal, --yes" in err
+        assert "stays: no controller makes it again" in out
+        status, out, _ = await it.run("drain-gpu", gpu, "--dry-run", "--force")
+        assert (status, "would cordon GPU 0 of gpu-1 and evict 3 pods" in out) == (0, True)
+        assert (cordons(it), evictions(it)) == ([], [])
+
+        spec = {"selector": {"matchLabels": {"app": "bob"}}}
+        none = {"disruptionsAllowed": 0, "desiredHealthy": 1, "currentHealthy": 1}
+        server.store.put((BUDGETS, "default", "bobs"), {"spec": spec, "status": none})
+
+        async def allow() -> None:
+            await server.until(lambda: evictions(it) == ["bob", "bob"])
+            one = {"status": {"disruptionsAllowed": 1}}
+            server.store.merge((BUDGETS, "default", "bobs"), one, status=True, manager="test")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(allow)
+            status, out, err = await it.run("drain-gpu", gpu, "--yes", "--reason", "fan")
+        assert (status, cordons(it)) == (1, ["fan"])
+        assert "default/bob waits: The disruption budget bobs needs 1 healthy pods" in out
+        assert "default/bob has left GPU 0" in out
+        assert "default/alice (no controller makes it again; --force evicts it)" in err
+        assert "default/collector (of a DaemonSet; --force evicts it)" in err
+        assert evictions(it) == ["bob"] * 3
+
+        status, out, err = await it.run("drain-gpu", gpu, "--yes", "--force")
+        assert (status, err, cordons(it)) == (0, "", ["fan"])
+        assert "GPU 0 of gpu-1 is drained: nobody holds it" in out
+        assert evictions(it)[3:] == ["alice", "collector"]
+        status, out, _ = await it.run("drain-gpu", gpu)
+        assert (status, "nobody holds GPU 0" in out) == (0, True)
+
+
+async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No changes nothing; after Ctrl-C, and where time or right is short, the cordon stays."""
+    async with draining(tmp_path, capsys) as it:
+        answers, asked = ["n", "y"], list[str]()
+
+        def answer(question: str) -> str:
+            asked.append(question)
+            return answers.pop(0)
+
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        monkeypatch.setattr("builtins.input", answer)
+        status, _, err = await it.run("drain-gpu", f"{NODE}/0")
+        assert (status, "no pod is evicted" in err, cordons(it)) == (1, True, [])
+        assert asked == ["Cordon GPU 0 of gpu-1 and evict 1 pod? [y/N] "]
+
+        evict = ClusterViewer.evict
+
+        async def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ClusterViewer, "evict", interrupted)
+        status, _, err = await it.run("drain-gpu", f"{NODE}/0")
+        assert (status, "GPU 0 of gpu-1 stays cordoned" in err) == (130, True)
+        assert cordons(it) == ["it is being drained"]
+
+        monkeypatch.setattr(ClusterViewer, "evict", evict)
+        it.scene.server.denied.append(("POST", EVICTED))
+        status, _, err = await it.run("drain-gpu", f"{NODE}/0", "--yes", "--force")
+        assert (status, "default/bob (not evicted: User" in err) == (1, True)
+        it.scene.server.denied.clear()
+        it.scene.server.failing.append(("POST", EVICTED))
+        status, _, err = await it.run("drain-gpu", f"{NODE}/0", "--yes", "--timeout", "0.3")
+        assert (status, "bob (not evicted: a test made" in err) == (1, True)
+
+
+def test_containers_of_a_resource_claim_hold_it_too() -> None:
+    """All holders of a claim are counted, shares of a container once, and those of nobody yet."""
+    lease = {"resource": METAGPU, "uuid": "GPU-a", "shares": 2, "holder": "a/one (main)"}
+    claim = {**lease, "resourceClaim": "a/ours", "shares": 5, "sharers": ["b/two (main)"]}
+    status = {"leases": [lease, claim, {**lease, "uuid": "GPU-b"}, {**lease, "holder": None}]}
+    assert holdings_of(status, "GPU-a") == [
+        Holding(UNNAMED, "", 2),
+        Holding(("a", "one"), "main", 7),
+        Holding(("b", "two"), "main", 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "force", "stays", "ends"),
+    [
+        ("Job", {}, False, "", False),
+        ("DaemonSet", {}, False, "of a DaemonSet", False),
+        ("DaemonSet", {}, True, "", False),
+        ("", {}, False, "no controller", False),
+        ("", {}, True, "", False),
+        ("", {"deletionTimestamp": "2026-11-23T03:00:00Z"}, False, "", True),
+        ("", {"annotations": {"kubernetes.io/config.mirror": "1"}}, True, "a static pod", False),
+    ],
+)
+def test_what_a_drain_does_with_a_pod(
+    kind: str, extra: Mapping[str, Any], *, force: bool, stays: str, ends: bool
+) -> None:
+    """Pods that would not come back, or come back at once, stay without force."""
+    owners = [{"kind": kind, "name": "its", "controller": True}] if kind else []
+    pod = {"metadata": {"uid": "1", "ownerReferences": owners, **extra}}
+    it = judge_pod(("team", "pod"), pod, force=force)
+    assert (it.stays.startswith(stays), bool(it.stays), it.ends) == (True, bool(stays), ends)
+    assert it.is_evicted == (not stays and not ends)
+    assert judge_pod(("team", "pod"), None, force=force).ends
