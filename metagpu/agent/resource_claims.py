@@ -1,6 +1,6 @@
 """The front DRA of the agent; its modules are loaded only where a pool has it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -126,6 +126,7 @@ class ResourceClaims:
             ensure_cdi_names=manager.cdi_file.ensure_names,
             read_claim=self._read_claim,
             annotate_pod=self._annotate_pod,
+            read_pending=self._read_pending,
         )
 
     async def _serve(self, driver: str) -> None:
@@ -151,6 +152,13 @@ class ResourceClaims:
             raise ClusterError(_NO_API_SERVER)
         path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
         return await self._client.call("GET", path)
+
+    async def _read_pending(self) -> Sequence[Mapping[str, Any]]:
+        if self._client is None:
+            raise ClusterError(_NO_API_SERVER)
+        here = f"spec.nodeName={self.node},status.phase=Pending"
+        found = await self._client.call("GET", "/api/v1/pods", query={"fieldSelector": here})
+        return found.get("items") or ()
 
     async def _annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
         if self._client is not None:

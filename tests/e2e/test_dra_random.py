@@ -76,6 +76,7 @@ def fake(node: Node) -> Iterator[FakeNode]:
 def test_random_claims_hold_nothing_twice(fake: FakeNode, arrivals: int, tmp_path: Path) -> None:
     """Claims of five backends come and go: nothing is held twice, and all are prepared."""
     (tmp_path / "node.yaml").write_text(GPUS)
+    fake.clear()  # the devices of another test
     anyio.run(come_and_go, fake, arrivals, tmp_path)
 
 

@@ -24,7 +24,7 @@ from metagpu.plugins.dra.health import HealthStream
 from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
-from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries
+from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries, ReadPendingPods
 from metagpu.plugins.dra.service import SERVICE, DraService
 from metagpu.plugins.kubelet.granting import EnsureCdiNames
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
@@ -50,6 +50,7 @@ class DraFront:
         ensure_cdi_names: makes names of the node's CDI specification known.
         read_claim: reads a ResourceClaim from the API server.
         annotate_pod: annotates a pod at the API server.
+        read_pending: reads the node's pods that wait.
         timing: of the registration.
         account_period: seconds between two looks at the kubelet's account.
     """
@@ -63,6 +64,7 @@ class DraFront:
     ensure_cdi_names: EnsureCdiNames
     read_claim: ReadResourceClaim
     annotate_pod: AnnotatePod
+    read_pending: ReadPendingPods
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
     account_period: float = 60.0
 
@@ -77,13 +79,16 @@ class DraFront:
             files=self._files,
             ensure_cdi_names=self.ensure_cdi_names,
         )
-        self.retries = PreparationRetries(self.registry, self.preparer, self.annotate_pod)
+        self.retries = PreparationRetries(
+            self.registry, self.preparer, self.annotate_pod, self.read_pending
+        )
         self.registration = DraRegistration(
             self.driver,
             self.kubelet_root,
             (SERVICE, *HEALTH_SERVICES),
             self._methods,
             self.timing,
+            on_registered=self.retries.note_registered,
         )
 
     async def run(self) -> None:

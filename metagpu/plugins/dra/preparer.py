@@ -13,7 +13,13 @@ import msgspec
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.devices.devices import Device, find_device
-from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts, RequestError
+from metagpu.core.errors import (
+    DeviceOccupied,
+    FractionSplit,
+    MetagpuError,
+    ProvisioningLasts,
+    RequestError,
+)
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.sharing import conflicts
@@ -139,6 +145,16 @@ class ClaimPreparer:
                 raise
             self.prepared[claim.uid] = devices
             return devices
+
+    async def find_unprepared(self, namespace: str, name: str) -> ResourceClaimRef | None:
+        """Return a claim that has devices of this driver and is not prepared, else `None`."""
+        try:
+            found = await self._read_claim(ResourceClaimRef(namespace, name, ""))
+            claim = ResourceClaimRef(namespace, name, found["metadata"]["uid"])
+            allocation = parse_allocation(claim, found, self._driver)
+        except MetagpuError:
+            return None  # it is gone or of no use; the kubelet's call will say why
+        return claim if allocation.results and claim.uid not in self.prepared else None
 
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
         """Return whether a refused claim would be prepared now."""

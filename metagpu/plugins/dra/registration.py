@@ -67,6 +67,7 @@ class DraRegistration:
         kubelet_root: the kubelet's own folder, which has the sockets of its plugins.
         services: the names of the gRPC services, the preferred one first.
         methods: the methods of these services.
+        on_registered: is called whenever the kubelet has registered the driver.
     """
 
     def __init__(
@@ -76,12 +77,15 @@ class DraRegistration:
         services: tuple[str, ...],
         methods: Callable[[StreamingCalls], Mapping[str, Method]],
         timing: RegistrationTiming = TIMING,
+        *,
+        on_registered: Callable[[], None] = lambda: None,
     ) -> None:
         self.status = RegistrationStatus()
         self._driver = driver
         self._services = services
         self._methods = methods
         self._timing = timing
+        self._on_registered = on_registered
         self._socket = kubelet_root / "plugins_registry" / f"{driver}-reg.sock"
         self._endpoint = kubelet_root / "plugins" / driver / "dra.sock"
         self._logged = LogOnce()
@@ -157,6 +161,7 @@ class DraRegistration:
         self.status.registered, self.status.problem = said.plugin_registered, said.error
         if said.plugin_registered:
             log.info("dra driver registered", driver=self._driver)
+            self._on_registered()
         else:
             log.error("dra driver refused", driver=self._driver, error=said.error)
         return bytes(pb.RegistrationStatusResponse())

@@ -1,17 +1,19 @@
 """Refused ResourceClaims: the kubelet tries again once the reason has ended.
 
 By itself the kubelet repeats a refused call only after 60 to 90 s; a change of the pod makes it
-do so at once. So the pods of the claim get an annotation.
+do so at once. So the pods of the claim get an annotation. The kubelet refuses by itself what comes
+while it has no driver: during a start of either, and while it registers the driver a second time.
 """
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
+from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.preparer import ClaimPreparer
@@ -22,6 +24,8 @@ _REST: Final = 1.0
 
 AnnotatePod = Callable[[str, str, str, str], Awaitable[object]]
 """Sets an annotation of a pod: namespace, name, key, value; raises ClusterError if it cannot."""
+ReadPendingPods = Callable[[], Awaitable[Iterable[Mapping[str, Any]]]]
+"""Reads the node's pods of the phase Pending from the API server; raises ClusterError."""
 
 log = structlog.get_logger()
 
@@ -33,6 +37,7 @@ class PreparationRetries:
         registry: has the state of the GPUs.
         preparer: knows the refused claims.
         annotate: annotates pods at the API server.
+        read_pending: reads the pods that wait on this node.
         rest: seconds between two rounds.
     """
 
@@ -41,16 +46,54 @@ class PreparationRetries:
         registry: Registry,
         preparer: ClaimPreparer,
         annotate: AnnotatePod,
+        read_pending: ReadPendingPods,
         rest: float = _REST,
     ) -> None:
         self._registry = registry
         self._preparer = preparer
         self._annotate = annotate
+        self._read_pending = read_pending
         self._rest = rest
         self._failures = LogOnce()
+        self._registered = anyio.Event()
+
+    def note_registered(self) -> None:
+        """Note that the kubelet has the driver: pods may have been refused before."""
+        self._registered.set()
 
     async def run(self) -> None:
-        """Watch the GPUs until cancelled, while there are refused claims."""
+        """Watch GPUs and registrations until cancelled."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_registrations)
+            await self._follow_gpus()
+
+    async def _follow_registrations(self) -> None:
+        """Annotate the pods that the kubelet refused without asking the driver."""
+        while True:
+            await self._registered.wait()
+            self._registered = anyio.Event()
+            try:
+                for pod in await self._read_pending():
+                    await self._annotate_unprepared(pod)
+            except ClusterError as error:
+                if self._failures.is_new("pending", str(error)):
+                    log.warning(
+                        "pending pods not read",
+                        error=str(error),
+                        effect="the kubelet prepares their claims by itself within 90 s",
+                    )
+            await anyio.sleep(self._rest)
+
+    async def _annotate_unprepared(self, pod: Mapping[str, Any]) -> None:
+        metadata = pod["metadata"]
+        for name in claim_names(pod):
+            claim = await self._preparer.find_unprepared(metadata["namespace"], name)
+            if claim is not None:
+                await self._annotate_pod(claim, metadata["name"])
+                return
+
+    async def _follow_gpus(self) -> None:
+        """Watch the GPUs while there are refused claims."""
         refused = self._preparer.refused
         async for states in self._registry.watch(lambda now: now.gpus if refused else None):
             if states is not None and await self._retry():
@@ -63,16 +106,29 @@ class PreparationRetries:
             if self._preparer.refused.pop(claim, None) is None:
                 continue  # the kubelet was faster: the API server may take seconds for a pod
             for pod in allocation.pods:
-                try:
-                    await self._annotate(claim.namespace, pod, ANNOTATION, f"{time.time():.3f}")
-                except ClusterError as error:
-                    if self._failures.is_new(ANNOTATION, str(error)):
-                        log.warning(
-                            "pod not annotated",
-                            pod=f"{claim.namespace}/{pod}",
-                            error=str(error),
-                            effect="the kubelet prepares its claim by itself within 90 s",
-                        )
-                else:
-                    log.info("claim can be prepared", claim=str(claim), pod=pod)
+                await self._annotate_pod(claim, pod)
         return bool(ready)
+
+    async def _annotate_pod(self, claim: ResourceClaimRef, pod: str) -> None:
+        try:
+            await self._annotate(claim.namespace, pod, ANNOTATION, f"{time.time():.3f}")
+        except ClusterError as error:
+            if self._failures.is_new(ANNOTATION, str(error)):
+                log.warning(
+                    "pod not annotated",
+                    pod=f"{claim.namespace}/{pod}",
+                    error=str(error),
+                    effect="the kubelet prepares its claim by itself within 90 s",
+                )
+        else:
+            log.info("claim can be prepared", claim=str(claim), pod=pod)
+
+
+def claim_names(pod: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the ResourceClaims of a pod that have been made."""
+    status = pod.get("status", {})
+    for it in (*pod["spec"].get("resourceClaims", ()), *status.get("resourceClaimStatuses", ())):
+        if name := it.get("resourceClaimName"):
+            yield name
+    if extended := status.get("extendedResourceClaimStatus"):
+        yield extended["resourceClaimName"]

@@ -136,6 +136,7 @@ class DraNode(KubeletCalls):
     registry: Registry = field(default_factory=Registry)
     claims: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     annotated: list[str] = field(default_factory=list)
+    pending: list[dict[str, Any]] = field(default_factory=list)
     denied: bool = False
     reads: int = 0
 
@@ -154,6 +155,7 @@ class DraNode(KubeletCalls):
             ensure_cdi_names=no_cdi,
             read_claim=self.read_claim,
             annotate_pod=self.annotate_pod,
+            read_pending=self.read_pending,
             timing=RegistrationTiming(poll=0.02),
         )
 
@@ -170,6 +172,10 @@ class DraNode(KubeletCalls):
         if found is None:
             raise ClusterError(f"the API server answers 404: {ref.name} not found")
         return found
+
+    async def read_pending(self) -> list[dict[str, Any]]:
+        """Read the pods that wait on the node, as the API server would."""
+        return self.pending
 
     async def annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
         """Set an annotation of a pod, as the API server would; a kubelet sees it at once."""

@@ -1,6 +1,7 @@
 """Claims of the kubelet, from the socket to leases and CDI specifications."""
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -171,6 +172,36 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
         assert not (await node.prepare(second))[second.uid].error
         assert not node.front.preparer.refused
+
+
+async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
+    node: DraNode,
+) -> None:
+    """The kubelet refused them without a call; what is prepared, gone or of others is left."""
+    ready, late, made, limits = (
+        node.allocate(it, node.fraction(gpu(0), 10)) for it in ("ready", "late", "made", "limits")
+    )
+    foreign = node.allocate("foreign", {**node.fraction(gpu(0), 10), "driver": "gpu.example.com"})
+    of_template = {"resourceClaimStatuses": [{"name": "0", "resourceClaimName": made.name}]}
+    by_limits = {"extendedResourceClaimStatus": {"resourceClaimName": limits.name}}
+    node.pending += [
+        waiting("a", {"resourceClaimName": "gone"}, {"resourceClaimName": late.name}),
+        waiting("b", {"resourceClaimName": ready.name}, {"resourceClaimName": foreign.name}),
+        waiting("c", {"resourceClaimTemplateName": "t"}) | {"status": of_template},
+        waiting("d") | {"status": by_limits},
+    ]
+    async with node.running():
+        await node.prepare(ready)
+        await node.notify(registered=True)
+        await until(lambda: len(node.annotated) == 3)
+        await anyio.wait_all_tasks_blocked()
+        assert node.annotated == [f"default/{it}: metagpu.io/prepare-again" for it in "acd"]
+
+
+def waiting(name: str, *claims: dict[str, str]) -> dict[str, Any]:
+    """Return a pod that waits on the node for its claims."""
+    named = [{"name": str(number), **it} for number, it in enumerate(claims)]
+    return {"metadata": {"namespace": "default", "name": name}, "spec": {"resourceClaims": named}}
 
 
 async def test_a_claim_may_end_while_the_pods_of_others_are_annotated(node: DraNode) -> None:
