@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible man wheel chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz lint proto mgctl reproducible reasons man wheel chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -59,6 +59,9 @@ mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
 reproducible: $(PROGRAMS) ## build the mgctl of containers again, from nothing, and compare the bytes
 	$(BIN)/python mgctl/build.py --verify
 
+reasons: $(VENV)/.test ## write the tables of docs/events.md, after a change of Events or warnings
+	$(BIN)/python docs/reasons.py
+
 man: $(VENV)/.build ## write the manual pages of all programs, into dist/man
 	$(BIN)/python docs/manpages.py
 
@@ -71,12 +74,13 @@ test: $(VENV)/.test $(PROGRAMS) ## run the tests
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
 
-lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code is what proto/ says
+lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code and tables are up to date
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python docs/reasons.py --check
 
 proto: $(VENV)/.test ## generate the protocol code anew
 	$(BIN)/python proto/generate.py

@@ -89,7 +89,7 @@ class PageServer:
     async def run(self) -> None:
         """Serve until cancelled; a port that cannot be bound is tried again."""
         logged, retry = LogOnce(), self._timing.retry_period
-        served, unavailable = f"{self._name} served", f"{self._name} port unavailable"
+        served = f"{self._name} served"
 
         while True:
             try:
@@ -97,7 +97,12 @@ class PageServer:
             except OSError as error:
                 problem = _bind_problem(self._address, error, f"--{self._name}")
                 if logged.is_new(self, problem):
-                    log.error(unavailable, error=problem, retry=f"{retry:g}s")
+                    log.error(
+                        "http port unavailable",
+                        server=self._name,
+                        error=problem,
+                        retry=f"{retry:g}s",
+                    )
                 await anyio.sleep(retry)
                 continue
 

@@ -290,7 +290,7 @@ async def test_a_port_in_use_is_logged_once_and_bound_when_it_is_free(
             group.cancel_scope.cancel()
 
     refused, served = logs
-    assert refused["event"] == "metrics port unavailable"
+    assert (refused["event"], refused["server"]) == ("http port unavailable", "metrics")
     assert refused["error"] == (
         f"127.0.0.1:{port}: another program has this port; stop it, or give --metrics another port"
     )

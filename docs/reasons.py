@@ -1,0 +1,193 @@
+"""Writes the tables of `docs/events.md`: what users meet, by the reasons in the code.
+
+`python docs/reasons.py` adds and removes rows, `--check` compares. The first cells of a row are the
+code's; the others are sentences of people, which stay, and stand on that page alone.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from metagpu.core.reports.doctor import CHECKS
+from metagpu.plugins.cluster import node_object
+from metagpu.plugins.cluster.event_reasons import EventReason
+
+DOCS: Final = Path(__file__).parent
+PAGE: Final = DOCS / "events.md"
+PACKAGE: Final = DOCS.parent / "metagpu"
+CLUSTER: Final = PACKAGE / "plugins" / "cluster"
+_OUTSIDE: Final = ("sim", "testing")
+"""Packages that no daemon of a node logs from."""
+_LOGS: Final = re.compile(r"log(ger\(\))?\.(warning|error|exception|critical)\(")
+_LEVELS: Final = {"warning": "warning", "error": "error", "exception": "error", "critical": "error"}
+
+Cells = tuple[str, ...]
+
+
+class Table(NamedTuple):
+    """A table of the page.
+
+    Attributes:
+        heading: the heading above it.
+        rows: returns the cells of the code, in order; the first names the row.
+        sentences: how many cells people write.
+    """
+
+    heading: str
+    rows: Callable[[], Sequence[Cells]]
+    sentences: int
+
+
+class UnknownReasonError(Exception):
+    """Raised where the code names no constant reason."""
+
+
+def events() -> Sequence[Cells]:
+    """Return reason and type of each Event, as the calls that record it give them.
+
+    Raises:
+        UnknownReasonError: a reason is never recorded.
+    """
+    types: dict[str, set[str]] = defaultdict(set)
+    for function in _functions(CLUSTER):
+        calls = [it for it in ast.walk(function) if isinstance(it, ast.Call)]
+        for statement in ast.walk(function):
+            names = {}
+            if isinstance(statement, ast.Assign):
+                names = {it.id for it in ast.walk(statement.targets[0]) if isinstance(it, ast.Name)}
+            for reason in _reasons(statement) if isinstance(statement, ast.Assign) else ():
+                taking = [
+                    it for it in calls if names & {a.id for a in it.args if isinstance(a, ast.Name)}
+                ]
+                types[reason].update(*map(_types, taking))
+        for call in calls:
+            for argument in call.args:
+                for reason in _reasons(argument) if not isinstance(argument, ast.Call) else ():
+                    types[reason] |= _types(call)
+    if silent := [it for it in EventReason if it.name not in types]:
+        raise UnknownReasonError(f"no Event has the reason {', '.join(silent)}")
+    return sorted((f"`{it}`", " or ".join(sorted(types[it.name]))) for it in EventReason)
+
+
+def conditions() -> Sequence[Cells]:
+    """Return reason, condition and status of the Node's conditions."""
+    found = []
+    for call in _calls((CLUSTER / "node_object.py").read_text(encoding="utf-8")):
+        if ast.unparse(call.func) == "_condition":
+            status, reason = (ast.literal_eval(it) for it in call.args[:2])
+            kind = ast.unparse(call.args[4]) if len(call.args) > 4 else "PROBLEM_CONDITION"  # noqa: PLR2004 - its place
+            found.append((f"`{reason}`", f"`{getattr(node_object, kind)}`", f"`{status}`"))
+    return sorted(found)
+
+
+def logged() -> Sequence[Cells]:
+    """Return each event of the log from `warning` on, with its level.
+
+    Raises:
+        UnknownReasonError: an event is no constant text.
+    """
+    levels: dict[str, set[str]] = defaultdict(set)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if file.relative_to(PACKAGE).parts[0] in _OUTSIDE or not _LOGS.search(text):
+            continue
+        for call in _calls(text):
+            function = call.func
+            if not isinstance(function, ast.Attribute) or function.attr not in _LEVELS:
+                continue
+            if not re.search(r"\b_?log$|get_logger\(\)$", ast.unparse(function.value)):
+                continue
+            if not call.args or not isinstance(call.args[0], ast.Constant):
+                place = f"{file.relative_to(PACKAGE)}:{call.lineno}"
+                raise UnknownReasonError(f"{place}: the event of the log is no constant text")
+            levels[str(call.args[0].value)].add(_LEVELS[function.attr])
+    return sorted((event, " or ".join(sorted(found))) for event, found in levels.items())
+
+
+def checks() -> Sequence[Cells]:
+    """Return each code of the doctor with the first sentence of its section."""
+    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    first = dict(re.findall(r"^### (MG\d+)\n(.*?)(?:[.:]$|\. )", page, re.MULTILINE))
+    return [(f"[{code}](doctor.md#{code.lower()})", f"{first[code]}.") for code in CHECKS]
+
+
+TABLES: Final = (
+    Table("## Events", events, 3),
+    Table("## Conditions of the Node", conditions, 2),
+    Table("## The log", logged, 2),
+    Table("## The doctor", checks, 0),
+)
+
+
+def render(page: str) -> str:
+    """Return the page with the code's rows, and the sentences that it has."""
+    for table in TABLES:
+        start = page.index("\n|", page.index(f"\n{table.heading}\n")) + 1
+        end = page.index("\n\n", start) if "\n\n" in page[start:] else len(page)
+        head, rule, *rows = page[start:end].rstrip("\n").split("\n")
+        written = _sentences(rows, table.sentences)
+        lines = [
+            "| " + " | ".join((*it, *written.get(it[0], ("",) * table.sentences))) + " |"
+            for it in table.rows()
+        ]
+        page = page[:start] + "\n".join([head, rule, *lines]) + (page[end:] or "\n")
+    return page
+
+
+def missing(page: str) -> Sequence[str]:
+    """Return the names of rows that lack a sentence."""
+    return [line.split(" | ")[0][2:] for line in page.splitlines() if re.search(r"\|\s*\|", line)]
+
+
+def _sentences(rows: Sequence[str], count: int) -> Mapping[str, Cells]:
+    cells = [tuple(it.strip() for it in row.strip("|").split(" | ")) for row in rows]
+    return {it[0]: it[len(it) - count :] for it in cells}
+
+
+def _functions(folder: Path) -> Iterator[ast.AST]:
+    for file in sorted(folder.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if EventReason.__name__ in text else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+
+def _calls(text: str) -> Iterator[ast.Call]:
+    return (it for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Call))
+
+
+def _reasons(node: ast.AST) -> Iterator[str]:
+    """Yield the members of `EventReason` that stand in an expression."""
+    for it in ast.walk(node):
+        if isinstance(it, ast.Attribute) and ast.unparse(it.value) == EventReason.__name__:
+            yield it.attr
+
+
+def _types(call: ast.Call) -> set[str]:
+    """Return the types that an Event of a call may have."""
+    for keyword in call.keywords:
+        if keyword.arg == "warning":
+            always = isinstance(keyword.value, ast.Constant)
+            return {"Warning"} if always else {"Normal", "Warning"}
+    return {"Normal"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables, or compare them; return the exit status."""
+    page = PAGE.read_text(encoding="utf-8")
+    rendered = render(page)
+    if "--check" not in arguments:
+        PAGE.write_text(rendered, encoding="utf-8")
+    problems = [f"{it}: write its sentences in docs/events.md" for it in missing(rendered)]
+    if "--check" in arguments and rendered != page:
+        problems.append("docs/events.md is not what the code says: run `python docs/reasons.py`")
+    print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)  # noqa: T201 - a script
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""Every Event, condition, warning and check has its row in docs/events.md, with its sentences."""
+
+from pathlib import Path
+
+import pytest
+
+from docs import reasons
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty package that is read for the log, in place of metagpu."""
+    monkeypatch.setattr(reasons, "PACKAGE", tmp_path)
+    return tmp_path
+
+
+def test_the_page_is_what_the_code_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each reason has a row with all sentences, and each row a reason."""
+    assert reasons.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_new_reason_needs_its_sentences(
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A new event of the log gets a row, and the check refuses the row without sentences."""
+    page = tmp_path / "events.md"
+    page.write_text(reasons.PAGE.read_text())
+    monkeypatch.setattr(reasons, "PAGE", page)
+    (package / "new.py").write_text("log.info('begun')\nlog.warning('fan stopped', gpu=1)\n")
+
+    assert reasons.main([]) == 1
+    assert "| fan stopped | warning |  |  |" in page.read_text().splitlines()
+    assert "fan stopped" in capsys.readouterr().err
+    assert "begun" not in page.read_text()
+
+
+@pytest.mark.parametrize("text", ["f'{name} failed'", "name"])
+def test_a_computed_event_is_refused(package: Path, text: str) -> None:
+    """An event of the log is one constant text, by which people search."""
+    (package / "new.py").write_text(f"self._log.error({text}, gpu=1)\n")
+    with pytest.raises(reasons.UnknownReasonError, match=r"new\.py:1"):
+        reasons.logged()
+
+
+def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type of an Event is that of its call, also where the reason has a name of its own."""
+    names = [it.name for it in reasons.EventReason]
+    calls = [f"    EventData(node, EventReason.{it}, note, 'Do')" for it in names[3:]]
+    (tmp_path / "new.py").write_text(
+        f"def event():\n    EventData(node, EventReason.{names[0]}, note, 'Do', warning=True)\n"
+        f"    reason = EventReason.{names[1]} if never else EventReason.{names[2]}\n"
+        "    EventData(node, reason, note, 'Do', warning=bool(pods))\n" + "\n".join(calls)
+    )
+    monkeypatch.setattr(reasons, "CLUSTER", tmp_path)
+
+    found = dict(reasons.events())
+    types = [found[f"`{reasons.EventReason[it]}`"] for it in names[:4]]
+    assert types == ["Warning", *["Normal or Warning"] * 2, "Normal"]
