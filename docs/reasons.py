@@ -55,19 +55,15 @@ def events() -> Sequence[Cells]:
     types: dict[str, set[str]] = defaultdict(set)
     for function in _functions(CLUSTER):
         calls = [it for it in ast.walk(function) if isinstance(it, ast.Call)]
-        for statement in ast.walk(function):
-            names = {}
-            if isinstance(statement, ast.Assign):
-                names = {it.id for it in ast.walk(statement.targets[0]) if isinstance(it, ast.Name)}
-            for reason in _reasons(statement) if isinstance(statement, ast.Assign) else ():
-                taking = [
-                    it for it in calls if names & {a.id for a in it.args if isinstance(a, ast.Name)}
-                ]
-                types[reason].update(*map(_types, taking))
         for call in calls:
             for argument in call.args:
-                for reason in _reasons(argument) if not isinstance(argument, ast.Call) else ():
+                for reason in () if isinstance(argument, ast.Call) else _reasons(argument):
                     types[reason] |= _types(call)
+        for it in ast.walk(function):  # a reason with a name has the types of the calls with that
+            if isinstance(it, ast.Assign):
+                taking = [call for call in calls if _names(it.targets[0]) & _names(*call.args)]
+                for reason in _reasons(it.value):
+                    types[reason].update(*map(_types, taking))
     if silent := [it for it in EventReason if it.name not in types]:
         raise UnknownReasonError(f"no Event has the reason {', '.join(silent)}")
     return sorted((f"`{it}`", " or ".join(sorted(types[it.name]))) for it in EventReason)
@@ -165,6 +161,10 @@ def _reasons(node: ast.AST) -> Iterator[str]:
     for it in ast.walk(node):
         if isinstance(it, ast.Attribute) and ast.unparse(it.value) == EventReason.__name__:
             yield it.attr
+
+
+def _names(*expressions: ast.AST) -> set[str]:
+    return {it.id for at in expressions for it in ast.walk(at) if isinstance(it, ast.Name)}
 
 
 def _types(call: ast.Call) -> set[str]:

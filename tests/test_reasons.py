@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs import reasons
+from metagpu.plugins.cluster.event_reasons import EventReason
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_computed_event_is_refused(package: Path, text: str) -> None:
 
 def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The type of an Event is that of its call, also where the reason has a name of its own."""
-    names = [it.name for it in reasons.EventReason]
+    names = [it.name for it in EventReason]
     calls = [f"    EventData(node, EventReason.{it}, note, 'Do')" for it in names[3:]]
     (tmp_path / "new.py").write_text(
         f"def event():\n    EventData(node, EventReason.{names[0]}, note, 'Do', warning=True)\n"
@@ -56,6 +57,6 @@ def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(reasons, "CLUSTER", tmp_path)
 
-    found = dict(reasons.events())
-    types = [found[f"`{reasons.EventReason[it]}`"] for it in names[:4]]
+    found = {it[0]: it[1] for it in reasons.events()}
+    types = [found[f"`{EventReason[it]}`"] for it in names[:4]]
     assert types == ["Warning", *["Normal or Warning"] * 2, "Normal"]
