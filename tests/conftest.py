@@ -43,6 +43,12 @@ _MAY_BLOCK = (
     ("structlog/dev.py", {"__call__"}, ("os.stat", "io.TextIOWrapper.read")),
     # Credentials are read in a thread, on a loop of its own that serves nothing else.
     ("metagpu/plugins/cluster/credentials.py", {"_configure"}, ()),
+    # The files of the page are read before anything is served.
+    (
+        "metagpu/plugins/web/page_files.py",
+        {"read_page_files"},
+        ("os.stat", "io.BufferedReader.read"),
+    ),
     # It is called when there is something to read, though its descriptor is a blocking one.
     ("asyncinotify/__init__.py", {"_get"}, ("os.read",)),
     # A node's configuration is a small file, read at start and when an operator says so.

@@ -2,14 +2,20 @@
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.cli.options import Variable
 from metagpu.cli.parser import Parser, add_command, add_output, add_reason
+from metagpu.core.errors import ConfigError
+from metagpu.plugins.metrics.address import ListenAddress, parse_address
 
 FORMATS: Final = ("table", "wide", "json", "yaml")
+SHORTEST_INTERVAL: Final = 0.5
+"""Seconds between two looks of `web`: the page takes no more changes than two a second."""
 OBJECTS: Final = {
     "nodes": ("node", "no"),
     "gpus": ("gpu",),
@@ -42,7 +48,10 @@ def parser() -> argparse.ArgumentParser:
     commands = program.add_subparsers(
         title="commands", required=True, metavar="COMMAND", dest="command"
     )
-    for add in (_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu, _explain):
+    for add in (
+        *(_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu),
+        *(_explain, _web),
+    ):
         add(commands)
     return program
 
@@ -196,6 +205,74 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
     add_output(it, ("table", "json", "yaml"))
     _add_connection(it)
+
+
+def _web(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "web",
+        "show all GPUs of the cluster in a browser: serve the page on this machine alone, with "
+        "your rights, until an interrupt",
+        "kubectl metagpu web --open",
+    )
+    it.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        type=_loopback,
+        default="127.0.0.1:8400",
+        help="an address of this machine's loopback, and a port; 0 is any free port "
+        "(default: %(default)s)",
+    )
+    it.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="start a browser with the page (default: only print its URL)",
+    )
+    it.add_argument(
+        "--interval",
+        metavar="SECONDS",
+        type=_interval,
+        default=2.0,
+        help="between two looks at the nodes, while a browser shows the page "
+        "(default: %(default)g)",
+    )
+    it.add_argument(
+        "-l",
+        "--selector",
+        metavar="LABELS",
+        default="",
+        help="only nodes with these labels, as kubectl takes them",
+    )
+    it.add_argument(
+        "-n",
+        "--namespace",
+        metavar="NAME",
+        default="",
+        help="show what waits of this namespace (default: of all, or of the context's namespace "
+        "where you may list no others)",
+    )
+    it.add_argument(
+        "-A", "--all-namespaces", action="store_true", help="show what waits of all, or fail"
+    )
+    _add_connection(it)
+
+
+def _loopback(text: str) -> ListenAddress:
+    with suppress(ConfigError):
+        if (address := parse_address(text)).is_loopback:
+            return address
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no port of the loopback, and the page has your rights, so no other machine "
+        "may reach it; write one as in 127.0.0.1:8400"
+    )
+
+
+def _interval(text: str) -> float:
+    with suppress(ValueError):
+        if SHORTEST_INTERVAL <= (seconds := float(text)) < inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no interval; give seconds, 0.5 or more")
 
 
 def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:

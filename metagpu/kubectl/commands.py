@@ -87,6 +87,18 @@ def _drain_gpu(args: argparse.Namespace) -> int:
         return drain_gpu(args, runner, viewer)
 
 
+def _web(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.web import web
+
+    namespaces = [args.namespace]
+    if not args.namespace and not args.all_namespaces:
+        namespaces.append(namespace_of(args))
+    try:
+        return _run(args, lambda viewer: web(args, viewer, namespaces))
+    except KeyboardInterrupt:
+        return 0  # the end of every page
+
+
 def _explain(args: argparse.Namespace) -> int:
     from metagpu.kubectl.diagnosis import explain
 
@@ -103,6 +115,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "uncordon": _uncordon,
     "drain-gpu": _drain_gpu,
     "explain": _explain,
+    "web": _web,
 }
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import anyio
 import msgspec
 from anyio import to_thread
 
@@ -17,7 +16,7 @@ from metagpu.kubectl.judgement import Judgement, conclude, exceeded_quota, judge
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.output import encode
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
-from metagpu.kubectl.viewer import STATUS, AgentPod, ClusterViewer, NodeAnswer
+from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
 
 Object = Mapping[str, Any]
 
@@ -87,7 +86,12 @@ async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
         sentence = f"it is bound to {demand.node}, whose kubelet has not started it yet"
         return PodAnswer(name, sentence, notes=_waiting(status))
 
-    answer = _judged(demand, await _nodes(viewer), ())
+    return judge_waiting(demand, status, await _nodes(viewer))
+
+
+def judge_waiting(demand: PodDemand, status: Object, nodes: Iterable[ClusterNode]) -> PodAnswer:
+    """Return why a pod without a node waits, and what the scheduler says of it."""
+    answer = _judged(demand, nodes, ())
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition.get("message"):
             answer.notes.append(f"the scheduler says: {condition['message']}")
@@ -143,25 +147,18 @@ def _judged(demand: PodDemand, nodes: Iterable[ClusterNode], quotas: Sequence[Ob
 
 async def _nodes(viewer: ClusterViewer) -> Sequence[ClusterNode]:
     """Return all nodes, as the API server and their daemons report them."""
-    objects: Sequence[Object] = ()
-    answers: Sequence[NodeAnswer] = ()
 
-    async def list_nodes() -> None:
-        nonlocal objects
-        objects = await viewer.items("/api/v1/nodes")
+    async def ask() -> Sequence[NodeAnswer]:
+        return await viewer.ask(STATUS, await viewer.agents())
 
-    async def ask() -> None:
-        nonlocal answers
-        agents: Sequence[AgentPod] = await viewer.agents()
-        answers = await viewer.ask(STATUS, agents)
+    objects, answers = await in_parallel(lambda: viewer.items("/api/v1/nodes"), ask)
+    return cluster_nodes(objects, answers)
 
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(list_nodes)
-            group.start_soon(ask)
-    except BaseExceptionGroup as errors:
-        ours = [it for it in errors.exceptions if isinstance(it, MetagpuError)]
-        raise (ours[0] if ours else errors) from None
+
+def cluster_nodes(
+    objects: Iterable[Object], answers: Iterable[NodeAnswer]
+) -> Sequence[ClusterNode]:
+    """Return nodes by their Node objects and the answers of their daemons."""
     by_node = {it.node: it for it in answers}
     return [_node_of(it, by_node.get(it["metadata"]["name"])) for it in objects]
 

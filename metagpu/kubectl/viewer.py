@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -21,7 +21,7 @@ USAGE: Final = "api/v1/usage"
 PORT: Final = "status-api"
 """The name of the containers' port."""
 AT_ONCE: Final = 100
-"""Nodes that are asked at a time, as many as the client has connections."""
+"""Questions to nodes at a time, as many as the client has connections."""
 _TOKEN_LIFETIME: Final = 600
 _TOKEN_RENEWAL: Final = 450.0
 """Seconds after which a token is replaced; both by the clock of this machine."""
@@ -72,6 +72,7 @@ class ClusterViewer:
         self._deadline = deadline
         self._progress = progress
         self._tokens: dict[str, tuple[str, float]] = {}
+        self._limit = anyio.Semaphore(AT_ONCE)
 
     async def items(self, path: str, **query: str) -> Sequence[Object]:
         """List objects; the answer may be that of the API server's cache.
@@ -150,10 +151,9 @@ class ClusterViewer:
         for namespace in {it.namespace for it in asked}:
             await self._renew_token(namespace)
         answers: list[NodeAnswer] = []
-        limit = anyio.Semaphore(AT_ONCE)
 
         async def one(agent: AgentPod) -> None:
-            async with limit:
+            async with self._limit:
                 answers.append(await self._ask_node(path, agent))
             self._progress(len(answers), len(asked))
 
@@ -196,6 +196,27 @@ class ClusterViewer:
                 raise MetagpuError(f"{error.message}: {fix}") from error
             raise
         self._tokens[namespace] = answer["status"]["token"], time.monotonic()
+
+
+async def in_parallel(*calls: Callable[[], Awaitable[Any]]) -> Sequence[Any]:
+    """Return the results of calls that run at once; an error ends them all.
+
+    Raises:
+        MetagpuError: the first error among those of the calls.
+    """
+    results: list[Any] = [None] * len(calls)
+
+    async def one(place: int) -> None:
+        results[place] = await calls[place]()
+
+    try:
+        async with anyio.create_task_group() as group:
+            for place in range(len(calls)):
+                group.start_soon(one, place)
+    except BaseExceptionGroup as errors:
+        ours = [it for it in errors.exceptions if isinstance(it, MetagpuError)]
+        raise (ours[0] if ours else errors) from None
+    return results
 
 
 def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:

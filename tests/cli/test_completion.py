@@ -34,6 +34,7 @@ PARSERS = {
         ("kubectl-metagpu get pods --all", {"--all-namespaces"}),
         ("kubectl-metagpu nowhere ", set(COMMANDS)),
         ("kubectl-metagpu drain-gpu --f", {"--force"}),
+        ("kubectl-metagpu web --no", {"--no-open"}),
     ],
 )
 def test_what_completes_a_line(line: str, expected: set[str]) -> None:

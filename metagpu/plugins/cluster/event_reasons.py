@@ -4,6 +4,7 @@ docs/events.md has the meaning of each.
 """
 
 from enum import StrEnum
+from typing import Final
 
 
 class EventReason(StrEnum):
@@ -38,3 +39,12 @@ class EventReason(StrEnum):
     REGISTRATION_PROBLEM = "RegistrationProblem"
     REJECTED_POD_DELETED = "RejectedPodDeleted"
     REJECTED_POD_FOUND = "RejectedPodFound"
+
+
+SEVERE: Final = frozenset(
+    (
+        *(EventReason.GPU_UNHEALTHY, EventReason.GPU_UNREADABLE, EventReason.GPU_RESET_NEEDED),
+        *(EventReason.MIG_DEVICE_UNHEALTHY, EventReason.GPU_DEVICE_LOST),
+    )
+)
+"""Reasons of a fault of hardware: errors where others are warnings."""

@@ -18,6 +18,7 @@ import anyio
 import h11
 import structlog
 
+from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime.listener import accept
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
@@ -85,6 +86,19 @@ class PageServer:
         self._headers = headers
         self._open: dict[socket.socket, anyio.CancelScope] = {}
         self._streams = 0
+        self._listener: socket.socket | None = None
+
+    def bind(self, option: str) -> None:
+        """Bind the port for `run`, which would wait for one that is taken.
+
+        Raises:
+            MetagpuError: the port cannot be bound; `option` gives another one.
+        """
+        try:
+            self._listener = _bind(self._address, self._timing.silence)
+        except OSError as error:
+            raise MetagpuError(_bind_problem(self._address, error, option)) from error
+        self.port = self._listener.getsockname()[1]
 
     async def run(self) -> None:
         """Serve until cancelled; a port that cannot be bound is tried again."""
@@ -93,7 +107,7 @@ class PageServer:
 
         while True:
             try:
-                listener = _bind(self._address, self._timing.silence)
+                listener = self._listener or _bind(self._address, self._timing.silence)
             except OSError as error:
                 problem = _bind_problem(self._address, error, f"--{self._name}")
                 if logged.is_new(self, problem):
@@ -106,6 +120,7 @@ class PageServer:
                 await anyio.sleep(retry)
                 continue
 
+            self._listener = None
             with closing(listener):
                 address = ListenAddress(self._address.host, listener.getsockname()[1])
                 log.info(served, address=str(address))

@@ -1,0 +1,222 @@
+"""The view of all nodes, as the page of the cluster shows it."""
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import anyio
+import msgspec
+from anyio import to_thread
+
+from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.model.reasons import iso_time
+from metagpu.kubectl.events import event_rows
+from metagpu.kubectl.placement import cluster_nodes
+from metagpu.kubectl.viewer import (
+    STATUS,
+    USAGE,
+    AgentPod,
+    ClusterViewer,
+    NodeAnswer,
+    in_parallel,
+)
+from metagpu.kubectl.waiting import waiting_pods
+from metagpu.plugins.cluster.settings import CONTROLLER
+
+Object = Mapping[str, Any]
+
+OBJECTS_AGE: Final = 10.0
+"""Seconds for which Nodes, daemons and Events are not listed again: they are large and change
+seldom."""
+_FORBIDDEN: Final = 403
+_LEFT_OUT: Final = "feature.node.kubernetes.io/"
+"""Labels of NFD, some fifty of each node, which say nothing of GPUs."""
+
+
+class _Objects(msgspec.Struct, frozen=True):
+    """Objects of the API server; `until` is when they are listed again."""
+
+    until: float
+    agents: Sequence[AgentPod]
+    nodes: Sequence[Object]
+    events: Sequence[Object]
+
+
+class ClusterView:
+    """The view of the cluster: a request reads it, and so does a follower in turn.
+
+    Args:
+        selector: labels of the nodes.
+        namespaces: where Pods and Events are listed: in the first of them that the user may
+            list. An empty name means all namespaces.
+        interval: seconds for which a view serves all requests, and between two looks.
+    """
+
+    def __init__(
+        self,
+        viewer: ClusterViewer,
+        selector: str = "",
+        namespaces: Sequence[str] = ("",),
+        interval: float = 2.0,
+    ) -> None:
+        self._viewer = viewer
+        self._selector = selector
+        self._namespaces = {"pods": list(namespaces), "events": list(namespaces)}
+        self._pods_are_wanted = len(namespaces) == 1
+        self._interval = interval
+        self._objects: _Objects | None = None
+        self._view: dict[str, Any] | None = None
+        self._digest = b""
+        self._at = 0.0
+        self._reading = anyio.Lock()
+
+    async def check(self) -> str:
+        """Read what every page needs; return what this one cannot show, empty for nothing.
+
+        Raises:
+            MetagpuError: there is no daemon, the API server does not answer, or the user may not
+                ask for what `namespaces` has alone.
+        """
+        self._objects = await self._list_objects()
+        try:
+            await self._list_pods()
+        except ClusterError as error:
+            if error.status != _FORBIDDEN or self._pods_are_wanted:
+                raise
+            self._namespaces["pods"] = []
+            return f"pods that wait are not shown: {error.message}"
+        return ""
+
+    async def read(self) -> Object:
+        """Return the view: where it is older than the interval, a new one."""
+        async with self._reading:
+            if self._view is None or anyio.current_time() - self._at >= self._interval:
+                await self._look()
+            assert self._view is not None  # noqa: S101 - of this look or an earlier one
+            return self._view
+
+    async def changes(self) -> AsyncGenerator[object, None]:
+        """Look again and again, and yield after each look that found a difference.
+
+        A look that takes long is followed by as long a pause.
+        """
+        seen = self._digest
+        while True:
+            began = anyio.current_time()
+            await self.read()
+            took = anyio.current_time() - began
+            if self._digest != seen:
+                seen = self._digest
+                yield seen
+            await anyio.sleep(max(self._interval, took))
+
+    async def _look(self) -> None:
+        try:
+            if self._objects is None or anyio.current_time() >= self._objects.until:
+                self._objects = await self._list_objects()
+            objects = self._objects
+            statuses, usages, pods = await in_parallel(
+                partial(self._viewer.ask, STATUS, objects.agents),
+                partial(self._viewer.ask, USAGE, objects.agents),
+                self._list_pods,
+            )
+            # In a thread: 500 nodes have some megabytes, and each pod is judged for each node.
+            look = partial(_compose, objects, statuses, usages, pods)
+            self._view, self._digest = await to_thread.run_sync(look)
+        except MetagpuError as error:
+            names = [it.node for it in self._objects.agents] if self._objects else []
+            silent = [NodeAnswer(it, problem=str(error)) for it in names]
+            nothing = _Objects(0, (), (), ())
+            self._view, self._digest = _compose(nothing, silent, silent, ())
+        self._at = anyio.current_time()
+
+    async def _list_objects(self) -> _Objects:
+        query = {"labelSelector": self._selector} if self._selector else {}
+        nodes, agents, events = await in_parallel(
+            partial(self._viewer.items, "/api/v1/nodes", **query),
+            self._viewer.agents,
+            self._list_events,
+        )
+        if self._selector:
+            names = {it["metadata"]["name"] for it in nodes}
+            agents = [it for it in agents if it.node in names]
+        return _Objects(anyio.current_time() + OBJECTS_AGE, agents, nodes, events)
+
+    async def _list_events(self) -> Sequence[Object]:
+        try:
+            return await self._list("events", f"reportingComponent={CONTROLLER}")
+        except ClusterError as error:
+            if error.status != _FORBIDDEN:
+                raise
+            self._namespaces["events"] = []
+            return ()
+
+    async def _list_pods(self) -> Sequence[Object]:
+        return await self._list("pods", "status.phase=Pending")
+
+    async def _list(self, collection: str, selector: str) -> Sequence[Object]:
+        """List objects where the user may; remember where that is.
+
+        Raises:
+            ClusterError: the API server does not answer, or refuses it in the last namespace too.
+        """
+        namespaces = self._namespaces[collection]
+        while namespaces:
+            where = f"/namespaces/{namespaces[0]}" if namespaces[0] else ""
+            try:
+                path = f"/api/v1{where}/{collection}"
+                return await self._viewer.items(path, fieldSelector=selector)
+            except ClusterError as error:
+                if error.status != _FORBIDDEN or len(namespaces) == 1:
+                    raise
+                namespaces.pop(0)
+        return ()
+
+
+def _compose(
+    objects: _Objects,
+    statuses: Sequence[NodeAnswer],
+    usages: Sequence[NodeAnswer],
+    pods: Sequence[Object],
+) -> tuple[dict[str, Any], bytes]:
+    """Return the view, and a digest of all in it that is no time of a look."""
+    labels = {it["metadata"]["name"]: it["metadata"].get("labels") or {} for it in objects.nodes}
+    usage_of = {it.node: it for it in usages}
+    rows, steady = [], []
+    for it in statuses:
+        usage = usage_of[it.node]
+        row: Object = {
+            "name": it.node,
+            "problem": it.problem or usage.problem,
+            "labels": _shown_labels(labels.get(it.node, {})),
+        }
+        rows.append({**row, "status": it.report, "usage": usage.report})
+        steady.append((row, _steady(it.report), _timeless(usage.report)))
+    shown = {
+        "events": event_rows(objects.events, usage_of.keys()),
+        "waiting": waiting_pods(pods, cluster_nodes(objects.nodes, statuses)),
+    }
+    digest = hashlib.blake2b(msgspec.json.encode([steady, shown])).digest()
+    view = {"kind": "cluster", "at": iso_time(time.time()), "nodes": rows, **shown}
+    return view, digest
+
+
+def _shown_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
+    return {name: value for name, value in labels.items() if not name.startswith(_LEFT_OUT)}
+
+
+def _steady(status: Object | None) -> Object | None:
+    """Return a status without the seconds to each next turn: they always differ."""
+    if status is None:
+        return None
+    gpus = [
+        {**gpu, "turn": {**gpu["turn"], "nextIn": 0}} if gpu.get("turn") else gpu
+        for gpu in status["gpus"]
+    ]
+    return {**status, "gpus": gpus}
+
+
+def _timeless(usage: Object | None) -> Object | None:
+    return None if usage is None else {**usage, "at": 0}

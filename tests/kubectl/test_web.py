@@ -1,0 +1,200 @@
+"""`kubectl metagpu web`: the view of the cluster, and the page that has it."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from metagpu.kubectl.arguments import parser
+from metagpu.kubectl.cluster_view import ClusterView
+from metagpu.kubectl.events import event_rows
+from metagpu.kubectl.obstacles import ClusterNode
+from metagpu.kubectl.program import main
+from metagpu.kubectl.viewer import ClusterViewer
+from metagpu.kubectl.waiting import waiting_pods
+from metagpu.kubectl.web import web
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.agent.test_status_api import NODE
+from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
+from tests.kubectl.test_program import Cluster, cluster
+from tests.plugins.metrics.rig import exchanged
+from tests.rigs.agent import METAGPU
+
+
+def pod(name: str, amount: object, resource: str = SHARES, **spec: object) -> Mapping[str, Any]:
+    """Return a Pod of one container."""
+    limits = {"resources": {"limits": {resource: str(amount)}}}
+    metadata = {"namespace": "team", "name": name}
+    return {"metadata": metadata, "spec": {"containers": [limits], **spec}}
+
+
+def test_what_waits_has_the_sentence_of_why() -> None:
+    """Pods without a node that ask for our resources are judged; all others are left out."""
+    nodes = [node(gpu(0, 70), allocatable={"intel.com/qat": 1}), ClusterNode("plain")]
+    pods = [
+        pod("small", 20),
+        pod("large", 50),
+        pod("bound", 50, nodeName="gpu-1"),
+        pod("other", 1, "intel.com/qat"),
+        pod("unread", "1k"),
+        pod("misspelled", 1, "cnvrg.io/metagpus"),
+    ]
+    rows = {it["pod"]: it for it in waiting_pods(pods, nodes)}
+
+    assert list(rows) == ["large", "misspelled", "small"]
+    assert rows["large"]["namespace"] == "team"
+    assert rows["large"]["reason"] == "full"
+    assert "30 of 100 of cnvrg.io/metagpu are free" in rows["large"]["text"]
+    assert "request at most 30" in rows["large"]["advice"]
+    assert rows["misspelled"]["reason"] == "not_offered"
+    assert rows["small"]["reason"] == "none"
+    assert "read what the scheduler says" in rows["small"]["advice"]
+    counted = [ClusterNode("plain", allocatable={GPUS: 1}), node(gpu(0, 0))]
+    assert waiting_pods([pod("of another plugin", 1, GPUS)], counted) == []
+
+
+def test_events_name_their_node_and_gpu() -> None:
+    """Events of nodes and of pods have the node, and the newest is first."""
+    of_node = {
+        "eventTime": "2026-11-01T10:00:00.000000Z",
+        "series": {"lastObservedTime": "2026-11-01T12:00:00.000000Z"},
+        "involvedObject": {"kind": "Node", "name": "a"},
+        "reason": "GPUUnhealthy",
+        "type": "Warning",
+        "message": "GPU 3 (GPU-x): XID 79",
+    }
+    of_pod = {
+        "eventTime": "2026-11-01T11:00:00.000000Z",
+        "involvedObject": {"kind": "Pod", "namespace": "team", "name": "it"},
+        "reportingInstance": "metagpu-b",
+        "reason": "MemoryLimit",
+        "type": "Warning",
+        "message": "it is warned",
+    }
+    elsewhere = {**of_node, "involvedObject": {"kind": "Node", "name": "c"}}
+    first, second = event_rows([of_pod, elsewhere, of_node], ["a", "b"])
+
+    assert (first["node"], first["gpu"], first["severity"]) == ("a", 3, "error")
+    assert (second["node"], second["gpu"], second["severity"]) == ("b", None, "warning")
+    assert second["text"] == "team/it: it is warned"
+
+
+async def test_the_view_has_what_daemons_and_api_server_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A look has reports, labels, Events and what waits; a change is one if something differs."""
+    async with cluster(tmp_path, capsys) as it:
+        it.add_pod("large", 21)
+        server = it.scene.server
+        server.label(NODE, {"zone": "a", "feature.node.kubernetes.io/cpu": "x"})
+        view = ClusterView(ClusterViewer(it.scene.client), interval=0.5)
+        assert await view.check() == ""
+        shown = await view.read()
+        asked = len(server.requests)
+        assert await view.read() is shown
+        assert len(server.requests) == asked  # who asks again soon gets the same
+
+        [row] = shown["nodes"]
+        assert (shown["kind"], row["name"], row["problem"]) == ("cluster", NODE, "")
+        assert row["labels"]["zone"] == "a"
+        assert "feature.node.kubernetes.io/cpu" not in row["labels"]
+        assert row["status"]["offers"][METAGPU]["free"] == 17
+        assert row["usage"]["containers"][0]["pod"] == "alice"
+        assert [(w["pod"], w["reason"]) for w in shown["waiting"]] == [("large", "too_large")]
+
+        changes, looks = view.changes(), len(server.requests)
+        with anyio.move_on_after(1.3):
+            await anext(changes)
+            pytest.fail("a change without a difference")
+        assert len(server.requests) > looks  # it has looked
+        changes = view.changes()
+        await it.scene.it.kubelet.admit(SimPod.single("bob", {METAGPU: 2}))
+        with anyio.fail_after(20):
+            await anext(changes)
+        await changes.aclose()
+
+        server.fail(503, times=10)
+        await anyio.sleep(0.5)
+        [row] = (await view.read())["nodes"]
+        assert (row["status"], "a test made" in row["problem"]) == (None, True)
+
+
+async def test_the_page_of_a_user_with_few_rights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user who may not list all pods sees those of the context's namespace, or none."""
+    async with cluster(tmp_path, capsys) as it:
+        it.add_pod("large", 21)
+        denied, viewer = it.scene.server.denied, ClusterViewer(it.scene.client, "kube-system")
+        denied += [("GET", "/api/v1/pods"), ("GET", "events")]
+        view = ClusterView(viewer, namespaces=["", "default"])
+        assert await view.check() == ""
+        assert [w["pod"] for w in (await view.read())["waiting"]] == ["large"]
+
+        denied.append(("GET", "/api/v1/namespaces/default/pods"))
+        view = ClusterView(viewer, namespaces=["", "default"])
+        assert "cannot get /api/v1/namespaces/default/pods" in await view.check()
+        shown = await view.read()
+        assert (shown["waiting"], shown["nodes"][0]["problem"]) == ([], "")
+        status, _, err = await it.run("web", "-n", "default", "--agent-namespace", "kube-system")
+        assert (status, "cannot get" in err, err.count("\n")) == (1, True, 1)
+
+
+@asynccontextmanager
+async def page(it: Cluster, *arguments: str) -> AsyncIterator[int]:
+    """Serve the page until the block ends; yield its port."""
+    line = ["web", "--address", "127.0.0.1:0", *arguments]
+    args = await to_thread.run_sync(lambda: parser().parse_args(line))
+    it.capsys.readouterr()
+    async with anyio.create_task_group() as group:
+        group.start_soon(web, args, ClusterViewer(it.scene.client), [""])
+        with anyio.fail_after(20):
+            while not (out := it.capsys.readouterr().out):  # noqa: ASYNC110 - the one line
+                await anyio.sleep(0.01)
+        assert out.endswith(" shows the GPUs of the cluster; Ctrl-C ends it\n")
+        yield int(out.split("/")[2].rpartition(":")[2])
+        group.cancel_scope.cancel()
+
+
+async def test_the_page_is_served_to_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page and its view are served; a taken port and another site's name are refused."""
+    async with cluster(tmp_path, capsys) as it, page(it) as port:
+
+        async def get(path: str, host: str = "localhost") -> tuple[int, bytes]:
+            request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+            answer = await exchanged(port, request)
+            return answer.status, answer.body
+
+        status, body = await get("/api/v1/view")
+        assert (status, json.loads(body)["nodes"][0]["name"]) == (200, NODE)
+        assert (await get("/"))[0] == 200
+        assert (await get("/api/v1/view", "rebound.example"))[0] == 403
+        status, _, err = await it.run("web", "--address", f"127.0.0.1:{port}")
+        assert (status, "give --address another port" in err, err.count("\n")) == (1, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--address 0.0.0.0:80", "'0.0.0.0:80' is no port of the loopback"),
+        ("--address :8400", "write one as in 127.0.0.1:8400"),
+        ("--address gpu-1:8400", "is no port of the loopback"),
+        ("--interval 0.1", "give seconds, 0.5 or more"),
+        ("--interval nan", "give seconds, 0.5 or more"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    line: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An address that others reach is refused, in one line that says why."""
+    with pytest.raises(SystemExit) as end:
+        main(["web", *line.split()])
+    err = capsys.readouterr().err
+    assert (end.value.code, text in err, err.count("\n")) == (2, True, 1)
