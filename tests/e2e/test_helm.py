@@ -1,16 +1,18 @@
 """The chart on a real node: the DaemonSet's pod serves, and releases come and go."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import yaml
 
 from tests.e2e.claims import pod, resource_claim, shares
-from tests.e2e.cluster import ALL_SHARES, CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
+from tests.e2e.cluster import ALL_SHARES, CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster, idle_pod
 from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.host_daemon import HostDaemon
@@ -171,9 +173,9 @@ def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path:
     cluster.run("viewed", 25)
 
     def metagpu(*arguments: str) -> str:
-        plugin = [sys.executable, "-m", "metagpu.kubectl.program", *arguments]
-        options = [f"--kubeconfig={kubeconfig}", f"--agent-namespace={SYSTEM}"]
-        done = subprocess.run([*plugin, *options], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            _plugin(kubeconfig, *arguments), capture_output=True, text=True, check=False
+        )
         return done.stdout + done.stderr
 
     assert "cannot list resource" in metagpu("get", "nodes")
@@ -200,6 +202,65 @@ def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path:
     finally:
         kubectl("delete", "clusterrolebinding", "viewers")
         kubectl("delete", "rolebinding", "viewers", f"--namespace={SYSTEM}")
+
+
+def test_a_gpu_is_drained_within_the_budgets_of_its_pods(
+    release: Release, cluster: Cluster
+) -> None:
+    """A budget holds the eviction back, Ctrl-C keeps the cordon, a second run goes on."""
+    kubectl, labels = cluster.kubectl, {"app": "drained"}
+    named = {"metadata": {"name": "drained", "namespace": NAMESPACE}}
+    selector = {"matchLabels": labels}
+    template = {"metadata": {"labels": labels}, "spec": idle_pod("", 25)["spec"]}
+    budget = {"minAvailable": 1, "selector": selector}
+    kubectl.apply(
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", **named, "spec": budget},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            **named,
+            "spec": {"replicas": 1, "selector": selector, "template": template},
+        },
+    )
+
+    def gpu_of_pod() -> tuple[str, str]:
+        cluster.await_running()
+        (it,) = kubectl.list("pods", NAMESPACE)
+        (index,) = cluster.inspect_container(it["metadata"]["name"]).gpu_indices
+        return it["metadata"]["name"], f"{release.node.name}/{index}"
+
+    kubeconfig = Path(release.node.kubeconfig)
+    try:
+        pod, gpu = wait_for("the pod", gpu_of_pod, within_s=SOON_S)
+        command = _plugin(kubeconfig, "drain-gpu", gpu, "--yes")
+        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as drain:
+            assert drain.stdout is not None
+            refused = next(line for line in drain.stdout if " waits: " in line)
+            drain.send_signal(signal.SIGINT)
+            _, error = drain.communicate(timeout=SOON_S)
+        assert f"{NAMESPACE}/{pod} waits: The disruption budget drained " in refused
+        assert (drain.returncode, "stays cordoned; the same command goes on" in error) == (
+            130,
+            True,
+        )
+
+        kubectl("delete", "poddisruptionbudget", "drained", f"--namespace={NAMESPACE}")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        assert f"{NAMESPACE}/{pod} is evicted" in done.stdout
+        after = wait_for("the next pod", gpu_of_pod, within_s=SOON_S)
+        assert pod not in after
+        assert gpu not in after
+        subprocess.run(_plugin(kubeconfig, "uncordon", gpu), check=True)
+    finally:
+        for kind in ("deployment", "poddisruptionbudget"):
+            kubectl("delete", kind, "drained", "--ignore-not-found", f"--namespace={NAMESPACE}")
+
+
+def _plugin(kubeconfig: Path, *arguments: str) -> list[str]:
+    """Return the command line of `kubectl metagpu`."""
+    options = (f"--kubeconfig={kubeconfig}", f"--agent-namespace={SYSTEM}")
+    return [sys.executable, "-m", "metagpu.kubectl.program", *arguments, *options]
 
 
 def _daemon_port(release: Release) -> str:
