@@ -263,8 +263,9 @@ class Agent:
             self.web_address,
             self.cluster_settings,
             self.registry,
-            self._agent_commands.reports,
-            self.timing.metrics,
+            node=self._node,
+            reports=self._agent_commands.reports,
+            timing=self.timing.metrics,
         )
 
     def _build_takeover(self) -> Takeover:

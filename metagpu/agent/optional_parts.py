@@ -124,6 +124,8 @@ def build_web(
     address: ListenAddress | None,
     settings: ClusterSettings | None,
     registry: Registry,
+    *,
+    node: str,
     reports: Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]],
     timing: MetricsTiming,
 ) -> "NodeWeb | None":
@@ -141,7 +143,7 @@ def build_web(
         from metagpu.plugins.cluster.token_review import TokenReviewer  # noqa: PLC0415 - as said
 
         tokens = TokenReviewer(settings, run_command)
-    return NodeWeb(address, registry, reports, tokens, timing)
+    return NodeWeb(address, registry, node, reports, tokens=tokens, timing=timing)
 
 
 def turn_tasks(

@@ -95,6 +95,7 @@ def _devices(
             *(first.uuid, instance.number, first.number),
             idle=free and share not in state.leases,
             reusable=reusable,
+            placement=instance.placement,
         )
         for share in inventory.shares(state, slot)
     }

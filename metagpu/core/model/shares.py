@@ -12,6 +12,7 @@ from typing import Final, NewType
 import msgspec
 
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.mig import Placement
 
 ShareId = NewType("ShareId", str)
 """`GPU-<uuid>::<slot>`, or `GPU-<uuid>` for a whole GPU; at most 63 characters."""
@@ -216,6 +217,7 @@ class HardwareDevice(msgspec.Struct, frozen=True):
         idle: no container holds the device and no process is on it: it may be reused or removed.
         reusable: the share may be granted again before the device is known to be idle: the next
             pod is sent here before the kubelet reports the end of the last one.
+        placement: the memory slices of its GPU instance, where they are known.
     """
 
     device: str
@@ -223,6 +225,7 @@ class HardwareDevice(msgspec.Struct, frozen=True):
     compute_instance: int
     idle: bool = False
     reusable: bool = False
+    placement: Placement | None = None
 
 
 class ProvisionFailure(msgspec.Struct, frozen=True):

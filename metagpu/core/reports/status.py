@@ -1,24 +1,28 @@
 """Snapshots as plain data: the answers of `metagpu explain` and `metagpu status`."""
 
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.capacity import describe_capacity, to_dict
-from metagpu.core.model.gpu import MIB, GpuId, parse_bus_id
+from metagpu.core.model.gpu import MIB, Gpu, GpuId, parse_bus_id
+from metagpu.core.model.mig import profile_of
 from metagpu.core.model.offers import largest_request
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.reasons import describe_held_back, iso_time, unavailable_reason
 from metagpu.core.model.shares import (
     HardwareDevice,
+    Holder,
     OfferTurn,
     Pause,
     Recovery,
+    ResourceClaimRef,
     ResourceName,
+    Share,
     ShareId,
 )
 from metagpu.core.model.snapshot import (
@@ -27,6 +31,9 @@ from metagpu.core.model.snapshot import (
     Snapshot,
     free_parts,
 )
+
+_Held = tuple[str, GpuId, Holder | None, ResourceClaimRef | None, tuple[Holder, ...]]
+"""One entry of the leases: resource, GPU, holder, ResourceClaim and the claim's other holders."""
 
 
 def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
@@ -76,11 +83,15 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
 
 def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Return the data of `explain_report`, and every lease with its holder."""
-    held = Counter(
-        (str(it.share.resource), it.share.gpu, it.holder, it.resource_claim, it.sharers)
-        for state in snapshot.gpus.values()
-        for it in state.leases.values()
-    )
+    held = defaultdict[_Held, list[Share]](list)
+    for state in snapshot.gpus.values():
+        for it in state.leases.values():
+            key = str(it.share.resource), it.share.gpu, it.holder, it.resource_claim, it.sharers
+            held[key].append(it.share)
+    capacity = {
+        gpu: Counter(share.resource for share in state.shares)
+        for gpu, state in snapshot.gpus.items()
+    }
 
     return {
         **explain_report(snapshot, layout),
@@ -89,15 +100,31 @@ def status_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "resource": resource,
                 "gpu": snapshot.gpus[gpu].gpu.index,
                 "uuid": gpu,
-                "shares": count,
+                "shares": len(shares),
+                "part": _part(snapshot.gpus[gpu].gpu, shares, capacity[gpu]),
                 "holder": str(holder) if holder else None,
                 **({"resourceClaim": str(claim)} if claim else {}),
                 **({"sharers": [str(it) for it in sharers]} if sharers else {}),
                 **(_pod_details(snapshot.pods.find(holder, None)) if holder else {}),
             }
-            for (resource, gpu, holder, claim, sharers), count in held.items()
+            for (resource, gpu, holder, claim, sharers), shares in held.items()
         ],
     }
+
+
+def _part(gpu: Gpu, shares: Sequence[Share], capacity: Mapping[ResourceName, int]) -> float | None:
+    """Return the part of a GPU that shares are, `None` where it is unknown.
+
+    Containers that take turns have a part each as if the GPU were divided among them.
+    """
+    first = shares[0]
+    if first.interchangeable and (alike := capacity.get(first.resource)):
+        part = len(shares) / alike
+    elif gpu.memory and first.memory:
+        part = sum(share.memory for share in shares) / gpu.memory
+    else:
+        return None
+    return round(min(part, 1.0), 4)
 
 
 def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int | str]:
@@ -161,7 +188,7 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
         "unheard": _pause_report(state.unheard) if state.unheard else None,
         "faults": [_fault_report(state, device) for device in state.mig_faults],
         "devices": [
-            _device_report(share, it)
+            _device_report(state, share, it)
             for backend in state.provisioned.values()
             for share, it in backend.devices.items()
         ],
@@ -189,10 +216,14 @@ def _turn_report(it: OfferTurn) -> Mapping[str, str | float | bool]:
     }
 
 
-def _device_report(share: ShareId, it: HardwareDevice) -> Mapping[str, Any]:
+def _device_report(state: GpuState, share: ShareId, it: HardwareDevice) -> Mapping[str, Any]:
+    lease, placement = state.leases.get(share), it.placement
     return {
         "share": share,
+        "holder": str(lease.holder) if lease and lease.holder else None,
         "device": it.device,
+        "profile": profile_of(share),
+        "placement": {"start": placement.start, "size": placement.size} if placement else None,
         "gpuInstance": it.gpu_instance,
         "computeInstance": it.compute_instance,
         "idle": it.idle,

@@ -40,6 +40,7 @@ class Registry:
         self.snapshot = Snapshot()
         self.events = EventBus[Event]()
         self._watchers: list[_Watcher[Any]] = []
+        self._replaced = anyio.Event()
 
     def apply(self, fact: Fact) -> bool:
         """Apply a fact; return whether it changed the snapshot. No change wakes no reader."""
@@ -48,11 +49,19 @@ class Registry:
             return False
 
         self.snapshot = following
+        self._replaced.set()
         for watcher in self._watchers:
             watcher.notify(following)
         for event in events:
             self.events.publish(event)
         return True
+
+    async def changed_since(self, seen: Snapshot) -> Snapshot:
+        """Wait for another snapshot than `seen`, and return it. Safe to cancel."""
+        while self.snapshot is seen:
+            self._replaced = anyio.Event() if self._replaced.is_set() else self._replaced
+            await self._replaced.wait()
+        return self.snapshot
 
     async def watch(self, view: Callable[[Snapshot], ViewT]) -> AsyncGenerator[ViewT, None]:
         """Yield a view of the snapshot: the present one, then each that differs.

@@ -176,8 +176,8 @@ class PageServer:
             text = f"no request arrived within {self._timing.request_timeout:g} s"
             response = plain(HTTPStatus.REQUEST_TIMEOUT, text)
 
-        if isinstance(response, HttpStream) and request is not None:
-            await self._stream(http, connection, response, request)
+        if isinstance(response, HttpStream):
+            await self._stream(http, connection, response)
             return
         await self._send(connection, encode_response(http, response, request, self._headers))
         await _close(connection)
@@ -188,11 +188,7 @@ class PageServer:
             await asyncio.get_running_loop().sock_sendall(connection, data)
 
     async def _stream(
-        self,
-        http: h11.Connection,
-        connection: socket.socket,
-        stream: HttpStream,
-        request: h11.Request,
+        self, http: h11.Connection, connection: socket.socket, stream: HttpStream
     ) -> None:
         """Send parts until the client closes the connection, or does not read them."""
         self._open.pop(connection, None)
@@ -200,8 +196,6 @@ class PageServer:
         self._streams += 1
         try:
             await self._send(connection, encode_head(http, stream, self._headers))
-            if request.method == b"HEAD":
-                return
             async with anyio.create_task_group() as group:
                 group.start_soon(self._send_parts, http, connection, stream, group.cancel_scope)
                 with suppress(OSError):
@@ -242,6 +236,8 @@ class PageServer:
         if isinstance(response, HttpStream) and self._streams >= STREAMS:
             text = f"{STREAMS} clients follow the changes already; try again later"
             return plain(HTTPStatus.SERVICE_UNAVAILABLE, text)
+        if isinstance(response, HttpStream) and request.method == b"HEAD":
+            return HttpResponse(HTTPStatus.OK, b"", response.content)
         return response
 
 

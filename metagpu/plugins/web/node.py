@@ -2,18 +2,24 @@
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Final
+
+import anyio
 
 from metagpu.core.model.reasons import iso_time
-from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.metrics.viewer_access import TokenCheck
+from metagpu.plugins.web.recent_events import RecentEvents
 from metagpu.plugins.web.server import WebServer
 
-STATUS = "/api/v1/status"
-USAGE = "/api/v1/usage"
+STATUS: Final = "/api/v1/status"
+USAGE: Final = "/api/v1/usage"
+USAGE_PERIOD: Final = 3.0
+"""Seconds after which a browser is sent a change although no event came: memory in use has none."""
 
 Reports = Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]
 
@@ -32,47 +38,39 @@ class NodeWeb:
         self,
         address: ListenAddress,
         registry: Registry,
+        node: str,
         reports: Reports,
+        *,
         tokens: TokenCheck | None,
         timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
     ) -> None:
         self._registry = registry
+        self._node = node
         self._reports = reports
+        self._recent = RecentEvents(registry, node)
         self.server = WebServer(address, self._view, self._changes, tokens, timing)
 
     async def run(self) -> None:
         """Serve until cancelled; a failure here ends nothing else."""
-        await self.server.run()
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(run_with_restart, self._recent.run, "recent events"))
+            group.start_soon(self.server.run)
 
     async def _view(self) -> Mapping[str, Any]:
         status, usage = await self._reports[STATUS](), await self._reports[USAGE]()
+        node = {"name": self._node, "problem": "", "labels": {}, "status": status, "usage": usage}
         return {
             "kind": "node",
             "at": iso_time(time.time()),
-            "nodes": [
-                {
-                    "name": status["node"],
-                    "problem": "",
-                    "labels": {},
-                    "status": status,
-                    "usage": usage,
-                }
-            ],
-            "events": [],
+            "nodes": [node],
+            "events": self._recent.report(),
             "waiting": [],
         }
 
-    def _changes(self) -> AsyncGenerator[object, None]:
-        return self._registry.watch(_Identity)
-
-
-class _Identity:
-    """A snapshot that equals itself alone: to compare two by value takes long."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other._snapshot is self._snapshot
-
-    __hash__ = None  # type: ignore[assignment]
+    async def _changes(self) -> AsyncGenerator[object, None]:
+        """Yield when the snapshot has changed, and now and then without."""
+        seen = self._registry.snapshot
+        while True:
+            with anyio.move_on_after(USAGE_PERIOD):
+                seen = await self._registry.changed_since(seen)
+            yield None

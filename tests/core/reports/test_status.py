@@ -150,8 +150,15 @@ def test_a_status_counts_leases() -> None:
     report = status_report(snapshot, layout)
 
     assert report["leases"] == [
-        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 2, "holder": "team/alice (main)"},
-        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 1, "holder": None},
+        {
+            "resource": METAGPU,
+            "gpu": 0,
+            "uuid": A.id,
+            "shares": 2,
+            "part": 0.2,
+            "holder": "team/alice (main)",
+        },
+        {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 1, "part": 0.1, "holder": None},
     ]
     assert report["gpus"] == explain_report(snapshot, layout)["gpus"]
 
@@ -173,7 +180,7 @@ def test_a_status_has_the_pod_metadata_of_a_holder() -> None:
     alice, bob = status_report(snapshot, layout)["leases"]
 
     assert (alice["podUid"], alice["podOwner"], alice["podPhase"]) == ("u", "Job/train", "Running")
-    assert bob.keys() == {"resource", "gpu", "uuid", "shares", "holder"}
+    assert bob.keys() == {"resource", "gpu", "uuid", "shares", "part", "holder"}
 
 
 def test_leases_of_an_earlier_configuration_are_in_no_capacity() -> None:

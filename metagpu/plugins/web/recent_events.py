@@ -1,0 +1,210 @@
+"""Recent events of the node as sentences, for people who open the page later.
+
+Reasons and sentences are those of the Kubernetes Events; grants and ends of pods, which the kubelet
+reports itself, and new layouts are added.
+"""
+
+import operator
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import anyio
+import msgspec
+
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.shares import Lease, Share, ShareId, holders_of
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.events import Event, LayoutApplied
+from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
+from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of
+from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
+
+KEPT: Final = 50
+"""Events of the node that are kept, and as many of pods: no pod hides a fault by its own."""
+GRANTED: Final = "GPUSharesGranted"
+FREED: Final = "GPUSharesFreed"
+_ERRORS: Final = frozenset(
+    (
+        EventReason.GPU_UNHEALTHY,
+        EventReason.GPU_UNREADABLE,
+        EventReason.GPU_RESET_NEEDED,
+        EventReason.GPU_DEVICE_LOST,
+        EventReason.MIG_DEVICE_UNHEALTHY,
+    )
+)
+PERIOD: Final = 0.5
+"""Seconds from one look at the leases, if they change, to the next."""
+_OWN_KINDS: Final = (SharesClaimed, LayoutApplied, GpuCordoned, GpuUncordoned)
+
+Held = Mapping[tuple[str, str], Mapping[ShareId, Share]]
+"""The shares of each pod, by namespace and name."""
+
+
+class RecentEvent(msgspec.Struct, frozen=True):
+    """One event, as a sentence; `severity` is info, warning or error.
+
+    Attributes:
+        of_pod: whether pods cause it, as often as they like.
+    """
+
+    at: float
+    gpu: int | None
+    severity: str
+    reason: str
+    text: str
+    of_pod: bool = False
+
+    def to_dict(self, node: str) -> dict[str, Any]:
+        """Return the event as the view has it."""
+        return {
+            "at": iso_time(self.at),
+            "node": node,
+            "gpu": self.gpu,
+            "severity": self.severity,
+            "reason": self.reason,
+            "text": self.text,
+        }
+
+
+class RecentEvents:
+    """The last events of a node, from the event bus."""
+
+    def __init__(self, registry: Registry, node: str) -> None:
+        self._registry = registry
+        self._node = ObjectReference("Node", node)
+        self._kept = {of_pod: deque[RecentEvent](maxlen=KEPT) for of_pod in (False, True)}
+        self._claimed: set[ShareId] = set()
+        self._held: Held = {}
+        self._leases: Sequence[Mapping[ShareId, Lease]] = ()
+
+    async def run(self) -> None:
+        """Keep events until cancelled."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_leases)
+            await self._follow_bus()
+
+    async def _follow_bus(self) -> None:
+        registry, kinds = self._registry, {*NODE_EVENT_KINDS, *POD_EVENT_KINDS, *_OWN_KINDS}
+        with registry.events.subscribe(*kinds) as events:
+            async for event in events:
+                if isinstance(event, SharesClaimed):
+                    self._claimed.update(share.id for share in event.shares)
+                elif found := describe_event(event, registry.snapshot, self._node):
+                    self._add(found)
+
+    async def _follow_leases(self) -> None:
+        """Compare the leases; that the kubelet names a pod is no event of the bus."""
+        snapshot = Snapshot()
+        while True:
+            snapshot = await self._registry.changed_since(snapshot)
+            leases = [state.leases for state in snapshot.gpus.values()]
+            if any(map(operator.is_not, leases, self._leases)) or len(leases) != len(self._leases):
+                self._compare(snapshot)
+                self._leases = leases
+            await anyio.sleep(PERIOD)
+
+    def _compare(self, snapshot: Snapshot) -> None:
+        held = pod_shares(snapshot)
+        for event in lease_events(self._held, held, self._claimed, snapshot):
+            self._add(event)
+        self._held = held
+        self._claimed &= {
+            lease.share.id
+            for state in snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.holder is None
+        }
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the events as plain data, the latest first."""
+        found = [it for kept in self._kept.values() for it in kept]
+        found.sort(key=lambda it: it.at, reverse=True)
+        return [it.to_dict(self._node.name) for it in found]
+
+    def _add(self, event: RecentEvent) -> None:
+        kept = self._kept[event.of_pod]
+        if kept and (kept[-1].reason, kept[-1].text) == (event.reason, event.text):
+            kept.pop()  # what repeats has the time of its last occurrence
+        kept.append(event)
+
+
+def describe_event(event: Event, snapshot: Snapshot, node: ObjectReference) -> RecentEvent | None:
+    """Return an event of the bus as a sentence, `None` for one that people need not know. Pure."""
+    known = snapshot.gpus.get(GpuId(getattr(event, "gpu", None) or ""))
+    index, now = known.gpu.index if known else None, time.time()
+    match event:
+        case LayoutApplied():
+            offers = [f"{len(it.shares)} {name}" for name, it in snapshot.offers.items()]
+            text = f"the configuration in force offers {', '.join(offers) or 'no shares'}"
+            return RecentEvent(now, None, "info", EventReason.CONFIG_APPLIED, text)
+        case GpuCordoned(reason=reason):
+            text = f"GPU {index} accepts no new shares: {reason}"
+            return RecentEvent(now, index, "info", EventReason.GPU_CORDONED, text)
+        case GpuUncordoned() if known and known.cordon:
+            return None  # another source keeps new pods away
+        case GpuUncordoned():
+            text = f"GPU {index} accepts new shares again"
+            return RecentEvent(now, index, "info", EventReason.GPU_UNCORDONED, text)
+
+    data = pod_event_of(event, snapshot) or node_event_of(event, snapshot, node)
+    return None if data is None else _from_event_data(data, now, index)
+
+
+def _from_event_data(data: EventData, at: float, gpu: int | None) -> RecentEvent:
+    subject, severity = data.subject, "warning" if data.warning else "info"
+    of_pod = subject.kind == "Pod"
+    return RecentEvent(
+        at,
+        gpu,
+        "error" if data.reason in _ERRORS else severity,
+        data.reason,
+        f"{subject.namespace}/{subject.name}: {data.note}" if of_pod else data.note,
+        of_pod=of_pod or data.minor,
+    )
+
+
+def pod_shares(snapshot: Snapshot) -> Held:
+    """Return the shares of each pod that the kubelet has named. Pure."""
+    held: defaultdict[tuple[str, str], dict[ShareId, Share]] = defaultdict(dict)
+    for state in snapshot.gpus.values():
+        for lease in state.leases.values():
+            for holder in holders_of(lease):
+                held[holder.namespace, holder.pod][lease.share.id] = lease.share
+    return held
+
+
+def lease_events(
+    before: Held, now: Held, claimed: Iterable[ShareId], snapshot: Snapshot
+) -> Iterator[RecentEvent]:
+    """Yield grants and ends between two looks at the shares of pods. Pure.
+
+    A share that nobody claimed since the daemon's start was granted before it: no event now.
+    """
+    new = frozenset(claimed)
+    for pod, shares in now.items():
+        known = before.get(pod, {})
+        granted = [share for it, share in shares.items() if it in new and it not in known]
+        yield from _share_events(pod, granted, GRANTED, "has", snapshot)
+    for pod, shares in before.items():
+        present = now.get(pod, {})
+        freed = [share for it, share in shares.items() if it not in present]
+        yield from _share_events(pod, freed, FREED, "has given back", snapshot)
+
+
+def _share_events(
+    pod: tuple[str, str], shares: Iterable[Share], reason: str, verb: str, snapshot: Snapshot
+) -> Iterator[RecentEvent]:
+    by_gpu: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for share in shares:
+        if (state := snapshot.gpus.get(share.gpu)) is not None:
+            by_gpu[state.gpu.index, share.resource] += 1
+    for (index, resource), count in by_gpu.items():
+        what = f"{count} {'share' if count == 1 else 'shares'} of {resource}"
+        text = f"{'/'.join(pod)} {verb} {what} on GPU {index}"
+        yield RecentEvent(time.time(), index, "info", reason, text, of_pod=True)
