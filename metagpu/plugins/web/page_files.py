@@ -14,6 +14,7 @@ _FILES: Final = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+PATHS: Final = tuple(_FILES)
 
 
 def read_page_files() -> Mapping[str, HttpResponse]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import anyio
 import msgspec
+from anyio import to_thread
 
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.reasons import iso_time
@@ -105,21 +106,23 @@ class RecentEvents:
             snapshot = await self._registry.changed_since(snapshot)
             leases = [state.leases for state in snapshot.gpus.values()]
             if any(map(operator.is_not, leases, self._leases)) or len(leases) != len(self._leases):
-                self._compare(snapshot)
+                await self._compare(snapshot)
                 self._leases = leases
             await anyio.sleep(PERIOD)
 
-    def _compare(self, snapshot: Snapshot) -> None:
-        held = pod_shares(snapshot)
-        for event in lease_events(self._held, held, self._claimed, snapshot):
+    async def _compare(self, snapshot: Snapshot) -> None:
+        """Add grants and ends; a thread compares, as a node may have thousands of leases."""
+        before, claimed = self._held, frozenset(self._claimed)
+
+        def compare() -> tuple[Held, list[RecentEvent], frozenset[ShareId]]:
+            held = pod_shares(snapshot)
+            events = list(lease_events(before, held, claimed, snapshot))
+            return held, events, claimed - unnamed_shares(snapshot)
+
+        self._held, events, named = await to_thread.run_sync(compare)
+        self._claimed -= named
+        for event in events:
             self._add(event)
-        self._held = held
-        self._claimed &= {
-            lease.share.id
-            for state in snapshot.gpus.values()
-            for lease in state.leases.values()
-            if lease.holder is None
-        }
 
     def report(self) -> list[dict[str, Any]]:
         """Return the events as plain data, the latest first."""
@@ -135,7 +138,7 @@ class RecentEvents:
 
 
 def describe_event(event: Event, snapshot: Snapshot, node: ObjectReference) -> RecentEvent | None:
-    """Return an event of the bus as a sentence, `None` for one that people need not know. Pure."""
+    """Return an event of the bus as a sentence, `None` for any other. Pure."""
     known = snapshot.gpus.get(GpuId(getattr(event, "gpu", None) or ""))
     index, now = known.gpu.index if known else None, time.time()
     match event:
@@ -177,6 +180,16 @@ def pod_shares(snapshot: Snapshot) -> Held:
             for holder in holders_of(lease):
                 held[holder.namespace, holder.pod][lease.share.id] = lease.share
     return held
+
+
+def unnamed_shares(snapshot: Snapshot) -> frozenset[ShareId]:
+    """Return the claimed shares of which the kubelet has not named the pod yet. Pure."""
+    return frozenset(
+        lease.share.id
+        for state in snapshot.gpus.values()
+        for lease in state.leases.values()
+        if lease.holder is None
+    )
 
 
 def lease_events(

@@ -24,7 +24,7 @@ from metagpu.plugins.metrics.viewer_access import (
 )
 from metagpu.plugins.web.access import foreign_site
 from metagpu.plugins.web.changes import ChangeFeed, ChangeSource
-from metagpu.plugins.web.page_files import read_page_files
+from metagpu.plugins.web.page_files import PATHS, read_page_files
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -68,10 +68,11 @@ class WebServer:
         if tokens is None and not address.is_loopback:
             raise ValueError(f"{address} is open to others: it needs a check of tokens")
         self._tokens = tokens
+        self._files: Mapping[str, HttpResponse] = {}
         self._view = SingleFlight[HttpResponse]("view", _encoded(view), timing.page_age)
         self._feed = ChangeFeed(changes, self._view.invalidate)
         pages: dict[str, Page] = {
-            **{path: partial(_file, file) for path, file in read_page_files().items()},
+            **{path: partial(self._read_file, path) for path in PATHS},
             "/api/v1/view": self._checked(self._read_view),
             "/api/v1/changes": self._checked(self._follow_changes),
         }
@@ -86,6 +87,7 @@ class WebServer:
 
     async def run(self) -> None:
         """Serve until cancelled; a failure here ends nothing else."""
+        self._files = await to_thread.run_sync(read_page_files)
         async with anyio.create_task_group() as group:
             group.start_soon(self._view.run)
             group.start_soon(partial(run_with_restart, self._feed.run, "changes of the page"))
@@ -104,6 +106,9 @@ class WebServer:
 
         return checked
 
+    async def _read_file(self, path: str, _: HttpRequest) -> HttpResponse:
+        return self._files[path]
+
     async def _read_view(self, _: HttpRequest) -> HttpResponse:
         response = await self._view.get()
         if response is None:
@@ -113,10 +118,6 @@ class WebServer:
 
     async def _follow_changes(self, _: HttpRequest) -> HttpStream:
         return HttpStream(self._feed.stream, _EVENT_STREAM)
-
-
-async def _file(file: HttpResponse, _: HttpRequest) -> HttpResponse:
-    return file
 
 
 def _local(page: Page) -> Page:

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from metagpu.plugins.metrics import http_server as http
 from metagpu.plugins.metrics.address import ALL_ADDRESSES, ListenAddress
-from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
+from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse, HttpStream
 from metagpu.plugins.metrics.http_server import CONNECTIONS, PageServer
 from metagpu.plugins.metrics.sources import MetricsTiming
 from tests.plugins.metrics.rig import asked, sent
@@ -54,6 +54,15 @@ class Pages:
         """Return a large page."""
         return HttpResponse(HTTPStatus.OK, LARGE)
 
+    async def endless(self, _: HttpRequest) -> HttpStream:
+        """Return a page without an end."""
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            while True:
+                yield b"x" * 2**20
+
+        return HttpStream(parts, "text/x-endless")
+
     async def fail(self, _: HttpRequest) -> HttpResponse:
         """Fail by a fault of the page."""
         raise ZeroDivisionError
@@ -65,7 +74,8 @@ async def serving(
 ) -> AsyncIterator[tuple[PageServer, Pages]]:
     """Serve until the block ends."""
     pages = Pages()
-    named = {f"/{name}": getattr(pages, name) for name in ("hello", "wait", "large", "fail")}
+    names = ("hello", "wait", "large", "endless", "fail")
+    named = {f"/{name}": getattr(pages, name) for name in names}
     server = PageServer(address, named, timing)
     async with anyio.create_task_group() as group:
         group.start_soon(server.run)
@@ -104,12 +114,31 @@ async def test_head_is_a_page_without_its_body() -> None:
         assert (status, headers["content-length"], body) == (200, "6", "")
 
 
+async def test_a_page_without_an_end_arrives_in_parts_until_the_client_has_enough() -> None:
+    """A stream has no length, HEAD ends it at once, and a client that leaves ends it."""
+    async with serving() as (server, _):
+        status, headers, body = await asked(server.port, "/endless", "HEAD")
+        assert (status, headers["content-type"], body) == (200, "text/x-endless", "")
+
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /endless HTTP/1.1\r\nHost: it\r\n\r\n")
+        assert b"content-length" not in await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(2**22)
+        assert server._streams == 1
+        writer.close()
+
+        async def gone() -> bool:
+            return server._streams == 0
+
+        await until(gone, deadline=30)
+
+
 async def test_what_is_not_there() -> None:
     """Other paths and methods get an error status with a text."""
     async with serving() as (server, _):
         status, headers, body = await asked(server.port, "/etc/passwd")
         assert (status, headers["content-type"]) == (404, "text/plain; charset=utf-8")
-        assert body == "no such page; the pages are: /hello, /wait, /large, /fail\n"
+        assert body == "no such page; the pages are: /hello, /wait, /large, /endless, /fail\n"
 
         status, headers, body = await asked(server.port, "/hello", "DELETE")
         assert (status, headers["allow"]) == (405, "GET, HEAD")
@@ -160,16 +189,18 @@ async def test_a_silent_client_is_dropped(data: bytes) -> None:
         assert (status, body) == (408, "no request arrived within 0.05 s\n")
 
 
-async def test_a_client_that_does_not_read_is_dropped() -> None:
+@pytest.mark.parametrize("path", ["/large", "/endless"])
+async def test_a_client_that_does_not_read_is_dropped(path: str) -> None:
     """A client that does not read its answer is disconnected."""
     async with serving(timing=MetricsTiming(response_timeout=0.05)) as (server, _):
         _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-        writer.write(b"GET /large HTTP/1.1\r\nHost: it\r\n\r\n")
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: it\r\n\r\n".encode())
 
         async def dropped() -> bool:
-            return not server._open
+            return not server._open and not server._streams
 
-        await anyio.wait_all_tasks_blocked()
+        while await dropped():
+            await checkpoint()
         await until(dropped, deadline=30)
         assert (await asked(server.port, "/hello"))[0] == 200
         writer.close()

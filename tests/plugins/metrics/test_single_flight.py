@@ -67,6 +67,27 @@ async def test_an_old_value_is_computed_again() -> None:
     assert maker.made == 3
 
 
+async def test_a_value_that_is_no_longer_true_is_not_shared_with_later_requests() -> None:
+    """Requests from a change on get a value that was begun after it; earlier ones do not wait."""
+    maker, got = Maker(), list[tuple[str, int | None]]()
+
+    async with shared(maker, age=3600) as it, anyio.create_task_group() as group:
+
+        async def ask(name: str) -> None:
+            got.append((name, await it.get()))
+
+        group.start_soon(ask, "before")
+        await anyio.wait_all_tasks_blocked()  # the first computation is under way
+        it.invalidate()
+        group.start_soon(ask, "after")
+        await anyio.wait_all_tasks_blocked()
+        maker.gate.set()
+        await anyio.wait_all_tasks_blocked()
+        assert await it.get() == 2
+
+    assert got == [("before", 1), ("after", 2)]
+
+
 async def test_a_request_may_be_cancelled() -> None:
     """A computation goes on for the next request when its first request is cancelled."""
     maker = Maker()

@@ -1,0 +1,91 @@
+"""Streams of changes: one source for all, and none without a stream."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import anyio
+
+from metagpu.plugins.web.changes import ChangeFeed
+
+
+@dataclass
+class Source:
+    """A source of changes that a test triggers; `followers` counts who follows it."""
+
+    followers: int = 0
+    reported: int = 0
+    changed: anyio.Event = field(default_factory=anyio.Event)
+
+    async def follow(self) -> AsyncGenerator[object, None]:
+        """Yield at each change."""
+        self.followers += 1
+        try:
+            while True:
+                await self.changed.wait()
+                self.changed = anyio.Event()
+                yield None
+        finally:
+            self.followers -= 1
+
+    def report(self) -> None:
+        """Count a reported change."""
+        self.reported += 1
+
+
+async def test_streams_share_a_source_and_none_is_followed_without_one() -> None:
+    """Two streams have each change once, by one follower, who ends with the last stream."""
+    source = Source()
+    feed = ChangeFeed(source.follow, source.report, period=0, silence=60)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed.run)
+        await anyio.wait_all_tasks_blocked()
+        assert source.followers == 0
+        for _ in range(2):
+            async with aclosing(feed.stream()) as one, aclosing(feed.stream()) as two:
+                firsts = [await anext(one), await anext(two)]
+                await anyio.wait_all_tasks_blocked()
+                assert source.followers == 1
+                source.changed.set()
+                seconds = [await anext(one), await anext(two)]
+            assert all(it.startswith(b'event: change\ndata: {"at":"') for it in firsts + seconds)
+            await anyio.wait_all_tasks_blocked()
+            assert source.followers == 0
+        assert source.reported == 2
+        group.cancel_scope.cancel()
+
+
+async def test_a_stream_that_opens_and_closes_at_once_leaves_no_follower() -> None:
+    """A source is not followed for a stream that has gone before the feed looked."""
+    source = Source()
+    feed = ChangeFeed(source.follow, source.report, period=0)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed.run)
+        await anyio.wait_all_tasks_blocked()
+        stream = feed.stream()
+        await anext(stream)
+        await stream.aclose()
+        await anyio.wait_all_tasks_blocked()
+        assert source.followers == 0
+        group.cancel_scope.cancel()
+
+
+async def test_a_slow_stream_misses_no_change() -> None:
+    """Changes while a stream's client is slow become one; a quiet stream has comments."""
+    source = Source()
+    feed = ChangeFeed(source.follow, source.report, period=0, silence=0.01)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed.run)
+        async with aclosing(feed.stream()) as stream:
+            await anext(stream)
+            for _ in range(3):
+                await anyio.wait_all_tasks_blocked()
+                source.changed.set()
+            await anyio.wait_all_tasks_blocked()
+            assert (await anext(stream)).startswith(b"event: change")
+            assert (await anext(stream)).startswith(b": ")
+        group.cancel_scope.cancel()
+    assert source.reported == 3
