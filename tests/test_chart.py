@@ -303,7 +303,7 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     )
     rules = {it["resources"][0]: it["verbs"] for it in by_name["ClusterRole", "mine-dra"]["rules"]}
     assert rules["resourceslices"] == ["list", "watch", "create", "update", "delete"]
-    assert (rules["resourceclaims"], rules["pods"]) == (["get"], ["patch"])
+    assert (rules["resourceclaims"], rules["pods"]) == (["get"], ["list", "patch"])
     assert ("ValidatingAdmissionPolicyBinding", "mine-slices") in by_name
 
     container = _container(helm, f"{values},kubeletRoot=/data/kubelet")
@@ -320,6 +320,27 @@ def test_nvidias_driver_name_brings_nvidias_classes(helm: str) -> None:
     for kind in ("gpu", "mig"):
         [selector] = classes[f"{kind}.nvidia.com"]["spec"]["selectors"]
         assert selector == classes[f"{kind}.metagpu.io"]["spec"]["selectors"][0]
+
+
+def test_each_extended_resource_has_a_class(helm: str) -> None:
+    """The class selects the devices of this resource; names may have letters that it has not."""
+    names = "{nvidia.com/gpu,nvidia.com/mig-1g.5gb,example.com/My_GPU}"
+    documents = _render(helm, f"dra.enabled=true,dra.extendedResources={names}")
+    classes = {
+        it["spec"]["extendedResourceName"]: it
+        for it in documents
+        if it["kind"] == "DeviceClass" and "extendedResourceName" in it["spec"]
+    }
+    assert {name: it["metadata"]["name"] for name, it in classes.items()} == {
+        "nvidia.com/gpu": "gpu.nvidia.com.metagpu.io",
+        "nvidia.com/mig-1g.5gb": "mig-1g.5gb.nvidia.com.metagpu.io",
+        "example.com/My_GPU": "my-gpu.example.com.metagpu.io",
+    }
+    [selector] = classes["nvidia.com/gpu"]["spec"]["selectors"]
+    assert selector["cel"]["expression"] == (
+        "device.driver == 'gpu.metagpu.io' "
+        "&& device.attributes['gpu.metagpu.io'].?resource.orValue('') == 'nvidia.com/gpu'"
+    )
 
 
 _PATCH_NODES = {("nodes", "patch")}
@@ -384,6 +405,8 @@ def test_a_surge_takes_over(helm: str) -> None:
             ",".join(["dra.enabled=true", *(f"features.{it}=false" for it in Feature)]),
             "dra.enabled: ResourceSlices and ResourceClaims are at the API server",
         ),
+        ("dra.extendedResources={nvidia.com/gpu}", "front dra; set dra.enabled=true"),
+        ("dra.enabled=true,dra.extendedResources={gpu}", "/dra/extendedResources/0"),
         (
             "metrics.port=0,metrics.serviceMonitor.enabled=true,updateStrategy.type=OnDelete",
             "metrics.serviceMonitor: there are no metrics",

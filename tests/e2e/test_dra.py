@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import anyio
 import pytest
+import yaml
 
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
@@ -17,10 +18,13 @@ from tests.e2e.claims import (
     resource_claim,
     shares,
 )
-from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.cluster import NAMESPACE, Cluster, container
+from tests.e2e.cluster import pod as pod_of
 from tests.e2e.fake_node import DRIVER
 from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
+from tests.e2e.rig.release import CHART, helm_of
 from tests.e2e.rig.settings import KUBELET_HOME
 from tests.e2e.rig.waiting import wait_for
 
@@ -71,17 +75,17 @@ def test_the_manifests_of_the_page(claims: ClaimsNode) -> None:
 
 
 def test_containers_of_a_pod_have_their_own_requests(claims: ClaimsNode) -> None:
-    """Two requests on one GPU are two limits of memory; each container has its request alone."""
+    """Two requests on one GPU are two limits of memory; a container has its own, or the sum."""
     claims.start(
         resource_claim("split", shares(40, "large"), shares(30, "small"), **ONE_GPU),
-        pod("split", "split", one="large", two="small"),
+        pod("split", "split", one="large", two="small", both=""),
     )
     (gpu,) = {claims.index_of(it) for it in claims.allocation("split")}
-    one, two = claims.inspect("split", "one"), claims.inspect("split", "two")
+    containers = [claims.inspect("split", name) for name in ("one", "two", "both")]
 
-    assert one.gpu_devices == two.gpu_devices == {f"nvidia{gpu}"}
-    limits = [int(it.environment["METAGPU_MAX_MEM"]) for it in (one, two)]
-    assert limits == [GPU_MIB * 40 // 100, GPU_MIB * 30 // 100]
+    assert all(it.gpu_devices == {f"nvidia{gpu}"} for it in containers)
+    limits = [int(it.environment["METAGPU_MAX_MEM"]) for it in containers]
+    assert limits == [GPU_MIB * part // 100 for part in (40, 30, 70)]
     assert claims.leased(gpu) == 70
 
 
@@ -200,6 +204,56 @@ def test_a_deleted_socket_is_made_again(claims: ClaimsNode) -> None:
     socket.unlink()
     claims.await_registered(before)
     claims.start(resource_claim("after", shares(5)), pod("after", "after"))
+
+
+@pytest.fixture
+def resources(shared_node: ClaimsNode) -> Iterator[tuple[str, ...]]:
+    """Create the chart's DeviceClasses of some resources until the test ends; return the names."""
+    names = ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.5gb")
+    shared_node.kubectl.apply(*(classes := extended_classes(shared_node.node, *names)))
+    yield names
+    shared_node.kubectl("delete", "deviceclasses", *(it["metadata"]["name"] for it in classes))
+
+
+def extended_classes(node: Node, *names: str) -> list[Document]:
+    """Return the DeviceClasses that the chart renders for extended resources."""
+    values = f"--set=dra.enabled=true,dra.extendedResources={{{','.join(names)}}}"
+    options = ("--kube-version=1.36.0", values, "--show-only=templates/dra.yaml")
+    documents = yaml.safe_load_all(helm_of(node)("template", "metagpu", CHART, *options))
+    return [it for it in documents if it and "extendedResourceName" in it.get("spec", {})]
+
+
+def test_extended_resources_by_device_classes(
+    claims: ClaimsNode, resources: tuple[str, ...]
+) -> None:
+    """Limits of a container are devices of the resource; each container has its own alone."""
+    gpu, timeslice, mig = resources
+    both = container("two", 1, resource=mig)
+    both["resources"]["limits"][timeslice] = "1"
+    claims.start(
+        pod_of("pair", container("main", 2, resource=gpu)),
+        pod_of("mixed", container("one", 1, resource=timeslice), both),
+    )
+    claims.kubectl.apply(pod_of("many", container("main", 5, resource=timeslice)))
+    found = {it.request: it for it in claims.allocation("mixed")}
+    assert found.keys() == {
+        f"container-{it}" for it in ("0-request-0", "1-request-0", "1-request-1")
+    }
+    assert {it.request for it in claims.allocation("pair")} == {"container-0-request-0"}
+
+    pair = {f"nvidia{claims.index_of(it)}" for it in claims.allocation("pair")}
+    assert len(pair) == 2
+    assert claims.inspect("pair").gpu_devices == pair
+    one, two = (claims.inspect("mixed", name) for name in ("one", "two"))
+    assert one.gpu_devices == {f"nvidia{claims.index_of(found['container-0-request-0'])}"}
+    second = claims.index_of(found["container-1-request-0"])
+    assert two.gpu_devices == {f"nvidia{second}", f"nvidia{MIG_GPU}"}
+    assert len(two.environment["METAGPU_MEMORY_MIB"].split(",")) == 2
+
+    assert claims.leased() == 2 + 2 + 1
+    pods = {f"{NAMESPACE}/pair", f"{NAMESPACE}/mixed"}
+    assert {it.partition(" (")[0] for it in claims.leases()} == pods
+    assert claims.phase("many") == "Pending"  # five slices are of five different GPUs
 
 
 def prepare(name: str, uid: str) -> Mapping[str, v1.NodePrepareResourceResponse]:

@@ -33,6 +33,7 @@ def attributes_of(
     """
     texts = {
         "type": device.type,
+        "resource": device.resource if len(device.resource) <= _MAX_TEXT else "",
         **_identity(device),
         "productName": gpu.name,
         "brand": gpu.brand,

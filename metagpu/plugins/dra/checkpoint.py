@@ -14,7 +14,7 @@ import structlog
 from metagpu.core.errors import describe_error
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.plugins.dra.preparer import PreparedDevice
+from metagpu.plugins.dra.answer import PreparedDevice
 
 CHECKPOINT_FILE: Final = "dra_manager_state"
 _PODS: Final = "pods"

@@ -17,15 +17,17 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
 from metagpu.plugins.dra.health import HealthStream
-from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
+from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
 from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries, ReadPendingPods
 from metagpu.plugins.dra.service import SERVICE, DraService
+from metagpu.plugins.dra.together import with_joint_variables
 from metagpu.plugins.kubelet.granting import EnsureCdiNames
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
 
@@ -212,9 +214,11 @@ class DraFront:
         As at its preparation, all devices of one request have one grant.
         """
         requests: dict[tuple[tuple[str, ...], str], list[ClaimDevice]] = defaultdict(list)
+        names: dict[str, str] = {}
         for prepared in devices:
             if (own := prepared.claimed) is not None:
                 requests[prepared.requests, own.backend].append(own)
+                names[own.name] = prepared.requests[0] if prepared.requests else ""
         grants: dict[str, Grant] = {}
         for together in requests.values():
             shares = [offered.get(share_id) for it in together for share_id in it.share_ids]
@@ -229,7 +233,7 @@ class DraFront:
                 return
             grant = await self.backend(held[0].resource).grant(held, self.registry.snapshot)
             grants.update((it.name, grant) for it in together)
-        await self._files.write(claim.uid, grants)
+        await self._files.write(claim.uid, with_joint_variables(claim.uid, grants, names))
 
     def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
         streams = HealthStream(self.registry, self.node).methods(calls)

@@ -20,13 +20,14 @@ from metagpu.core.errors import (
     ProvisioningLasts,
     RequestError,
 )
-from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
+from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.answer import PreparedDevice, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.resource_claim import (
     AllocatedDevice,
@@ -34,6 +35,7 @@ from metagpu.plugins.dra.resource_claim import (
     ReadResourceClaim,
     parse_allocation,
 )
+from metagpu.plugins.dra.together import is_joint, with_joint_variables
 from metagpu.plugins.kubelet.availability import refuse_unavailable
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
 from metagpu.plugins.kubelet.provisioning import is_provisioned
@@ -43,21 +45,6 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 40.0
 """Seconds that a claim waits for hardware: the kubelet gives a call up after 45."""
-
-
-class PreparedDevice(msgspec.Struct, frozen=True):
-    """One device of a prepared claim, as the kubelet keeps it."""
-
-    requests: tuple[str, ...]
-    pool: str
-    device: str
-    cdi_names: tuple[str, ...]
-    share_id: str | None = None
-
-    @property
-    def claimed(self) -> ClaimDevice | None:
-        """The meaning of its CDI names, `None` if no name of ours is among them."""
-        return next(filter(None, map(parse_claim_device, self.cdi_names)), None)
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -282,7 +269,7 @@ class ClaimPreparer:
         """Create what the shares need, write the claim's CDI file, and return its devices.
 
         All devices of one request have one grant: a container gets them together, and each
-        variable has one value.
+        variable has one value. So has the whole claim.
         """
         grants: dict[str, Grant] = {}
         requests: dict[tuple[str, ResourceName], list[_Part]] = defaultdict(list)
@@ -307,8 +294,12 @@ class ClaimPreparer:
                 name = part.claim_device(claim.uid).name
                 grants[name] = grant
                 base[name] = grant.cdi_names
-        await self._files.write(claim.uid, grants)
-        return tuple(self._prepared_device(claim.uid, part, base) for part in parts)
+        names = {part.claim_device(claim.uid).name: part.result.main_request for part in parts}
+        await self._files.write(claim.uid, with_joint_variables(claim.uid, grants, names))
+        devices = [self._prepared_device(claim.uid, part, base) for part in parts]
+        if is_joint(names.values()):
+            devices.append(whole_claim_device(claim.uid, devices[0]))
+        return tuple(devices)
 
     def _check_together(self, backend: Backend, shares: Sequence[Share]) -> None:
         """Refuse devices of one request that one container cannot have together.

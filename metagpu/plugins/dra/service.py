@@ -13,7 +13,8 @@ from grpclib.const import Handler as Method
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.plugins.dra.preparer import ClaimPreparer, PreparedDevice
+from metagpu.plugins.dra.answer import PreparedDevice
+from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.grpc_server import unary_method
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
 

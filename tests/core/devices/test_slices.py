@@ -90,6 +90,7 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
     whole, fraction, timeslice, mps = devices["devices"]
     attributes = {
         "type": {"string": "gpu"},
+        "resource": {"string": "nvidia.com/gpu"},
         "uuid": {"string": bare.id},
         "productName": {"string": "NVIDIA A100-SXM4-40GB"},
         "brand": {"string": "Nvidia"},
@@ -110,7 +111,11 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
     policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
     assert fraction == {
         "name": f"{uuid}-fraction",
-        "attributes": {**attributes, "type": {"string": "fraction"}},
+        "attributes": {
+            **attributes,
+            "type": {"string": "fraction"},
+            "resource": {"string": "cnvrg.io/metagpu"},
+        },
         "capacity": {"shares": {"value": "50", "requestPolicy": policy}},
         "allowMultipleAllocations": True,
         "consumesCounters": consumes,

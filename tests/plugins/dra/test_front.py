@@ -119,7 +119,7 @@ async def test_requests_of_one_claim_have_slots_and_limits_of_their_own(node: Dr
     both = node.allocate("both", *(node.fraction(gpu(n), 10, "c/first") for n in (0, 1)))
     async with node.running():
         answers = await node.prepare(two, both)
-        first, second = answers[two.uid].devices
+        first, second, _ = answers[two.uid].devices
         assert len(set(node.leased(two))) == 70
         edits = node.edits(two)
         assert variable(edits[first.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=16384"
@@ -128,6 +128,59 @@ async def test_requests_of_one_claim_have_slots_and_limits_of_their_own(node: Dr
         for device in answers[both.uid].devices:
             assert device.request_names == ["c"]
             assert variable(node.edits(both)[device.cdi_device_ids[-1]], MEMORY) == expected
+
+
+async def test_requests_that_come_together_have_one_value_of_each_variable(node: DraNode) -> None:
+    """The whole claim has the sum of its requests, also after a reboot; one request its own."""
+    two = [node.fraction(gpu(0), 40, "a"), node.fraction(gpu(0), 30, "b")]
+    claim = node.allocate("two", *two, node.result(gpu(1), "gpu", "c"))
+    one = node.allocate("one", node.fraction(gpu(0), 5))
+    async with node.running():
+        answers = await node.prepare(claim, one)
+        *own, together = answers[claim.uid].devices
+        names = [name for it in (*own, together) for name in it.cdi_device_ids]
+        edits = node.edits(claim)
+        memory = [variable(edits[it.cdi_device_ids[-1]], MEMORY) for it in own]
+        assert memory == [
+            *(f"{gpu(0).id}={mib}" for mib in (16384, 12288)),
+            f"{gpu(1).id}=40960",
+        ]
+        # The kubelet gives a container the names in this order, and the last value counts.
+        environment = dict(
+            it.split("=", 1) for name in names for it in edits.get(name, {}).get("env", ())
+        )
+        assert environment[MEMORY] == f"{gpu(0).id}=28672,{gpu(1).id}=40960"
+        assert environment["METAGPU_MAX_MEM"] == "28672"
+        assert together.request_names == ["*"]  # no container can name it
+        assert len(answers[one.uid].devices) == 1
+
+    node.write_account({claim: answers[claim.uid].devices})
+    (node.root / "cdi" / f"metagpu.io-claim-{claim.uid}.json").unlink()
+    node.front = node.new_front()
+    async with node.running():
+        assert node.edits(claim) == edits
+        assert (await node.prepare(claim))[claim.uid] == answers[claim.uid]
+
+
+async def test_extended_resources_of_one_container_come_together(node: DraNode) -> None:
+    """The scheduler makes one claim for a pod, with requests named by container."""
+    requests = [f"container-{it}" for it in ("0-request-0", "0-request-1", "1-request-0")]
+    first, second, other = requests
+    claim = node.allocate(
+        "pod-extended-resources-x7k2p",
+        node.result(gpu(0), "timeslice", first),
+        node.result(gpu(1), "gpu", second),
+        node.result(gpu(0), "timeslice", other),
+    )
+    async with node.running():
+        devices = (await node.prepare(claim))[claim.uid].devices
+        assert [it.request_names for it in devices] == [[it] for it in requests]
+        edits = node.edits(claim)
+        slice_, whole = f"{gpu(0).id}=10240", f"{gpu(1).id}=40960"
+        assert [variable(edits[it.cdi_device_ids[-1]], MEMORY) for it in devices] == [
+            *(f"{slice_},{whole}",) * 2,
+            slice_,
+        ]
 
 
 async def test_one_claims_error_is_its_own_and_leaves_no_lease(node: DraNode) -> None:
