@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible reasons man wheel chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -89,7 +89,10 @@ e2e: export METAGPU_E2E_KUBERNETES = $(KUBERNETES)
 e2e: export METAGPU_E2E_PIECE = $(PIECE)
 e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34; PIECE=N of the long ones)
 	$(BIN)/python -m tests.e2e.rig prepare
-	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps -m e2e --timeout 600
+	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps tests/web -m e2e --timeout 600
+
+pictures: $(VENV)/.test ## take the pictures of docs/images again, in Debian's Chromium
+	METAGPU_SCREENSHOTS=1 $(BIN)/python -m pytest tests/web -m e2e -k pictures
 
 chart: $(VENV)/.test ## render deploy/*.yaml, the dashboards and the chart's table of values (needs helm; HELM=PATH)
 	$(BIN)/python deploy/render.py

@@ -8,7 +8,7 @@ const SILENCE_MS = 40000;     // the server sends a comment every 15 s
 const PAUSES_MS = [500, 5000];
 const SHADES = 8, PATTERNS = 4;
 const CUTS = 60;              // drawn per bar; what is smaller is one cut
-const ROWS = 100;             // of the table of pods until all are asked for
+const ROWS = 40;              // of the table of pods until all are asked for
 const PROBLEMS = 40;
 const GIB = 1024;
 const TOKEN = 'metagpu-token';
@@ -75,6 +75,7 @@ const plural = (count, word) => `${count} ${word}${count === 1 ? '' : 's'}`;
 const shortName = (resource) => (resource ?? '').split('/').pop();
 const product = (gpu) => (gpu.product ?? '').replace(/^NVIDIA /, '');
 const gib = (mib) => (mib == null ? '?' : mib === 0 ? '0' : (mib / GIB).toFixed(mib < 100 * GIB ? 1 : 0));
+const { compare } = new Intl.Collator('en', { numeric: true });
 const sum = (numbers) => numbers.reduce((total, it) => total + (it ?? 0), 0);
 
 function clock(time) {
@@ -196,7 +197,7 @@ function readBars(gpu, leases) {
     const taken = sum(its.map((it) => it.shares));
     const { capacity = taken, free = 0 } = gpu.shares?.[resource] ?? {};
     const whole = Math.max(capacity, taken, 1);
-    const cuts = its.map((it) => ({ ...it, capacity: whole })).sort((a, b) => b.shares - a.shares || a.full.localeCompare(b.full));
+    const cuts = its.map((it) => ({ ...it, capacity: whole })).sort((a, b) => b.shares - a.shares || compare(a.full, b.full));
     return { resource, capacity: whole, held: taken, free, cuts, unavailable: Math.max(0, whole - taken - free) };
   });
 }
@@ -219,7 +220,7 @@ function readNode(it) {
   const leases = (status.leases ?? []).map((lease) => readLease(lease, it.name));
   const byGpu = Map.groupBy ? Map.groupBy(leases, (lease) => lease.uuid) : groupBy(leases, (lease) => lease.uuid);
   const gpus = (status.gpus ?? []).map((gpu) => readGpu(gpu, it.name, byGpu.get(gpu.uuid) ?? [], it.usage));
-  const problems = it.problem ? [{ level: 'error', text: it.problem, since: null }] : problemsOf(status);
+  const problems = [...(it.problem ? [{ level: 'error', text: it.problem, since: null }] : []), ...problemsOf(status)];
   return { name: it.name, problem: it.problem, status, usage: it.usage, labels: it.labels ?? {}, gpus, leases, problems };
 }
 
@@ -258,7 +259,7 @@ function readPods(nodes) {
       rows.set(key, row);
     }
   }
-  return [...rows.values()].sort((a, b) => a.full.localeCompare(b.full));
+  return [...rows.values()].sort((a, b) => compare(a.full, b.full));
 }
 
 /** Return for each resource what is free, and the largest part that one pod may get of it. */
@@ -275,7 +276,7 @@ function readOffers(nodes) {
       found.set(name, row);
     }
   }
-  return [...found.values()].sort((a, b) => a.name.localeCompare(b.name));
+  return [...found.values()].sort((a, b) => compare(a.name, b.name));
 }
 
 // --- colours ----------------------------------------------------------------------------------
@@ -317,8 +318,7 @@ function shadeClass(pod) {
 // --- a GPU ------------------------------------------------------------------------------------
 
 function describeCut(cut) {
-  const part = cut.profile ? `MIG device ${cut.key}` : `${cut.shares} of ${cut.capacity} ${shortName(cut.resource)}`;
-  return `${cut.full}: ${part}`;
+  return `${cut.full}: ${cut.shares} of ${cut.capacity} ${shortName(cut.resource)}`;
 }
 
 function makeCut(cut) {
@@ -359,8 +359,9 @@ function cutsOfMig({ slices, devices }) {
     const place = { ...it, shares: it.size, fault: it.fault };
     if (!lease) return { ...place, kind: it.fault ? 'unavailable' : 'idle', label: `${it.profile} ${it.fault ? 'out' : 'idle'}` };
     const more = it.leases.length > 1 ? ` +${it.leases.length - 1}` : '';
-    const text = it.leases.map((one) => describeCut({ ...one, ...it })).join('; ') + (it.fault ? `; ${it.fault.reason}` : '');
-    return { ...place, kind: 'held', pod: lease.pod, label: `${it.profile} ${lease.name}${more}`, text };
+    const label = `${it.profile} ${lease.name}${more}`;
+    const holders = it.leases.map((one) => one.full).join(', ');
+    return { ...place, kind: 'held', pod: lease.pod, label, text: `${label}: ${holders}, MIG device ${it.key}${it.fault ? `: ${it.fault.reason}` : ''}` };
   });
   for (let slice = 0; slice < slices; slice += 1) {
     if (!devices.some((it) => it.start <= slice && slice < it.start + it.size)) {
@@ -604,7 +605,7 @@ function filtered(nodes) {
       }),
       leases: node.leases.filter((it) => !asked().namespace || it.namespace === asked().namespace),
     }))
-    .filter((node) => node.gpus.some((gpu) => !gpu.aside) || (node.problem && asked().health === 'needs attention'));
+    .filter((node) => node.gpus.some((gpu) => !gpu.aside) || (node.problem && wanted.every(([name, value]) => name === 'health' && value === 'needs attention')));
 }
 
 // --- the page ---------------------------------------------------------------------------------
@@ -733,9 +734,9 @@ function draw() {
   assignShades(all.flatMap((node) => node.leases.map((it) => it.pod)));
   const title = one ? `Node ${one.name}` : 'Cluster';
   setText($('title'), title);
-  document.title = `${title} – metagpu`;
-  $('main').hidden = false;
-  $('main').classList.toggle('picked', Boolean(state.selected));
+  document.title = `${title} - metagpu`;
+  $('content').hidden = false;
+  $('content').classList.toggle('picked', Boolean(state.selected));
   $('filters').hidden = !isCluster;
   $('nodes-part').hidden = Boolean(one);
   $('gpus-part').hidden = !one;
@@ -911,7 +912,7 @@ async function listen() {
 }
 
 function askForToken(refusal) {
-  $('main').hidden = true;
+  $('content').hidden = true;
   $('access').hidden = false;
   setText($('title'), 'metagpu');
   setText($('refusal'), refusal);
@@ -948,6 +949,7 @@ async function follow() {
 }
 
 setInterval(() => {
-  if (state.connected && document.visibilityState === 'visible') load().catch(() => {});
+  // The changes of a cluster are those of its usage too.
+  if (state.connected && state.view?.kind === 'node' && document.visibilityState === 'visible') load().catch(() => {});
 }, ASK_MS);
 follow();

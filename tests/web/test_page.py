@@ -1,0 +1,115 @@
+"""The page in Chromium, served by a real agent on simulated GPUs."""
+
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.rigs.agent import METAGPU, Scene, agent_at_work
+from tests.rigs.waiting import becomes
+from tests.web import views
+from tests.web.browser import opened
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+GRANT_S = 1.0
+SOON_MS = 10_000
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nothing uses."""
+    with socket.create_server(("127.0.0.1", 0)) as it:
+        return int(it.getsockname()[1])
+
+
+@asynccontextmanager
+async def page_of_agent(tmp_path: Path, port: int) -> AsyncIterator[Scene]:
+    """Run an agent with two GPUs that serves the page at a port."""
+    address = ListenAddress("127.0.0.1", port)
+    async with agent_at_work(tmp_path, web_address=address) as scene:
+        await scene.until(20, 20)
+        await becomes(lambda: scene.agent.web and scene.agent.web.server.port)
+        yield scene
+
+
+async def test_a_grant_shows_within_a_second(browser: "Browser", tmp_path: Path) -> None:
+    """An open page draws a pod's cut, and its name once the kubelet lists it."""
+    port = free_port()
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
+        await it.live()
+        assert await it.page.title() == f"{await it.page.inner_text('h1')} - metagpu"
+        assert await it.page.locator(".gpu").count() == 2
+        assert await it.page.locator("button.cut").count() == 0
+
+        await scene.kubelet.admit(SimPod.single("train", {METAGPU: 6}))
+        granted = time.monotonic()
+        await it.page.wait_for_selector("button.cut", timeout=SOON_MS)
+        assert time.monotonic() - granted < GRANT_S
+        cut = it.page.get_by_role("button", name="default/train (main): 6 of 10 metagpu")
+        await cut.wait_for(timeout=SOON_MS)
+        assert await it.page.inner_text("#pods th .pod") == "default/train"
+
+        served = await it.run("() => fetch('/api/v1/view').then((it) => it.json())")
+        [real], [made] = served["nodes"], views.node_view()["nodes"]
+        for key in ("status", "usage"):
+            assert made[key].keys() <= real[key].keys(), key
+            assert made[key]["gpus"][0].keys() <= real[key]["gpus"][0].keys(), key
+        assert made["status"]["leases"][0].keys() - real["status"]["leases"][0].keys() <= {
+            *("podUid", "podOwner", "podPhase")  # of the API server, which is not here
+        }
+
+
+async def test_a_fault_shows_with_its_reason(browser: "Browser", tmp_path: Path) -> None:
+    """A fault is in the list of what needs attention, and on its GPU with its time."""
+    port = free_port()
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
+        await it.live()
+        assert not await it.page.is_visible("#attention")
+        scene.node.raise_xid(scene.node.gpu("1"), 79)
+        row = it.page.locator("#problems li", has_text="XID 79")
+        await row.wait_for(timeout=SOON_MS)
+        assert "since" in await row.inner_text()
+        gpu = it.page.locator("#gpu-1")
+        assert await gpu.get_attribute("data-level") == "error"
+        assert "out of service" in await gpu.inner_text()
+        assert "10 not available" in await gpu.locator(".bar").inner_text()
+        assert "XID 79" in (await it.page.text_content("#news") or "")  # read out by readers
+
+
+async def test_the_page_survives_a_restart(browser: "Browser", tmp_path: Path) -> None:
+    """Without a daemon the page says since when, keeps what it knows, and follows the next one."""
+    port = free_port()
+    async with AsyncExitStack() as page:
+        async with page_of_agent(tmp_path, port):
+            it = await page.enter_async_context(opened(browser, port, quiet=False))
+            await it.live()
+        lost = it.page.locator("#connection[data-state=lost]")
+        await lost.wait_for(timeout=SOON_MS)
+        assert (await lost.inner_text()).startswith("no connection since ")
+        assert await it.page.locator(".gpu").count() == 2
+        await it.run("() => { window.same = true }")
+
+        async with page_of_agent(tmp_path, port) as scene:
+            await it.live()
+            await scene.kubelet.admit(SimPod.single("late", {METAGPU: 3}))
+            await it.page.wait_for_selector("button.cut", timeout=SOON_MS)
+        assert await it.run("() => window.same")
+        assert {text for text in it.complaints if "ERR_" not in text} == set()
+
+
+async def test_an_idle_page_costs_a_request_in_seconds(browser: "Browser", tmp_path: Path) -> None:
+    """Without a change the page asks only for the memory in use, every few seconds."""
+    port = free_port()
+    async with page_of_agent(tmp_path, port), opened(browser, port) as it:
+        await it.live()
+        asked: list[str] = []
+        it.page.on("request", lambda request: asked.append(request.url))
+        await anyio.sleep(2)
+        assert len(asked) <= 1, asked

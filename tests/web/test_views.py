@@ -1,0 +1,282 @@
+"""The page in Chromium, with views of a test's own: what it draws, how smoothly, and for whom."""
+
+import os
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.web.server import WebServer
+from tests.e2e.rig.errors import RigError
+from tests.rigs.waiting import becomes
+from tests.web import views
+from tests.web.browser import DESKTOP, LOOPBACK, PHONE, Opened, opened, served
+from tests.web.programs import provide_axe
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
+SCREENSHOTS = "METAGPU_SCREENSHOTS"
+"""Environment variable: whether the pictures of docs/images are taken again."""
+LARGEST_IMAGE = 150_000
+SOON_MS = 10_000
+LONGEST_FRAME_MS = 400
+"""Of a machine that runs other tests beside: a frame of 16 GPUs takes a tenth of it alone."""
+TOKEN = "a-viewers-token"  # noqa: S105 - the test's own
+
+AXE_REPORT = """async () => (await axe.run()).violations.map(
+    (it) => [it.id, it.nodes.length, it.nodes[0].html, it.nodes[0].failureSummary].join(" | "))"""
+FOCUSED = "() => document.activeElement.getAttribute('aria-label') ?? document.activeElement.id"
+WATCH_FRAMES = """() => {
+    window.frames_ms = [];
+    let before = performance.now();
+    const step = (now) => { window.frames_ms.push(now - before); before = now;
+        requestAnimationFrame(step); };
+    requestAnimationFrame(step);
+}"""
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """Return the script of axe-core; skip where it cannot be had."""
+    try:
+        return provide_axe()
+    except RigError as error:
+        pytest.skip(f"without axe-core: {error}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["node", "cluster", "refused"])
+async def test_axe_finds_no_violation(browser: "Browser", axe: str, kind: str, scheme: str) -> None:
+    """axe-core has nothing to say against a node, a cluster or the form for a token."""
+    view = views.cluster_view() if kind == "cluster" else views.node_view()
+    async with served(view) as server:
+        port = server.server.port
+        # The policy has no exception for a test: axe enters past it.
+        async with opened(browser, port, scheme=scheme, bypass_csp=True) as it:
+            if kind == "refused":
+                await it.page.route("**/api/**", lambda route: route.fulfill(status=403, json={}))
+                await it.page.reload()
+                await it.page.wait_for_selector("#access")
+                it.complaints.clear()
+            else:
+                await it.live()
+            await it.run(axe)
+            assert await it.run(AXE_REPORT) == []
+
+
+async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser") -> None:
+    """Ten changes of a crowded node cost no long frame, and move neither focus nor scrolling."""
+    async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        await it.page.locator("#gpu-9 button.cut").nth(4).focus()
+        await it.run("() => scrollTo(0, 500)")
+        before = await it.run(FOCUSED), await it.run("() => scrollY")
+        await it.run(WATCH_FRAMES)
+        for number in range(10):
+            server.view = views.crowded_view(pods=50 + number % 3)
+            server.change()
+            await anyio.sleep(0.3)
+        frames = await it.run("() => window.frames_ms")
+        assert len(frames) > 20
+        assert max(frames) < LONGEST_FRAME_MS, sorted(frames)[-5:]
+        assert (await it.run(FOCUSED)).split(":")[0] == before[0].split(":")[0]
+        assert await it.run("() => scrollY") == before[1]
+        assert await it.run("() => document.querySelectorAll('*').length") < 10_000
+
+
+async def test_text_stays_text(browser: "Browser") -> None:
+    """A name or a reason with HTML in it is shown as it is, and nothing of it runs."""
+    node = views.NodeView(views.HOSTILE)
+    hostile = f"{views.HOSTILE}<script>alert(2)</script>"
+    node.gpu(
+        views.A100,
+        [(f"lab/{views.HOSTILE.replace(' ', '')}", views.METAGPU, 40, 0.5)],
+        healthy=False,
+        reason=hostile,
+        product=hostile,
+        pool=hostile,
+    )
+    node.status["remarks"] = [hostile]
+    node.status["configuration"]["error"] = hostile
+    events = [views.event(1, "error", hostile, hostile, node=node.name)]
+    waiting = [{"namespace": hostile, "pod": hostile, "reason": hostile, "text": hostile}]
+    for kind in ("node", "cluster"):
+        view = views.view(kind, [node.as_node()], events=events, waiting=waiting)
+        async with served(view) as server, opened(browser, server.server.port) as it:
+            await it.live()
+            assert hostile in await it.page.inner_text("#problems")
+            assert hostile in await it.page.inner_text("#events")
+            assert hostile in await it.page.inner_text("#remarks")
+            assert await it.page.locator("img").count() == 1
+            assert await it.page.locator("script").count() == 1
+
+
+async def test_the_keyboard_is_enough(browser: "Browser") -> None:
+    """Tab reaches each bar, arrows its cuts, Enter marks a pod everywhere; focus is visible."""
+    async with served(views.node_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        keyboard = it.page.keyboard
+        await keyboard.press("Tab")
+        assert await it.run("() => document.activeElement.className") == "skip"
+        assert await it.run("() => document.activeElement.getBoundingClientRect().left") >= 0
+        await keyboard.press("Enter")
+        reached: list[str] = []
+        while len(reached) < 40:
+            await keyboard.press("Tab")
+            reached.append(await it.run(FOCUSED))
+            outline = await it.run("() => getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", reached[-1]
+            if reached[-1].startswith("vision/train-resnet"):
+                break
+        assert reached[-1].startswith("vision/train-resnet (main): 50 of 100 metagpu"), reached
+        await keyboard.press("ArrowRight")
+        assert (await it.run(FOCUSED)).startswith("lab/notebook-ana")
+        assert await it.page.inner_text("#hint") == await it.run(FOCUSED)
+        await keyboard.press("End")
+        assert (await it.run(FOCUSED)).startswith("lab/notebook-ben")
+        await keyboard.press("Enter")
+        pressed = it.page.locator("[aria-pressed=true]")
+        assert await pressed.count() == 2  # the cut, and the pod's row
+        await keyboard.press("Tab")
+        assert (await it.run(FOCUSED)).startswith(
+            "3g.40gb finetune-7b: nlp/finetune-7b (main)"
+        )  # the bar of the next GPU
+        await keyboard.press("Escape")
+        assert await pressed.count() == 0
+
+
+async def test_mig_devices_lie_on_their_slices(browser: "Browser") -> None:
+    """A MIG device is as wide as its slices and begins at its own; free slices are numbered."""
+    async with served(views.node_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        boxes = await it.run(
+            """() => [...document.querySelectorAll('#gpu-1 .slices > li')].map((it) => {
+                const whole = it.parentElement.getBoundingClientRect();
+                const box = it.getBoundingClientRect();
+                return [it.innerText, Math.round(8 * (box.left - whole.left) / whole.width),
+                    Math.round(8 * box.width / whole.width)]; })"""
+        )
+        assert boxes == [
+            ["3g.40gb finetune-7b", 0, 4],
+            ["2g.20gb rerank", 4, 2],
+            ["1g.10gb idle", 6, 1],
+            ["7", 7, 1],
+        ]
+        owners = it.page.locator("#gpu-1 .owners .owner")
+        assert await owners.all_inner_texts() == ["mig owns it"]
+        assert "offered by mig now, by timeslice in 12 s" in await it.page.inner_text("#gpu-3")
+        held_back = it.page.locator("#offers tr", has_text="cnvrg.io/metagpu")
+        assert (await held_back.inner_text()).split("\t")[-1] == "20"
+
+
+async def test_the_cluster_is_filtered(browser: "Browser") -> None:
+    """Filters leave the nodes that have such a GPU, stay in the address, and open a node."""
+    async with served(views.cluster_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        nodes = it.page.locator("#nodes h3")
+        assert await nodes.count() == 9
+        assert "no answer from pod" in await it.page.inner_text("#nodes")
+        await it.page.select_option("#filter-model", "L40S")
+        assert await nodes.all_inner_texts() == ["gpu-c-04", "gpu-c-07"]
+        await it.page.select_option("#filter-health", "needs attention")
+        assert await nodes.all_inner_texts() == ["gpu-c-04"]
+        assert await it.page.inner_text("#nodes-title") == "1 of 9 nodes"
+        await it.page.reload()
+        await it.live()
+        assert await nodes.all_inner_texts() == ["gpu-c-04"]
+        await it.page.click("#nodes a")
+        assert await it.page.inner_text("h1") == "Node gpu-c-04"
+        assert await it.page.locator(".gpu").count() == 4
+        await it.page.click("#back")
+        await it.page.select_option("#filter-health", "")
+        await it.page.select_option("#filter-model", "")
+        await it.page.select_option("#filter-profile", "2g.20gb")
+        assert await nodes.count() == 4
+        await it.page.select_option("#filter-profile", "")
+        await it.page.select_option("#filter-namespace", "lab")
+        assert "lab/sweep-15" in await it.page.inner_text("#waiting")
+        assert "nlp/train-70b" not in await it.page.inner_text("#waiting")
+
+
+class OneToken:
+    """A check that knows one viewer's token."""
+
+    async def run(self) -> None:
+        """Hold nothing."""
+
+    async def check(self, token: str) -> str:
+        """Return why another token gives no access."""
+        return "" if token == TOKEN else "the header metagpu-token has no viewer's token"
+
+
+async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
+    """A page that is refused asks for a token, says how to make one, and keeps a good one."""
+
+    async def view() -> Mapping[str, Any]:
+        return views.node_view()
+
+    async def nothing() -> Any:  # noqa: ANN401 - an endless generator
+        await anyio.sleep_forever()
+        yield None
+
+    server = WebServer(LOOPBACK, view, nothing, OneToken(), MetricsTiming(page_age=0.0))
+    async with anyio.create_task_group() as group:
+        group.start_soon(server.run)
+        await becomes(lambda: server.port)
+        async with opened(browser, server.port, quiet=False) as it:
+            for given in ("wrong", TOKEN):
+                await it.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
+                assert "no viewer's token" in await it.page.inner_text("#refusal")
+                assert "metagpu.io/status" in await it.page.inner_text("#access pre")
+                await it.page.fill("#token", given)
+                await it.page.press("#token", "Enter")
+            await it.live()
+            assert await it.page.locator(".gpu").count() == 8
+            await it.page.reload()
+            await it.live()
+            refused = f"status of {int(HTTPStatus.FORBIDDEN)}"
+            assert [text for text in it.complaints if refused not in text] == []
+        group.cancel_scope.cancel()
+
+
+async def _take(it: Opened, name: str, folder: Path, height: int) -> None:
+    """Take a picture of the top of the page."""
+    await it.page.mouse.move(0, 0)
+    width = await it.run("() => innerWidth")
+    clip: Any = {"x": 0, "y": 0, "width": width, "height": height}
+    picture = await it.page.screenshot(clip=clip, full_page=True, animations="disabled")
+    assert 10_000 < len(picture) < LARGEST_IMAGE, f"{name}: {len(picture)} bytes"
+    await anyio.Path(folder / f"{name}.png").write_bytes(picture)
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        ("page-light", "node", "light", DESKTOP, 780),
+        ("page-dark", "node", "dark", DESKTOP, 780),
+        ("page-cluster", "cluster", "light", DESKTOP, 900),
+        ("page-phone", "node", "dark", PHONE, 844),
+    ],
+    ids=lambda it: it[0],
+)
+async def test_the_pictures_of_the_documentation(
+    browser: "Browser", tmp_path: Path, picture: tuple[str, str, str, tuple[int, int], int]
+) -> None:
+    """Pictures of docs/images are small; nothing is wider than the screen."""
+    name, kind, scheme, size, height = picture
+    view = views.cluster_view() if kind == "cluster" else views.node_view()
+    async with (
+        served(view) as server,
+        opened(browser, server.server.port, scheme=scheme, size=size) as it,
+    ):
+        await it.live()
+        assert await it.run("() => document.documentElement.scrollWidth <= innerWidth")
+        await _take(it, name, IMAGES if os.environ.get(SCREENSHOTS) else tmp_path, height)
+        assert (IMAGES / f"{name}.png").exists()

@@ -1,0 +1,412 @@
+"""Views of nodes and clusters in the form of the page's contract, for tests of the page.
+
+`test_page.py` holds their keys to those of a real agent.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+METAGPU = "cnvrg.io/metagpu"
+SHARED = "nvidia.com/gpu.shared"
+View = dict[str, Any]
+Report = dict[str, Any]
+
+A100 = ("NVIDIA A100-SXM4-80GB", 81920, 763)
+H100 = ("NVIDIA H100 80GB HBM3", 81559, 328)
+L40S = ("NVIDIA L40S", 46068, 471)
+T4 = ("Tesla T4", 15360, 393)
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def ago(minutes: float) -> str:
+    """Return a time in the past, as the reports write it."""
+    return (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat("T", "seconds")
+
+
+class NodeView:
+    """One node of a view, filled GPU by GPU."""
+
+    def __init__(self, name: str, *, profile: str | None = None) -> None:
+        self.name = name
+        self.status: Report = {
+            **{key: {} for key in ("resources", "offers", "unusedPools", "competingPlugins")},
+            **{key: [] for key in ("gpus", "leases", "remarks", "unreadableGpus", "topology")},
+            **{key: [] for key in ("leaseDifferences", "mixedRequests", "lostDevices")},
+            "registrationProblems": {},
+            "endedTasks": {},
+            "dra": None,
+            "cdi": None,
+            "configuration": {"error": None, "misfits": []},
+            "cluster": {"problem": "", "profile": profile},
+            "mgctl": {"inPods": True, "problem": None},
+        }
+        self.usage: Report = {"gpus": [], "containers": [], "unauthorized": 0, "warnings": []}
+
+    def gpu(
+        self,
+        model: tuple[str, int, int] = A100,
+        pods: Sequence[tuple[str, str, int, float]] = (),
+        *,
+        backends: Sequence[str] = ("fraction",),
+        owner: str | None = None,
+        offers: Mapping[str, int] | None = None,
+        mig: Iterable[tuple[str, str]] = (),
+        **changed: object,
+    ) -> Report:
+        """Add a GPU with its holders.
+
+        Args:
+            model: product, memory and reserved memory in MiB.
+            pods: holder, resource, shares, and the used part of the memory that it holds.
+            backends: backends of its pool.
+            owner: the backend that owns it; by default the only one, if somebody holds a share.
+            offers: shares by resource.
+            mig: slot and holder of each MIG device; an empty holder is idle.
+            changed: further keys of the report.
+        """
+        product, memory, reserved = model
+        index, usable = len(self.status["gpus"]), memory - reserved
+        uuid, offers = f"GPU-{self.name}-{index}", dict(offers or {METAGPU: 100})
+        mig = list(mig)
+        for slot, holder in mig:
+            if holder:
+                resource = f"nvidia.com/mig-{slot.partition('@')[0]}"
+                pods = [*pods, (holder, resource, 1, 0.4)]
+        held = {name: sum(count for _, r, count, _ in pods if r == name) for name in offers}
+        busy_with = {name for name, count in held.items() if count}
+        healthy = changed.get("healthy", True)
+        shares = {
+            name: {
+                "capacity": capacity,
+                "held": held[name],
+                "free": capacity - held[name] if healthy and busy_with <= {name} else 0,
+            }
+            for name, capacity in offers.items()
+        }
+        report: Report = {
+            "index": index,
+            "uuid": uuid,
+            "product": product,
+            "memoryMiB": memory,
+            "pciBusId": f"0000:{index + 1:02x}:00.0",
+            "numaNode": index // 4,
+            "healthy": True,
+            "reason": "",
+            "since": ago(3000),
+            "recovery": None,
+            "backends": list(backends),
+            "turn": None,
+            "cleaning": {},
+            "suspended": {},
+            "owner": owner or (backends[0] if pods else None),
+            "cordon": None,
+            "unheard": None,
+            "faults": [],
+            "blocked": [],
+            "paused": [],
+            "devices": [
+                {
+                    "share": f"{uuid}::{slot}",
+                    "device": f"MIG-{uuid}-{slot}",
+                    "gpuInstance": number,
+                    "computeInstance": 0,
+                    "idle": not holder,
+                }
+                for number, (slot, holder) in enumerate(mig)
+            ],
+            "waitsFor": None,
+            "nvlinkPeers": [],
+            "pool": "all",
+            "poolReason": "all GPUs",
+            "shares": shares,
+            "freeCapacity": None,
+            **changed,
+        }
+        self.status["gpus"].append(report)
+        used = sum(self._hold(report, usable, pod) for pod in pods)
+        self.usage["gpus"].append(
+            {
+                "index": index,
+                "uuid": uuid,
+                "product": product,
+                "memoryMiB": memory,
+                "usableMiB": usable,
+                "usedMiB": used if healthy else None,
+                "utilization": min(97, 23 * len(pods)) if healthy else None,
+                "shares": [
+                    {
+                        "resource": name,
+                        "capacity": capacity,
+                        "held": held[name],
+                        "shareMiB": _share_mib(name, usable, capacity),
+                    }
+                    for name, capacity in offers.items()
+                ],
+                "healthy": healthy,
+                "reason": report["reason"],
+                "faults": {},
+                "cordon": None,
+                "policy": "warn",
+                "failure": None,
+            }
+        )
+        return report
+
+    def _hold(self, gpu: Report, usable: int, pod: tuple[str, str, int, float]) -> int:
+        holder, resource, shares, used = pod
+        namespace, _, name = holder.partition("/")
+        capacity = gpu["shares"].get(resource, {}).get("capacity", 1)
+        memory = shares * _share_mib(resource, usable, capacity)
+        self.status["leases"].append(
+            {
+                "resource": resource,
+                "gpu": gpu["index"],
+                "uuid": gpu["uuid"],
+                "shares": shares,
+                "holder": f"{holder} (main)",
+                "podUid": f"uid-{name}",
+                "podOwner": "",
+                "podPhase": "Running",
+            }
+        )
+        self.usage["containers"].append(
+            {
+                "namespace": namespace,
+                "pod": name,
+                "container": "main",
+                "podUid": f"uid-{name}",
+                "podOwner": None,
+                "podPhase": "Running",
+                "gpus": [
+                    {
+                        "index": gpu["index"],
+                        "uuid": gpu["uuid"],
+                        "resource": resource,
+                        "shares": shares,
+                        "capacity": capacity,
+                        "shareMiB": memory,
+                        "limitMiB": memory,
+                        "usedMiB": round(memory * used),
+                        "overLimit": used > 1,
+                        "utilization": round(60 * used),
+                        "relativeUtilization": 90,
+                        "guard": "enforcer",
+                        "policy": "warn",
+                        "processes": 1,
+                    }
+                ],
+            }
+        )
+        return round(memory * used)
+
+    def as_node(self, *, problem: str = "") -> Report:
+        """Return the node as a view has it, with the totals of its offers."""
+        offers: dict[str, Report] = {}
+        for gpu in self.status["gpus"]:
+            for name, it in gpu["shares"].items():
+                known = self.status["resources"].setdefault(name, {"capacity": 0, "allocatable": 0})
+                known["capacity"] += it["capacity"]
+                known["allocatable"] += it["capacity"] if gpu["healthy"] else 0
+                one = offers.setdefault(name, {"free": 0, "heldBack": 0, "largestRequest": 0})
+                one["requestRule"] = "any"
+                one["free"] += it["free"]
+                one["largestRequest"] = max(one["largestRequest"], it["free"])
+        self.status["offers"] = {**offers, **self.status["offers"]}
+        answered = not problem
+        return {
+            "name": self.name,
+            "problem": problem,
+            "labels": {},
+            "status": self.status if answered else None,
+            "usage": self.usage if answered else None,
+        }
+
+
+def _share_mib(resource: str, usable: int, capacity: int) -> int:
+    """Return the memory of one share; a MIG device's is in its profile's name."""
+    if "gb" in resource:
+        return int(resource.rpartition(".")[2].removesuffix("gb")) * 1024
+    return usable // capacity
+
+
+def view(kind: str, nodes: Iterable[Report], **more: object) -> View:
+    """Return a view of nodes."""
+    return {
+        "kind": kind,
+        "at": ago(0),
+        "nodes": list(nodes),
+        "events": [],
+        "waiting": [],
+        **more,
+    }
+
+
+def event(minutes: float, severity: str, reason: str, text: str, **where: object) -> Report:
+    """Return an event; `node` and `gpu` may be given."""
+    return {
+        "at": ago(minutes),
+        "node": "",
+        "gpu": None,
+        "severity": severity,
+        "reason": reason,
+        "text": text,
+        **where,
+    }
+
+
+MIG_OFFERS = {
+    "nvidia.com/mig-1g.10gb": 7,
+    "nvidia.com/mig-2g.20gb": 3,
+    "nvidia.com/mig-3g.40gb": 2,
+}
+MIXED = ("mig", "timeslice", "fraction")
+MIXED_OFFERS = {**MIG_OFFERS, SHARED: 4, METAGPU: 100}
+
+
+def busy_node(name: str = "gpu-node-01") -> NodeView:
+    """Return a node with each way of sharing, a mixed pool and faults."""
+    node = NodeView(name)
+    node.gpu(
+        A100,
+        [("vision/train-resnet", METAGPU, 50, 0.83), ("lab/notebook-ana", METAGPU, 20, 0.35),
+         ("lab/notebook-ben", METAGPU, 10, 1.12)],
+    )  # fmt: skip
+    node.gpu(
+        H100,
+        mig=[("3g.40gb@0", "nlp/finetune-7b"), ("2g.20gb@4", "serve/rerank"), ("1g.10gb@6", "")],
+        backends=MIXED,
+        offers=MIXED_OFFERS,
+        pool="mixed",
+        freeCapacity={"largest": "1g.10gb", "largestSlices": 1, "freeSlices": 2, "slices": 8},
+    )
+    node.gpu(
+        H100,
+        [(f"serve/chat-{n}", SHARED, 1, 0.7) for n in "abc"],
+        backends=MIXED,
+        owner="timeslice",
+        offers=MIXED_OFFERS,
+        pool="mixed",
+    )
+    node.gpu(
+        H100,
+        backends=MIXED,
+        offers=MIXED_OFFERS,
+        pool="mixed",
+        turn={"backend": "mig", "withdrawn": False, "next": "timeslice", "nextIn": 12.0},
+        freeCapacity={"largest": "7g.80gb", "largestSlices": 8, "freeSlices": 8, "slices": 8},
+    )
+    node.gpu(
+        A100,
+        [("vision/train-vit", METAGPU, 100, 0.94)],
+    )
+    node.gpu(
+        A100,
+        [("lab/sweep-14", METAGPU, 40, 0.5)],
+        healthy=False,
+        reason="XID 79: GPU has fallen off the bus",
+        since=ago(14),
+    )
+    node.gpu(
+        A100,
+        [("nlp/embed", METAGPU, 30, 0.6), ("lab/notebook-cleo", METAGPU, 30, 0.2)],
+        cordon={"reason": "fan replacement", "since": ago(47), "reset": False},
+    )
+    node.gpu(A100)
+    node.status["offers"][METAGPU] = {
+        "free": 120,
+        "heldBack": 20,
+        "largestRequest": 100,
+        "requestRule": "whole_gpus",
+    }
+    node.status["remarks"] = [
+        f"GPU 0: its 20 free shares of {METAGPU} are held back: no pod may ask for them",
+        "GPU 1: the largest instance that fits is 1g.10gb",
+    ]
+    return node
+
+
+def node_view() -> View:
+    """Return the view of `busy_node`."""
+    return view(
+        "node",
+        [busy_node().as_node()],
+        events=[
+            event(2, "info", "SharesGranted", "lab/notebook-ben holds 10 metagpu", gpu=0),
+            event(9, "info", "InstanceCreated", "1g.10gb@6 was created", gpu=1),
+            event(14, "error", "GPUUnhealthy", "XID 79: GPU has fallen off the bus", gpu=5),
+            event(21, "warning", "OverLimit", "lab/notebook-ben uses more than it holds", gpu=0),
+            event(47, "warning", "GPUCordoned", "fan replacement", gpu=6),
+            event(180, "info", "ConfigurationApplied", "profile mixed of ConfigMap metagpu"),
+        ],
+    )
+
+
+def cluster_view(count: int = 9) -> View:
+    """Return a cluster of nodes of several models; one does not answer."""
+    nodes = [busy_node("gpu-a-01").as_node()]
+    teams = ("vision", "nlp", "lab", "serve")
+    for number in range(2, count):
+        kind = number % 3
+        node = NodeView(
+            f"gpu-{'bcd'[kind]}-{number:02d}", profile=("large", "inference", None)[kind]
+        )
+        for index in range((8, 4, 4)[kind]):
+            held = [
+                (f"{teams[(number + index + k) % 4]}/job-{number}{index}{k}", METAGPU, size, 0.7)
+                for k, size in enumerate(((30, 20), (60,), (), (25, 25, 40))[(number + index) % 4])
+            ]
+            if kind == 2:
+                slots = [("3g.40gb@0", f"nlp/mig-{number}{index}"), ("1g.10gb@4", "")]
+                node.gpu(
+                    H100,
+                    mig=slots if index % 2 else [],
+                    backends=("mig",),
+                    offers=MIG_OFFERS,
+                    freeCapacity={
+                        "largest": "2g.20gb",
+                        "largestSlices": 2,
+                        "freeSlices": 3,
+                        "slices": 8,
+                    },
+                )
+            else:
+                broken = number == 4 and index == 2
+                fault = {"healthy": False, "reason": "XID 48: double-bit ECC error"}
+                node.gpu((A100, L40S)[kind], held, **(fault if broken else {}))  # type: ignore[arg-type]
+        nodes.append(node.as_node())
+    lost = "no answer from pod metagpu-x7k2p within 3 s"
+    nodes.append(NodeView("gpu-d-99").as_node(problem=lost))
+    return view(
+        "cluster",
+        nodes,
+        events=[
+            event(3, "error", "GPUUnhealthy", "XID 48: ECC error", node="gpu-c-04", gpu=2),
+            event(14, "error", "GPUUnhealthy", "XID 79: off the bus", node="gpu-a-01", gpu=5),
+            event(31, "info", "InstanceCreated", "3g.40gb@0 was created", node="gpu-d-05", gpu=1),
+        ],
+        waiting=[
+            {
+                "namespace": "nlp", "pod": "train-70b", "reason": "fragmented",
+                "text": "it fits on no node; of 8 the nearest is gpu-b-03: it requests 100 "
+                "metagpu, 180 are free, but the largest part is 80",
+                "advice": "request 80 or less, or wait for lab/notebook-ana on GPU 0",
+            },
+            {
+                "namespace": "lab", "pod": "sweep-15", "reason": "quota",
+                "text": "the quota team of lab allows 100 metagpu, and 90 are in use",
+                "advice": "ask the owner of the namespace for more, or end a pod",
+            },
+        ],
+    )  # fmt: skip
+
+
+def crowded_view(gpus: int = 16, pods: int = 60, shares: int = 1000) -> View:
+    """Return a node of many GPUs with many shares and holders each."""
+    node = NodeView("crowded")
+    for index in range(gpus):
+        holders = [
+            (f"team-{k % 7}/pod-{index}-{k}", METAGPU, shares // pods, 0.6) for k in range(pods)
+        ]
+        node.gpu(A100, holders, offers={METAGPU: shares})
+    return view("node", [node.as_node()])
