@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from metagpu.plugins.cluster.node_object import PROBLEM_CONDITION, RESET_CONDITION
 from tests.e2e.cluster import RESOURCE, Cluster, idle_pod
 from tests.e2e.instances import PREFIX, mig_pod
 from tests.e2e.rig import host_folders
@@ -99,13 +98,11 @@ def installed(
 ) -> Iterator[tuple[Release, dict[str, object]]]:
     """Install the chart as the page names it; yield it, and the node as it was before."""
     del cluster  # no pod of another test runs
-    daemon.stop()
     node.kubectl("delete", "--ignore-not-found", "-f", str(REPOSITORY / "deploy/static.yaml"))
     node.kubectl("label", "node", node.name, f"{GPU_LABEL}=true")
-    # A daemon that ends leaves its conditions; those of another test are none of this one's.
-    gone = [{"type": it, "$patch": "delete"} for it in (PROBLEM_CONDITION, RESET_CONDITION)]
-    patch = json.dumps({"status": {"conditions": gone}})
-    node.kubectl("patch", "node", node.name, "--subresource=status", f"--patch={patch}")
+    # What other tests left is none of this one's.
+    daemon.uninstall("--node-name", node.name, "--kubeconfig", node.kubeconfig)
+    host_folders.clear()
     before = dict(traces(node, host_folders.RUN_DIR))
     make_device_files(DEVICE_ROOT, 4)
     make_mig_device_files(DEVICE_ROOT, (2, 3))
