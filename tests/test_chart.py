@@ -288,6 +288,22 @@ def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) ->
     assert "METAGPU_STATUS_API" not in _variables(_container(helm, "statusApi.port=0"))
 
 
+def test_the_page_is_off_and_for_viewers_alone(helm: str) -> None:
+    """With a port of its own the page is open to who has a token; the metrics stay closed."""
+    assert "METAGPU_WEB" not in _variables(_container(helm, "statusApi.port=0"))
+    values = "fullnameOverride=mine,web.port=9450,statusApi.port=0"
+    container = _container(helm, values)
+    assert _variables(container)["METAGPU_WEB"] == ":9450"
+    assert {"name": "web", "containerPort": 9450} in container["ports"]
+    documents = _render(helm, values)
+    by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
+    account = by_name["ClusterRole", "mine"]["rules"]
+    assert [it["verbs"] for it in account if "tokenreviews" in it["resources"]] == [["create"]]
+    [rule] = by_name["NetworkPolicy", "mine"]["spec"]["ingress"]
+    assert rule == {"ports": [{"protocol": "TCP", "port": "web"}]}
+    assert by_name["ServiceAccount", VIEWER]["automountServiceAccountToken"] is False
+
+
 def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     """Without it there is none of them; a driver of another name is in classes and rights."""
     values = "fullnameOverride=mine,dra.enabled=true,dra.driver=gpu.example.com"
@@ -401,6 +417,11 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("seLinuxOptions.typ=spc_t", "/seLinuxOptions"),
         ("metrics.port=0", "maxSurge waits for the probe"),
         ("metrics.port=9440", "statusApi.port: the metrics have this port"),
+        ("web.port=9440", "web.port: the metrics or the status have this port"),
+        (
+            ",".join(["web.port=9450", *(f"features.{it}=false" for it in Feature)]),
+            "web.port: the API server reviews the tokens",
+        ),
         (
             ",".join(["dra.enabled=true", *(f"features.{it}=false" for it in Feature)]),
             "dra.enabled: ResourceSlices and ResourceClaims are at the API server",

@@ -45,9 +45,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ join "," $on }}
 {{- end }}
 
-{{/* Not empty where the status is served to viewers: an API server reviews their tokens. */}}
+{{/* Not empty where the status, or the page, is served to viewers: an API server reviews their tokens. */}}
 {{- define "metagpu.viewers" -}}
+{{- if or (include "metagpu.statusApi" .) (include "metagpu.web" .) }}yes{{ end }}
+{{- end }}
+{{- define "metagpu.statusApi" -}}
 {{- if and .Values.statusApi.port (include "metagpu.features" .) }}yes{{ end }}
+{{- end }}
+{{- define "metagpu.web" -}}
+{{- if and .Values.web.port (include "metagpu.features" .) }}yes{{ end }}
 {{- end }}
 
 {{/* Not empty where one of the named features is in use. */}}
@@ -99,6 +105,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- if and .Values.metrics.port (eq (int .Values.metrics.port) (int .Values.statusApi.port)) }}
 {{- fail "statusApi.port: the metrics have this port; give it another one, or 0 for none" }}
+{{- end }}
+{{- if and .Values.web.port (or (eq (int .Values.web.port) (int .Values.metrics.port)) (eq (int .Values.web.port) (int .Values.statusApi.port))) }}
+{{- fail "web.port: the metrics or the status have this port; give it another one, or 0 for none" }}
+{{- end }}
+{{- if and .Values.web.port (not (include "metagpu.features" .)) }}
+{{- fail "web.port: the API server reviews the tokens of the page's users; set one of features, as features.pods=true" }}
 {{- end }}
 {{- if and .Values.features.janitor (index .Values.features "janitor-dry-run") }}
 {{- fail "features: janitor deletes pods and janitor-dry-run deletes none: set one of them" }}

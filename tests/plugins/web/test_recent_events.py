@@ -1,0 +1,125 @@
+"""Recent events as sentences: who got shares, and what became of GPUs."""
+
+import anyio
+import pytest
+
+from metagpu.core.model.shares import CordonSource, Holder
+from metagpu.core.runtime.main_tasks import Work
+from metagpu.core.state.events import ConfigRejected, LayoutApplied, MemoryExceeded
+from metagpu.core.state.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpusFound,
+    GpuUncordoned,
+    LeasesObserved,
+    SharesClaimed,
+)
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.web import recent_events as module
+from metagpu.plugins.web.recent_events import KEPT, RecentEvents
+from tests.rigs.build import METAGPU, gpu, offer, share
+
+A = gpu(0)
+SHARES = tuple(share(A, number) for number in range(10))
+ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
+
+
+@pytest.fixture
+def registry() -> Registry:
+    """Return the registry of a node whose GPU has ten shares, two of them held since before."""
+    it = Registry()
+    it.apply(GpusFound((A,), at=1))
+    it.apply(offer(*SHARES))
+    it.apply(LeasesObserved({each.id: BOB for each in SHARES[8:]}, at=1))
+    return it
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD", 0)
+
+
+async def observed(registry: Registry, *steps: Work) -> list[tuple[str, str, int | None, str]]:
+    """Return reason, severity, GPU and text of the events of these steps, the oldest first."""
+    recent = RecentEvents(registry, "gpu-1")
+    async with anyio.create_task_group() as group:
+        group.start_soon(recent.run)
+        for step in (settled, *steps):
+            await step()
+            await settled()
+        group.cancel_scope.cancel()
+    found = recent.report()
+    assert all(it["node"] == "gpu-1" for it in found)
+    return [(it["reason"], it["severity"], it["gpu"], it["text"]) for it in reversed(found)]
+
+
+async def settled() -> None:
+    """Wait until the events are read and the leases compared."""
+    for _ in range(5):
+        await anyio.wait_all_tasks_blocked()
+        await anyio.sleep(0.002)
+
+
+async def test_grants_and_ends_of_pods_are_sentences(registry: Registry) -> None:
+    """A pod's shares are reported when the kubelet names it, and when it gives them back.
+
+    Shares that were held before the daemon's start are not reported as granted.
+    """
+    named = {each.id: BOB for each in SHARES[8:]}
+
+    async def grant() -> None:
+        registry.apply(SharesClaimed(SHARES[:3], at=5))
+        await settled()
+        registry.apply(LeasesObserved({**named, **{it.id: ALICE for it in SHARES[:3]}}, at=6))
+
+    async def end() -> None:
+        registry.apply(LeasesObserved({SHARES[8].id: BOB}, at=99))
+
+    assert await observed(registry, grant, end) == [
+        ("GPUSharesGranted", "info", 0, f"team/alice has 3 shares of {METAGPU} on GPU 0"),
+        ("GPUSharesFreed", "info", 0, f"team/bob has given back 1 share of {METAGPU} on GPU 0"),
+        ("GPUSharesFreed", "info", 0, f"team/alice has given back 3 shares of {METAGPU} on GPU 0"),
+    ]
+
+
+async def test_faults_cordons_and_configurations_are_sentences(registry: Registry) -> None:
+    """Reasons and sentences are those of the Kubernetes Events."""
+
+    async def happen() -> None:
+        upgrade = CordonSource.DRIVER_UPGRADE
+        registry.apply(GpuFaulted(A.id, "XID 79: fell off the bus", at=5))
+        registry.apply(GpuCordoned(A.id, "fan", at=6))
+        registry.apply(GpuCordoned(A.id, "driver upgrade", at=6, source=upgrade))
+        registry.apply(GpuUncordoned(A.id, at=7))  # the upgrade still keeps pods away
+        registry.apply(GpuUncordoned(A.id, at=8, source=upgrade))
+        registry.events.publish(LayoutApplied())
+        registry.events.publish(ConfigRejected("metagpu.yaml: 3: no such key", at=9))
+        await anyio.wait_all_tasks_blocked()
+
+    assert await observed(registry, happen) == [
+        ("GPUUnhealthy", "error", 0, f"GPU {A}: XID 79: fell off the bus"),
+        ("GPUCordoned", "info", 0, "GPU 0 accepts no new shares: fan"),
+        ("GPUCordoned", "info", 0, "GPU 0 accepts no new shares: driver upgrade"),
+        ("GPUUncordoned", "info", 0, "GPU 0 accepts new shares again"),
+        ("ConfigApplied", "info", None, f"the configuration in force offers 10 {METAGPU}"),
+        (
+            *("ConfigRejected", "warning", None),
+            "metagpu.yaml: 3: no such key; the last good configuration stays",
+        ),
+    ]
+
+
+async def test_no_pod_hides_a_fault_by_events_of_its_own(registry: Registry) -> None:
+    """The events of pods are bounded apart from those of GPUs; what repeats is kept once."""
+
+    async def flood() -> None:
+        registry.apply(GpuFaulted(A.id, "XID 79", at=5))
+        for number in range(3 * KEPT):
+            pod = Holder("evil", f"pod-{number}", "main")
+            for _ in range(2):
+                registry.events.publish(MemoryExceeded(A.id, pod, "u", 3, 2, 1, False, at=1))  # noqa: FBT003
+
+    found = await observed(registry, flood)
+    assert found[0][0] == "GPUUnhealthy"
+    assert len(found) == len(set(found)) == KEPT + 1
+    assert found[-1][3].startswith(f"evil/pod-{3 * KEPT - 1}: container main uses more memory")
