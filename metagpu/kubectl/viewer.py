@@ -72,6 +72,7 @@ class ClusterViewer:
         self._deadline = deadline
         self._progress = progress
         self._tokens: dict[str, tuple[str, float]] = {}
+        self._renewing = anyio.Lock()
         self._limit = anyio.Semaphore(AT_ONCE)
 
     async def items(self, path: str, **query: str) -> Sequence[Object]:
@@ -148,8 +149,9 @@ class ClusterViewer:
             MetagpuError: the user gets no viewer's token.
         """
         asked = list(agents)
-        for namespace in {it.namespace for it in asked}:
-            await self._renew_token(namespace)
+        async with self._renewing:
+            for namespace in {it.namespace for it in asked}:
+                await self._renew_token(namespace)
         answers: list[NodeAnswer] = []
 
         async def one(agent: AgentPod) -> None:

@@ -4,9 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.images import BUSYBOX_IMAGE
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.release import (
     CHART,
@@ -196,6 +198,14 @@ def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path:
         assert f"it runs on {release.node.name}" in why
         findings = json.loads(metagpu("doctor", "-o", "json"))[0]["checks"]
         assert not [it for it in findings if it["result"] == "error"]
+        kubectl.apply(idle_pod("waits", ALL_SHARES + 1))
+        view = _view_of(
+            _plugin(kubeconfig, "web", "--address=127.0.0.1:0", f"--namespace={NAMESPACE}")
+        )
+        (row,) = view["nodes"]
+        assert (row["name"], row["problem"]) == (release.node.name, "")
+        assert [it["pod"] for it in row["usage"]["containers"]] == ["viewed"]
+        assert [(it["pod"], it["reason"]) for it in view["waiting"]] == [("waits", "too_large")]
         status = f"/api/v1/namespaces/{SYSTEM}/pods/{_daemon_port(release)}/proxy/api/v1/status"
         with pytest.raises(RigError, match="Forbidden"):
             kubectl("get", f"--raw={status}")  # an administrator without a viewer's token
@@ -261,6 +271,23 @@ def _plugin(kubeconfig: Path, *arguments: str) -> list[str]:
     """Return the command line of `kubectl metagpu`."""
     options = (f"--kubeconfig={kubeconfig}", f"--agent-namespace={SYSTEM}")
     return [sys.executable, "-m", "metagpu.kubectl.program", *arguments, *options]
+
+
+def _view_of(command: Sequence[str]) -> Document:
+    """Read the view of the cluster's page as a browser does, and end the command by Ctrl-C."""
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as it:
+        assert it.stdout is not None
+        try:
+            url = it.stdout.readline().partition(" ")[0]
+            assert url.startswith("http://127.0.0.1:"), it.communicate(timeout=SOON_S)
+            with urlopen(f"{url}api/v1/changes", timeout=SOON_S) as stream:  # noqa: S310 - ours
+                assert stream.readline() == b"event: change\n"
+                with urlopen(f"{url}api/v1/view", timeout=SOON_S) as answer:  # noqa: S310 - ours
+                    view: Document = json.load(answer)
+        finally:
+            it.send_signal(signal.SIGINT)
+        assert (*it.communicate(timeout=SOON_S), it.returncode) == ("", "", 0)
+    return view
 
 
 def _daemon_port(release: Release) -> str:
