@@ -21,7 +21,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.cluster.event_reasons import SEVERE, EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of
 from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
@@ -30,15 +30,6 @@ KEPT: Final = 50
 """Events of the node that are kept, and as many of pods: no pod hides a fault by its own."""
 GRANTED: Final = "GPUSharesGranted"
 FREED: Final = "GPUSharesFreed"
-_ERRORS: Final = frozenset(
-    (
-        EventReason.GPU_UNHEALTHY,
-        EventReason.GPU_UNREADABLE,
-        EventReason.GPU_RESET_NEEDED,
-        EventReason.GPU_DEVICE_LOST,
-        EventReason.MIG_DEVICE_UNHEALTHY,
-    )
-)
 PERIOD: Final = 0.5
 """Seconds from one look at the leases, if they change, to the next."""
 _OWN_KINDS: Final = (SharesClaimed, LayoutApplied, GpuCordoned, GpuUncordoned)
@@ -165,7 +156,7 @@ def _from_event_data(data: EventData, at: float, gpu: int | None) -> RecentEvent
     return RecentEvent(
         at,
         gpu,
-        "error" if data.reason in _ERRORS else severity,
+        "error" if data.reason in SEVERE else severity,
         data.reason,
         f"{subject.namespace}/{subject.name}: {data.note}" if of_pod else data.note,
         of_pod=of_pod or data.minor,
