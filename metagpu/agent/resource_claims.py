@@ -113,7 +113,8 @@ class ResourceClaims:
         return _OUR_CLAIM in account
 
     def _build(self, driver: str) -> "DraFront":
-        from metagpu.plugins.dra.front import DraFront  # noqa: PLC0415 - behind the switch
+        from metagpu.compat import nvidia_claims  # noqa: PLC0415 - behind the switch
+        from metagpu.plugins.dra.front import DraFront  # noqa: PLC0415 - as said
 
         manager = self.layout_manager
         return DraFront(
@@ -127,6 +128,7 @@ class ResourceClaims:
             read_claim=self._read_claim,
             annotate_pod=self._annotate_pod,
             read_pending=self._read_pending,
+            read_sharing=nvidia_claims.read_sharing if driver == nvidia_claims.DRIVER else None,
         )
 
     async def _serve(self, driver: str) -> None:

@@ -17,6 +17,7 @@ MetagpuError
 │   ├── MultipleDevices     the ids are of several devices, and MPS serves a container on one
 │   ├── TooManyClients      the GPU or instance serves its maximum of MPS clients
 │   ├── ResourceClaimUnusable  the ResourceClaim is not what the kubelet or its author meant
+│   ├── SharingUnavailable  the GPU's pool does not share it as the ResourceClaim says
 │   ├── DeviceOccupied      an allocated device has too few free shares
 │   └── TooManyReplicas     the pod asks for several time-slices where one is the maximum
 ├── DriverError             the driver: an NVML call failed
@@ -239,6 +240,13 @@ class ResourceClaimUnusable(RequestError):
 
     def __init__(self, claim: str, reason: str) -> None:
         super().__init__(f"ResourceClaim {claim} cannot be prepared: {reason}")
+
+
+class SharingUnavailable(RequestError):
+    """Raised when a GPU cannot be shared as the parameters of a ResourceClaim say."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"opaque parameters: {field}: {problem}")
 
 
 class DeviceOccupied(RequestError):

@@ -19,6 +19,7 @@ from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
+from metagpu.testing.node import RecordedPrograms
 from tests.agent.test_mps import control_of
 from tests.plugins.dra.rig import DRIVER, KubeletCalls
 from tests.rigs.agent import QUICK, Scene, agent_at_work
@@ -34,6 +35,7 @@ pools:
     fronts: [dra]
     backends: [{backend: mps}, {backend: whole}, {backend: timeslice, replicas: 4}]
 """
+NVIDIA = "gpu.nvidia.com"
 MIG = """
 version: metagpu/v1
 health: {quietPeriod: 100ms, rescanPeriod: 100ms}
@@ -51,7 +53,9 @@ class ClaimScene(KubeletCalls):
     scene: Scene
     server: SimApiServer
 
-    def allocate(self, device: str, **consumed: int) -> ResourceClaimRef:
+    def allocate(
+        self, device: str, *, parameters: object = None, **consumed: int
+    ) -> ResourceClaimRef:
         """Add a ResourceClaim that the scheduler allocated a device whose name ends so."""
         found = [
             (state.gpu.id, it.name)
@@ -62,16 +66,18 @@ class ClaimScene(KubeletCalls):
         gpu, name = found[0]
         result = {
             "request": "gpu",
-            "driver": DRIVER,
+            "driver": self.driver,
             "pool": pool_name(gethostname(), gpu),
             "device": name,
             "consumedCapacity": {key: str(value) for key, value in consumed.items()},
         }
+        opaque = {"driver": self.driver, "parameters": parameters}
+        config = [] if parameters is None else [{"source": "FromClaim", "opaque": opaque}]
         number = len(self.server.store.objects) + 1
         ref = ResourceClaimRef("default", f"claim-{number}", str(UUID(int=number)))
         content = {
             "metadata": {"uid": ref.uid},
-            "status": {"allocation": {"devices": {"results": [result]}}},
+            "status": {"allocation": {"devices": {"results": [result], "config": config}}},
         }
         self.server.store.put(("resourceclaims", ref.namespace, ref.name), content)
         return ref
@@ -101,7 +107,12 @@ class ClaimScene(KubeletCalls):
 
 @asynccontextmanager
 async def at_work(
-    tmp_path: Path, config: str = CLAIMS, node: SimNode | None = None
+    tmp_path: Path,
+    config: str = CLAIMS,
+    node: SimNode | None = None,
+    *,
+    driver: str = DRIVER,
+    programs: RecordedPrograms | None = None,
 ) -> AsyncIterator[ClaimScene]:
     """Run an agent with an API server; no control daemon of MPS is left behind."""
     if not (tmp_path / "dev").exists():
@@ -117,9 +128,10 @@ async def at_work(
             node or build_node("a100-40gb:2"),
             config,
             cluster_settings=settings,
+            programs=programs,
             cdi_dir=tmp_path / "cdi",
         ) as scene:
-            it = ClaimScene(tmp_path, scene, server)
+            it = ClaimScene(tmp_path, scene, server, driver=driver)
             try:
                 if config != QUICK:
                     await it.wait_registration()
@@ -195,6 +207,37 @@ async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None
         await it.unprepare(whole)
         await it.prepared(slices)
         assert len(it.scene.state(0).leases) == 2
+
+
+async def test_nvidias_parameters_work_under_nvidias_name(tmp_path: Path) -> None:
+    """A whole GPU is shared by MPS, or by time-slices of a length, as the claim says."""
+    text = MANY.replace("replicas: 4", "replicas: 4, timeSlice: default")
+    programs = RecordedPrograms()
+    made = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
+    limits = {"defaultActiveThreadPercentage": 50}
+    by_mps = {**made, "sharing": {"strategy": "MPS", "mpsConfig": limits}}
+    length = {"interval": "Long"}
+    by_time = {**made, "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": length}}
+    async with at_work(
+        tmp_path,
+        f"{text}dra: {{driver: {NVIDIA}}}\n",
+        driver=NVIDIA,
+        programs=programs,
+    ) as it:
+        await it.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
+        first, second = (it.scene.state(number).gpu.id.lower() for number in (0, 1))
+        shared = it.allocate(first, parameters=by_mps)
+        names = await it.prepared(shared)
+        assert it.nodes(names)[-1] == "nvidia0"
+        assert it.variables(shared)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        assert {it.share.backend for it in it.scene.state(0).leases.values()} == {"mps"}
+
+        sliced = it.allocate(second, parameters=by_time)
+        await it.prepared(sliced)
+        await until(lambda: programs.calls[-1].endswith("--set-timeslice 3"))
+        await it.unprepare(sliced)
+        await until(lambda: programs.calls[-1].endswith("--set-timeslice 0"))
+        await it.unprepare(shared)
 
 
 async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(

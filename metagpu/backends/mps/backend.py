@@ -18,6 +18,7 @@ from metagpu.backends.common.mps_daemon.client_limits import (
     check_number,
     check_shared_memory,
     grant_to_client,
+    limit_clients,
     max_clients_of,
     usable_memory,
 )
@@ -40,6 +41,7 @@ from metagpu.core.contracts.capabilities import (
     LimitsRequests,
     ManagesGpu,
     NeedsPrivileges,
+    SharesClaims,
     SharingStrategy,
 )
 from metagpu.core.contracts.gpu_context import GpuContext
@@ -47,6 +49,7 @@ from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
+from metagpu.core.model.claim_sharing import MpsLimits
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.offers import OfferPolicy, RequestRule
 from metagpu.core.model.privileges import Privilege
@@ -104,6 +107,7 @@ class MpsBackend(
     LimitsRequests,
     HasMetrics,
     LeavesOnNode,
+    SharesClaims,
 ):
     """The backend of units of threads and memory. Share ids are `GPU-<uuid>::p12`."""
 
@@ -210,6 +214,10 @@ class MpsBackend(
         # Another pool may have divided the GPU, under the same resource name.
         units = len(snapshot.offers[self.resource].by_gpu[gpu])
         return grant_to_client(base, self._directories(gpu), held, units)
+
+    def with_settings(self, grant: Grant, settings: str) -> Grant:
+        """Return the grant with the limits of each client of a claim."""
+        return limit_clients(grant, MpsLimits.parse(settings))
 
     async def serve(self, context: GpuContext) -> None:
         """Keep a control daemon for the GPU while it has clients or a pool wants it."""

@@ -4,9 +4,9 @@ NVIDIA's device plugin calls the same thing replicas. Only the driver's time-sli
 containers of a GPU: neither memory nor faults are isolated.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from functools import partial
 from typing import ClassVar, Final
 
 import anyio
@@ -20,13 +20,20 @@ from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     ManagesGpu,
     NeedsPrivileges,
+    SharesClaims,
     SharingStrategy,
 )
 from metagpu.core.contracts.gpu_context import GpuContext
-from metagpu.core.errors import ProgramError, ProgramMissing, TooManyReplicas
+from metagpu.core.errors import (
+    ProgramError,
+    ProgramMissing,
+    SharingUnavailable,
+    TooManyReplicas,
+)
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.driver_roots import MOUNT_HOST
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.offers import Front
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.shares import Share, Verdict
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -93,7 +100,11 @@ class TimesliceOptions(
 
 
 class TimesliceBackend(
-    OneResourceBackend[TimesliceOptions], ManagesGpu, NeedsPrivileges, DeclaresSharing
+    OneResourceBackend[TimesliceOptions],
+    ManagesGpu,
+    NeedsPrivileges,
+    DeclaresSharing,
+    SharesClaims,
 ):
     """A backend of replicas of a GPU, with ids `GPU-<uuid>::t3`."""
 
@@ -153,34 +164,49 @@ class TimesliceBackend(
         if self.options.fail_requests_greater_than_one and len(shares) > 1:
             raise TooManyReplicas(self.resource, len(shares))
 
+    def check_settings(self, settings: str, field: str) -> None:
+        """Refuse a length that a ResourceClaim asks for, where the options set none.
+
+        Raises:
+            SharingUnavailable: with the option.
+        """
+        if self.options.time_slice is None and settings != TimeSlice.DEFAULT:
+            problem = (
+                f"the backend {self.name} of the GPU's pool sets no length of time-slices; give it "
+                "the option `timeSlice: default`, or remove the field"
+            )
+            raise SharingUnavailable(field, problem)
+
     async def serve(self, context: GpuContext) -> None:
         """Set the length of time-slices while the GPU is offered; reset it afterwards.
 
-        The backend sets the length again when the GPU is back from a fault, which a reset may have
-        ended. A failure is tried again for as long as it lasts.
+        A ResourceClaim that has the GPU may ask for a length of its own. The backend sets the
+        length again when the GPU is back from a fault, which a reset may have ended. A failure
+        is tried again for as long as it lasts.
         """
-        length = self.options.time_slice
-        if length is None:
+        configured = self.options.time_slice
+        if configured is None:
             return
 
         to_undo, failures = False, LogOnce()
         try:
             while True:
-                verdict = context.state.verdict
+                verdict, length = context.state.verdict, _length(context.state, configured)
                 # A call that is cancelled while the program runs cannot know its effect.
-                before, to_undo = to_undo, True
+                before, to_undo = to_undo, to_undo or length is not TimeSlice.DEFAULT
                 failure = await self._set(length, context)
-                if failure is not None:
-                    to_undo = before
+                if failure is None:
+                    to_undo, longest = length is not TimeSlice.DEFAULT, math.inf
+                    failures.clear(length)
+                else:
+                    to_undo, longest = before, self.timing.retry
                     if failures.is_new(length, str(failure)):
                         self._log_failure(length, context.gpu, failure)
-                    await anyio.sleep(self.timing.retry)
-                    continue
 
-                failures.clear(length)
-                await context.wait_until(partial(_is_back, verdict))
+                with anyio.move_on_after(longest):
+                    await _change(context, verdict, length, configured)
         finally:
-            if to_undo and length is not TimeSlice.DEFAULT:
+            if to_undo:
                 with anyio.CancelScope(shield=True):  # the program's own deadline ends it
                     failure = await self._set(TimeSlice.DEFAULT, context)
                 if failure is not None:
@@ -217,6 +243,22 @@ class TimesliceBackend(
                     "driver's root with --driver-root, or leave the option out"
                 ),
             )
+
+
+async def _change(
+    context: GpuContext, verdict: Verdict, length: TimeSlice, configured: TimeSlice
+) -> None:
+    """Wait until a GPU is back from a fault, or its claim wants another length."""
+    await context.wait_until(
+        lambda state: _is_back(verdict, state) or _length(state, configured) is not length
+    )
+
+
+def _length(state: GpuState, configured: TimeSlice) -> TimeSlice:
+    """Return the length that a GPU's ResourceClaim asks for, or the configured one."""
+    leases = state.leases.values() if state.front is Front.DRA else ()
+    asked = (it.settings for it in leases if it.share.backend == TimesliceBackend.name)
+    return TimeSlice(next(filter(None, asked), configured))
 
 
 def _is_back(before: Verdict, state: GpuState) -> bool:

@@ -12,6 +12,7 @@ from typing import ClassVar, Final
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
+from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu
@@ -225,6 +226,28 @@ class Provisions(ManagesGpu):
         return False
 
 
+class SharesClaims(Backend):
+    """A backend by which the containers of one ResourceClaim may share a whole GPU.
+
+    The claim has all shares of the GPU, and its parameters say how: `ClaimSharing.settings`.
+    """
+
+    def check_settings(self, settings: str, field: str) -> None:
+        """Refuse settings that the backend's options do not allow.
+
+        Raises:
+            RequestError: names the field of the claim, and the option.
+        """
+
+    def with_settings(
+        self,
+        grant: Grant,
+        settings: str,  # noqa: ARG002 - for backends that limit containers
+    ) -> Grant:
+        """Return the grant of all shares of a GPU with the settings of a claim."""
+        return grant
+
+
 class OffersExisting(Backend):
     """A backend that may offer MIG instances that exist already."""
 
@@ -279,7 +302,7 @@ class LeavesOnNode(Backend):
 
 CAPABILITIES: Final = (
     *(DeclaresSharing, DiagnosesGpu, LimitsRequests, PreparesContainers),
-    *(NeedsPrivileges, ManagesGpu),
+    *(NeedsPrivileges, ManagesGpu, SharesClaims),
     *(Provisions, OffersExisting, HasMetrics, ReportsCapacity, LeavesOnNode),
 )
 """All optional abilities."""

@@ -8,8 +8,10 @@ from functools import lru_cache
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
-from metagpu.core.errors import UnknownDevice
+from metagpu.core.errors import SharingUnavailable, UnknownDevice
+from metagpu.core.model.claim_sharing import ClaimSharing
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import is_mig, share_suffix, slot_of
 from metagpu.core.model.offers import Front
@@ -81,6 +83,36 @@ def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device
             raise UnknownDevice(pool, device, reason)
     reason = f"node {node} has no such GPU; delete the ResourceClaim to get another device"
     raise UnknownDevice(pool, device, reason)
+
+
+def gpu_of_pool(pool: str) -> GpuId:
+    """Return the GPU of a ResourceSlice pool, by its name."""
+    return GpuId(pool.rpartition("/")[2].replace("gpu-", "GPU-", 1))
+
+
+def type_of(pool: str, device: str) -> str:
+    """Return the type of a device by its name, which never changes its meaning."""
+    suffix = device.removeprefix(pool.rpartition("/")[2]).removeprefix("-")
+    return suffix.partition("-")[0] or WHOLE_TYPE
+
+
+def shared_device(device: Device, state: GpuState, sharing: ClaimSharing) -> Device:
+    """Return a whole GPU with all shares that another backend has of it.
+
+    Raises:
+        SharingUnavailable: the GPU's pool does not have the backend.
+    """
+    shares = tuple(it for it in state.shares if it.backend == sharing.backend)
+    if shares:
+        first = shares[0]
+        return replace(device, backend=first.backend, resource=first.resource, shares=shares)
+    if sharing.required:
+        raise SharingUnavailable(
+            sharing.field,
+            f"the pool of GPU {state.gpu} has no backend {sharing.backend}; add one, or remove the "
+            "field",
+        )
+    return device
 
 
 @lru_cache(maxsize=64)  # of each GPU: every claim, and every change of a GPU, asks

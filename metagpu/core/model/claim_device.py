@@ -2,7 +2,8 @@
 
 The kubelet keeps the names that it got and reports them, also after a restart of the daemon and of
 the node. So a name alone tells the leases of a claim: there is no state file. An example is
-`metagpu.io/claim=5d1c….GPU-5f2e….fraction.m00-m49`.
+`metagpu.io/claim=5d1c….GPU-5f2e….fraction.m00-m49`, or with parameters of the claim
+`….mps:50-10240.p00-p99`.
 """
 
 import re
@@ -17,6 +18,8 @@ from metagpu.core.model.shares import ShareId
 KIND: Final = "metagpu.io/claim"
 """Vendor and class of the names."""
 
+_SETTINGS: Final = ":"
+"""Between the backend and what a claim asks of it; no backend's name has it."""
 _WHOLE: Final = "whole"
 """Written for a share without a slot: its id is the GPU's."""
 _JOINT: Final = ".."
@@ -33,19 +36,21 @@ class ClaimDevice(msgspec.Struct, frozen=True):
     Attributes:
         claim: the uid of the ResourceClaim.
         slots: what follows the GPU in the ids of the shares; empty for a share of a whole GPU.
+        settings: what the claim's parameters ask of the backend, mostly nothing.
     """
 
     claim: str
     gpu: GpuId
     backend: str
     slots: tuple[str, ...]
+    settings: str = ""
 
     @classmethod
     def of_shares(
-        cls, claim: str, gpu: GpuId, backend: str, shares: Iterable[ShareId]
+        cls, claim: str, gpu: GpuId, backend: str, shares: Iterable[ShareId], settings: str = ""
     ) -> "ClaimDevice":
         """Return the device of a claim that holds these shares of a GPU."""
-        return cls(claim, gpu, backend, tuple(it.partition("::")[2] for it in shares))
+        return cls(claim, gpu, backend, tuple(it.partition("::")[2] for it in shares), settings)
 
     @property
     def share_ids(self) -> tuple[ShareId, ...]:
@@ -56,7 +61,8 @@ class ClaimDevice(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The CDI name, without its kind."""
         slots = _JOINT.join(_shortened(self.slots))
-        return f"{self.claim}.{self.gpu}.{self.backend}.{slots}"
+        backend = _SETTINGS.join(filter(None, (self.backend, self.settings)))
+        return f"{self.claim}.{self.gpu}.{backend}.{slots}"
 
     @property
     def qualified_name(self) -> str:
@@ -72,7 +78,8 @@ def parse_claim_device(qualified_name: str) -> ClaimDevice | None:
         return None
     claim, gpu, backend, slots = parts
     found = (slot for part in slots.split(_JOINT) for slot in _expanded(part))
-    return ClaimDevice(claim, GpuId(gpu), backend, tuple(found))
+    backend, _, settings = backend.partition(_SETTINGS)
+    return ClaimDevice(claim, GpuId(gpu), backend, tuple(found), settings)
 
 
 def _shortened(slots: Iterable[str]) -> Iterator[str]:

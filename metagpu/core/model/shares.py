@@ -105,6 +105,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
         resource_claim: the ResourceClaim that holds the share until it is unprepared; `holder` is
             one of its containers then. `None` for a lease of the device plugin API.
         sharers: the other containers of the ResourceClaim: all use the share together.
+        settings: what the parameters of the ResourceClaim ask of the backend, mostly nothing.
     """
 
     share: Share
@@ -116,6 +117,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     from_checkpoint: bool = False
     resource_claim: ResourceClaimRef | None = None
     sharers: tuple[Holder, ...] = ()
+    settings: str = ""
 
 
 def holders_of(lease: Lease) -> tuple[Holder, ...]:

@@ -193,12 +193,14 @@ class SharesClaimed(msgspec.Struct, frozen=True):
     Attributes:
         unanswered: whether Allocate waits for hardware before it answers.
         resource_claim: the ResourceClaim that they are prepared for, `None` for Allocate.
+        settings: what the claim's parameters ask of the backends of shares.
     """
 
     shares: tuple[Share, ...]
     at: float
     unanswered: bool = False
     resource_claim: ResourceClaimRef | None = None
+    settings: Mapping[ShareId, str] = {}
 
 
 class ResourceClaimsRead(msgspec.Struct, frozen=True):

@@ -232,6 +232,7 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
                 provisioned_at_start=fact.resource_claim is not None,
                 unanswered=fact.unanswered,
                 resource_claim=fact.resource_claim,
+                settings=fact.settings.get(share.id, ""),
             )
             for share in shares
         }
@@ -250,6 +251,7 @@ def apply_resource_claims(
             fact.at,
             provisioned_at_start=True,
             resource_claim=claim,
+            settings=device.settings,
         )
         for claim, devices in fact.claims.items()
         for device in devices

@@ -14,6 +14,7 @@ from grpclib.const import Handler as Method
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.errors import MetagpuError
+from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
@@ -22,6 +23,7 @@ from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
 from metagpu.plugins.dra.health import HealthStream
+from metagpu.plugins.dra.parts import with_settings
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
@@ -53,6 +55,7 @@ class DraFront:
         read_claim: reads a ResourceClaim from the API server.
         annotate_pod: annotates a pod at the API server.
         read_pending: reads the node's pods that wait.
+        read_sharing: reads the driver's opaque parameters, `None` where it has none.
         timing: of the registration.
         account_period: seconds between two looks at the kubelet's account.
     """
@@ -67,6 +70,7 @@ class DraFront:
     read_claim: ReadResourceClaim
     annotate_pod: AnnotatePod
     read_pending: ReadPendingPods
+    read_sharing: ReadSharing | None = None
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
     account_period: float = 60.0
 
@@ -80,6 +84,7 @@ class DraFront:
             backend=self.backend,
             files=self._files,
             ensure_cdi_names=self.ensure_cdi_names,
+            read_sharing=self.read_sharing,
         )
         self.retries = PreparationRetries(
             self.registry, self.preparer, self.annotate_pod, self.read_pending
@@ -231,7 +236,9 @@ class DraFront:
                     fix="offer the shares of before again, or delete the pods of this claim",
                 )
                 return
-            grant = await self.backend(held[0].resource).grant(held, self.registry.snapshot)
+            backend = self.backend(held[0].resource)
+            grant = await backend.grant(held, self.registry.snapshot)
+            grant = with_settings(grant, backend, together[0].settings)
             grants.update((it.name, grant) for it in together)
         await self._files.write(claim.uid, with_joint_variables(claim.uid, grants, names))
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import anyio
-import msgspec
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.devices.devices import Device, find_device
+from metagpu.core.contracts.capabilities import Provisions, SharesClaims
+from metagpu.core.devices.devices import Device, find_device, shared_device
 from metagpu.core.errors import (
     DeviceOccupied,
     FractionSplit,
@@ -20,7 +19,7 @@ from metagpu.core.errors import (
     ProvisioningLasts,
     RequestError,
 )
-from metagpu.core.model.claim_device import ClaimDevice
+from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -29,6 +28,7 @@ from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.answer import PreparedDevice, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.parts import Part, is_shared, with_settings
 from metagpu.plugins.dra.resource_claim import (
     AllocatedDevice,
     Allocation,
@@ -47,19 +47,6 @@ LONGEST: Final = 40.0
 """Seconds that a claim waits for hardware: the kubelet gives a call up after 45."""
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """One result of an allocation, with the shares that were chosen for it."""
-
-    result: AllocatedDevice
-    device: Device
-    shares: tuple[Share, ...]
-
-    def claim_device(self, claim: str) -> ClaimDevice:
-        """Return the meaning of this part's CDI name."""
-        ids = (share.id for share in self.shares)
-        return ClaimDevice.of_shares(claim, self.device.gpu, self.device.backend, ids)
-
-
 class ClaimPreparer:
     """Prepares and unprepares the ResourceClaims of this node.
 
@@ -76,6 +63,7 @@ class ClaimPreparer:
         backend: finds the backend of a resource.
         files: the CDI specifications of claims.
         ensure_cdi_names: makes names of the node's CDI specification known.
+        read_sharing: reads the driver's opaque parameters, `None` where it has none.
         clock: returns the event loop's time.
     """
 
@@ -89,6 +77,7 @@ class ClaimPreparer:
         backend: Callable[[ResourceName], Backend],
         files: ClaimFiles,
         ensure_cdi_names: EnsureCdiNames,
+        read_sharing: ReadSharing | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self.prepared: dict[str, tuple[PreparedDevice, ...]] = {}
@@ -100,6 +89,7 @@ class ClaimPreparer:
         self._backend = backend
         self._files = files
         self._ensure_cdi_names = ensure_cdi_names
+        self._read_sharing = read_sharing
         self._clock = clock
         # A claim's calls come one after the other: the kubelet repeats those that it gave up.
         self._turns = defaultdict[str, anyio.Lock](anyio.Lock)
@@ -114,7 +104,7 @@ class ClaimPreparer:
             if (known := self.prepared.get(claim.uid)) is not None:
                 return known
             found = await self._read_claim(claim)
-            allocation = parse_allocation(claim, found, self._driver)
+            allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
             until = self._clock() + LONGEST
             self.refused.pop(claim, None)
             try:
@@ -170,7 +160,7 @@ class ClaimPreparer:
 
     async def _lease_soon(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
-    ) -> tuple[list[_Part], list[Share]]:
+    ) -> tuple[list[Part], list[Share]]:
         """Lease shares as `_lease` does, once what ends by itself has ended.
 
         The scheduler has a device back as soon as its claim is unprepared: its GPU may still be
@@ -195,7 +185,7 @@ class ClaimPreparer:
         soon = False
         for result in results:
             try:
-                device = find_device(now, self._node, result.pool, result.device)
+                device = self._device(result, now)
             except RequestError:
                 return False
             state = now.gpus[device.gpu]
@@ -208,7 +198,7 @@ class ClaimPreparer:
 
     def _lease(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
-    ) -> tuple[list[_Part], list[Share]]:
+    ) -> tuple[list[Part], list[Share]]:
         """Choose shares for all results and claim them; return those newly claimed too.
 
         Nothing waits in between, so that no other request can get them.
@@ -218,12 +208,15 @@ class ClaimPreparer:
         """
         parts, own = self._plan(claim, results)
         chosen = tuple(share for part in parts for share in part.shares)
-        self._registry.apply(SharesClaimed(chosen, self._clock(), resource_claim=claim))
+        settings = {share.id: part.settings for part in parts for share in part.shares}
+        settings = {share: its for share, its in settings.items() if its}
+        fact = SharesClaimed(chosen, self._clock(), resource_claim=claim, settings=settings)
+        self._registry.apply(fact)
         return parts, [share for share in chosen if share.id not in own]
 
     def _plan(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
-    ) -> tuple[list[_Part], Mapping[ShareId, Share]]:
+    ) -> tuple[list[Part], Mapping[ShareId, Share]]:
         """Choose shares for all results; return those that the claim has already too.
 
         Raises:
@@ -231,11 +224,22 @@ class ClaimPreparer:
         """
         snapshot = self._registry.snapshot
         own = {share.id: share for share in self._leased(claim.uid, snapshot)}
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for result in results:
             taken = {share.id for part in parts for share in part.shares}
             parts.append(self._choose(result, snapshot, own, taken))
         return parts, own
+
+    def _device(self, result: AllocatedDevice, snapshot: Snapshot) -> Device:
+        """Find the device of a result, as the backend has it that its parameters name.
+
+        Raises:
+            RequestError: it is not on offer, or not in that way.
+        """
+        device = find_device(snapshot, self._node, result.pool, result.device)
+        if result.sharing is None:
+            return device
+        return shared_device(device, snapshot.gpus[device.gpu], result.sharing)
 
     def _choose(
         self,
@@ -243,9 +247,9 @@ class ClaimPreparer:
         snapshot: Snapshot,
         own: Mapping[ShareId, Share],
         taken: Iterable[ShareId],
-    ) -> _Part:
+    ) -> Part:
         """Choose the shares of one result: first those that the claim has already."""
-        device = find_device(snapshot, self._node, result.pool, result.device)
+        device = self._device(result, snapshot)
         state, taken = snapshot.gpus[device.gpu], frozenset(taken)
         wanted = device.count_shares(result.consumed(device.capacity_name))
         left = [it for it in device.shares if it.id not in taken]
@@ -260,11 +264,14 @@ class ClaimPreparer:
         backend = self._backend(device.resource)
         shares = tuple(backend.prefer([*kept, *open_shares], kept, wanted, snapshot))
         refuse_unavailable(shares, snapshot)
-        backend.check(shares, snapshot)
-        return _Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
+        if result.sharing is None or not is_shared(result, device):
+            backend.check(shares, snapshot)
+        elif isinstance(backend, SharesClaims):
+            backend.check_settings(result.sharing.settings, result.sharing.field)
+        return Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
 
     async def _grant(
-        self, claim: ResourceClaimRef, parts: Sequence[_Part], longest: float
+        self, claim: ResourceClaimRef, parts: Sequence[Part], longest: float
     ) -> tuple[PreparedDevice, ...]:
         """Create what the shares need, write the claim's CDI file, and return its devices.
 
@@ -272,14 +279,14 @@ class ClaimPreparer:
         variable has one value. So has the whole claim.
         """
         grants: dict[str, Grant] = {}
-        requests: dict[tuple[str, ResourceName], list[_Part]] = defaultdict(list)
+        requests: dict[tuple[str, ResourceName], list[Part]] = defaultdict(list)
         for part in parts:
             requests[part.result.main_request, part.device.resource].append(part)
         base: dict[str, tuple[str, ...]] = {}
         for (_, resource), together in requests.items():
             backend = self._backend(resource)
             shares = [share for part in together for share in part.shares]
-            if len(together) > 1:
+            if len(together) > 1 and not together[0].is_shared:
                 self._check_together(backend, shares)
             grant = await grant_shares(
                 shares,
@@ -290,6 +297,7 @@ class ClaimPreparer:
                 longest=longest,
                 claimed=True,
             )
+            grant = with_settings(grant, backend, together[0].settings)
             for part in together:
                 name = part.claim_device(claim.uid).name
                 grants[name] = grant
@@ -313,7 +321,7 @@ class ClaimPreparer:
 
     @staticmethod
     def _prepared_device(
-        uid: str, part: _Part, base: Mapping[str, tuple[str, ...]]
+        uid: str, part: Part, base: Mapping[str, tuple[str, ...]]
     ) -> PreparedDevice:
         own = part.claim_device(uid)
         return PreparedDevice(

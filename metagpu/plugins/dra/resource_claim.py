@@ -3,13 +3,21 @@
 Only these fields are decoded; a claim may have results of other drivers too.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.config.units import Bytes
-from metagpu.core.errors import ResourceClaimUnusable
+from metagpu.core.devices.devices import gpu_of_pool, type_of
+from metagpu.core.errors import ConfigError, ResourceClaimUnusable
+from metagpu.core.model.claim_sharing import (
+    AllocatedPart,
+    ClaimSharing,
+    OpaqueParameters,
+    ReadSharing,
+)
 from metagpu.core.model.shares import ResourceClaimRef
 
 ReadResourceClaim = Callable[[ResourceClaimRef], Awaitable[Mapping[str, Any]]]
@@ -24,6 +32,7 @@ class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
         share_id: tells allocations of one device apart.
         consumed_capacity: the amounts of the device's capacities that the claim consumes.
         admin_access: whether the claim only looks at the device.
+        sharing: how the claim's containers share the device, `None` for a device as it is.
     """
 
     request: str
@@ -33,6 +42,7 @@ class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
     share_id: str | None = msgspec.field(default=None, name="shareID")
     consumed_capacity: Mapping[str, str | int] = {}
     admin_access: bool = False
+    sharing: ClaimSharing | None = None
 
     @property
     def main_request(self) -> str:
@@ -52,9 +62,12 @@ def _parse_amount(amount: str | int) -> int:
 
 class _Opaque(msgspec.Struct, frozen=True):
     driver: str = ""
+    parameters: Any = None
 
 
 class _Config(msgspec.Struct, frozen=True):
+    source: str = ""
+    requests: tuple[str, ...] = ()
     opaque: _Opaque = _Opaque()
 
 
@@ -93,8 +106,19 @@ class Allocation(msgspec.Struct, frozen=True):
     pods: tuple[str, ...] = ()
 
 
-def parse_allocation(ref: ResourceClaimRef, found: Mapping[str, Any], driver: str) -> Allocation:
+def parse_allocation(
+    ref: ResourceClaimRef,
+    found: Mapping[str, Any],
+    driver: str,
+    read_sharing: ReadSharing | None = None,
+) -> Allocation:
     """Return what a ResourceClaim was allocated of a driver.
+
+    Args:
+        ref: the claim as the kubelet names it.
+        found: the claim as the API server has it.
+        driver: the name of the driver.
+        read_sharing: reads the driver's opaque parameters, `None` where it has none.
 
     Raises:
         ResourceClaimUnusable: it is another claim of that name, is not allocated, or asks for
@@ -113,15 +137,39 @@ def parse_allocation(ref: ResourceClaimRef, found: Mapping[str, Any], driver: st
     if claim.status.allocation is None:
         raise ResourceClaimUnusable(str(ref), "it is not allocated")
     devices = claim.status.allocation.devices
-    if any(config.opaque.driver == driver for config in devices.config):
-        reason = f"it has opaque parameters for {driver}, which has none; remove them"
-        raise ResourceClaimUnusable(str(ref), reason)
     results = tuple(it for it in devices.results if it.driver == driver)
     if any(it.admin_access for it in results):
         raise ResourceClaimUnusable(str(ref), f"{driver} serves no adminAccess; remove it")
     _check_amounts(ref, results)
+    if configs := [it for it in devices.config if it.opaque.driver == driver]:
+        if read_sharing is None:
+            reason = f"it has opaque parameters for {driver}, which has none; remove them"
+            raise ResourceClaimUnusable(str(ref), reason)
+        results = _with_sharing(ref, results, configs, read_sharing)
     pods = tuple(it.name for it in claim.status.reserved_for if it.resource == "pods")
     return Allocation(results, pods)
+
+
+def _with_sharing(
+    ref: ResourceClaimRef,
+    results: tuple[AllocatedDevice, ...],
+    configs: Sequence[_Config],
+    read_sharing: ReadSharing,
+) -> tuple[AllocatedDevice, ...]:
+    """Return the results with what the claim's parameters say of each."""
+    parameters = [
+        OpaqueParameters(it.opaque.parameters, it.requests, it.source == "FromClass")
+        for it in configs
+    ]
+    parts = [
+        AllocatedPart(it.request, type_of(it.pool, it.device), gpu_of_pool(it.pool))
+        for it in results
+    ]
+    try:
+        found = read_sharing(parameters, parts)
+    except ConfigError as error:
+        raise ResourceClaimUnusable(str(ref), str(error)) from error
+    return tuple(replace(it, sharing=its) for it, its in zip(results, found, strict=True))
 
 
 def _check_amounts(ref: ResourceClaimRef, results: tuple[AllocatedDevice, ...]) -> None:

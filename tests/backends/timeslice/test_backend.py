@@ -15,9 +15,9 @@ from metagpu.core.contracts.backend import Options, installed_backends
 from metagpu.core.errors import ConfigError, ProgramError, ProgramMissing, TooManyReplicas
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
-from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed
+from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed, SharesReleased
 from metagpu.testing.node import RecordedPrograms
 from tests.rigs.build import after, config, gpu, layout_of, offered
 from tests.rigs.gpu_context import BackendRig, run_backends
@@ -283,14 +283,19 @@ def command(where: Gpu, step: int) -> str:
 
 @asynccontextmanager
 async def serving(
-    options: str, programs: RecordedPrograms, gpu_models: str = "t4:1"
+    options: str,
+    programs: RecordedPrograms,
+    gpu_models: str = "t4:1",
+    front: str = "device-plugin",
 ) -> AsyncIterator[tuple[BackendRig, list[str]]]:
     """Run the backend while the block lasts; the warnings are complete after it."""
     warnings: list[str] = []
 
     with capture_module_logs(timeslice) as logs:
         async with run_backends(
-            pool(f"replicas: 4{options}"), gpu_models=gpu_models, programs=programs
+            pool(f"replicas: 4{options}").replace("backends:", f"fronts: [{front}], backends:"),
+            gpu_models=gpu_models,
+            programs=programs,
         ) as rig:
             yield rig, warnings
     warnings += [str(line) for line in logs if line["log_level"] == "warning"]
@@ -344,6 +349,28 @@ async def test_a_time_slice_is_set_again_after_a_fault() -> None:
         await rig.settled()
 
     assert programs.calls == [command(where, 3), command(where, 3), command(where, 0)]
+
+
+async def test_the_length_of_a_resource_claim_lasts_as_long_as_the_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backend sets it at once, also after a failure, and the pool's after the claim."""
+    monkeypatch.setattr(TimesliceBackend, "timing", TimesliceTiming(retry=3600))
+    programs = RecordedPrograms(refusal=ProgramError("no driver"), refuses=1)
+    claim = ResourceClaimRef("default", "long", "uid-1")
+
+    async with serving(", timeSlice: default", programs, front="dra") as (rig, _):
+        [where] = rig.gpus
+        shares = rig.state(0).shares
+        settings = {share.id: "long" for share in shares}
+        rig.registry.apply(SharesClaimed(shares, 1, resource_claim=claim, settings=settings))
+        await rig.settled()
+        assert programs.calls == [command(where, 0), command(where, 3)]
+
+        rig.registry.apply(SharesReleased(shares, 2))
+        await rig.settled()
+        assert programs.calls[2:] == [command(where, 0)]
+    assert len(programs.calls) == 3
 
 
 async def test_a_missing_program_is_one_warning() -> None:

@@ -5,7 +5,7 @@ The API server is a dictionary; the sockets are real.
 
 import json
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from metagpu.core.devices.devices import devices_of, pool_name
 from metagpu.core.errors import ClusterError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
+from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.facts import GpusFound
@@ -53,6 +54,7 @@ class KubeletCalls:
     """The calls of a kubelet to the driver, over its sockets below the kubelet's folder."""
 
     root: Path
+    driver: str = field(default=DRIVER, kw_only=True)
 
     def write_account(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
         """Write the kubelet's account of prepared claims, as the kubelet does."""
@@ -63,7 +65,7 @@ class KubeletCalls:
                 "Namespace": ref.namespace,
                 "PodUIDs": {"p": {}},
                 "DriverState": {
-                    DRIVER: {
+                    self.driver: {
                         "Devices": [
                             {
                                 "PoolName": it.pool_name,
@@ -86,7 +88,7 @@ class KubeletCalls:
     @property
     def registration(self) -> Path:
         """The registration socket."""
-        return self.root / "plugins_registry" / f"{DRIVER}-reg.sock"
+        return self.root / "plugins_registry" / f"{self.driver}-reg.sock"
 
     async def get_info(self) -> pluginregistration.PluginInfo:
         """Ask the driver who it is, as the kubelet does."""
@@ -114,7 +116,7 @@ class KubeletCalls:
         return {uid: it.error for uid, it in found.items()}
 
     async def _call(self, method: str, request: bytes) -> bytes:
-        endpoint = self.root / "plugins" / DRIVER / "dra.sock"
+        endpoint = self.root / "plugins" / self.driver / "dra.sock"
         return await call_raw(endpoint, f"{_SERVICE}{method}", request, 30)
 
     async def wait_registration(self) -> None:
@@ -138,6 +140,7 @@ class DraNode(KubeletCalls):
     annotated: list[str] = field(default_factory=list)
     pending: list[dict[str, Any]] = field(default_factory=list)
     denied: bool = False
+    read_sharing: ReadSharing | None = None
     reads: int = 0
 
     def __post_init__(self) -> None:
@@ -156,6 +159,7 @@ class DraNode(KubeletCalls):
             read_claim=self.read_claim,
             annotate_pod=self.annotate_pod,
             read_pending=self.read_pending,
+            read_sharing=self.read_sharing,
             timing=RegistrationTiming(poll=0.02),
         )
 
@@ -196,13 +200,20 @@ class DraNode(KubeletCalls):
         consumed = {"shares": str(shares)}
         return self.result(gpu, "fraction", request, consumedCapacity=consumed, shareID="s-1")
 
-    def allocate(self, name: str, *results: dict[str, Any], uid: int = 0) -> ResourceClaimRef:
+    def allocate(
+        self,
+        name: str,
+        *results: dict[str, Any],
+        uid: int = 0,
+        config: Sequence[dict[str, Any]] = (),
+    ) -> ResourceClaimRef:
         """Make an allocated claim; return what the kubelet says of it."""
+        devices = {"results": list(results), "config": list(config)}
         ref = ResourceClaimRef("default", name, str(UUID(int=uid or len(self.claims) + 1)))
         self.claims[ref.namespace, ref.name] = {
             "metadata": {"uid": ref.uid},
             "status": {
-                "allocation": {"devices": {"results": list(results)}},
+                "allocation": {"devices": devices},
                 "reservedFor": [{"resource": "pods", "name": f"pod-of-{name}", "uid": "p"}],
             },
         }

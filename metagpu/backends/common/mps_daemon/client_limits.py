@@ -12,6 +12,7 @@ from metagpu.backends.common.mps_daemon.control import PIPES, SHM, MpsDirectorie
 from metagpu.core.config.units import Bytes
 from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import add_mount, memory_mib
+from metagpu.core.model.claim_sharing import MpsLimits
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.shares import Share
 
@@ -93,3 +94,13 @@ def grant_to_client(
             MEMORY: f"0={memory_mib(held)}M",
         },
     )
+
+
+def limit_clients(grant: Grant, limits: MpsLimits) -> Grant:
+    """Return the grant of a whole device with the limits of a claim, if there are any."""
+    envs = dict(grant.envs)
+    if limits.threads is not None:
+        envs[THREADS] = str(limits.threads)
+    if limits.memory_mib is not None:
+        envs[MEMORY] = f"0={limits.memory_mib}M"
+    return replace(grant, envs=envs)

@@ -1,0 +1,126 @@
+"""Opaque parameters of a claim: from the API server to leases, limits, and refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metagpu.compat.nvidia_claims import API_VERSION, read_sharing
+from metagpu.core.state.facts import BackendResumed
+from metagpu.core.state.registry import Registry
+from tests.plugins.dra.rig import CONFIG, DRIVER, DraNode, variable
+from tests.plugins.kubelet.rig import gpu
+
+MANY = CONFIG.replace("replicas: 4}", "replicas: 4, timeSlice: default}\n      - {backend: mps}")
+THREADS, MEMORY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
+
+def config(sharing: dict[str, Any], *requests: str, source: str = "FromClaim") -> dict[str, Any]:
+    """Write an entry of an allocation's `config`, with a GpuConfig."""
+    parameters = {"apiVersion": API_VERSION, "kind": "GpuConfig", "sharing": sharing}
+    opaque = {"driver": DRIVER, "parameters": parameters}
+    return {"source": source, "requests": list(requests), "opaque": opaque}
+
+
+def mps(**limits: object) -> dict[str, Any]:
+    """Write `sharing` by MPS."""
+    return {"strategy": "MPS", "mpsConfig": limits}
+
+
+def by_time(interval: str) -> dict[str, Any]:
+    """Write `sharing` by time-slices."""
+    return {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}}
+
+
+def offer(node: DraNode, text: str = MANY) -> DraNode:
+    """Offer two GPUs whose control daemons serve."""
+    node.offer([gpu(0), gpu(1)], text)
+    for number in (0, 1):
+        node.registry.apply(BackendResumed(gpu(number).id, "mps", at=1))
+    return node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> DraNode:
+    """Return a node of two GPUs whose driver has parameters."""
+    return offer(DraNode(tmp_path, read_sharing=read_sharing))
+
+
+def settings(node: DraNode) -> set[str]:
+    """Return the settings of all leases."""
+    states = node.registry.snapshot.gpus.values()
+    return {it.settings for state in states for it in state.leases.values()}
+
+
+async def test_two_requests_share_their_gpus_as_the_claim_says(node: DraNode) -> None:
+    """Each has all of its GPU, and a restarted daemon knows how, by the CDI names alone."""
+    limits = mps(defaultActiveThreadPercentage=50, defaultPinnedDeviceMemoryLimit="10Gi")
+    claim = node.allocate(
+        "gpu-test5",
+        node.result(gpu(0), "gpu", "ts-gpu"),
+        node.result(gpu(1), "gpu", "mps-gpu"),
+        config=[config(by_time("Long"), "ts-gpu"), config(limits, "mps-gpu")],
+    )
+    async with node.running():
+        answer = (await node.prepare(claim))[claim.uid]
+        assert not answer.error
+        by_slices, by_mps, _ = (it.cdi_device_ids[-1] for it in answer.devices)
+        assert by_slices.endswith(f".{gpu(0).id}.timeslice:long.t0-t3")
+        assert by_mps.endswith(f".{gpu(1).id}.mps:50-10240.p00-p99")
+        edits, leased = node.edits(claim), set(node.leased(claim))
+        assert variable(edits[by_mps], THREADS) == "50"
+        assert variable(edits[by_mps], MEMORY) == "0=10240M"
+        assert settings(node) == {"long", "50-10240"}
+    node.write_account({claim: answer.devices})
+    for file in (node.root / "cdi").iterdir():
+        file.unlink()  # as a reboot does
+    node.registry = Registry()
+    offer(node)
+    node.front = node.new_front()
+    async with node.running():
+        assert settings(node) == {"long", "50-10240"}
+        assert (node.edits(claim), set(node.leased(claim))) == (edits, leased)
+
+
+async def test_what_the_gpus_pool_cannot_do_is_refused_with_the_field(node: DraNode) -> None:
+    """The claim is prepared once the pool can; what needs nothing is a GPU as it is."""
+    offer(node, CONFIG)
+    whole = node.result(gpu(0), "gpu")
+    by_mps = node.allocate("mps", whole, config=[config(mps())])
+    short = node.allocate("short", whole, config=[config(by_time("Short"))])
+    default = node.allocate("default", whole, config=[config(by_time("Default"))])
+    async with node.running():
+        errors = {uid: it.error for uid, it in (await node.prepare(by_mps, short)).items()}
+        assert "sharing.strategy: MPS: the pool of GPU 0" in errors[by_mps.uid]
+        assert "has no backend mps" in errors[by_mps.uid]
+        assert "interval: Short: the backend timeslice of" in errors[short.uid]
+        assert "timeSlice: default" in errors[short.uid]
+        assert not (await node.prepare(default))[default.uid].error
+        await node.unprepare(default)
+
+        offer(node, CONFIG.replace("      - {backend: timeslice, replicas: 4}\n", ""))
+        assert not (await node.prepare(default))[default.uid].error
+        assert list(map(str, node.leased(default))) == [gpu(0).id]
+        await node.unprepare(default)
+
+        offer(node)
+        assert not (await node.prepare(by_mps))[by_mps.uid].error
+        assert len(node.leased(by_mps)) == 100
+
+
+async def test_parameters_that_are_not_followed_fail_the_claim_with_their_path(
+    node: DraNode,
+) -> None:
+    """Parameters of a class too; a driver without parameters refuses them all."""
+    unknown = config(mps(percentage=50), source="FromClass")
+    claim = node.allocate("unknown", node.result(gpu(0), "gpu"), config=[unknown])
+    async with node.running():
+        error = (await node.prepare(claim))[claim.uid].error
+        assert "default/unknown cannot be prepared: opaque parameters: " in error
+        assert "sharing.mpsConfig.percentage: unknown key" in error
+        assert node.leased(claim) == []
+    node.read_sharing = None
+    node.front = node.new_front()
+    async with node.running():
+        error = (await node.prepare(claim))[claim.uid].error
+        assert f"it has opaque parameters for {DRIVER}, which has none" in error
