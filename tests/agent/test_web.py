@@ -59,13 +59,16 @@ async def test_a_grant_is_in_the_stream_within_a_second(tmp_path: Path) -> None:
                 while True:
                     await reader.readuntil(b"event: change\n")
                     view = await view_at(port)
-                    if shows(view["nodes"][0]["status"]):
+                    if shows(view["nodes"][0]):
                         return view
 
         await it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
         alice = ["default/alice (main)"]
         view = await view_within_a_second(
-            lambda status: [lease["holder"] for lease in status["leases"]] == alice
+            lambda node: (
+                [lease["holder"] for lease in node["status"]["leases"]] == alice
+                and len(node["usage"]["containers"]) == 1
+            )
         )
         [lease] = view["nodes"][0]["status"]["leases"]
         assert (view["kind"], view["waiting"]) == ("node", [])
@@ -74,7 +77,7 @@ async def test_a_grant_is_in_the_stream_within_a_second(tmp_path: Path) -> None:
         assert (container["pod"], container["gpus"][0]["shares"]) == ("alice", 3)
 
         it.node.raise_xid(it.node.gpu(str(lease["gpu"])), 79)
-        await view_within_a_second(lambda status: not status["gpus"][lease["gpu"]]["healthy"])
+        await view_within_a_second(lambda node: not node["status"]["gpus"][lease["gpu"]]["healthy"])
 
         async def reported() -> bool:
             reasons = {event["reason"] for event in (await view_at(port))["events"]}

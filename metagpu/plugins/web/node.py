@@ -11,6 +11,7 @@ from metagpu.core.model.reasons import iso_time
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.metrics.single_flight import SingleFlight
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.metrics.viewer_access import TokenCheck
 from metagpu.plugins.web.recent_events import RecentEvents
@@ -18,8 +19,8 @@ from metagpu.plugins.web.server import WebServer
 
 STATUS: Final = "/api/v1/status"
 USAGE: Final = "/api/v1/usage"
-USAGE_PERIOD: Final = 3.0
-"""Seconds after which a browser is sent a change although no event came: memory in use has none."""
+USAGE_TIMEOUT: Final = 0.5
+"""Seconds to wait for NVML: a view without its answers has older ones, or none."""
 
 Reports = Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]
 
@@ -47,6 +48,7 @@ class NodeWeb:
         self._registry = registry
         self._node = node
         self._reports = reports
+        self._usage = SingleFlight("GPU usage", reports[USAGE], age=0)
         self._recent = RecentEvents(registry, node)
         self.server = WebServer(address, self._view, self._changes, tokens, timing)
 
@@ -54,10 +56,12 @@ class NodeWeb:
         """Serve until cancelled; a failure here ends nothing else."""
         async with anyio.create_task_group() as group:
             group.start_soon(partial(run_with_restart, self._recent.run, "recent events"))
+            group.start_soon(self._usage.run)
             group.start_soon(self.server.run)
 
     async def _view(self) -> Mapping[str, Any]:
-        status, usage = await self._reports[STATUS](), await self._reports[USAGE]()
+        usage = await self._usage.get(USAGE_TIMEOUT)
+        status = await self._reports[STATUS]()
         node = {"name": self._node, "problem": "", "labels": {}, "status": status, "usage": usage}
         return {
             "kind": "node",
@@ -68,9 +72,7 @@ class NodeWeb:
         }
 
     async def _changes(self) -> AsyncGenerator[object, None]:
-        """Yield when the snapshot has changed, and now and then without."""
+        """Yield when the snapshot has changed; of memory in use a browser asks now and then."""
         seen = self._registry.snapshot
         while True:
-            with anyio.move_on_after(USAGE_PERIOD):
-                seen = await self._registry.changed_since(seen)
-            yield None
+            yield (seen := await self._registry.changed_since(seen))
