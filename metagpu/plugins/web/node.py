@@ -72,7 +72,7 @@ class NodeWeb:
         }
 
     async def _changes(self) -> AsyncGenerator[object, None]:
-        """Yield when the snapshot has changed; of memory in use a browser asks now and then."""
+        """Yield when the snapshot has changed; a browser asks for memory in use."""
         seen = self._registry.snapshot
         while True:
             yield (seen := await self._registry.changed_since(seen))
