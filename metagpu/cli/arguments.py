@@ -18,6 +18,7 @@ from metagpu.cli.options import (
     flag,
 )
 from metagpu.cli.parser import Parser, add_command, add_reason
+from metagpu.display.options import add_json, add_output
 
 SIMULATE_HELP: Final = (
     "simulate a node instead of reading NVML: models and counts, such as a100-40gb:4,t4:2, also "
@@ -107,7 +108,7 @@ def _demo(commands: Any) -> None:  # noqa: ANN401 - as above
         "show metagpu at work on simulated nodes with a simulated kubelet",
         "metagpu demo --json",
     )
-    it.add_argument("--json", action="store_true", help="print JSON")
+    add_json(it)
 
 
 def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
@@ -118,7 +119,7 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
         "metagpu explain --config metagpu.yaml --simulate a100-40gb:4,t4:2",
     )
     _add_node(it)
-    it.add_argument("--json", action="store_true", help="print JSON")
+    add_json(it)
     it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
 
 
@@ -142,13 +143,7 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         action="store_true",
         help="print the configuration of all files together as metagpu/v1",
     )
-    it.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="json: errors and warnings of every file and case, for programs (default: text)",
-    )
+    add_output(it)
     add_choice(it)
 
 
@@ -169,7 +164,7 @@ def _plan(commands: Any) -> None:  # noqa: ANN401 - as above
         metavar="PATH",
         help="compare with this configuration instead of the running daemon's",
     )
-    it.add_argument("--json", action="store_true", help="print JSON")
+    add_json(it)
     add_run_dir(it)
 
 
@@ -180,7 +175,7 @@ def _status(commands: Any) -> None:  # noqa: ANN401 - as above
         "print the running daemon's offers, GPUs with owner and health, and leases",
         "metagpu status --json",
     )
-    it.add_argument("--json", action="store_true", help="print JSON")
+    add_json(it)
     add_run_dir(it)
 
 
@@ -267,20 +262,14 @@ def _uninstall(commands: Any) -> None:  # noqa: ANN401 - as above
         "metagpu uninstall --node-name gpu-1 --kubeconfig /etc/kubernetes/admin.conf\n"
         "  metagpu uninstall --yes",
     )
-    it.add_argument("--yes", action="store_true", help="remove what is listed without it")
+    it.add_argument("-y", "--yes", action="store_true", help="remove what is listed without it")
     it.add_argument(
         "--force",
         action="store_true",
         help="remove also what running pods use: their programs may fail, and containers that "
         "start again too",
     )
-    it.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="json: each thing with its result and the reason (default: text)",
-    )
+    add_output(it)
     it.add_argument(
         "--root",
         metavar="DIR",

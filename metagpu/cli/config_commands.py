@@ -1,7 +1,6 @@
 """The commands about configurations: `validate` checks them, `plan` compares them."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from metagpu.cli.options import source_of
 from metagpu.compat.contract import CompatNote
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.errors import ConfigError
+from metagpu.display.encoding import encode
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def validate(args: argparse.Namespace) -> int:
         for file in args.files
         for label, found in _check(source_of(args, [file]))
     ]
-    if args.output == "json":
+    if args.output != "table":
         report = [_to_dict(file, label, found) for file, label, found in checks]
-        print(json.dumps(report, indent=2))  # noqa: T201 - a command line speaks so
+        print(encode(report, args.output), end="")  # noqa: T201 - a command line speaks so
     else:
         _print_checks(checks)
     return 1 if any(found.errors for *_, found in checks) else 0

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import logging
 import os
 import sys
@@ -163,7 +162,7 @@ def _demo(args: argparse.Namespace) -> int:
     from metagpu.sim.demo import demo
 
     _configure_log("critical", "console")
-    return demo.run(as_json=args.json)
+    return demo.run(args.output)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -184,8 +183,8 @@ def _explain(args: argparse.Namespace) -> int:
     if snapshot.offers_of(Front.DRA):
         explained["resourceSlices"] = _slices(agent)
 
-    if args.json:
-        _print_json(explained)
+    if args.output != "table":
+        _print_encoded(explained, args.output)
     else:
         show_explanation(explained, topology=args.topology)
         if "resourceSlices" in explained:
@@ -221,8 +220,8 @@ def _plan(args: argparse.Namespace) -> int:
     paths = AgentPaths(roots=driver_roots_of(args))
     planned = plan(args, lambda source, simulate: _agent(source, simulate, paths))
 
-    if args.json:
-        _print_json(planned)
+    if args.output != "table":
+        _print_encoded(planned, args.output)
     else:
         show_plan(planned)
     return 0
@@ -233,8 +232,8 @@ def _status(args: argparse.Namespace) -> int:
 
     answer = send_request(args.run_dir, {"command": "status"})
 
-    if args.json:
-        _print_json(answer)
+    if args.output != "table":
+        _print_encoded(answer, args.output)
     else:
         show_status(answer)
     return 0
@@ -284,8 +283,8 @@ def _uninstall(args: argparse.Namespace) -> int:
             f"{other}; end it first, by `systemctl disable --now metagpu` or without its DaemonSet"
         ) from other
 
-    if args.output == "json":
-        _print_json(report.to_dict())
+    if args.output != "table":
+        _print_encoded(report.to_dict(), args.output)
     else:
         show_removals(report.removals, report.notes, wanted=args.yes)
     return 0 if report.complete or not args.yes else 1
@@ -295,9 +294,8 @@ def _sim(args: argparse.Namespace) -> int:
     from metagpu.sim.commands.remote import send_command
     from metagpu.sim.commands.tables import print_reply
 
-    as_json = getattr(args, "json", False) or getattr(args, "output", "text") == "json"
-    as_table = getattr(args, "as_table", False)
-    print_reply(send_command(args.run_dir, args), as_json=as_json, as_table=as_table)
+    form, as_table = getattr(args, "output", "table"), getattr(args, "as_table", False)
+    print_reply(send_command(args.run_dir, args), form, as_table=as_table)
     return 0
 
 
@@ -407,8 +405,10 @@ def _load_structlog() -> None:
         del sys.modules["rich"]
 
 
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2))  # noqa: T201
+def _print_encoded(value: object, form: str) -> None:
+    from metagpu.display.encoding import encode
+
+    print(encode(value, form), end="")  # noqa: T201
 
 
 def _configure_log(level: str, log_format: str) -> None:
@@ -416,10 +416,12 @@ def _configure_log(level: str, log_format: str) -> None:
     _load_structlog()
     import structlog
 
+    from metagpu.display.colours import shows_colours
+
     as_text = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     renderer: Any = (
         structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            colors=shows_colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback
         )
         if as_text
         else structlog.processors.JSONRenderer()

@@ -4,7 +4,6 @@ This module asks the daemon, and draws or prints the answer.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +22,12 @@ from metagpu.cli.options import (
     pod_resources_of,
     resolve_environment,
 )
-from metagpu.cli.parser import Parser, add_command, add_output, run_command
+from metagpu.cli.parser import Parser, add_command, run_command
 from metagpu.core.errors import MetagpuError
-from metagpu.display.table import PLAIN, Cell, render, stdout_terminal
-from metagpu.display.usage import FORMATS, KINDS, Top, format_usage
+from metagpu.display.encoding import WIDE_FORMATS, encode
+from metagpu.display.options import add_output, add_sort_by, add_watch
+from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
+from metagpu.display.usage import KINDS, Top, format_usage
 from metagpu.display.usage_tables import Answer
 from metagpu.plugins.control.client import send_request
 
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="examples:\n  mgctl get processes -w\n  mgctl get pods -o json\n  mgctl top",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    program.add_argument("--version", action="version", version=f"mgctl {__version__}")
     commands = program.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     get = add_command(
@@ -72,8 +74,9 @@ def parser() -> argparse.ArgumentParser:
     ):
         kind = add_command(kinds, name, summary, f"mgctl get {name} -o wide", aliases=KINDS[name])
         kind.set_defaults(do=_get, kind=name)
-        add_output(kind, FORMATS)
-        kind.add_argument("-w", "--watch", action="store_true", help="repeat every second")
+        add_output(kind, WIDE_FORMATS)
+        add_watch(kind)
+        add_sort_by(kind)
         add_run_dir(kind)
 
     top = add_command(
@@ -89,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "mgctl doctor -o json",
     )
     doctor.set_defaults(do=_doctor)
-    add_output(doctor, ("table", "json"))
+    add_output(doctor)
     add_run_dir(doctor)
     doctor.add_argument(
         "--pod-dir",
@@ -120,18 +123,20 @@ def parser() -> argparse.ArgumentParser:
 
 def _get(args: argparse.Namespace) -> int:
     form = args.output
+
+    def text(answer: Answer, screen: Terminal, *, compact: bool = False) -> str:
+        return format_usage(answer, args.kind, form, screen, compact=compact, sort_by=args.sort_by)
+
     if not args.watch:
         answer = _usage(args)
         for warning in answer["warnings"]:
             print(f"mgctl: {warning}", file=sys.stderr)  # noqa: T201
-        print_text(format_usage(answer, args.kind, form, stdout_terminal()))
+        print_text(text(answer, stdout_terminal()))
         return 0
 
     if form in {"json", "yaml"}:
-        return repeat(
-            lambda: print_text(format_usage(_usage(args), args.kind, form, PLAIN, compact=True))
-        )
-    return show_live(lambda screen: format_usage(_usage(args), args.kind, form, screen))
+        return repeat(lambda: print_text(text(_usage(args), PLAIN, compact=True)))
+    return show_live(lambda screen: text(_usage(args), screen))
 
 
 def _top(args: argparse.Namespace) -> int:
@@ -167,8 +172,8 @@ def _doctor(args: argparse.Namespace) -> int:
     roots = driver_roots_of(args)
     where = SurveyPaths(args.root, args.kubelet_dir, pod_resources, args.run_dir, pod_dir, roots)
     found = diagnose(survey_node(where, status, no_status))
-    if args.output == "json":
-        print_text(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2) + "\n")
+    if args.output != "table":
+        print_text(encode([{**asdict(it), "result": str(it.result)} for it in found], args.output))
     else:
         print_text(render(_diagnoses(found), stdout_terminal()))
     return int(any(diagnosis.result is CheckResult.ERROR for diagnosis in found))

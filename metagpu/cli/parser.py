@@ -72,18 +72,6 @@ def add_command(
     return command
 
 
-def add_output(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
-    """Add the option for the form of the output; the default is a table."""
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=formats,
-        default="table",
-        metavar="FORMAT",
-        help=f"one of {', '.join(formats)} (default: %(default)s)",
-    )
-
-
 def add_reason(parser: argparse.ArgumentParser) -> None:
     """Add the option for the reason of a cordon."""
     parser.add_argument(

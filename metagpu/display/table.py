@@ -1,6 +1,5 @@
 """Text tables for terminals and pipes, drawn without a library."""
 
-import os
 import shutil
 import sys
 import textwrap
@@ -8,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
+
+from metagpu.display.colours import shows_colours
 
 _STYLES: Final = {
     "red": "31",
@@ -92,8 +93,7 @@ def stdout_terminal() -> Terminal:
     if not sys.stdout.isatty():
         return PLAIN
     size = shutil.get_terminal_size()
-    colours = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    return Terminal(size.columns, size.lines, colours=colours)
+    return Terminal(size.columns, size.lines, colours=shows_colours(sys.stdout))
 
 
 def render(parts: Iterable[TextTable | Cell], terminal: Terminal) -> str:

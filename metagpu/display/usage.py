@@ -1,22 +1,28 @@
 """The output of `mgctl`, on the node and in containers, in each format."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from metagpu.display import usage_tables
+from metagpu.display.encoding import encode
+from metagpu.display.sorting import sort_items
 from metagpu.display.table import Terminal, render
 from metagpu.display.usage_tables import Answer
 
 TABLES: Final = ("table", "wide")
-FORMATS: Final = (*TABLES, "json", "yaml")
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "devices": ("device", "d"),
+    "devices": ("device", "d", "gpus", "gpu"),
     "processes": ("process", "p"),
-    "pods": ("pod",),
+    "pods": ("pod", "po"),
 }
 """The objects of `get`, and their other names."""
 
+_SORTED: Final = {
+    "devices": ("gpus",),
+    "processes": ("containers", "unauthorized"),
+    "pods": ("containers",),
+}
+"""The rows of each kind."""
 _DRAW: Final = {
     "devices": usage_tables.devices_table,
     "processes": usage_tables.processes_table,
@@ -25,19 +31,27 @@ _DRAW: Final = {
 
 
 def format_usage(
-    answer: Answer, kind: str, form: str, terminal: Terminal, *, compact: bool = False
+    answer: Answer,
+    kind: str,
+    form: str,
+    terminal: Terminal,
+    *,
+    compact: bool = False,
+    sort_by: str = "",
 ) -> str:
-    """Return one of `KINDS` in one of `FORMATS`.
+    """Return one of `KINDS` in one of `WIDE_FORMATS`.
 
     `compact` is for a series of answers: JSON is one line, YAML one document.
-    """
-    if form == "json":
-        return json.dumps(_part(answer, kind), indent=None if compact else 2) + "\n"
-    if form == "yaml":
-        import yaml  # noqa: PLC0415 - tables need no YAML
 
-        text: str = yaml.safe_dump(_part(answer, kind), sort_keys=False)
-        return f"---\n{text}" if compact else text
+    Raises:
+        UnknownField: the rows have no field of the name `sort_by`.
+    """
+    if sort_by:
+        parts = _SORTED[kind]
+        [ordered] = sort_items([{part: answer[part] for part in parts}], sort_by)
+        answer = {**answer, **ordered}
+    if form not in TABLES:
+        return encode(_part(answer, kind), form, compact=compact)
     return render(_DRAW[kind](answer, wide=form == "wide"), terminal)
 
 

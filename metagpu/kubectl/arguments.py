@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.cli.options import Variable
-from metagpu.cli.parser import Parser, add_command, add_output, add_reason
+from metagpu.cli.parser import Parser, add_command, add_reason
 from metagpu.core.errors import ConfigError
+from metagpu.display.encoding import WIDE_FORMATS
+from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.plugins.metrics.address import ListenAddress, parse_address
 
-FORMATS: Final = ("table", "wide", "json", "yaml")
 SHORTEST_INTERVAL: Final = 0.5
 """Seconds between two looks of `web`: the page takes no more changes than two a second."""
 OBJECTS: Final = {
@@ -75,8 +76,8 @@ def _get(commands: Any) -> None:  # noqa: ANN401 - as above
         "kubectl metagpu get pods -A -o json",
     )
     for one in _objects(it, "list", "kubectl metagpu get {kind} -o wide"):
-        add_output(one, FORMATS)
-        one.add_argument("-w", "--watch", action="store_true", help="repeat every second")
+        add_output(one, WIDE_FORMATS)
+        add_watch(one)
         _add_connection(one)
 
 
@@ -104,7 +105,7 @@ def _why(commands: Any) -> None:  # noqa: ANN401 - as above
         help="a pod; also a ReplicaSet, Job or StatefulSet whose pods are refused",
     )
     _add_namespace(it)
-    add_output(it, ("table", "json", "yaml"))
+    add_output(it)
     _add_connection(it)
 
 
@@ -123,7 +124,7 @@ def _fit(commands: Any) -> None:  # noqa: ANN401 - as above
         help="a manifest with a Pod, or a workload such as a Deployment; - is stdin",
     )
     _add_namespace(it)
-    add_output(it, ("table", "json", "yaml"))
+    add_output(it)
     _add_connection(it)
 
 
@@ -135,7 +136,7 @@ def _doctor(commands: Any) -> None:  # noqa: ANN401 - as above
         "kubectl metagpu doctor",
     )
     it.add_argument("-l", "--selector", metavar="LABELS", default="", help="only nodes with these")
-    add_output(it, ("table", "wide", "json", "yaml"))
+    add_output(it, WIDE_FORMATS)
     _add_connection(it)
 
 
@@ -203,7 +204,7 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
     )
     it.add_argument("node", metavar="NODE", help="the name of the node")
     it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
-    add_output(it, ("table", "json", "yaml"))
+    add_output(it)
     _add_connection(it)
 
 
@@ -287,12 +288,7 @@ def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
         default="",
         help=f"only of {of} with these labels, as kubectl takes them",
     )
-    it.add_argument(
-        "--sort-by",
-        metavar="FIELD",
-        default="",
-        help="a field of -o json: texts from a to z, numbers from the largest",
-    )
+    add_sort_by(it)
 
 
 def _add_namespace(it: argparse.ArgumentParser) -> None:

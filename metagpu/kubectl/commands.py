@@ -11,9 +11,11 @@ from typing import Final
 
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.core.errors import MetagpuError
+from metagpu.display.encoding import encode
+from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
 from metagpu.kubectl import items
-from metagpu.kubectl.output import encode, silent_nodes
+from metagpu.kubectl.output import silent_nodes
 from metagpu.kubectl.tables import draw_items, draw_top
 from metagpu.kubectl.viewer import USAGE, ClusterViewer, NodeAnswer, Progress
 from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
@@ -155,7 +157,7 @@ class Rows:
             rows = await self._rows_of_pods(viewer, answers)
         if self._namespace:
             rows = items.in_namespace(rows, self._namespace)
-        return items.sort_items(rows, args.sort_by) if args.sort_by else rows, answers
+        return sort_items(rows, args.sort_by) if args.sort_by else rows, answers
 
     async def _rows_of_pods(
         self, viewer: ClusterViewer, answers: Sequence[NodeAnswer]

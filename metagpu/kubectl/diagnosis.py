@@ -8,9 +8,9 @@ from metagpu.cli.live import print_text
 from metagpu.core.errors import MetagpuError
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import diagnose_status
+from metagpu.display.encoding import encode
 from metagpu.display.status import show_explanation
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
-from metagpu.kubectl.output import encode
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer
 
 _STYLES: Final[Mapping[CheckResult, str]] = {

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from metagpu.core.config.suggestions import allowed_values
-from metagpu.core.errors import MetagpuError
 from metagpu.kubectl.viewer import NodeAnswer
 
 Item = Mapping[str, Any]
@@ -139,27 +137,6 @@ def answers_of_pods(
                 it for it in answer.report["containers"] if (it["namespace"], it["pod"]) in pods
             ]
             yield NodeAnswer(answer.node, {**answer.report, "containers": chosen})
-
-
-def sort_items(items: Sequence[Item], field: str) -> Sequence[Item]:
-    """Sort rows by a field: texts from a to z, numbers from the largest, `None` last.
-
-    Raises:
-        MetagpuError: the rows have no such field.
-    """
-    if not items:
-        return items
-    known = [name for name, value in items[0].items() if not isinstance(value, (Mapping, list))]
-    if field not in known:
-        raise MetagpuError(f"--sort-by {field}: {allowed_values(field, known)}")
-
-    def key(item: Item) -> tuple[bool, Any]:
-        value = item[field]
-        if value is None:
-            return True, 0
-        return False, value if isinstance(value, str) else -value
-
-    return sorted(items, key=key)
 
 
 def _reports(answers: Iterable[NodeAnswer]) -> Iterator[tuple[str, Report]]:

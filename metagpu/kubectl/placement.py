@@ -11,10 +11,10 @@ from anyio import to_thread
 
 from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.judgement import Judgement, conclude, exceeded_quota, judge_all
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
-from metagpu.kubectl.output import encode
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
 

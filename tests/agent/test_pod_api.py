@@ -24,8 +24,9 @@ from metagpu import __version__
 from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
+from metagpu.display.encoding import WIDE_FORMATS as FORMATS
 from metagpu.display.table import CLEAR_SCREEN
-from metagpu.display.usage import FORMATS, KINDS
+from metagpu.display.usage import KINDS
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess

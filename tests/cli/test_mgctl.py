@@ -68,6 +68,25 @@ def lines(out: str) -> list[list[str]]:
     return [line.split() for line in out.splitlines() if line.strip()]
 
 
+# --- order ---------------------------------------------------------------------------------------
+
+
+async def test_rows_are_sorted_by_a_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order is that of a field of the JSON, in every format; an unknown one is an error."""
+    assert await run_mgctl(tmp_path, "get", "pods", "-o", "json", "--sort-by", "usedMiB") == 0
+    containers = json.loads(capsys.readouterr().out)["containers"]
+    used = [part["usedMiB"] for it in containers for part in it["gpus"]]
+    assert used == sorted(used, reverse=True)
+    assert len(set(used)) > 1
+
+    assert await run_mgctl(tmp_path, "get", "processes", "--sort-by", "memoryMiB") == 0
+    capsys.readouterr()
+    assert await run_mgctl(tmp_path, "get", "devices", "--sort-by", "memory") == 1
+    assert "memoryMiB" in capsys.readouterr().err
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
-from metagpu.display.usage import FORMATS, KINDS
+from metagpu.display.encoding import WIDE_FORMATS as FORMATS
+from metagpu.display.usage import KINDS
 
 HELP: Final = """\
-usage: mgctl get devices|processes|pods [-o table|wide|json|yaml] [-w]
+usage: mgctl get devices|processes|pods [-o table|wide|json|yaml] [-w] [--sort-by FIELD]
        mgctl top
        mgctl version
 
@@ -17,7 +19,8 @@ Shows this pod's share of the node's GPUs and the pod's processes on them. All n
 pod alone, and pids are those of its containers.
 
   -o FORMAT, --output FORMAT   one of table, wide, json, yaml (default: table)
-  -w, --watch                  refresh every second
+  -w, --watch                  repeat every second
+  --sort-by FIELD              a field of -o json: texts from a to z, numbers from the largest
   -h, --help                   print this text
 """
 
@@ -45,6 +48,7 @@ class PodCommand(msgspec.Struct, frozen=True):
     kind: str = ""
     output_format: str = "table"
     watch: bool = False
+    sort_by: str = ""
 
 
 def parse_command(arguments: Sequence[str]) -> PodCommand:
@@ -53,7 +57,7 @@ def parse_command(arguments: Sequence[str]) -> PodCommand:
     Raises:
         UsageError: the command line is invalid; the message says why.
     """
-    words, output_format, watch = [], "table", False
+    words, output_format, watch, sort_by = [], "table", False, ""
     rest = list(arguments)
 
     while rest:
@@ -71,17 +75,22 @@ def parse_command(arguments: Sequence[str]) -> PodCommand:
             output_format = _parse_format(value if equals else rest.pop(0) if rest else "")
         elif word.startswith("-o"):
             output_format = _parse_format(word.removeprefix("-o"))
+        elif option == "--sort-by":
+            sort_by = _parse_field(value if equals else rest.pop(0) if rest else "")
         elif word.startswith("-"):
             raise UsageError(f"unknown option {_quoted(option)}; `mgctl --help` lists all options")
         else:
             words.append(word)
-    return _to_command(words, output_format, watch=watch)
+    command = _to_command(words)
+    if command.name != "get":
+        return command
+    return replace(command, output_format=output_format, watch=watch, sort_by=sort_by)
 
 
-def _to_command(words: Sequence[str], output_format: str, *, watch: bool) -> PodCommand:
+def _to_command(words: Sequence[str]) -> PodCommand:
     match words:
         case ["get" | "g", word] if word in _KINDS:
-            return PodCommand("get", _KINDS[word], output_format, watch)
+            return PodCommand("get", _KINDS[word])
         case ["get" | "g", word]:
             raise UsageError(f"cannot get {_quoted(word)}; use one of: {', '.join(KINDS)}")
         case ["get" | "g"]:
@@ -100,6 +109,12 @@ def _to_command(words: Sequence[str], output_format: str, *, watch: bool) -> Pod
 def _parse_format(word: str) -> str:
     if word not in FORMATS:
         raise UsageError(f"unknown format {_quoted(word)}; use one of: {', '.join(FORMATS)}")
+    return word
+
+
+def _parse_field(word: str) -> str:
+    if not (word.isascii() and word.isidentifier()):
+        raise UsageError(f"{_quoted(word)} is no field; `-o json` shows all fields")
     return word
 
 

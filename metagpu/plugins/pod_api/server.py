@@ -12,6 +12,7 @@ from metagpu import __version__
 from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.usage.report import RequestingPod
+from metagpu.display.sorting import UnknownField
 from metagpu.display.table import PLAIN, Terminal, redraw
 from metagpu.display.usage import TABLES, Top, format_usage
 from metagpu.display.usage_tables import Answer
@@ -111,7 +112,12 @@ class PodMgctlServer:
             case "version":
                 await caller.write_stdout(f"metagpu {__version__}\n")
             case _:
-                await self._show(await self._pod(container), command, _terminal(request), caller)
+                pod = await self._pod(container)
+                try:
+                    await self._show(pod, command, _terminal(request), caller)
+                except UnknownField as error:
+                    await caller.write_stderr(str(error))
+                    return USAGE_STATUS
         return 0
 
     async def _show(
@@ -128,7 +134,9 @@ class PodMgctlServer:
         def render(answer: Answer) -> str:
             if command.name == "top":
                 return top.screen(answer, terminal)
-            return format_usage(answer, command.kind, form, terminal, compact=follow)
+            return format_usage(
+                answer, command.kind, form, terminal, compact=follow, sort_by=command.sort_by
+            )
 
         while True:
             answer = await self._answer(pod)

@@ -8,6 +8,7 @@ import msgspec
 
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.errors import ConfigError
+from metagpu.display.options import add_json
 from metagpu.sim.commands.cluster_arguments import add_cluster_arguments
 from metagpu.sim.commands.cluster_commands import AnyClusterCommand
 from metagpu.sim.commands.node_commands import AnySimCommand
@@ -83,7 +84,6 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     },
     "--count": {"metavar": "N", "type": int, "default": 1, "help": "number of errors (default: 1)"},
     "--double-bit": {"action": "store_true", "help": "add uncorrected errors"},
-    "--json": {"action": "store_true", "help": "print JSON"},
 }
 
 _TIMES: Final = frozenset({"seconds", "duration", "compute_duration", "in_use"})
@@ -121,7 +121,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
             help="the folder of the daemon's control socket",
         )
         if name == "show":
-            parser.add_argument("--json", **_ARGUMENTS["--json"])
+            add_json(parser)
             parser.set_defaults(as_table=True)
     add_cluster_arguments(subparsers)
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from metagpu.core.config.units import Duration
 from metagpu.core.errors import ConfigError, describe_error
+from metagpu.display.options import add_output
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.commands.cluster_commands import (
     AnyClusterCommand,
@@ -216,18 +217,16 @@ def _command(
 
 def _namespace(it: argparse.ArgumentParser) -> None:
     it.add_argument(
-        "--namespace", metavar="NAMESPACE", default="default", help="namespace (default: default)"
+        "-n",
+        "--namespace",
+        metavar="NAMESPACE",
+        default="default",
+        help="namespace (default: default)",
     )
 
 
 def _output(it: argparse.ArgumentParser, *, as_table: bool = True) -> None:
-    it.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="json for programs (default: text)",
-    )
+    add_output(it)
     it.set_defaults(as_table=as_table)
 
 

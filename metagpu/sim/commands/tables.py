@@ -1,12 +1,12 @@
-"""The output of `metagpu sim`: one line, a table, or JSON."""
+"""The output of `metagpu sim`: one line, a table, JSON or YAML."""
 
-import json
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from metagpu.core.model.gpu import MIB
+from metagpu.display.encoding import encode
 from metagpu.display.status import show, table
 from metagpu.display.table import Cell
 from metagpu.sim.cluster.views import ClusterNodeView, ClusterReply, EventView, PodView
@@ -18,15 +18,15 @@ _FEW: Final = 2
 """Devices of a pod that are named; of more, their number is shown."""
 
 
-def print_reply(reply: SimReply | ClusterReply, *, as_json: bool, as_table: bool) -> None:
-    """Print a reply: a table or JSON for what was listed, else a line."""
+def print_reply(reply: SimReply | ClusterReply, form: str, *, as_table: bool) -> None:
+    """Print a reply: a table, JSON or YAML for what was listed, else a line."""
     if isinstance(reply, SimReply):
         shown: object = reply.node
     else:
         shown = next((it for it in (reply.pods, reply.node, reply.events) if it is not None), None)
 
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(shown), indent=2))  # noqa: T201 - the output of a command
+    if form != "table":
+        print(encode(msgspec.to_builtins(shown), form), end="")  # noqa: T201 - the output of a command
     elif not as_table:
         print(reply.message)  # noqa: T201 - as above
     elif isinstance(shown, NodeView):

@@ -8,7 +8,6 @@ Only the hardware and the cluster are simulated: metagpu's agent, pynvml over th
 and gRPC over unix sockets are real.
 """
 
-import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +29,7 @@ from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.reports.status import status_report
 from metagpu.core.state.events import PodEnded
+from metagpu.display.encoding import encode
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.demo.script import (
@@ -176,7 +176,7 @@ class DemoNode:
             return [_sizes(gpu) for gpu in self.node.gpus]
 
 
-def run(*, as_json: bool) -> int:
+def run(form: str) -> int:
     """Run the demo and print it; return the exit status."""
     # The folder holds unix sockets, whose paths are short; a path in TMPDIR may be too long.
     with tempfile.TemporaryDirectory(prefix="metagpu-demo-", dir="/tmp") as folder:
@@ -187,8 +187,8 @@ def run(*, as_json: bool) -> int:
             "offers": [anyio.run(_run_offer, Path(folder), it) for it in OFFER_POLICIES],
         }
 
-    if as_json:
-        print(json.dumps(story, indent=2))  # noqa: T201 - the output of a command
+    if form != "table":
+        print(encode(story, form), end="")  # noqa: T201 - the output of a command
     else:
         from metagpu.sim.demo.drawing import show_demo  # noqa: PLC0415 - JSON needs no tables
 

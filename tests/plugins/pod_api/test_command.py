@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.display.usage import FORMATS, KINDS
+from metagpu.display.encoding import WIDE_FORMATS as FORMATS
+from metagpu.display.usage import KINDS
 from metagpu.plugins.pod_api.command import PodCommand, UsageError, parse_command
 
 WORDS = st.sampled_from(
@@ -36,6 +37,8 @@ WORDS = st.sampled_from(
         ("-o wide get pod", PodCommand("get", "pods", "wide")),
         ("get pods -ojson", PodCommand("get", "pods", "json")),
         ("get pods --output=yaml --watch", PodCommand("get", "pods", "yaml", watch=True)),
+        ("get pods --sort-by usedMiB", PodCommand("get", "pods", sort_by="usedMiB")),
+        ("get pods --sort-by=pod", PodCommand("get", "pods", sort_by="pod")),
         ("top", PodCommand("top")),
         ("version", PodCommand("version")),
     ],

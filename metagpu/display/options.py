@@ -1,0 +1,41 @@
+"""Options about the output, the same in all programs."""
+
+import argparse
+from collections.abc import Sequence
+
+from metagpu.display.encoding import FORMATS
+
+
+def add_output(parser: argparse.ArgumentParser, formats: Sequence[str] = FORMATS) -> None:
+    """Add the option for the form of the output; the default is a table."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=formats,
+        default="table",
+        metavar="FORMAT",
+        help=f"one of {', '.join(formats)} (default: %(default)s)",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the form of the output, and a short one for JSON."""
+    add_output(parser)
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="output", help="the same as -o json"
+    )
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Add the option that repeats the output."""
+    parser.add_argument("-w", "--watch", action="store_true", help="repeat every second")
+
+
+def add_sort_by(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the order of rows."""
+    parser.add_argument(
+        "--sort-by",
+        metavar="FIELD",
+        default="",
+        help="a field of -o json: texts from a to z, numbers from the largest",
+    )

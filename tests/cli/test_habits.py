@@ -1,0 +1,125 @@
+"""One habit for all programs: what has one name means one thing, in each of them."""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from io import StringIO
+
+import pytest
+import structlog
+
+from metagpu.cli import arguments, mgctl
+from metagpu.cli.completion import actions_of, commands_of
+from metagpu.cli.metagpu import _configure_log
+from metagpu.kubectl import arguments as kubectl_arguments
+
+PROGRAMS = {
+    "metagpu": arguments.parser(),
+    "mgctl": mgctl.parser(),
+    "kubectl metagpu": kubectl_arguments.parser(),
+}
+SHARED = {
+    "cordon": {"--reason"},
+    "uncordon": set(),
+    "explain": {"--output", "--topology"},
+    "doctor": {"--output"},
+    "get": {"--output", "--watch", "--sort-by"},
+}
+"""Commands of several programs -> the options that each of them has."""
+
+
+def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.Action]]:
+    """Yield all options of a program and its commands, each with its command."""
+    for action in actions_of(parser):
+        if action.option_strings:
+            yield name, action
+    for word, command in commands_of(parser).items():
+        yield from commands(command, f"{name} {word}")
+
+
+OPTIONS = [it for name, parser in PROGRAMS.items() for it in commands(parser, name)]
+
+
+def test_a_short_option_has_one_long_name() -> None:
+    """`-o` is `--output` everywhere, `-n` `--namespace`, and so on; and the reverse."""
+    longs, shorts = defaultdict(set), defaultdict(set)
+    for _, action in OPTIONS:
+        short = [it for it in action.option_strings if not it.startswith("--")]
+        for long in set(action.option_strings) - set(short):
+            shorts[long].add(tuple(short))
+            for it in short:
+                longs[it].add(long)
+
+    assert {it: names for it, names in longs.items() if len(names) > 1} == {}
+    assert {it: names for it, names in shorts.items() if len(names) > 1} == {}
+    assert {"-o", "-w", "-n", "-l", "-A"} <= longs.keys()
+
+
+@pytest.mark.parametrize("option", ["--watch", "--sort-by"])
+def test_an_option_has_one_meaning(option: str) -> None:
+    """Options of several programs have one help."""
+    meanings = {action.help for _, action in OPTIONS if option in action.option_strings}
+    assert len(meanings) == 1
+
+
+def test_every_output_has_the_same_forms() -> None:
+    """A table for people is the default; JSON and YAML are for programs; `--json` is short."""
+    forms = {
+        (tuple(it for it in action.choices or () if it != "wide"), action.default)
+        for _, action in OPTIONS
+        if "--output" in action.option_strings
+    }
+    with_output = {name for name, action in OPTIONS if "--output" in action.option_strings}
+    with_json = {name for name, action in OPTIONS if "--json" in action.option_strings}
+
+    assert forms == {(("table", "json", "yaml"), "table")}
+    assert with_json <= with_output
+
+
+@pytest.mark.parametrize(("command", "expected"), SHARED.items(), ids=SHARED)
+def test_a_command_of_several_programs_has_the_same_options(
+    command: str, expected: set[str]
+) -> None:
+    """The same command takes the same options, beside those that say where."""
+    having = [it for it in PROGRAMS.values() if command in commands_of(it)]
+    assert len(having) == 2
+    for program in having:
+        options = {
+            option
+            for _, action in commands(commands_of(program)[command], command)
+            for option in action.option_strings
+        }
+        assert expected <= options
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_says_its_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints name and version."""
+    with pytest.raises(SystemExit) as end:
+        PROGRAMS[name].parse_args(["--version"])
+    assert (end.value.code, capsys.readouterr().out.split()[0]) == (0, name.replace(" ", "-"))
+
+
+@pytest.mark.parametrize(("terminal", "no_color"), [(True, False), (True, True), (False, False)])
+def test_the_log_has_colours_on_terminals_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,  # noqa: FBT001 - a parameter of the test
+    no_color: bool,  # noqa: FBT001 - as above
+) -> None:
+    """The log for people has colours on a terminal, unless NO_COLOR is set, as tables have."""
+    stderr, before = StringIO(), structlog.get_config()
+    monkeypatch.setattr(stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    try:
+        _configure_log("info", "console")
+        structlog.get_logger("habits").warning("fan stopped")
+    finally:
+        structlog.configure(**before)
+
+    assert "fan stopped" in stderr.getvalue()
+    assert ("\x1b" in stderr.getvalue()) == (terminal and not no_color)
