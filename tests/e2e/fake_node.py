@@ -71,23 +71,28 @@ class FakeNode:
         self.end(*(name for name, it in self._pods().items() if _is_here(it)))
         self._api.call("DELETE", f"{SLICES}?fieldSelector=spec.nodeName={NODE}")
 
-    def publish(self, specs: Iterable[Mapping[str, Any]]) -> None:
-        """Create ResourceSlices of these `spec`s.
+    def publish(self, specs: Iterable[Mapping[str, Any]], first: int = 0) -> None:
+        """Create ResourceSlices of these `spec`s, named by numbers from FIRST on.
 
         Raises:
             RigError: the API server refuses one, or drops a part of it.
         """
-        for number, spec in enumerate(specs):
+        for number, spec in enumerate(specs, first):
             metadata = {"name": f"{number:05x}-{NODE}"}
             stored = self._api.call("POST", SLICES, {"metadata": metadata, "spec": spec})
             if dropped := list(_missing(spec, stored["spec"], "spec")):
                 raise RigError(f"the API server dropped {', '.join(dropped)}")
 
     def ask(
-        self, name: str, *requests: Mapping[str, Any], constraints: Sequence[Document] = ()
+        self,
+        name: str,
+        *requests: Mapping[str, Any],
+        constraints: Sequence[Document] = (),
+        config: Sequence[Document] = (),
     ) -> None:
         """Create a claim and the pod that waits for it."""
-        devices: Document = {"requests": list(requests), "constraints": list(constraints)}
+        lists = {"constraints": list(constraints), "config": list(config)}
+        devices: Document = {"requests": list(requests), **lists}
         claim = {"metadata": {"name": name}, "spec": {"devices": devices}}
         self._api.call("POST", self._claims, claim)
         self._api.create(self._namespace, _pod(name))
@@ -108,10 +113,14 @@ class FakeNode:
         return self.devices(name) if found["spec"].get("nodeName") else ()
 
     def allocate(
-        self, name: str, *requests: Mapping[str, Any], constraints: Sequence[Document] = ()
+        self,
+        name: str,
+        *requests: Mapping[str, Any],
+        constraints: Sequence[Document] = (),
+        config: Sequence[Document] = (),
     ) -> tuple[Allocation, ...]:
         """Create a claim and its pod; return its devices, none where there are none."""
-        self.ask(name, *requests, constraints=constraints)
+        self.ask(name, *requests, constraints=constraints, config=config)
         return self.settled(name)
 
     def await_allocated(self, name: str) -> tuple[Allocation, ...]:

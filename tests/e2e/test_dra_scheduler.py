@@ -2,15 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import permutations
 
 import pytest
 from msgspec.structs import replace
 
+from metagpu.compat.nvidia_claims import read_sharing
 from metagpu.core.devices.slices import slices_of
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.plugins.dra.resource_claim import parse_allocation
 from tests.backends.mig.gpus import mig_gpu
 from tests.e2e.claims import shares
+from tests.e2e.cluster import NAMESPACE
 from tests.e2e.fake_node import DRIVER, NODE, FakeNode, capacity, exactly, fake_node
 from tests.e2e.instances import MEMORY_SLICES
 from tests.e2e.rig.kubectl import Document
@@ -47,6 +52,10 @@ LIMITS = {"fraction": 100, "mps": 100, "timeslice": 4}
 """How many parts of one GPU all claims together may have."""
 
 
+NVIDIA = "gpu.nvidia.com"
+"""NVIDIA's name of its driver, and of its class of whole GPUs."""
+
+
 @pytest.fixture(scope="module")
 def fake(node: Node) -> Iterator[FakeNode]:
     """Create a Node without a kubelet, and the classes of the devices."""
@@ -66,10 +75,12 @@ def shared_gpu(index: int) -> Gpu:
     return replace(mig_gpu(index), mig_enabled=False)
 
 
-def mig(profile: str, name: str = "gpu") -> Document:
+def mig(
+    profile: str, name: str = "gpu", driver: str = DRIVER, kind: str = "mig.metagpu.io"
+) -> Document:
     """Return a request of one MIG device of a profile."""
-    selector = {"cel": {"expression": f"device.attributes['{DRIVER}'].profile == '{profile}'"}}
-    return exactly(name, "mig.metagpu.io", selectors=[selector])
+    selector = {"cel": {"expression": f"device.attributes['{driver}'].profile == '{profile}'"}}
+    return exactly(name, kind, selectors=[selector])
 
 
 KINDS: Mapping[str, Document] = {
@@ -176,7 +187,80 @@ def test_the_first_that_is_available(empty: FakeNode) -> None:
     assert [it.request for (it,) in found] == ["gpu/mig", "gpu/half", "gpu/half"]
 
 
-def slices(*gpus: Gpu, text: str = SHARED) -> list[Document]:
+def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
+    """Classes, claims and parameters of NVIDIA's quickstart, under its driver name.
+
+    What the API server has of an allocated claim is read as the parameters mean it.
+    """
+    sliced = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
+    limits = {"defaultActiveThreadPercentage": 50, "defaultPinnedDeviceMemoryLimit": "10Gi"}
+    by_mps = {"strategy": "MPS", "mpsConfig": limits}
+    large = (
+        f"device.attributes['{NVIDIA}'].productName.lowerAscii().matches('^.*a100.*$') && "
+        f"device.attributes['{NVIDIA}'].architecture == 'Ampere' && "
+        f"device.capacity['{NVIDIA}'].memory.compareTo(quantity('30Gi')) >= 0"
+    )
+    known = {"architecture": "ampere", "brand": "Nvidia"}
+    gpus = [replace(shared_gpu(number), **known) for number in range(2)]
+    empty.publish(slices(*gpus, text=SHARED, driver=NVIDIA))
+    empty.publish(slices(replace(mig_gpu(2), **known), text=MIG, driver=NVIDIA), first=10)
+    with nvidia_classes(node):
+        # gpu-test5: one GPU by time-slices, one by MPS
+        found = empty.allocate(
+            "gpu-test5",
+            exactly("ts-gpu", NVIDIA, selectors=[{"cel": {"expression": large}}]),
+            exactly("mps-gpu", NVIDIA),
+            config=[gpu_config(sliced, "ts-gpu"), gpu_config(by_mps, "mps-gpu")],
+        )
+        assert [it.request for it in found] == ["ts-gpu", "mps-gpu"]
+        claim = empty.claims()["gpu-test5"]
+        ref = ResourceClaimRef(NAMESPACE, "gpu-test5", claim["metadata"]["uid"])
+        results = parse_allocation(ref, claim, NVIDIA, read_sharing).results
+        sharing = [it.sharing for it in results]
+        assert [it and (it.backend, it.settings) for it in sharing] == [
+            ("timeslice", "long"),
+            ("mps", "50-10240"),
+        ]
+        # gpu-test1: no whole GPU is left; gpu-test4: MIG devices of one GPU
+        assert empty.allocate("gpu-test1", exactly("gpu", NVIDIA)) == ()
+        profiles = ("1g.5gb", "1g.5gb", "2g.10gb", "3g.20gb")
+        mig_devices = empty.allocate(
+            "gpu-test4",
+            *(mig(it, f"mig-{n}", NVIDIA, "mig.nvidia.com") for n, it in enumerate(profiles)),
+            constraints=[{"requests": [], "matchAttribute": f"{NVIDIA}/parentUUID"}],
+        )
+        assert len(mig_devices) == len(profiles)
+
+
+@contextmanager
+def nvidia_classes(node: Node) -> Iterator[None]:
+    """Create NVIDIA's DeviceClasses until the block ends."""
+    classes = [
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "DeviceClass",
+            "metadata": {"name": f"{kind}.nvidia.com"},
+            "spec": {"selectors": [{"cel": {"expression": expression}}]},
+        }
+        for kind in ("gpu", "mig")
+        for expression in [
+            f"device.driver == '{NVIDIA}' && device.attributes['{NVIDIA}'].type == '{kind}'"
+        ]
+    ]
+    node.kubectl.apply(*classes)
+    try:
+        yield
+    finally:
+        node.kubectl("delete", "deviceclass", "gpu.nvidia.com", "mig.nvidia.com")
+
+
+def gpu_config(sharing: Document, *requests: str) -> Document:
+    """Return an entry of a claim's `config` with a GpuConfig."""
+    made = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
+    return {"requests": list(requests), "opaque": {"driver": NVIDIA, "parameters": made}}
+
+
+def slices(*gpus: Gpu, text: str = SHARED, driver: str = DRIVER) -> list[Document]:
     """Return the `spec` of every ResourceSlice of healthy GPUs under a configuration."""
     _, snapshot = offered(*gpus, text=text)
-    return [dict(spec) for it in slices_of(snapshot, NODE, DRIVER).values() for spec in it]
+    return [dict(spec) for it in slices_of(snapshot, NODE, driver).values() for spec in it]
