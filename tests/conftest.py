@@ -51,12 +51,6 @@ _MAY_BLOCK = (
     ),
     # It is called when there is something to read, though its descriptor is a blocking one.
     ("asyncinotify/__init__.py", {"_get"}, ("os.read",)),
-    # The page's files are read once, before the daemon serves anything.
-    (
-        "metagpu/plugins/web/page_files.py",
-        {"read_page_files"},
-        ("os.stat", "io.BufferedReader.read"),
-    ),
     # A node's configuration is a small file, read at start and when an operator says so.
     (
         "metagpu/agent/config_source.py",

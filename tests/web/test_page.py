@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import pytest
 
 from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.sim.kubelet.kubelet import SimPod
-from tests.rigs.agent import METAGPU, Scene, agent_at_work
+from metagpu.sim.machine.node import SimNode
+from tests.agent.test_status_api import NODE
+from tests.kubectl.test_program import cluster
+from tests.kubectl.test_web import page
+from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
+from tests.rigs.mig import a_node, mig_pool
 from tests.rigs.waiting import becomes
 from tests.web import views
 from tests.web.browser import opened
@@ -19,6 +25,7 @@ from tests.web.browser import opened
 if TYPE_CHECKING:
     from playwright.async_api import Browser
 
+MIG = "nvidia.com/mig-2g.10gb"
 GRANT_S = 1.0
 SOON_MS = 10_000
 
@@ -30,11 +37,14 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def page_of_agent(tmp_path: Path, port: int) -> AsyncIterator[Scene]:
-    """Run an agent with two GPUs that serves the page at a port."""
+async def page_of_agent(
+    tmp_path: Path, port: int, gpus: str | SimNode = "a100-40gb:2", config: str = QUICK
+) -> AsyncIterator[Scene]:
+    """Run an agent that serves the page at a port."""
     address = ListenAddress("127.0.0.1", port)
-    async with agent_at_work(tmp_path, web_address=address) as scene:
-        await scene.until(20, 20)
+    async with agent_at_work(tmp_path, gpus, config, web_address=address) as scene:
+        if config == QUICK:
+            await scene.until(20, 20)
         await becomes(lambda: scene.agent.web and scene.agent.web.server.port)
         yield scene
 
@@ -86,9 +96,9 @@ async def test_a_fault_shows_with_its_reason(browser: "Browser", tmp_path: Path)
 async def test_the_page_survives_a_restart(browser: "Browser", tmp_path: Path) -> None:
     """Without a daemon the page says since when, keeps what it knows, and follows the next one."""
     port = free_port()
-    async with AsyncExitStack() as page:
+    async with AsyncExitStack() as kept:
         async with page_of_agent(tmp_path, port):
-            it = await page.enter_async_context(opened(browser, port, quiet=False))
+            it = await kept.enter_async_context(opened(browser, port, quiet=False))
             await it.live()
         lost = it.page.locator("#connection[data-state=lost]")
         await lost.wait_for(timeout=SOON_MS)
@@ -102,6 +112,55 @@ async def test_the_page_survives_a_restart(browser: "Browser", tmp_path: Path) -
             await it.page.wait_for_selector("button.cut", timeout=SOON_MS)
         assert await it.run("() => window.same")
         assert {text for text in it.complaints if "ERR_" not in text} == set()
+
+
+async def test_a_mig_device_is_drawn_where_it_lies(browser: "Browser", tmp_path: Path) -> None:
+    """An instance that a pod made the agent create stands on its slices, under the pod's name."""
+    port, node = free_port(), await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+    config = mig_pool("profiles: [1g.5gb, 2g.10gb], keepWarm: 1h")
+    async with (
+        page_of_agent(tmp_path, port, node, config) as scene,
+        opened(browser, port) as it,
+    ):
+        await scene.until(3, 3, MIG)
+        await it.live()
+        assert await it.page.locator(".slices .slot").count() == 8
+        await scene.kubelet.admit(SimPod.single("tuner", {MIG: 1}))
+        cut = it.page.get_by_role("button", name="2g.10gb tuner: default/tuner (main), MIG device")
+        await cut.wait_for(timeout=SOON_MS)
+        [device] = scene.agent.registry.snapshot.gpus.values()
+        [slot] = [share.partition("::")[2] for share in device.leases]
+        assert (await cut.get_attribute("aria-label") or "").endswith(slot)
+        style = (
+            "(it) => [it.style.getPropertyValue('--start'), it.style.getPropertyValue('--size')]"
+        )
+        place = await cut.locator("xpath=..").evaluate(style)
+        assert place == [str(int(slot.partition("@")[2]) + 1), "2"]
+        assert await it.page.locator(".slices .slot").count() == 6
+
+
+async def test_the_cluster_of_real_daemons(
+    browser: "Browser", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page of `kubectl metagpu web` has nodes, faults, and what waits and why."""
+    async with (
+        cluster(tmp_path, capsys) as it,
+        page(it, "--interval", "0.5") as port,
+        opened(browser, port) as shown,
+    ):
+        await shown.live()
+        assert await shown.page.locator("#nodes h3").all_inner_texts() == [NODE]
+        assert "largest 17 of 17 free" in await shown.page.inner_text("#nodes")
+        it.add_pod("large", 21)
+        row = shown.page.locator("#waiting tr", has_text="default/large")
+        await row.wait_for(timeout=SOON_MS)
+        assert "too large" in await row.inner_text()
+        it.scene.it.node.raise_xid(it.scene.it.node.gpu(1), 79)
+        problem = shown.page.locator("#problems li", has_text="XID 79")
+        await problem.wait_for(timeout=SOON_MS)
+        await problem.locator("a").click()
+        assert await shown.page.inner_text("h1") == f"Node {NODE}"
+        assert await shown.page.locator("button.cut").count() == 1
 
 
 async def test_an_idle_page_costs_a_request_in_seconds(browser: "Browser", tmp_path: Path) -> None:

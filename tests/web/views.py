@@ -109,6 +109,8 @@ class NodeView:
                 {
                     "share": f"{uuid}::{slot}",
                     "device": f"MIG-{uuid}-{slot}",
+                    "holder": f"{holder} (main)" if holder else None,
+                    **_placed(slot),
                     "gpuInstance": number,
                     "computeInstance": 0,
                     "idle": not holder,
@@ -168,6 +170,7 @@ class NodeView:
                 "podUid": f"uid-{name}",
                 "podOwner": "",
                 "podPhase": "Running",
+                "part": round(shares / capacity, 4),
             }
         )
         self.usage["containers"].append(
@@ -221,6 +224,13 @@ class NodeView:
             "status": self.status if answered else None,
             "usage": self.usage if answered else None,
         }
+
+
+def _placed(slot: str) -> Report:
+    """Return profile and placement of a slot, as `3g.40gb@0`, on a GPU of 80 GB."""
+    profile, _, start = slot.partition("@")
+    size = int(profile.partition(".")[2].removesuffix("gb")) // 10
+    return {"profile": profile, "placement": {"start": int(start), "size": size}}
 
 
 def _share_mib(resource: str, usable: int, capacity: int) -> int:

@@ -159,33 +159,24 @@ function readLease(lease, node) {
   const held = splitHolder(lease.holder);
   const name = held.pod ?? (lease.resourceClaim ? `claim ${lease.resourceClaim}` : 'a pod that starts');
   const full = lease.holder ?? name;
-  return { ...lease, ...held, name, full, node, pod: held.pod ? `${held.namespace}/${held.pod}` : `${node} ${name}` };
+  return { ...lease, ...held, name: lease.sharers?.length ? `${name} +${lease.sharers.length}` : name, full: [full, ...(lease.sharers ?? [])].join(', '), node, pod: held.pod ? `${held.namespace}/${held.pod}` : `${node} ${name}` };
 }
 
-/** Return memory slices of a MIG device: the profile's memory in parts of the GPU. */
-function slicesOf(slot, gpu, slices) {
-  const memory = Number(/(\d+)gb/.exec(slot)?.[1] ?? 0);
-  return Math.max(1, Math.min(slices, Math.round(memory / (gpu.memoryMiB / GIB / slices)) || 1));
-}
-
+/** Return the slices of a GPU and the MIG devices on them; shares of one device are one entry. */
 function readMig(gpu, leases) {
-  const slices = gpu.freeCapacity?.slices ?? 8;
-  const open = leases.slice();
   const bySlot = new Map();
   for (const it of gpu.devices ?? []) {
-    const [, profile, start] = /^(.+)@(\d+)/.exec(slotOf(it.share)) ?? [];
-    if (profile === undefined) continue;
-    const key = `${profile}@${start}`;
-    const found = bySlot.get(key) ?? { key, profile, start: Number(start), size: slicesOf(profile, gpu, slices), leases: [], fault: null, device: it.device };
+    if (!it.placement) continue;
+    const { start, size } = it.placement;
+    const key = `${it.profile}@${start}`;
+    const found = bySlot.get(key) ?? { key, profile: it.profile, start, size, leases: [], fault: null };
     bySlot.set(key, found);
-    const mine = it.holder
-      ? open.findIndex((lease) => lease.holder === it.holder)
-      : it.idle ? -1 : open.findIndex((lease) => lease.resource?.includes(profile));
-    if (mine >= 0) found.leases.push({ ...open[mine], shares: 1, capacity: 1 });
-    if (mine >= 0 && (open[mine] = { ...open[mine], shares: open[mine].shares - 1 }).shares <= 0) open.splice(mine, 1);
+    const lease = it.holder && leases.find((one) => one.holder === it.holder);
+    if (lease) found.leases.push(lease);
     found.fault ??= (gpu.faults ?? []).find((fault) => fault.device === it.device) ?? null;
   }
-  return { slices, devices: [...bySlot.values()].sort((a, b) => a.start - b.start) };
+  const devices = [...bySlot.values()].sort((a, b) => a.start - b.start);
+  return { slices: Math.max(gpu.freeCapacity?.slices ?? 8, ...devices.map((it) => it.start + it.size)), devices };
 }
 
 function readBars(gpu, leases) {
