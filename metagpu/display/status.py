@@ -169,6 +169,9 @@ def cluster_problems(cluster: Report | None) -> Iterable[str]:
     yield from (f"{name}: {it}" for name, it in cluster.get("nodeDifferences", {}).items())
     if problem := (cluster.get("resourceSlices") or {}).get("problem"):
         yield f"API server, ResourceSlices: {problem}"
+    contested = (cluster.get("resourceSlices") or {}).get("contested", {})
+    for resource, name in contested.items():
+        yield f"{resource}: the device plugin offers it here, and the DeviceClass {name} has it too"
     if upgrade := cluster.get("driverUpgrade"):
         yield upgrade["summary"]
     for plugin in cluster.get("competingPlugins", ()):

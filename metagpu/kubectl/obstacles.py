@@ -62,6 +62,9 @@ def resource_obstacles(
     if resource not in offers:
         yield _not_offered(resource, node, report)
         return
+    if "freeDevices" in offers[resource]:
+        yield from _dra_obstacles(demand, resource, report)
+        return
     if plugin := report["competingPlugins"].get(resource):
         reason = f"{resource} is served by another device plugin ({plugin})"
         yield Obstacle.COMPETING_PLUGIN, reason, "remove that plugin from the node, or its resource"
@@ -94,6 +97,21 @@ def _not_offered(resource: str, node: ClusterNode, report: Report) -> Found:
     near = suggest(resource, offered).removeprefix("; ")
     choose = f"choose a profile with it: kubectl label node {node.name} {_CONFIG_LABEL}=PROFILE"
     return Obstacle.NOT_OFFERED, reason, near or choose
+
+
+def _dra_obstacles(demand: PodDemand, resource: str, report: Report) -> Iterator[Found]:
+    """Yield what is against a resource of DRA: the scheduler counts devices."""
+    slices = (report.get("cluster") or {}).get("resourceSlices") or {}
+    if resource not in slices.get("extendedResources", {}):
+        reason = f"{resource} is offered by DRA there, and no DeviceClass has this name"
+        fix = "ask by a ResourceClaim, or add it to dra.extendedResources of the chart: docs/dra.md"
+        yield Obstacle.NOT_OFFERED, reason, fix
+        return
+    free, total = report["offers"][resource]["freeDevices"], demand.totals[resource]
+    if total > free:
+        reason = f"{free} devices of {resource} are free, and {total} different ones are requested"
+        fix = "wait for the end of pods, or request fewer: more of one device is a ResourceClaim"
+        yield Obstacle.FULL, reason, fix
 
 
 def _too_few(resource: str, _: int, gpus: Sequence[Report], report: Report) -> Found:

@@ -140,6 +140,10 @@ def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) ->
     well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
     show_status({**well, "dra": {"driver": "gpu.metagpu.io", "problem": "refused"}})
     assert "DRA driver gpu.metagpu.io: refused" in capsys.readouterr().out
+    contested = {"problem": "", "contested": {"nvidia.com/gpu": "whole"}}
+    cluster = {"problem": "", "features": {}, "resourceSlices": contested}
+    show_status({**well, "cluster": cluster})
+    assert "offers it here, and the DeviceClass whole has it too" in capsys.readouterr().out
     show_status({**well, "cdi": {"problem": "/cdi is full", "noLibraries": "no nvidia-ctk"}})
     printed = capsys.readouterr().out
     assert "containers may not start: /cdi is full" in printed

@@ -253,6 +253,9 @@ def test_extended_resources_by_device_classes(
     assert claims.leased() == 2 + 2 + 1
     pods = {f"{NAMESPACE}/pair", f"{NAMESPACE}/mixed"}
     assert {it.partition(" (")[0] for it in claims.leases()} == pods
+    published = claims.daemon.status()["cluster"]["resourceSlices"]
+    assert published["extendedResources"].keys() == set(resources)
+    assert published["contested"] == {}
     assert claims.phase("many") == "Pending"  # five slices are of five different GPUs
 
 

@@ -81,6 +81,16 @@ AFFINITY = {
         }
     }
 }
+
+
+def by_dra(free: int, *names: str) -> ClusterNode:
+    """Return a node that offers GPUs by DRA, and the names of DeviceClasses."""
+    offer = {"free": free, "heldBack": 0, "largestRequest": free, "freeDevices": free}
+    slices = {"extendedResources": dict.fromkeys(names, "a-class")}
+    report = {"offers": {GPUS: offer}, "cluster": {"resourceSlices": slices}}
+    return node(gpu(0, 0), report=report)
+
+
 CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
     ("room", demand(30), node(gpu(0, 60)), Obstacle.NONE, "40 of cnvrg.io/metagpu are free"),
     ("full", demand(30), node(gpu(0, 100)), Obstacle.FULL, "held by team/pod-0 (100)"),
@@ -177,6 +187,21 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
         node(gpu(0, 0), labels={"zone": "c"}),
         Obstacle.NONE,
         "",
+    ),
+    ("a device of a class", demand(1, 1, resource=GPUS), by_dra(2, GPUS), Obstacle.NONE, "2 of"),
+    (
+        "more devices than are free",
+        demand(1, 2, resource=GPUS),
+        by_dra(2, GPUS),
+        Obstacle.FULL,
+        "2 devices of nvidia.com/gpu are free, and 3 different ones are requested",
+    ),
+    (
+        "no class",
+        demand(1, resource=GPUS),
+        by_dra(2, SHARES),
+        Obstacle.NOT_OFFERED,
+        "no DeviceClass has this name; end ask by a ResourceClaim",
     ),
     ("no daemon", demand(1), ClusterNode("gpu-1"), Obstacle.NO_DAEMON, "metagpu does not run"),
     (

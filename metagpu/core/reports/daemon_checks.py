@@ -95,6 +95,10 @@ def check_resource_claims(status: Status) -> Finding:
     if problem := slices.get("problem"):
         fix = "the scheduler allocates by the slices of before; docs/permissions.md has the rights"
         return ERROR, f"ResourceSlices: {problem}", fix
+    if contested := slices.get("contested"):
+        named = ", ".join(f"{it} (DeviceClass {name})" for it, name in contested.items())
+        finding = f"the device plugin offers {named} here, so that nobody gets the class's devices"
+        return WARNING, finding, "give the pool of one front another resource name"
     return OK, f"the kubelet has the DRA driver {front['driver']}, with {front['claims']} claims"
 
 

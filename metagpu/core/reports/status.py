@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from metagpu.core.devices.devices import devices_of
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.capacity import describe_capacity, to_dict
 from metagpu.core.model.gpu import MIB, Gpu, GpuId, parse_bus_id
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.offers import largest_request
+from metagpu.core.model.offers import Front, largest_request
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.reasons import describe_held_back, iso_time, unavailable_reason
 from metagpu.core.model.shares import (
@@ -128,14 +129,31 @@ def _part(gpu: Gpu, shares: Sequence[Share], capacity: Mapping[ResourceName, int
 
 
 def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int | str]:
-    """Return what is free of a resource, and of that what is held back."""
+    """Return what is free of a resource, and of that what is held back.
+
+    The free devices are those of DRA: a number in `limits` counts devices there.
+    """
     parts, resource = free_parts(snapshot, offer), offer.resource
     return {
         "free": sum(part.free for part in parts),
         "heldBack": sum(it.free for it in parts if resource in snapshot.gpus[it.gpu].held_back),
         "largestRequest": largest_request(offer.rule.requests, parts),
         "requestRule": str(offer.rule.requests),
+        **({"freeDevices": _free_devices(snapshot, offer)} if offer.front is Front.DRA else {}),
     }
+
+
+def _free_devices(snapshot: Snapshot, offer: Offer) -> int:
+    """Return the devices of DRA that a pod could still get a part of."""
+    return sum(
+        any(it.id not in taken for it in device.shares)
+        for gpu in offer.by_gpu
+        for state in (snapshot.gpus[gpu],)
+        if state.verdict.healthy and state.cordon is None
+        for taken in (state.refused_shares | state.leases.keys(),)
+        for device in devices_of(state)
+        if device.resource == offer.resource
+    )
 
 
 def _pod_details(known: KnownPod | None) -> Mapping[str, str]:

@@ -23,6 +23,7 @@ from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.device_classes import DeviceClasses
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.resource_slices import (
@@ -98,6 +99,7 @@ class SlicePublisher:
     def __post_init__(self) -> None:
         rate, burst = self.timing.rate, self.timing.burst
         self._buckets = defaultdict[str, TokenBucket](lambda: TokenBucket(burst, rate))
+        self.classes = DeviceClasses(self.client)
         self.own = OwnSlices(self.client, self.node.name, self._on_change)
         self.reconciler = Reconciler("resource slices", self.reconcile, self.client.timing)
 
@@ -105,15 +107,26 @@ class SlicePublisher:
         """Publish the slices until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self.own.run)
+            group.start_soon(self.classes.run)
             group.start_soon(self.reconciler.run)
             group.start_soon(self._follow_layout)
             async for _ in self.registry.watch(_watched):
                 self.reconciler.trigger()
 
     def report(self) -> Mapping[str, Any]:
-        """Return the number of published pools, and the problem with others."""
+        """Return published pools, the problem with others, and extended resources.
+
+        A resource is contested that the device plugin has on this node, and a DeviceClass too.
+        """
         problem = self.reconciler.problem or self.own.problem or self._dropped_problem
-        return {"pools": len(self._published), "problem": problem}
+        resources = self.classes.of_driver(self.driver())
+        other_front = self.registry.snapshot.offers_of(Front.DEVICE_PLUGIN)
+        return {
+            "pools": len(self._published),
+            "problem": problem,
+            "extendedResources": resources,
+            "contested": {it: name for it, name in resources.items() if it in other_front},
+        }
 
     async def reconcile(self) -> float | None:
         """Write what differs; return the seconds until more is to be written."""

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Informer(ABC):
-    """The objects of a collection that a field selector names.
+    """The objects of a collection that a field selector names, all with an empty one.
 
     Attributes:
         path: the path of the collection.
@@ -38,7 +38,7 @@ class Informer(ABC):
         self.path = path
         self.problem = ""
         self._client = client
-        self._query = {"fieldSelector": selector}
+        self._query = {"fieldSelector": selector} if selector else {}
         self._about = about
         self._logged = LogOnce()
 

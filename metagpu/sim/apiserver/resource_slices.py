@@ -13,6 +13,7 @@ from aiohttp import web
 from metagpu.sim.apiserver.objects import ApiError, Key, Object, ObjectStore
 
 PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
+CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
 _KIND: Final = "resourceslices"
 _WRITTEN_AT: Final = "2026-11-23T03:00:00Z"
 

@@ -129,7 +129,8 @@ class SimApiServer(SimCluster):
     async def running(self) -> AsyncIterator["SimApiServer"]:
         """Serve on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
-        for path in (_NODE, _PODS, _ALL_EVENTS, _CONFIG_MAPS, resource_slices.PATH):
+        classes = resource_slices.CLASSES
+        for path in (_NODE, _PODS, _ALL_EVENTS, _CONFIG_MAPS, resource_slices.PATH, classes):
             app.router.add_get(path, self._list)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)

@@ -70,6 +70,8 @@ PAUSED = {
 ASKED = {"driver": "gpu.metagpu.io", "claims": 2, "problem": None}
 UNASKED = {**(SOUND.status or {}), "dra": {**ASKED, "problem": "the kubelet has not asked yet"}}
 REFUSED_SLICES = {"resourceSlices": {"problem": "the API server does not allow it"}}
+CONTESTED_NAME = {"resourceSlices": {"contested": {"nvidia.com/gpu": "whole.example"}}}
+TWO_FRONTS = {**(SOUND.status or {}), "dra": ASKED, "cluster": CONTESTED_NAME}
 UNPUBLISHED = {**(SOUND.status or {}), "dra": ASKED, "cluster": REFUSED_SLICES}
 DIFFERING = {
     **(SOUND.status or {}),
@@ -181,6 +183,10 @@ def test_a_sound_node_is_ok() -> None:
         ("MG304", CheckResult.ERROR, {"status": UNREGISTERED}, "x/y: the kubelet counts 0"),
         ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
         ("MG306", CheckResult.ERROR, {"status": UNASKED}, "gpu.metagpu.io: the kubelet has not"),
+        (
+            *("MG306", CheckResult.WARNING, {"status": TWO_FRONTS}),
+            "offers nvidia.com/gpu (DeviceClass whole.example) here",
+        ),
         ("MG306", CheckResult.ERROR, {"status": UNPUBLISHED}, "ResourceSlices: the API server"),
         ("MG407", CheckResult.WARNING, {"status": UNUSED}, "team/alice (main): container main"),
         ("MG402", CheckResult.ERROR, {"status": NOTHING}, "no resource is offered"),

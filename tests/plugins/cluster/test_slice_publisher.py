@@ -216,5 +216,47 @@ async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path
         await server.until(lambda: len(slices(server, 0)) == 2)
 
 
+BOTH_FRONTS = """\
+version: metagpu/v1
+pools:
+  - {name: a, gpus: {index: 0}, fronts: [dra], backends: [{backend: whole}]}
+  - {name: b, gpus: {index: 1}, backends: [{backend: timeslice, replicas: 4}]}
+"""
+
+
+def _device_class(server: SimApiServer, name: str, resource: str, created: str, **of: str) -> None:
+    driver = of.get("driver", "gpu.metagpu.io")
+    selectors = [{"cel": {"expression": f"device.driver == '{driver}'"}}]
+    server.store.put(
+        ("deviceclasses", "", name),
+        {
+            "metadata": {"name": name, "creationTimestamp": created},
+            "spec": {"extendedResourceName": resource, "selectors": selectors},
+        },
+    )
+
+
+async def test_extended_resources_are_those_of_device_classes(tmp_path: Path) -> None:
+    """The younger class of a name counts; a name that the device plugin has is contested."""
+    server = SimApiServer()
+    _device_class(server, "older", "nvidia.com/gpu", "2026-01-01T00:00:00Z")
+    _device_class(server, "nic", "example.com/nic", "2026-01-01T00:00:00Z", driver="nic.example")
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer(BOTH_FRONTS)
+
+        def report() -> tuple[Any, Any]:
+            found = it.cluster.report()["resourceSlices"] or {}
+            return found.get("extendedResources"), found.get("contested")
+
+        await becomes(lambda: report() == ({"nvidia.com/gpu": "older"}, {}))
+        _device_class(server, "a-younger", "nvidia.com/gpu", "2026-01-02T00:00:00Z")
+        _device_class(server, "shared", "nvidia.com/gpu.shared", "2026-01-01T00:00:00Z")
+        contested = {"nvidia.com/gpu.shared": "shared"}
+        named = {"nvidia.com/gpu": "a-younger", **contested}
+        await becomes(lambda: report() == (named, contested))
+        _device_class(server, "shared", "", "2026-01-01T00:00:00Z")
+        await becomes(lambda: report() == ({"nvidia.com/gpu": "a-younger"}, {}))
+
+
 def _problem(it: Scene) -> str:
     return str((it.cluster.report()["resourceSlices"] or {}).get("problem"))
