@@ -95,6 +95,7 @@ def build_exporter(
         layout=lambda: layout_manager.layout,
         usage=usage_service.latest,
         sensors=driver.sensors,
+        instance_sensors=driver.mig.sensors,
         configuration=config_loader.to_metrics,
         driver=lambda: NvmlStatus(health.unusable, len(driver.unanswered_calls)),
         lease_differences=lambda: usage_service.lease_differences,

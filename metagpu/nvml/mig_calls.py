@@ -4,10 +4,10 @@ These functions block, and raise pynvml's errors. Every call reads the handles o
 NVML may reuse the address of a destroyed instance for another.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import byref, c_uint
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import pynvml
 
@@ -31,6 +31,8 @@ from metagpu.nvml.errors import (
     or_none,
 )
 from metagpu.nvml.queries import Handle, read_memory, read_processes
+
+AnswerT = TypeVar("AnswerT")
 
 _SUFFIXES: Final = {
     pynvml.NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1: "+me",
@@ -299,18 +301,23 @@ def _destroy(gpu_instance: Handle) -> None:
 
 def _uuids(handle: Handle) -> Mapping[tuple[int, int], str]:
     """Return the uuids of MIG devices, by the numbers of GPU and compute instance."""
-    found: dict[tuple[int, int], str] = {}
 
+    def read(device: Handle) -> tuple[tuple[int, int], str]:
+        gpu_instance = int(pynvml.nvmlDeviceGetGpuInstanceId(device))
+        compute_instance = int(pynvml.nvmlDeviceGetComputeInstanceId(device))
+        return (gpu_instance, compute_instance), pynvml.nvmlDeviceGetUUID(device)
+
+    return dict(read_devices(handle, read))
+
+
+def read_devices(handle: Handle, read: Callable[[Handle], AnswerT]) -> Iterator[AnswerT]:
+    """Yield the answer of each MIG device of a GPU; none while MIG is off."""
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
-            device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            key = (
-                int(pynvml.nvmlDeviceGetGpuInstanceId(device)),
-                int(pynvml.nvmlDeviceGetComputeInstanceId(device)),
-            )
-            found[key] = pynvml.nvmlDeviceGetUUID(device)
+            answer = read(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
         except FAILURES as failure:
             # The indices have gaps, and another process may destroy a device meanwhile.
             if error_code(failure) in CONCLUSIVE or error_code(failure) not in _NO_SUCH:
                 raise
-    return found
+        else:
+            yield answer

@@ -6,9 +6,11 @@ from functools import partial
 import anyio
 
 from metagpu.core.contracts.driver import MigUsage
+from metagpu.core.contracts.sensors import InstanceSensors
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import MigInstance, MigMode, Placement
 from metagpu.nvml import mig_calls
+from metagpu.nvml.sensors import read_instance_sensors
 from metagpu.nvml.session_gpu import SessionGpu
 from metagpu.nvml.timing import TIMING, NvmlTiming
 from metagpu.nvml.worker import ResultT
@@ -53,6 +55,11 @@ class NvmlMigDriver:
         return await known.worker.call(
             partial(mig_calls.list_instances, known.handle), self._deadline
         )
+
+    async def sensors(self, gpu: GpuId) -> Sequence[InstanceSensors]:
+        """Read the memory of the instances that have a MIG device."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_instance_sensors, known.handle), self._deadline)
 
     async def capacity(self, gpu: GpuId) -> Mapping[int, int]:
         """Return how many more instances of each profile fit, by the profile's number."""

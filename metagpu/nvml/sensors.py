@@ -11,8 +11,10 @@ from typing import Any, Final
 
 import pynvml
 
-from metagpu.core.contracts.sensors import GpuSensors, NvlinkError, ThrottleReason
+from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors, NvlinkError, ThrottleReason
 from metagpu.nvml.answers import NvmlAnswers
+from metagpu.nvml.errors import or_none
+from metagpu.nvml.mig_calls import read_devices
 from metagpu.nvml.queries import Handle, field_number, read_memory
 
 _MILLI: Final = 1e-3  # milliwatts and millijoules
@@ -81,6 +83,25 @@ def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
         pcie_replays=fields.get(pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER),
         throttled=_throttle_reasons(answers.fresh(_read_throttle_reasons, handle)),
     )
+
+
+def read_instance_sensors(handle: Handle) -> tuple[InstanceSensors, ...]:
+    """Read the memory of a GPU's MIG instances; the devices of one instance share it."""
+    mode = or_none(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or not mode[0]:
+        return ()
+
+    def read(device: Handle) -> InstanceSensors | None:
+        number = int(pynvml.nvmlDeviceGetGpuInstanceId(device))
+        instance = pynvml.nvmlDeviceGetGpuInstanceById(handle, number)
+        profile = int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId)
+        if (memory := read_memory(device)) is None:
+            return None
+        used, free = memory.used - (memory.reserved or 0), memory.total - memory.used
+        return InstanceSensors(number, profile, used, free)
+
+    found = {it.number: it for it in read_devices(handle, read) if it is not None}
+    return tuple(found.values())
 
 
 def _read_fields(handle: Handle) -> Mapping[int, int]:

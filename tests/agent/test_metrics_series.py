@@ -58,7 +58,18 @@ async def test_a_full_node_with_mig_has_a_thousand_series_at_most(tmp_path: Path
         page = await page_when(
             it, lambda page: len(page.values("metagpu_container_mig_info")) == PODS
         )
-    labels = page.labels("metagpu_container_mig_info", pod="pod-0")
+        labels = page.labels("metagpu_container_mig_info", pod="pod-0")
+        [gpu] = [gpu for gpu in node.gpus if gpu.id == labels["uuid"]]
+        program = SimProcess(7, 100 * MIB, gi=int(labels["gpu_instance"]), ci=0)
+        it.node.start_process(gpu, program)
+        _, _, body = await asked(await port_of(it), "/dcgm")
+        of_dcgm = Page(body)
+    used, profile = "DCGM_FI_DEV_FB_USED", {"GPU_I_PROFILE": labels["profile"]}
+    instance = {"UUID": gpu.id, "GPU_I_ID": labels["gpu_instance"], "pod": "pod-0"}
+    assert of_dcgm.values(used, **instance, **profile) == [100]
+    assert len(of_dcgm.values(used, **profile)) == PODS
+    assert len(of_dcgm.values("DCGM_FI_DEV_POWER_USAGE", GPU_I_ID="")) == GPUS
+    assert len(of_dcgm.samples) <= MOST
     assert labels["mig_uuid"].startswith("MIG-")
     assert labels["profile"] == "1g.5gb"
     assert labels["gpu_instance"].isdecimal()

@@ -91,6 +91,7 @@ async def test_promtool_accepts_both_pages(tmp_path: Path) -> None:
         port = await port_of(it)
         _, _, own = await asked(port)
         _, _, dcgm = await asked(port, "/dcgm")
+    assert 'GPU_I_PROFILE="1g.5gb"' in dcgm
     assert promtool("check", "metrics", feed=own) == (0, "")
     status, output = promtool("check", "metrics", feed=dcgm)
     assert (status, {line.split(" ", 1)[1] for line in output.splitlines()}) == (LINTS, NVIDIAS)

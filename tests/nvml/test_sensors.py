@@ -7,10 +7,11 @@ import pytest
 
 from metagpu.core.contracts.sensors import NvlinkError, ThrottleReason
 from metagpu.core.errors import GpuLost
+from metagpu.core.model.mig import Placement
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.spec import build_node
-from tests.nvml.rig import altered_library, opened
+from tests.nvml.rig import DEADLINE, altered_library, opened
 
 
 async def test_values_are_nvmls_in_base_units() -> None:
@@ -40,6 +41,25 @@ async def test_what_a_card_does_not_report_is_absent() -> None:
         it = await nvml.sensors(survey.gpus[0].id)
     assert (it.memory_temperature, it.rows_failed, it.nvlink_errors) == (None, None, {})
     assert it.ecc_corrected == 0
+
+
+async def test_mig_instances_have_memory_of_their_own() -> None:
+    """Each instance has what its programs use, and the rest of its own part."""
+    async with opened("a100-40gb:1") as (node, nvml, survey):
+        gpu, mig = survey.gpus[0], node.gpu(0).mig
+        assert await nvml.mig.sensors(gpu.id) == ()
+        mig.enabled = mig.pending = True
+        small, large = (
+            next(it for it in gpu.mig_profiles if it.name == name) for name in ("1g.5gb", "3g.20gb")
+        )
+        places = (small, Placement(0, 1)), (large, Placement(4, 4))
+        made = [await nvml.mig.create(gpu.id, it.number, at, DEADLINE) for it, at in places]
+        used = SimProcess(7, 3 * 2**30, gi=made[1].number, ci=0)
+        node.start_process(node.gpu(0), used)
+        one, two = sorted(await nvml.mig.sensors(gpu.id), key=lambda it: it.memory_used)
+    assert (one.number, one.profile, one.memory_used) == (made[0].number, small.number, 0)
+    assert (two.number, two.profile, two.memory_used) == (made[1].number, large.number, 3 * 2**30)
+    assert two.memory_free == large.memory - 3 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.mig import MigInstance, MigMode, Placement
 
@@ -175,6 +175,10 @@ class MigDriver(Protocol):
 
     async def instances(self, gpu: GpuId) -> Sequence[MigInstance]:
         """List all instances of a GPU, those of other programs too; none while MIG is off."""
+        ...
+
+    async def sensors(self, gpu: GpuId) -> Sequence[InstanceSensors]:
+        """Read the memory of the instances that have a MIG device; none while MIG is off."""
         ...
 
     async def capacity(self, gpu: GpuId) -> Mapping[int, int]:

@@ -64,3 +64,17 @@ class GpuSensors(msgspec.Struct, frozen=True):
     nvlink_errors: Mapping[NvlinkError, int] = msgspec.field(default_factory=dict)
     pcie_replays: int | None = None
     throttled: frozenset[ThrottleReason] | None = None
+
+
+class InstanceSensors(msgspec.Struct, frozen=True):
+    """One reading of a MIG instance.
+
+    Attributes:
+        number: NVML's id of the GPU instance; `profile` is the number of its profile.
+        memory_used: bytes in use without the part that the driver reserves; `memory_free` is free.
+    """
+
+    number: int
+    profile: int
+    memory_used: int
+    memory_free: int

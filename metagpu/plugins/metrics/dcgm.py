@@ -2,14 +2,15 @@
 
 Names, types and help texts are those of its `etc/default-counters.csv`, with the counters that are
 commented out there and that NVML knows. A series has the labels of a container where that container
-alone holds the GPU, as it does without `--kubernetes-virtual-gpus`.
+alone holds the GPU or the MIG instance, as it does without `--kubernetes-virtual-gpus`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from metagpu.core.contracts.sensors import GpuSensors, NvlinkError
+from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors, NvlinkError
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
+from metagpu.core.model.shares import Lease, holders_of
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.plugins.metrics.samples import (
     FamilyFactory,
@@ -20,8 +21,8 @@ from metagpu.plugins.metrics.samples import (
 )
 
 _LABELS: Final = (
-    *("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"),
-    *("DCGM_FI_DRIVER_VERSION", "container", "namespace", "pod"),
+    *("gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID"),
+    *("Hostname", "DCGM_FI_DRIVER_VERSION", "container", "namespace", "pod"),
 )
 _gauge: Final = FamilyFactory(MetricType.GAUGE, _LABELS, "DCGM_FI_DEV_")
 _counter: Final = FamilyFactory(MetricType.COUNTER, _LABELS, "DCGM_FI_DEV_")
@@ -76,28 +77,58 @@ FAMILIES: Final = (
 def dcgm_samples(
     snapshot: Snapshot,
     readings: Mapping[GpuId, GpuSensors],
+    instances: Mapping[GpuId, Sequence[InstanceSensors]],
     last_xids: Mapping[GpuId | None, int],
     node: str,
 ) -> Iterator[Sample]:
-    """Yield one series of each value that a GPU reports, in dcgm-exporter's units."""
+    """Yield one series of each value of a GPU or MIG instance, in DCGM's units.
+
+    DCGM repeats the values of a GPU for each of its instances: a sum would count them several
+    times. Memory is the instances' own, and no series of the GPU where it has any, or may have.
+    """
     for gpu, reading in readings.items():
-        if (state := snapshot.gpus.get(gpu)) is not None:
-            labels = (*_hardware(state.gpu, node, snapshot.versions.driver), *_container(state))
-            for family, value in (*_values(reading), (XID_ERRORS, last_xids.get(gpu, 0))):
-                if value is not None:
-                    yield Sample(family, labels, value)
+        if (state := snapshot.gpus.get(gpu)) is None:
+            continue
+        hardware, host = _hardware(state.gpu), (node, snapshot.versions.driver)
+        labels = (*hardware, "", "", *host, *_container(state.leases.values()))
+        yield from _samples(labels, _values(reading))
+        yield Sample(XID_ERRORS, labels, last_xids.get(gpu, 0))
+        parts = instances.get(gpu, None if state.gpu.mig_enabled else ())
+        if parts is not None and not parts:
+            yield from _samples(labels, _memory(reading))
+        names = {it.number: it.name for it in state.gpu.mig_profiles}
+        for it in parts or ():
+            instance = names.get(it.profile, ""), str(it.number)
+            labels = (*hardware, *instance, *host, *_container(_leases(state, it.number)))
+            yield from _samples(labels, _memory(it))
 
 
-def _hardware(gpu: Gpu, node: str, driver: str) -> Sequence[str]:
+def _samples(
+    labels: tuple[str, ...], values: Iterable[tuple[MetricFamily, float | None]]
+) -> Iterator[Sample]:
+    for family, value in values:
+        if value is not None:
+            yield Sample(family, labels, value)
+
+
+def _hardware(gpu: Gpu) -> Sequence[str]:
     device = "" if gpu.minor is None else f"nvidia{gpu.minor}"
     domain, _, rest = gpu.pci_bus_id.upper().partition(":")
     address = f"{domain:0>8}:{rest}" if rest else ""
-    return str(gpu.index), gpu.id, address, device, gpu.name, node, driver
+    return str(gpu.index), gpu.id, address, device, gpu.name
 
 
-def _container(state: GpuState) -> Sequence[str]:
-    """Return the container that alone holds a GPU, empty for none and several."""
-    holders = {lease.holder for lease in state.leases.values()}
+def _leases(state: GpuState, instance: int) -> Iterator[Lease]:
+    """Yield the leases of shares of a MIG instance."""
+    for backend in state.provisioned.values():
+        for share, it in backend.devices.items():
+            if it.gpu_instance == instance and share in state.leases:
+                yield state.leases[share]
+
+
+def _container(leases: Iterable[Lease]) -> Sequence[str]:
+    """Return the container that alone holds some leases, empty for none and several."""
+    holders = {holder for lease in leases for holder in holders_of(lease) or (None,)}
     if len(holders) != 1 or (holder := holders.pop()) is None:
         return "", "", ""
     return holder.container, holder.namespace, holder.pod
@@ -115,8 +146,6 @@ def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, float | None]]:
     yield MEM_COPY_UTIL, _scaled(it.memory_utilization, _PERCENT)
     yield ENC_UTIL, _scaled(it.encoder, _PERCENT)
     yield DEC_UTIL, _scaled(it.decoder, _PERCENT)
-    yield FB_FREE, _scaled(it.memory_free, 1 / MIB)
-    yield FB_USED, _scaled(it.memory_used, 1 / MIB)
     yield ECC_SBE, it.ecc_corrected
     yield ECC_DBE, it.ecc_uncorrected
     for kind, count in it.nvlink_errors.items():
@@ -124,6 +153,11 @@ def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, float | None]]:
     yield REMAPPED_UNCORRECTABLE, it.rows_uncorrectable
     yield REMAPPED_CORRECTABLE, it.rows_correctable
     yield REMAP_FAILURE, it.rows_failed
+
+
+def _memory(it: GpuSensors | InstanceSensors) -> Iterator[tuple[MetricFamily, float | None]]:
+    yield FB_FREE, _scaled(it.memory_free, 1 / MIB)
+    yield FB_USED, _scaled(it.memory_used, 1 / MIB)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -1,7 +1,7 @@
 """The exporter: serves metrics and probes, by the other modules here."""
 
 import gzip
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Final, TypeAlias
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import anyio
 from anyio import to_thread
 
-from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.usage.collector import NodeUsage
@@ -36,6 +36,7 @@ _WAITS: Final = "another daemon has the node\n"
 _INDEX: Final = "metagpu: see /metrics, /dcgm, /healthz, /readyz\n"
 
 Readings: TypeAlias = Mapping[GpuId, GpuSensors]
+InstanceReadings: TypeAlias = Mapping[GpuId, Sequence[InstanceSensors]]
 
 
 class Exporter:
@@ -62,6 +63,10 @@ class Exporter:
         self._usage = SingleFlight[NodeUsage]("GPU usage", sources.usage, age=0)
         reader = SensorReader(sources.registry, sources.sensors)
         self._sensors = SingleFlight[Readings]("GPU sensors", reader.read, timing.page_age)
+        instances = SensorReader(sources.registry, sources.instance_sensors)
+        self._instances = SingleFlight[InstanceReadings](
+            "sensors of MIG instances", instances.read, timing.page_age
+        )
         self._page = SingleFlight[HttpResponse]("metrics page", self._render, timing.page_age)
         self._dcgm_page = SingleFlight[HttpResponse](
             "page of dcgm-exporter", self._render_dcgm, timing.page_age
@@ -99,7 +104,7 @@ class Exporter:
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
             for part in (
-                *(self._lag_probe, self._usage, self._sensors),
+                *(self._lag_probe, self._usage, self._sensors, self._instances),
                 *(self._page, self._dcgm_page, self.server),
             ):
                 group.start_soon(part.run)
@@ -129,10 +134,13 @@ class Exporter:
     async def _render_dcgm(self) -> HttpResponse:
         """Render the page of dcgm-exporter, in the same way."""
         readings = await self._sensors.get(self._timing.nvml_timeout)
+        instances = await self._instances.get(self._timing.nvml_timeout)
         snapshot, last_xids = self._sources.registry.snapshot, dict(self._counters.last_xids)
 
         def render() -> HttpResponse:
-            samples = dcgm_samples(snapshot, readings or {}, last_xids, self._sources.node)
+            samples = dcgm_samples(
+                snapshot, readings or {}, instances or {}, last_xids, self._sources.node
+            )
             return _page(render_page(dcgm.FAMILIES, samples))
 
         return await to_thread.run_sync(render)

@@ -1,32 +1,33 @@
 """Concurrent reading of sensors: a GPU that hangs costs no other its values."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 import anyio
 
-from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.metrics.sources import ReadSensors
+
+ReadingT = TypeVar("ReadingT")
 
 
-class SensorReader:
-    """Reads the sensors of all GPUs.
+class SensorReader(Generic[ReadingT]):
+    """Reads the sensors of all GPUs, or of their MIG instances.
 
     A GPU that hangs ends at NVML's deadline once, and fails at once while that call is out. No
     reading is cancelled: NVML's worker would not count a call as overdue that nobody waits for.
     """
 
-    def __init__(self, registry: Registry, sensors: ReadSensors) -> None:
+    def __init__(self, registry: Registry, sensors: Callable[[GpuId], Awaitable[ReadingT]]) -> None:
         self._registry = registry
         self._sensors = sensors
 
-    async def read(self) -> Mapping[GpuId, GpuSensors]:
-        """Return the sensors of each GPU that answers, in the order of the GPUs."""
+    async def read(self) -> Mapping[GpuId, ReadingT]:
+        """Return the reading of each GPU that answers, in the order of the GPUs."""
         gpus = tuple(self._registry.snapshot.gpus)
-        found: dict[GpuId, GpuSensors] = {}
+        found: dict[GpuId, ReadingT] = {}
 
         async def read_one(gpu: GpuId) -> None:
             with suppress(DriverError):  # the health watch reports it

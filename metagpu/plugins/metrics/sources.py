@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from metagpu.core.config.profiles import ConfigStatus
-from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.backend_metrics import MetricKind
 from metagpu.core.model.gpu import GpuId
@@ -18,6 +18,8 @@ from metagpu.core.usage.report import ReportRules
 
 ReadSensors: TypeAlias = Callable[[GpuId], Awaitable[GpuSensors]]
 """Reads one GPU; a `DriverError` says that it cannot be read."""
+ReadInstances: TypeAlias = Callable[[GpuId], Awaitable[Sequence[InstanceSensors]]]
+"""Reads the MIG instances of one GPU, in the same way."""
 
 
 class NvmlStatus(msgspec.Struct, frozen=True):
@@ -51,12 +53,12 @@ class MetricsTiming(msgspec.Struct, frozen=True):
 
 
 class MetricSources(msgspec.Struct, frozen=True):
-    """The sources of each page: `sensors` and `usage` wait, the rest is in memory.
+    """The sources of each page: sensors and `usage` wait, the rest is in memory.
 
     Attributes:
         kinds: the metrics of the installed backends.
         node: the node's name.
-        sensors: the sensors of a GPU.
+        sensors: the sensors of a GPU; `instance_sensors` those of its MIG instances.
         usage: the usage of the GPUs; callers within one second share one collection.
         driver_limits: the number of memory limits that the driver enforces.
         lease_differences: between the leases and what processes and cgroups show.
@@ -72,6 +74,7 @@ class MetricSources(msgspec.Struct, frozen=True):
     layout: Callable[[], Layout]
     usage: Callable[[], Awaitable[NodeUsage]]
     sensors: ReadSensors
+    instance_sensors: ReadInstances
     configuration: Callable[[], ConfigStatus]
     driver: Callable[[], NvmlStatus]
     driver_limits: Callable[[], int]

@@ -47,6 +47,11 @@ async def find_no_usage() -> NodeUsage:
     return NodeUsage()
 
 
+async def find_no_instances(_: GpuId) -> tuple[()]:
+    """Return no MIG instance."""
+    return ()
+
+
 async def find_no_sensors(_: GpuId) -> GpuSensors:
     """Return no reading."""
     return GpuSensors()
@@ -68,6 +73,7 @@ def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
         layout=lambda: layout_of(A),
         usage=find_no_usage,
         sensors=find_no_sensors,
+        instance_sensors=find_no_instances,
         configuration=lambda: GOOD,
         driver=lambda: NvmlStatus("", 0),
         driver_limits=lambda: 2,

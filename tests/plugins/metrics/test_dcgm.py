@@ -5,8 +5,15 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from metagpu.core.contracts.sensors import GpuSensors, NvlinkError, ThrottleReason
+from metagpu.core.contracts.sensors import (
+    GpuSensors,
+    InstanceSensors,
+    NvlinkError,
+    ThrottleReason,
+)
 from metagpu.core.model.gpu import MIB
+from metagpu.core.model.mig import MigProfile
+from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ShareId
 from metagpu.plugins.metrics import dcgm
 from metagpu.plugins.metrics.exposition import render_page
 from metagpu.plugins.metrics.samples import MetricType
@@ -35,7 +42,7 @@ def page(**changes: object) -> Page:
     """Render the page of a node, of whose GPUs the first one is read."""
     snapshot, _ = node()
     readings = {A.id: replace(READING, **changes)}
-    samples = dcgm.dcgm_samples(snapshot, readings, {A.id: 79}, "gpu-1")
+    samples = dcgm.dcgm_samples(snapshot, readings, {}, {A.id: 79}, "gpu-1")
     return Page(render_page(dcgm.FAMILIES, samples).decode())
 
 
@@ -69,10 +76,36 @@ def test_labels_are_those_of_dcgm() -> None:
 def test_a_gpu_of_one_container_names_it() -> None:
     """A container that alone holds a GPU is in the labels of all values."""
     snapshot, _ = node()
-    samples = dcgm.dcgm_samples(snapshot, {B.id: READING}, {}, "gpu-1")
+    samples = dcgm.dcgm_samples(snapshot, {B.id: READING}, {}, {}, "gpu-1")
     it = Page(render_page(dcgm.FAMILIES, samples).decode())
     labels = it.labels("DCGM_FI_DEV_POWER_USAGE")
     assert (labels["namespace"], labels["pod"], labels["container"]) == ("team", "alice", "main")
+
+
+def test_each_mig_instance_has_its_memory_and_its_container() -> None:
+    """Memory is that of the instances alone; what a GPU has once stays the GPU's."""
+    snapshot, _ = node()
+    state = snapshot.gpus[A.id]
+    held, shared = list(state.leases)[:2], list(state.leases)[-1]
+    devices = dict.fromkeys(held, HardwareDevice("MIG-1", 7, 0))
+    devices[shared] = HardwareDevice("MIG-2", 9, 0)
+    devices[ShareId("free")] = HardwareDevice("MIG-3", 11, 0)
+    gpu = replace(A, mig_profiles=(MigProfile("1g.5gb", 19, 1, 5 * 2**30, 7, ()),))
+    state = replace(state, gpu=gpu, provisioned={"mig": ProvisionedState(devices=devices)})
+    instances = [InstanceSensors(it, 19, MIB, 2 * MIB) for it in (7, 9, 11)]
+    samples = dcgm.dcgm_samples(
+        replace(snapshot, gpus={A.id: state}), {A.id: READING}, {A.id: instances}, {}, "gpu-1"
+    )
+    it = Page(render_page(dcgm.FAMILIES, samples).decode())
+
+    assert it.values("DCGM_FI_DEV_FB_FREE", GPU_I_PROFILE="1g.5gb") == [2, 2, 2]
+    assert it.values("DCGM_FI_DEV_FB_USED", GPU_I_ID="") == []
+    assert it.labels("DCGM_FI_DEV_POWER_USAGE")["GPU_I_ID"] == ""
+    pods = {
+        number: it.labels("DCGM_FI_DEV_FB_USED", GPU_I_ID=number)["pod"]
+        for number in ("7", "9", "11")
+    }
+    assert pods == {"7": "alice", "9": "bob", "11": ""}
 
 
 def test_counters_have_dcgms_names() -> None:
