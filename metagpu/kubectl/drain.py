@@ -171,6 +171,8 @@ class GpuDrain:
         seconds = self._args.drain_timeout
         due = {name for name, it in self.pods.items() if it.is_evicted}
         pauses = delays()
+        if self._is_waiting():
+            print_text(f"waiting until nobody holds it, {seconds:g} s at most\n")
         with anyio.move_on_after(seconds):
             while self._is_waiting():
                 for name in sorted(due):
@@ -214,9 +216,11 @@ class GpuDrain:
             self._agent = agents.get(self._agent.node, self._agent)
             return ()
         now = {it.pod for it in self._holdings}
+        waiting = sum(not self.pods[name].stays for name in now)
         for name in before:
             if name not in now:
-                self._print_once(f"{self.pods[name].title} has left {self.title}")
+                left = f"; {waiting} to go" if waiting else ""
+                self._print_once(f"{self.pods[name].title} has left {self.title}{left}")
         if self._args.yes:
             return [name for name in late if self.pods[name].is_evicted]
         for name in late:

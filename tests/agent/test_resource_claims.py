@@ -158,7 +158,8 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         assert it.nodes(names) == ["nvidiactl", "nvidia-uvm", "nvidia0"]
 
         holder = Holder("default", "pod", "main")
-        held = {(claim.uid, share): (holder,) for share in scene.state(0).leases}
+        both = holder, Holder("default", "other", "main")
+        held = {(claim.uid, share): both for share in scene.state(0).leases}
         agent.registry.apply(LeasesObserved({}, anyio.current_time(), of_claims=held))
         status = await agent.commands["status"]({})
         assert isinstance(status, dict)
@@ -166,6 +167,7 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         [lease] = status["leases"]
         assert (lease["shares"], lease["holder"]) == (5, "default/pod (main)")
         assert lease["resourceClaim"] == f"default/{claim.name}"
+        assert lease["sharers"] == ["default/other (main)"]
 
         await anyio.Path(scene.config_file).write_text(QUICK)
         await agent.reload()
