@@ -13,6 +13,7 @@ from tests.e2e.claims import (
     MIG_GPU,
     ClaimsNode,
     claims_node,
+    page_configuration,
     page_documents,
     pod,
     resource_claim,
@@ -20,7 +21,8 @@ from tests.e2e.claims import (
 )
 from tests.e2e.cluster import NAMESPACE, Cluster, container
 from tests.e2e.cluster import pod as pod_of
-from tests.e2e.fake_node import DRIVER
+from tests.e2e.fake_node import DRIVER, exactly
+from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, gpu_config, nvidia_classes
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
@@ -257,6 +259,48 @@ def test_extended_resources_by_device_classes(
     assert published["extendedResources"].keys() == set(resources)
     assert published["contested"] == {}
     assert claims.phase("many") == "Pending"  # five slices are of five different GPUs
+
+
+@pytest.fixture
+def under_nvidias_name(shared_node: ClaimsNode) -> Iterator[ClaimsNode]:
+    """Run the driver under NVIDIA's name, with NVIDIA's classes, until the test ends."""
+    before = shared_node.registrations()
+    text = page_configuration().replace("replicas: 4", "replicas: 4, timeSlice: default")
+    shared_node.daemon.configure(f"{text}dra: {{driver: {NVIDIA}}}\n")
+    with nvidia_classes(shared_node.kubectl):
+        shared_node.await_registered(before)
+        yield shared_node
+        shared_node.clear()
+        before = shared_node.registrations()
+        shared_node.daemon.configure(page_configuration())
+        shared_node.await_registered(before)
+    shared_node.await_slices()
+
+
+def test_nvidias_manifests_run(under_nvidias_name: ClaimsNode) -> None:
+    """Containers share GPUs as NVIDIA's gpu-test5 says; an unknown field is in the Event."""
+    claims = under_nvidias_name
+    requests = exactly("ts-gpu", NVIDIA), exactly("mps-gpu", NVIDIA)
+    containers = {"ts0": "ts-gpu", "ts1": "ts-gpu", "mps0": "mps-gpu", "mps1": "mps-gpu"}
+    wrong = gpu_config({"strategy": "MPS", "mpsConfig": {"threads": 50}})
+    claims.kubectl.apply(
+        resource_claim("wrong", exactly("gpu", NVIDIA), config=[wrong]), pod("wrong", "wrong")
+    )
+    refusal = wait_for("a refusal", lambda: claims.events("wrong"), within_s=20)
+    assert "sharing.mpsConfig.threads: unknown key" in refusal
+    claims.cluster.delete("wrong")
+
+    claims.start(
+        resource_claim("gpu-test5", *requests, config=list(GPU_TEST5)),
+        pod("gpu-test5", "gpu-test5", **containers),
+    )
+    held = {name: claims.inspect("gpu-test5", name) for name in containers}
+    assert held["ts0"].gpu_devices == held["ts1"].gpu_devices
+    assert held["mps0"].gpu_devices == held["mps1"].gpu_devices != held["ts0"].gpu_devices
+    for name in ("mps0", "mps1"):
+        assert held[name].environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        assert held[name].environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
+    wait_for("the length", lambda: "--set-timeslice 3" in claims.daemon.log, within_s=SOON_S)
 
 
 def prepare(name: str, uid: str) -> Mapping[str, v1.NodePrepareResourceResponse]:

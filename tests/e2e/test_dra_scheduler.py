@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import permutations
 
 import pytest
@@ -18,6 +17,7 @@ from tests.e2e.claims import shares
 from tests.e2e.cluster import NAMESPACE
 from tests.e2e.fake_node import DRIVER, NODE, FakeNode, capacity, exactly, fake_node
 from tests.e2e.instances import MEMORY_SLICES
+from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, nvidia_classes
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.rigs.build import gpu, offered
@@ -50,10 +50,6 @@ PLACES = MEMORY_SLICES | {"4g.20gb": 4}
 """Memory slices of an A100 with 40 GB, by profile."""
 LIMITS = {"fraction": 100, "mps": 100, "timeslice": 4}
 """How many parts of one GPU all claims together may have."""
-
-
-NVIDIA = "gpu.nvidia.com"
-"""NVIDIA's name of its driver, and of its class of whole GPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +188,6 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
 
     What the API server has of an allocated claim is read as the parameters mean it.
     """
-    sliced = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
-    limits = {"defaultActiveThreadPercentage": 50, "defaultPinnedDeviceMemoryLimit": "10Gi"}
-    by_mps = {"strategy": "MPS", "mpsConfig": limits}
     large = (
         f"device.attributes['{NVIDIA}'].productName.lowerAscii().matches('^.*a100.*$') && "
         f"device.attributes['{NVIDIA}'].architecture == 'Ampere' && "
@@ -204,13 +197,13 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
     gpus = [replace(shared_gpu(number), **known) for number in range(2)]
     empty.publish(slices(*gpus, text=SHARED, driver=NVIDIA))
     empty.publish(slices(replace(mig_gpu(2), **known), text=MIG, driver=NVIDIA), first=10)
-    with nvidia_classes(node):
+    with nvidia_classes(node.kubectl):
         # gpu-test5: one GPU by time-slices, one by MPS
         found = empty.allocate(
             "gpu-test5",
             exactly("ts-gpu", NVIDIA, selectors=[{"cel": {"expression": large}}]),
             exactly("mps-gpu", NVIDIA),
-            config=[gpu_config(sliced, "ts-gpu"), gpu_config(by_mps, "mps-gpu")],
+            config=GPU_TEST5,
         )
         assert [it.request for it in found] == ["ts-gpu", "mps-gpu"]
         claim = empty.claims()["gpu-test5"]
@@ -230,34 +223,6 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
             constraints=[{"requests": [], "matchAttribute": f"{NVIDIA}/parentUUID"}],
         )
         assert len(mig_devices) == len(profiles)
-
-
-@contextmanager
-def nvidia_classes(node: Node) -> Iterator[None]:
-    """Create NVIDIA's DeviceClasses until the block ends."""
-    classes = [
-        {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "DeviceClass",
-            "metadata": {"name": f"{kind}.nvidia.com"},
-            "spec": {"selectors": [{"cel": {"expression": expression}}]},
-        }
-        for kind in ("gpu", "mig")
-        for expression in [
-            f"device.driver == '{NVIDIA}' && device.attributes['{NVIDIA}'].type == '{kind}'"
-        ]
-    ]
-    node.kubectl.apply(*classes)
-    try:
-        yield
-    finally:
-        node.kubectl("delete", "deviceclass", "gpu.nvidia.com", "mig.nvidia.com")
-
-
-def gpu_config(sharing: Document, *requests: str) -> Document:
-    """Return an entry of a claim's `config` with a GpuConfig."""
-    made = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
-    return {"requests": list(requests), "opaque": {"driver": NVIDIA, "parameters": made}}
 
 
 def slices(*gpus: Gpu, text: str = SHARED, driver: str = DRIVER) -> list[Document]:
