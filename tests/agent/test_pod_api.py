@@ -147,6 +147,7 @@ async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:
             ("get", "pods", "-n", "default", "bob"),
             ("get", "processes", "--pod=bob"),
             ("--token", "l0", "get", "processes"),
+            ("get", "processes", "--sort-by", "nothing"),
         ):
             result = await it.mgctl(ALICE, *arguments)
 
