@@ -23,6 +23,7 @@ from metagpu.agent.offering import Offering
 from metagpu.agent.optional_parts import (
     build_cluster,
     build_exporter,
+    build_recent_events,
     build_status_api,
     build_web,
     turn_tasks,
@@ -240,6 +241,9 @@ class Agent:
         self._privileges = PrivilegeCheck(lambda: self.config, port)
         gate = self._offering.gate
         self.operator_commands = OperatorCommands(self.registry, self.health, lambda: gate.closed)
+        self.recent_events = build_recent_events(
+            self.registry, self._node, (self.status_address, self.web_address)
+        )
         self._agent_commands = AgentCommands(
             self._node,
             self._backends,
@@ -252,6 +256,7 @@ class Agent:
             self._privileges.report,
             self.resource_claims.report,
             partial(find_roots, self.paths.roots),
+            self.recent_events.report if self.recent_events else list,
         )
         self.status_api = build_status_api(
             self.status_address,
@@ -346,6 +351,7 @@ class Agent:
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
             partial(run_with_restart, self._link_nodes, "links in /dev/char"),
             *((self.cluster.run,) if self.cluster else ()),
+            *((self.recent_events.run,) if self.recent_events else ()),
             *((self.status_api.run,) if self.status_api else ()),
             *((self.web.run,) if self.web else ()),
             *turn_tasks(self.cluster_settings, self.layout_manager, self.timing.turns),

@@ -1,6 +1,6 @@
 """The agent's own commands on the control socket: status, plan, usage."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class AgentCommands:
         privileges: reports the capabilities, held and needed.
         resource_claims: reports the front DRA, `None` where no pool has it.
         find_roots: looks for the driver; blocks.
+        recent_events: returns the last events of the node, for viewers.
     """
 
     node: str
@@ -48,6 +49,7 @@ class AgentCommands:
     privileges: Callable[[], Mapping[str, Any]]
     resource_claims: Callable[[], Mapping[str, Any] | None]
     find_roots: Callable[[], DriverRoots]
+    recent_events: Callable[[], Sequence[Mapping[str, Any]]]
 
     @property
     def by_name(self) -> Mapping[str, CommandHandler]:
@@ -56,13 +58,15 @@ class AgentCommands:
 
     @property
     def reports(self) -> Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]:
-        """The reports of the status API, by path: the answers to `status` and `usage`.
+        """The reports of the status API, by path: `status` with recent events, and `usage`.
 
         Processes are left out: a viewer of the cluster is shown no command lines.
         """
 
         async def status() -> Mapping[str, Any]:
-            return {"version": __version__, "node": self.node, **await self.status({})}
+            report = await self.status({})
+            events = self.recent_events()
+            return {"version": __version__, "node": self.node, **report, "events": events}
 
         async def usage() -> Mapping[str, Any]:
             return without_processes(await self.usage({}))

@@ -4,7 +4,7 @@ The libraries of the API server and of the metrics are loaded only with these pa
 """
 
 import platform
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from metagpu.plugins.metrics.exporter import Exporter
     from metagpu.plugins.metrics.status_api import StatusApi
     from metagpu.plugins.web.node import NodeWeb
+    from metagpu.plugins.web.recent_events import RecentEvents
 
 
 def build_cluster(
@@ -104,6 +105,17 @@ def build_exporter(
         ended=lambda: main_tasks.problems,
     )
     return Exporter(address, sources, timing)
+
+
+def build_recent_events(
+    registry: Registry, node: str, addresses: Iterable[ListenAddress | None]
+) -> "RecentEvents | None":
+    """Build the recent events of the node, `None` where no address serves them."""
+    if not any(addresses):
+        return None
+    from metagpu.plugins.web.recent_events import RecentEvents  # noqa: PLC0415 - as said
+
+    return RecentEvents(registry, node)
 
 
 def build_status_api(

@@ -12,7 +12,6 @@ from anyio import to_thread
 
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.reasons import iso_time
-from metagpu.kubectl.events import event_rows
 from metagpu.kubectl.placement import cluster_nodes
 from metagpu.kubectl.viewer import (
     STATUS,
@@ -23,13 +22,13 @@ from metagpu.kubectl.viewer import (
     in_parallel,
 )
 from metagpu.kubectl.waiting import waiting_pods
-from metagpu.plugins.cluster.settings import CONTROLLER
 
 Object = Mapping[str, Any]
 
 OBJECTS_AGE: Final = 10.0
-"""Seconds for which Nodes, daemons and Events are not listed again: they are large and change
-seldom."""
+"""Seconds for which Nodes and daemons are not listed again: they are large and change seldom."""
+EVENTS: Final = 100
+"""The latest events of all nodes that a view has."""
 _FORBIDDEN: Final = 403
 _LEFT_OUT: Final = "feature.node.kubernetes.io/"
 """Labels of NFD, some fifty of each node, which say nothing of GPUs."""
@@ -41,7 +40,6 @@ class _Objects(msgspec.Struct, frozen=True):
     until: float
     agents: Sequence[AgentPod]
     nodes: Sequence[Object]
-    events: Sequence[Object]
 
 
 class ClusterView:
@@ -49,8 +47,8 @@ class ClusterView:
 
     Args:
         selector: labels of the nodes.
-        namespaces: where Pods and Events are listed: in the first of them that the user may
-            list. An empty name means all namespaces.
+        namespaces: where Pods are listed: in the first of them that the user may list. An empty
+            name means all namespaces.
         interval: seconds for which a view serves all requests, and between two looks.
     """
 
@@ -63,7 +61,7 @@ class ClusterView:
     ) -> None:
         self._viewer = viewer
         self._selector = selector
-        self._namespaces = {"pods": list(namespaces), "events": list(namespaces)}
+        self._namespaces = list(namespaces)
         self._pods_are_wanted = len(namespaces) == 1
         self._interval = interval
         self._objects: _Objects | None = None
@@ -85,7 +83,7 @@ class ClusterView:
         except ClusterError as error:
             if error.status != _FORBIDDEN or self._pods_are_wanted:
                 raise
-            self._namespaces["pods"] = []
+            self._namespaces = []
             return f"pods that wait are not shown: {error.message}"
         return ""
 
@@ -128,50 +126,36 @@ class ClusterView:
         except MetagpuError as error:
             names = [it.node for it in self._objects.agents] if self._objects else []
             silent = [NodeAnswer(it, problem=str(error)) for it in names]
-            nothing = _Objects(0, (), (), ())
+            nothing = _Objects(0, (), ())
             self._view, self._digest = _compose(nothing, silent, silent, ())
         self._at = anyio.current_time()
 
     async def _list_objects(self) -> _Objects:
         query = {"labelSelector": self._selector} if self._selector else {}
-        nodes, agents, events = await in_parallel(
-            partial(self._viewer.items, "/api/v1/nodes", **query),
-            self._viewer.agents,
-            self._list_events,
+        nodes, agents = await in_parallel(
+            partial(self._viewer.items, "/api/v1/nodes", **query), self._viewer.agents
         )
         if self._selector:
             names = {it["metadata"]["name"] for it in nodes}
             agents = [it for it in agents if it.node in names]
-        return _Objects(anyio.current_time() + OBJECTS_AGE, agents, nodes, events)
-
-    async def _list_events(self) -> Sequence[Object]:
-        try:
-            return await self._list("events", f"reportingComponent={CONTROLLER}")
-        except ClusterError as error:
-            if error.status != _FORBIDDEN:
-                raise
-            self._namespaces["events"] = []
-            return ()
+        return _Objects(anyio.current_time() + OBJECTS_AGE, agents, nodes)
 
     async def _list_pods(self) -> Sequence[Object]:
-        return await self._list("pods", "status.phase=Pending")
-
-    async def _list(self, collection: str, selector: str) -> Sequence[Object]:
-        """List objects where the user may; remember where that is.
+        """List pods that wait, where the user may; remember where that is.
 
         Raises:
             ClusterError: the API server does not answer, or refuses it in the last namespace too.
         """
-        namespaces = self._namespaces[collection]
-        while namespaces:
-            where = f"/namespaces/{namespaces[0]}" if namespaces[0] else ""
+        while self._namespaces:
+            where = f"/namespaces/{self._namespaces[0]}" if self._namespaces[0] else ""
             try:
-                path = f"/api/v1{where}/{collection}"
-                return await self._viewer.items(path, fieldSelector=selector)
+                return await self._viewer.items(
+                    f"/api/v1{where}/pods", fieldSelector="status.phase=Pending"
+                )
             except ClusterError as error:
-                if error.status != _FORBIDDEN or len(namespaces) == 1:
+                if error.status != _FORBIDDEN or len(self._namespaces) == 1:
                     raise
-                namespaces.pop(0)
+                self._namespaces.pop(0)
         return ()
 
 
@@ -184,18 +168,22 @@ def _compose(
     """Return the view, and a digest of all in it that is no time of a look."""
     labels = {it["metadata"]["name"]: it["metadata"].get("labels") or {} for it in objects.nodes}
     usage_of = {it.node: it for it in usages}
-    rows, steady = [], []
+    rows, steady, events = [], [], []
     for it in statuses:
-        usage = usage_of[it.node]
+        usage, status = usage_of[it.node], it.report
+        if status is not None:
+            recent = status.get("events", ())  # a daemon of an earlier version has none
+            events += [{**event, "node": it.node} for event in recent]
+            status = {name: part for name, part in status.items() if name != "events"}
         row: Object = {
             "name": it.node,
             "problem": it.problem or usage.problem,
             "labels": _shown_labels(labels.get(it.node, {})),
         }
-        rows.append({**row, "status": it.report, "usage": usage.report})
-        steady.append((row, _steady(it.report), _timeless(usage.report)))
+        rows.append({**row, "status": status, "usage": usage.report})
+        steady.append((row, _steady(status), _timeless(usage.report)))
     shown = {
-        "events": event_rows(objects.events, usage_of.keys()),
+        "events": sorted(events, key=lambda it: str(it["at"]), reverse=True)[:EVENTS],
         "waiting": waiting_pods(pods, cluster_nodes(objects.nodes, statuses)),
     }
     digest = hashlib.blake2b(msgspec.json.encode([steady, shown])).digest()

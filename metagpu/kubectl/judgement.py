@@ -10,6 +10,8 @@ from metagpu.kubectl.pods import PodDemand, missing_label, tolerates
 
 Report = Mapping[str, Any]
 
+NOT_OUR_OBSTACLE: Final = "metagpu is not in its way: read what the scheduler says"
+"""The advice where a pod fits and yet waits."""
 _UNSCHEDULABLE: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 

@@ -13,7 +13,13 @@ from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
-from metagpu.kubectl.judgement import Judgement, conclude, exceeded_quota, judge_all
+from metagpu.kubectl.judgement import (
+    NOT_OUR_OBSTACLE,
+    Judgement,
+    conclude,
+    exceeded_quota,
+    judge_all,
+)
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
@@ -86,17 +92,12 @@ async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
         sentence = f"it is bound to {demand.node}, whose kubelet has not started it yet"
         return PodAnswer(name, sentence, notes=_waiting(status))
 
-    return judge_waiting(demand, status, await _nodes(viewer))
-
-
-def judge_waiting(demand: PodDemand, status: Object, nodes: Iterable[ClusterNode]) -> PodAnswer:
-    """Return why a pod without a node waits, and what the scheduler says of it."""
-    answer = _judged(demand, nodes, ())
+    answer = _judged(demand, await _nodes(viewer), ())
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition.get("message"):
             answer.notes.append(f"the scheduler says: {condition['message']}")
     if answer.nodes and answer.nodes[0].obstacle is Obstacle.NONE:
-        answer.notes.append("metagpu is not in its way: read what the scheduler says")
+        answer.notes.append(NOT_OUR_OBSTACLE)
     return answer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from metagpu.core.errors import MetagpuError
-from metagpu.kubectl.judgement import conclude, judge_all
+from metagpu.kubectl.judgement import NOT_OUR_OBSTACLE, conclude, judge_all
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pods import PodDemand, demand_of
 
@@ -58,5 +58,5 @@ def _answer(demand: PodDemand, nodes: Sequence[ClusterNode]) -> Object:
     text, advice = conclude(demand, judged)
     reason = judged[0].obstacle if judged else Obstacle.NO_DAEMON
     if reason is Obstacle.NONE:
-        advice = "metagpu is not in its way: read what the scheduler says"
+        advice = NOT_OUR_OBSTACLE
     return {"reason": reason.name.lower(), "text": text, "advice": advice}

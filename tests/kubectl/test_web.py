@@ -12,7 +12,6 @@ from anyio import to_thread
 
 from metagpu.kubectl.arguments import parser
 from metagpu.kubectl.cluster_view import ClusterView
-from metagpu.kubectl.events import event_rows
 from metagpu.kubectl.obstacles import ClusterNode
 from metagpu.kubectl.program import main
 from metagpu.kubectl.viewer import ClusterViewer
@@ -58,36 +57,10 @@ def test_what_waits_has_the_sentence_of_why() -> None:
     assert waiting_pods([pod("of another plugin", 1, GPUS)], counted) == []
 
 
-def test_events_name_their_node_and_gpu() -> None:
-    """Events of nodes and of pods have the node, and the newest is first."""
-    of_node = {
-        "eventTime": "2026-11-01T10:00:00.000000Z",
-        "series": {"lastObservedTime": "2026-11-01T12:00:00.000000Z"},
-        "involvedObject": {"kind": "Node", "name": "a"},
-        "reason": "GPUUnhealthy",
-        "type": "Warning",
-        "message": "GPU 3 (GPU-x): XID 79",
-    }
-    of_pod = {
-        "eventTime": "2026-11-01T11:00:00.000000Z",
-        "involvedObject": {"kind": "Pod", "namespace": "team", "name": "it"},
-        "reportingInstance": "metagpu-b",
-        "reason": "MemoryLimit",
-        "type": "Warning",
-        "message": "it is warned",
-    }
-    elsewhere = {**of_node, "involvedObject": {"kind": "Node", "name": "c"}}
-    first, second = event_rows([of_pod, elsewhere, of_node], ["a", "b"])
-
-    assert (first["node"], first["gpu"], first["severity"]) == ("a", 3, "error")
-    assert (second["node"], second["gpu"], second["severity"]) == ("b", None, "warning")
-    assert second["text"] == "team/it: it is warned"
-
-
 async def test_the_view_has_what_daemons_and_api_server_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A look has reports, labels, Events and what waits; a change is one if something differs."""
+    """A look has reports, labels, events and what waits; a change is one if something differs."""
     async with cluster(tmp_path, capsys) as it:
         it.add_pod("large", 21)
         server = it.scene.server
@@ -107,15 +80,27 @@ async def test_the_view_has_what_daemons_and_api_server_report(
         assert row["usage"]["containers"][0]["pod"] == "alice"
         assert [(w["pod"], w["reason"]) for w in shown["waiting"]] == [("large", "too_large")]
 
-        changes, looks = view.changes(), len(server.requests)
+        assert "events" not in row["status"]
+
+        changes = view.changes()
+
+        async def event_of(pod: str) -> Mapping[str, Any]:
+            with anyio.fail_after(20):
+                while True:
+                    for event in (await view.read())["events"]:
+                        if f"default/{pod} has " in event["text"]:
+                            return event
+                    await anext(changes)
+
+        assert (await event_of("alice"))["node"] == NODE
+        looks = len(server.requests)
         with anyio.move_on_after(0.4):
             await anext(changes)
             pytest.fail("a change without a difference")
         assert len(server.requests) > looks  # it has looked
         changes = view.changes()
         await it.scene.it.kubelet.admit(SimPod.single("bob", {METAGPU: 2}))
-        with anyio.fail_after(20):
-            await anext(changes)
+        assert (await event_of("bob"))["reason"] == "GPUSharesGranted"
         await changes.aclose()
 
         server.fail(503, times=10)
@@ -131,7 +116,7 @@ async def test_the_page_of_a_user_with_few_rights(
     async with cluster(tmp_path, capsys) as it:
         it.add_pod("large", 21)
         denied, viewer = it.scene.server.denied, ClusterViewer(it.scene.client, "kube-system")
-        denied += [("GET", "/api/v1/pods"), ("GET", "events")]
+        denied.append(("GET", "/api/v1/pods"))
         view = ClusterView(viewer, namespaces=["", "default"])
         assert await view.check() == ""
         assert [w["pod"] for w in (await view.read())["waiting"]] == ["large"]

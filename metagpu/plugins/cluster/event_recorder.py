@@ -25,11 +25,11 @@ from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.label_syntax import name_part
 from metagpu.plugins.cluster.node_patch import MERGE_PATCH
 from metagpu.plugins.cluster.reconciler import Reconciler
-from metagpu.plugins.cluster.settings import CONTROLLER
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
+CONTROLLER: Final = "metagpu.io/agent"
 DEDUP_WINDOW: Final = 600.0
 """Seconds during which repetitions are counted on their Event."""
 BURST: Final = 25

@@ -2,19 +2,16 @@
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, Final
 
 import anyio
 
 from metagpu.core.model.reasons import iso_time
-from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.plugins.metrics.single_flight import SingleFlight
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.metrics.viewer_access import TokenCheck
-from metagpu.plugins.web.recent_events import RecentEvents
 from metagpu.plugins.web.server import WebServer
 
 STATUS: Final = "/api/v1/status"
@@ -49,25 +46,24 @@ class NodeWeb:
         self._node = node
         self._reports = reports
         self._usage = SingleFlight("GPU usage", reports[USAGE], age=0)
-        self._recent = RecentEvents(registry, node)
         self.server = WebServer(address, self._view, self._changes, tokens, timing)
 
     async def run(self) -> None:
         """Serve until cancelled; a failure here ends nothing else."""
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(run_with_restart, self._recent.run, "recent events"))
             group.start_soon(self._usage.run)
             group.start_soon(self.server.run)
 
     async def _view(self) -> Mapping[str, Any]:
         usage = await self._usage.get(USAGE_TIMEOUT)
-        status = await self._reports[STATUS]()
+        status = dict(await self._reports[STATUS]())
+        events = status.pop("events")
         node = {"name": self._node, "problem": "", "labels": {}, "status": status, "usage": usage}
         return {
             "kind": "node",
             "at": iso_time(time.time()),
             "nodes": [node],
-            "events": self._recent.report(),
+            "events": events,
             "waiting": [],
         }
 

@@ -8,6 +8,7 @@ import operator
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -18,6 +19,7 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.reasons import iso_time
 from metagpu.core.model.shares import Lease, Share, ShareId, holders_of
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
 from metagpu.core.state.registry import Registry
@@ -76,10 +78,10 @@ class RecentEvents:
         self._leases: Sequence[Mapping[ShareId, Lease]] = ()
 
     async def run(self) -> None:
-        """Keep events until cancelled."""
+        """Keep events until cancelled; a failure here ends nothing else."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self._follow_leases)
-            await self._follow_bus()
+            group.start_soon(partial(run_with_restart, self._follow_leases, "events of leases"))
+            group.start_soon(partial(run_with_restart, self._follow_bus, "recent events"))
 
     async def _follow_bus(self) -> None:
         registry, kinds = self._registry, {*NODE_EVENT_KINDS, *POD_EVENT_KINDS, *_OWN_KINDS}

@@ -35,7 +35,6 @@ _LISTED: Final = tuple(
 )
 _CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
-_ALL_EVENTS: Final = "/api/v1/events"
 _EVENT_FIELDS: Final = (
     "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
 )  # fmt: skip
@@ -130,7 +129,7 @@ class SimApiServer(SimCluster):
         """Serve on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
         classes = resource_slices.CLASSES
-        for path in (_NODE, _PODS, _ALL_EVENTS, _CONFIG_MAPS, resource_slices.PATH, classes):
+        for path in (_NODE, _PODS, _CONFIG_MAPS, resource_slices.PATH, classes):
             app.router.add_get(path, self._list)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
@@ -300,9 +299,6 @@ class SimApiServer(SimCluster):
             raise ApiError(422, "Invalid", "metadata.name: a lowercase RFC 1123 subdomain")
         if regarding.get("namespace", "default") != namespace:
             raise ApiError(422, "Invalid", "regarding.namespace: does not match event.namespace")
-        # The core API has the same Events, with other names of three fields.
-        body["involvedObject"], body["message"] = regarding, body["note"]
-        body["reportingComponent"] = body["reportingController"]
         return web.json_response(
             self.store.put(("events", namespace, body["metadata"]["name"]), body), status=201
         )

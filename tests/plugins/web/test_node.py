@@ -27,7 +27,7 @@ async def test_a_fault_is_in_the_view_while_nvml_hangs(monkeypatch: pytest.Monke
     registry.apply(GpusFound((a,), at=1))
 
     async def status() -> Mapping[str, Any]:
-        return {"healthy": registry.snapshot.gpus[a.id].verdict.healthy}
+        return {"healthy": registry.snapshot.gpus[a.id].verdict.healthy, "events": []}
 
     async def usage() -> Mapping[str, Any]:
         nonlocal count
