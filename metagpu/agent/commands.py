@@ -58,7 +58,7 @@ class AgentCommands:
 
     @property
     def reports(self) -> Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]:
-        """The reports of the status API, by path: `status` with recent events, and `usage`.
+        """The reports of the status API, by path: `status` with events, and `usage`.
 
         Processes are left out: a viewer of the cluster is shown no command lines.
         """

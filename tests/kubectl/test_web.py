@@ -89,7 +89,7 @@ async def test_the_view_has_what_daemons_and_api_server_report(
                 while True:
                     for event in (await view.read())["events"]:
                         if f"default/{pod} has " in event["text"]:
-                            return event
+                            return dict(event)
                     await anext(changes)
 
         assert (await event_of("alice"))["node"] == NODE
