@@ -49,6 +49,8 @@ NOT_OF_FRACTIONS: Final = (
     *("metagpu.backends.whole", "metagpu.backends.common.mps_daemon", "metagpu.testing"),
     *("metagpu.plugins.cluster.cluster", "metagpu.plugins.cluster.watch"),
     *("metagpu.plugins.metrics.exporter", "metagpu.plugins.metrics.families"),
+    *("metagpu.plugins.metrics.http_server", "metagpu.plugins.metrics.http_messages"),
+    *("metagpu.plugins.metrics.viewer_access", "metagpu.plugins.web"),
     *("metagpu.compat.cnvrg", "metagpu.compat.hami", "metagpu.compat.mig_parted"),
     *("metagpu.compat.nvidia", "metagpu.core.reports.doctor", "metagpu.host.node_facts"),
     *("metagpu.display.status", "metagpu.cli.config_commands", "metagpu.cli.mgctl"),

@@ -3,7 +3,8 @@
 Memory is in MiB, utilization in percent; `None` where the driver does not report the value.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +14,7 @@ from metagpu.core.config.memory import MemoryEnforcement
 from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, Share, ShareId
+from metagpu.core.model.shares import Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.usage.accounting import (
     ContainerUsage,
@@ -198,7 +199,7 @@ def _resources_report(state: GpuState, held: Container[ShareId]) -> list[dict[st
 
 
 def _containers_report(
-    snapshot: Snapshot, usages: Iterable[ContainerUsage], node_usage: NodeUsage, rules: ReportRules
+    snapshot: Snapshot, usages: Sequence[ContainerUsage], node_usage: NodeUsage, rules: ReportRules
 ) -> list[dict[str, Any]]:
     found: dict[tuple[Holder, str | None], list[ContainerUsage]] = {}
     details = {usage.holder: usage.pod_uid for usage in usages if usage.pod_uid}
@@ -208,6 +209,10 @@ def _containers_report(
         if uid is None and (pod := snapshot.pods.find(usage.holder, None)) is not None:
             uid = pod.uid
         found.setdefault((usage.holder, uid), []).append(usage)
+    capacity = {
+        gpu: Counter(share.resource for share in snapshot.gpus[gpu].shares)
+        for gpu in {usage.gpu for usage in usages}
+    }
 
     return [
         {
@@ -216,7 +221,10 @@ def _containers_report(
             "container": holder.container,
             "podUid": uid,
             **_pod_details(snapshot.pods.find(holder, uid)),
-            "gpus": [_container_gpu_report(snapshot, its, node_usage, rules) for its in parts],
+            "gpus": [
+                _container_gpu_report(snapshot, its, node_usage, rules, capacity[its.gpu])
+                for its in parts
+            ],
         }
         for (holder, uid), parts in sorted(found.items(), key=lambda item: str(item[0]))
     ]
@@ -228,9 +236,16 @@ def _pod_details(pod: KnownPod | None) -> dict[str, Any]:
 
 
 def _container_gpu_report(
-    snapshot: Snapshot, usage: ContainerUsage, node_usage: NodeUsage, rules: ReportRules
+    snapshot: Snapshot,
+    usage: ContainerUsage,
+    node_usage: NodeUsage,
+    rules: ReportRules,
+    capacities: Mapping[ResourceName, int],
 ) -> dict[str, Any]:
-    """Return the usage of one container on one GPU."""
+    """Return the usage of one container on one GPU.
+
+    `capacities` are the shares of each resource of the GPU.
+    """
     state, guard = snapshot.gpus[usage.gpu], container_guard(usage, rules.guards)
     effective = effective_limit(usage, snapshot, rules.settings(usage.gpu))
     enforced = guard is Guard.ENFORCER
@@ -238,7 +253,7 @@ def _container_gpu_report(
     if enforced and rules.is_driver_limited(usage):
         guard = Guard.DRIVER
     resource = usage.shares[0].resource
-    capacity = sum(share.resource == resource for share in state.shares)
+    capacity = capacities.get(resource, 0)
     busy = node_usage.utilization.get(usage.gpu)
     own = None if busy is None else sum(busy.get(p.pid, 0) for p in usage.processes)
 
