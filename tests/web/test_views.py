@@ -18,7 +18,7 @@ from tests.web.browser import DESKTOP, LOOPBACK, PHONE, Opened, opened, served
 from tests.web.programs import provide_axe
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser
+    from playwright.async_api import Browser, CDPSession
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -26,8 +26,11 @@ SCREENSHOTS = "METAGPU_SCREENSHOTS"
 """Environment variable: whether the pictures of docs/images are taken again."""
 LARGEST_IMAGE = 150_000
 SOON_MS = 10_000
-LONGEST_FRAME_MS = 400
-"""Of a machine that runs other tests beside: a frame of 16 GPUs takes a tenth of it alone."""
+CHANGES = 10
+CHANGE_MS = 300
+"""CPU time of one change of 16 crowded GPUs, scripts and layout; a busy machine takes a third."""
+FRAME_MS = 50
+"""Of half of all frames, on a machine that runs other tests beside."""
 TOKEN = "a-viewers-token"  # noqa: S105 - the test's own
 
 AXE_REPORT = """async () => (await axe.run()).violations.map(
@@ -71,6 +74,12 @@ async def test_axe_finds_no_violation(browser: "Browser", axe: str, kind: str, s
             assert await it.run(AXE_REPORT) == []
 
 
+async def _cpu_ms(chromium: "CDPSession") -> float:
+    """Return the CPU time that the page's thread has spent."""
+    metrics = await chromium.send("Performance.getMetrics")
+    return 1000 * next(it["value"] for it in metrics["metrics"] if it["name"] == "TaskDuration")
+
+
 async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser") -> None:
     """Ten changes of a crowded node cost no long frame, and move neither focus nor scrolling."""
     async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
@@ -79,13 +88,17 @@ async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser")
         await it.run("() => scrollTo(0, 500)")
         before = await it.run(FOCUSED), await it.run("() => scrollY")
         await it.run(WATCH_FRAMES)
-        for number in range(10):
+        chromium = await it.page.context.new_cdp_session(it.page)
+        await chromium.send("Performance.enable", {"timeDomain": "threadTicks"})
+        spent = await _cpu_ms(chromium)
+        for number in range(CHANGES):
             server.view = views.crowded_view(pods=50 + number % 3)
             server.change()
             await anyio.sleep(0.3)
-        frames = await it.run("() => window.frames_ms")
-        assert len(frames) > 20
-        assert max(frames) < LONGEST_FRAME_MS, sorted(frames)[-5:]
+        spent = await _cpu_ms(chromium) - spent
+        frames = sorted(await it.run("() => window.frames_ms"))
+        assert 0 < spent / CHANGES < CHANGE_MS, spent
+        assert frames[len(frames) // 2] < FRAME_MS, frames[-10:]
         assert (await it.run(FOCUSED)).split(":")[0] == before[0].split(":")[0]
         assert await it.run("() => scrollY") == before[1]
         assert await it.run("() => document.querySelectorAll('*').length") < 10_000
@@ -169,6 +182,10 @@ async def test_mig_devices_lie_on_their_slices(browser: "Browser") -> None:
             ["1g.10gb idle", 6, 1],
             ["7", 7, 1],
         ]
+        device = server.view["nodes"][0]["status"]["gpus"][1]["devices"][2]
+        device |= {"idle": False, "holder": "nlp/finetune-7b (main)"}
+        server.change()
+        await it.page.locator("#gpu-1 button", has_text="1g.10gb").wait_for(timeout=SOON_MS)
         owners = it.page.locator("#gpu-1 .owners .owner")
         assert await owners.all_inner_texts() == ["mig owns it"]
         assert "offered by mig now, by timeslice in 12 s" in await it.page.inner_text("#gpu-3")

@@ -330,8 +330,9 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
         "requestRule": "whole_gpus",
     }
     node.status["remarks"] = [
-        f"GPU 0: its 20 free shares of {METAGPU} are held back: no pod may ask for them",
+        f"GPU 0: 20 free shares of {METAGPU} are held back: the GPU serves as many as it can",
         "GPU 1: the largest instance that fits is 1g.10gb",
+        "if nlp/finetune-7b moved from 3g.40gb@0 of GPU 1 to GPU 3, a 4g.40gb would fit on GPU 1",
     ]
     return node
 
@@ -342,12 +343,12 @@ def node_view() -> View:
         "node",
         [busy_node().as_node()],
         events=[
-            event(2, "info", "SharesGranted", "lab/notebook-ben holds 10 metagpu", gpu=0),
-            event(9, "info", "InstanceCreated", "1g.10gb@6 was created", gpu=1),
+            event(2, "info", "GPUSharesGranted", "lab/notebook-ben has 10 shares on GPU 0", gpu=0),
+            event(9, "info", "MIGDeviceCreated", "1g.10gb@6 was created", gpu=1),
             event(14, "error", "GPUUnhealthy", "XID 79: GPU has fallen off the bus", gpu=5),
-            event(21, "warning", "OverLimit", "lab/notebook-ben uses more than it holds", gpu=0),
+            event(21, "warning", "MemoryLimit", "lab/notebook-ben uses more than it holds", gpu=0),
             event(47, "warning", "GPUCordoned", "fan replacement", gpu=6),
-            event(180, "info", "ConfigurationApplied", "profile mixed of ConfigMap metagpu"),
+            event(180, "info", "ConfigApplied", "profile mixed of ConfigMap metagpu"),
         ],
     )
 
@@ -393,7 +394,7 @@ def cluster_view(count: int = 9) -> View:
         events=[
             event(3, "error", "GPUUnhealthy", "XID 48: ECC error", node="gpu-c-04", gpu=2),
             event(14, "error", "GPUUnhealthy", "XID 79: off the bus", node="gpu-a-01", gpu=5),
-            event(31, "info", "InstanceCreated", "3g.40gb@0 was created", node="gpu-d-05", gpu=1),
+            event(31, "info", "MIGDeviceCreated", "3g.40gb@0 was created", node="gpu-d-05", gpu=1),
         ],
         waiting=[
             {

@@ -25,17 +25,26 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Return whether VALUE is new to an element; to ask the document itself is slower by far. */
+function isNew(it, name, value) {
+  const known = (it.known ??= {});
+  if (known[name] === value) return false;
+  known[name] = value;
+  return true;
+}
+
 function setText(it, text) {
-  if (it.textContent !== text) it.textContent = text;
+  if (isNew(it, 'text', text)) it.textContent = text;
 }
 
 function setAttribute(it, name, value) {
+  if (!isNew(it, name, value)) return;
   if (value === null) it.removeAttribute(name);
-  else if (it.getAttribute(name) !== String(value)) it.setAttribute(name, value);
+  else it.setAttribute(name, value);
 }
 
 function setNumber(it, name, value) {
-  if (it.style.getPropertyValue(name) !== String(value)) it.style.setProperty(name, value);
+  if (isNew(it, name, value)) it.style.setProperty(name, value);
 }
 
 /** Make the children of PARENT those of ITEMS, in their order; an element stays with its key. */
@@ -209,10 +218,12 @@ function readGpu(gpu, node, leases, usage) {
 function readNode(it) {
   const status = it.status ?? {};
   const leases = (status.leases ?? []).map((lease) => readLease(lease, it.name));
-  const byGpu = Map.groupBy ? Map.groupBy(leases, (lease) => lease.uuid) : groupBy(leases, (lease) => lease.uuid);
-  const gpus = (status.gpus ?? []).map((gpu) => readGpu(gpu, it.name, byGpu.get(gpu.uuid) ?? [], it.usage));
+  const byGpu = groupBy(leases, (lease) => lease.uuid);
+  const remarks = groupBy(status.remarks ?? [], (text) => /^GPU (\d+): /.exec(text)?.[1] ?? '');
+  const ofGpu = (gpu) => (remarks.get(String(gpu.index)) ?? []).map((text) => text.replace(/^GPU \d+: /, ''));
+  const gpus = (status.gpus ?? []).map((gpu) => ({ ...readGpu(gpu, it.name, byGpu.get(gpu.uuid) ?? [], it.usage), remarks: ofGpu(gpu) }));
   const problems = [...(it.problem ? [{ level: 'error', text: it.problem, since: null }] : []), ...problemsOf(status)];
-  return { name: it.name, problem: it.problem, status, usage: it.usage, labels: it.labels ?? {}, gpus, leases, problems };
+  return { name: it.name, problem: it.problem, status, usage: it.usage, remarks: remarks.get('') ?? [], gpus, leases, problems };
 }
 
 function groupBy(items, keyOf) {
@@ -288,7 +299,11 @@ function assignShades(pods) {
   for (const pod of present) {
     if (shades.has(pod)) continue;
     const first = hash(pod);
-    let slot = first % (SHADES * PATTERNS);
+    if (taken.size === SHADES * PATTERNS) {
+      shades.set(pod, first % (SHADES * PATTERNS));
+      continue;
+    }
+    let slot = 0;
     for (let step = 0; step < SHADES * PATTERNS; step += 1) {
       const it = Math.floor(step / SHADES) * SHADES + ((first + step) % SHADES);
       if (!taken.has(it)) {
@@ -382,7 +397,7 @@ function updateBars(parent, gpu) {
     list.classList.toggle('slices', Boolean(bar.slices));
     if (bar.slices) setNumber(list, '--slices', bar.slices);
     setAttribute(list, 'aria-label', `GPU ${gpu.index}, ${bar.slices ? `${bar.slices} memory slices` : shortName(bar.resource)}`);
-    keyed(list, bar.drawn, (cut) => cut.key, makeCut, updateCut);
+    keyed(list, bar.drawn, (cut) => `${cut.kind} ${cut.key}`, makeCut, updateCut);
     const buttons = list.querySelectorAll('button');
     if (buttons.length && !list.querySelector('button[tabindex="0"]')) buttons[0].tabIndex = 0;
   });
@@ -464,9 +479,7 @@ function updateGpu(it, gpu) {
   const used = gpu.usedMiB == null ? 'used memory unknown' : `${gib(gpu.usedMiB)} used`;
   const busy = gpu.busy == null ? '' : ` · ${gpu.busy} % busy`;
   updateMemory(p.memory, gpu.usedMiB, gpu.heldMiB, gpu.total, `${used} · ${gib(gpu.heldMiB)} held of ${gib(gpu.total)} GiB${busy}`);
-  const capacity = gpu.freeCapacity;
-  const largest = gpu.mig && capacity ? (capacity.largest ? `largest that fits: ${capacity.largest}` : 'no instance fits') : '';
-  setText(p.facts, [`pool ${gpu.pool ?? 'none'}`, turnOf(gpu), freeOf(gpu), largest].filter(Boolean).join('  ·  '));
+  setText(p.facts, [`pool ${gpu.pool ?? 'none'}`, turnOf(gpu), freeOf(gpu), ...gpu.remarks].filter(Boolean).join('  ·  '));
   keyed(p.reasons, gpu.reasons, (one) => one.word + one.text, makeReason, updateReason);
 }
 
@@ -675,19 +688,19 @@ function updateOffers(nodes) {
   const offers = readOffers(nodes);
   keyed($('offers'), offers.length ? offers : [null], (it) => it?.name ?? 'none', (it) => {
     if (!it) return element('tr', {}, element('td', { colspan: 4, class: 'none' }, 'Nothing is offered.'));
-    const name = element('th', { scope: 'row' }), capacity = element('td', { class: 'number' }), back = element('td', { class: 'number' });
+    const [domain, short] = it.name.includes('/') ? [it.name.slice(0, it.name.indexOf('/') + 1), shortName(it.name)] : ['', it.name];
+    const name = element('th', { scope: 'row' }, element('span', {}, domain), element('wbr'), element('span', {}, short)), capacity = element('td', { class: 'number' }), back = element('td', { class: 'number' });
     const meter = element('span', { class: 'meter fragments', role: 'img' }, element('span', { class: 'held' }), element('span', { class: 'used' }));
     const text = element('span', { class: 'meter-text' });
     const free = withParts(element('span', { class: 'memory' }, meter, text), { meter, text });
-    return withParts(element('tr', {}, name, element('td', {}, free), capacity, back), { name, free, capacity, back });
+    return withParts(element('tr', {}, name, element('td', {}, free), capacity, back), { free, capacity, back });
   }, (row, it) => {
     if (!it) return;
-    setText(row.parts.name, it.name);
     updateFree(row.parts.free, it);
     setText(row.parts.capacity, it.capacity === it.allocatable ? String(it.capacity) : `${it.allocatable} / ${it.capacity}`);
     setText(row.parts.back, it.heldBack ? String(it.heldBack) : '–');
   });
-  const remarks = nodes.flatMap((node) => (node.status.remarks ?? []).map((text) => (nodes.length > 1 ? `${node.name}: ${text}` : text)));
+  const remarks = nodes.flatMap((node) => node.remarks.map((text) => (nodes.length > 1 ? `${node.name}: ${text}` : text)));
   keyed($('remarks'), remarks.slice(0, 12), (text) => text, (text) => element('li', {}, text), () => {});
 }
 
@@ -695,8 +708,10 @@ function updateEvents(events, isCluster) {
   const shown = events.slice(0, 100);
   keyed($('events'), shown.length ? shown : [null], (it) => (it ? `${it.at} ${it.node} ${it.gpu} ${it.reason} ${it.text}` : 'none'), (it) => {
     if (!it) return element('li', { class: 'none' }, 'Nothing has happened since the daemon started.');
-    const where = [isCluster ? it.node : '', it.gpu == null ? '' : `GPU ${it.gpu}`].filter(Boolean).join(' ');
-    const made = element('li', {}, element('span', { class: 'mark', 'data-level': it.severity, 'aria-hidden': 'true' }), element('time'), element('b', {}, it.reason), ' ', where ? `${where}: ` : '', it.text);
+    const gpu = it.gpu == null || it.text.includes(`GPU ${it.gpu}`) ? '' : `GPU ${it.gpu}`;
+    const where = [isCluster ? it.node : '', gpu].filter(Boolean).join(' ');
+    const text = it.text.replace(/ \(GPU-[0-9a-f-]{36}\)/g, '');
+    const made = element('li', {}, element('span', { class: 'mark', 'data-level': it.severity, 'aria-hidden': 'true' }), element('time'), element('b', {}, it.reason), ' ', where ? `${where}: ` : '', text);
     setTime(made.querySelector('time'), it.at, clock(it.at));
     return made;
   }, () => {});
