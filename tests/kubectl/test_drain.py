@@ -1,16 +1,19 @@
 """`kubectl metagpu drain-gpu` at a simulated API server, and its pure decisions."""
 
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.drain import GpuDrain
 from metagpu.kubectl.holders import UNNAMED, Holding, holdings_of, judge_pod
-from metagpu.kubectl.viewer import ClusterViewer
+from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer
 from metagpu.sim.apiserver.evictions import BUDGETS
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
@@ -173,3 +176,58 @@ def test_what_a_drain_does_with_a_pod(
     assert (it.stays.startswith(stays), bool(it.stays), it.ends) == (True, bool(stays), ends)
     assert it.is_evicted == (not stays and not ends)
     assert judge_pod(("team", "pod"), None, force=force).ends
+
+
+class ScriptedViewer(ClusterViewer):
+    """A viewer whose daemon gives one answer after the other, the last one for ever."""
+
+    def __init__(self, *holders: Sequence[str] | None) -> None:
+        self.answers = list(holders)
+        self.asked: list[str] = []
+        self.evicted: list[str] = []
+
+    async def agents(self) -> Sequence[AgentPod]:
+        """Return the daemon that replaced the first."""
+        return [AgentPod(NODE, "system", "after", 1, ready=True)]
+
+    async def ask(self, _: str, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
+        """Return the next answer."""
+        self.asked += [it.name for it in agents]
+        holders = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if holders is None:
+            return [NodeAnswer(NODE, problem="it restarts")]
+        leases = [{"uuid": "GPU-a", "shares": 1, "holder": f"team/{it} (main)"} for it in holders]
+        return [NodeAnswer(NODE, {"leases": leases})]
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """Return a pod of a Job."""
+        owner = {"kind": "Job", "name": "its", "controller": True}
+        return {"metadata": {"uid": path, "ownerReferences": [owner]}}
+
+    async def evict(self, _: str, name: str, *__: str) -> None:
+        """Note the eviction."""
+        self.evicted.append(name)
+
+
+@pytest.mark.parametrize(
+    ("yes", "rounds", "evicted", "problem"),
+    [
+        (True, (["a"], ["a", "late"], ["late"], []), ["a", "late"], ""),
+        (False, (["a"], ["late"]), ["a"], "team/late .it came meanwhile"),
+        (True, (["a"], None, ["a"], []), ["a"], ""),
+        (True, (["a"],), ["a"], "is still held: team/a .after 0.3 s."),
+    ],
+)
+async def test_a_drain_meets_what_comes_meanwhile(
+    *, yes: bool, rounds: Sequence[Sequence[str] | None], evicted: Sequence[str], problem: str
+) -> None:
+    """Late pods need consent too, a daemon may be replaced, and each pod is evicted once."""
+    viewer = ScriptedViewer(*rounds)
+    args = Namespace(yes=yes, force=False, drain_timeout=0.3 if "0.3" in problem else 30.0)
+    gpu = {"uuid": "GPU-a", "index": 0}
+    drain = GpuDrain(args, viewer, AgentPod(NODE, "system", "before", 1, ready=True), gpu)
+    await drain.look()
+    with pytest.raises(MetagpuError, match=problem) if problem else nullcontext():
+        await drain.evict()
+    assert viewer.evicted == evicted
+    assert ("after" in viewer.asked) == (None in rounds)
