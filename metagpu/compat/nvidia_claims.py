@@ -29,6 +29,8 @@ _MPS: Final = "MPS"
 _DEFAULT: Final = "Default"
 _MOST_THREADS: Final = 100
 """Percent of a GPU."""
+_MOST_MEMORY: Final = 2**50
+"""Bytes: the limit is a part of a CDI name."""
 _STRATEGY: Final = "sharing.strategy"
 _MPS_CONFIG: Final = "sharing.mpsConfig"
 _PER_DEVICE: Final = f"{_MPS_CONFIG}.defaultPerDevicePinnedMemoryLimit"
@@ -102,10 +104,10 @@ def read_sharing(
 
 def _decode(parameters: Any) -> _DeviceConfig:  # noqa: ANN401 - any JSON
     given = parameters if isinstance(parameters, dict) else {}
-    if given.get("apiVersion") != API_VERSION:
-        raise _error("apiVersion", f"{given.get('apiVersion')!r}; allowed: {API_VERSION}")
-    kind = given.get("kind")
-    if kind not in _KINDS:
+    version, kind = (given.get(key) for key in ("apiVersion", "kind"))
+    if version != API_VERSION:
+        raise _error("apiVersion", f"{version!r}; allowed: {API_VERSION}")
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise _error("kind", f"{kind!r} is not served; allowed: {', '.join(_KINDS)}")
     try:
         config = msgspec.convert(parameters, _KINDS[kind], dec_hook=decode_unit)
@@ -143,8 +145,8 @@ def _check_mps(mps: _MpsConfig) -> None:
     limits = {f"{_MPS_CONFIG}.defaultPinnedDeviceMemoryLimit": _memory(mps)}
     limits |= {f"{_PER_DEVICE}.{key}": it for key, it in _per_device(mps).items()}
     for path, limit in limits.items():
-        if limit is not None and limit < MIB:
-            raise _error(path, f"{limit} bytes; allowed: 1Mi or more")
+        if limit is not None and not MIB <= limit <= _MOST_MEMORY:
+            raise _error(path, f"{limit} bytes; allowed: 1Mi to 1024Ti")
     if mps.multi_user:
         problem = "servers for several users at once are not served; remove it"
         raise _error(f"{_MPS_CONFIG}.multiUser", problem)
