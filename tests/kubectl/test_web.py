@@ -1,6 +1,7 @@
 """`kubectl metagpu web`: the view of the cluster, and the page that has it."""
 
 import json
+import webbrowser
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -147,10 +148,12 @@ async def page(it: Cluster, *arguments: str) -> AsyncIterator[int]:
 
 
 async def test_the_page_is_served_to_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page and its view are served; a taken port and another site's name are refused."""
-    async with cluster(tmp_path, capsys) as it, page(it) as port:
+    started: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", started.append)  # it returns None: there is none
+    async with cluster(tmp_path, capsys) as it, page(it, "--open") as port:
 
         async def get(path: str, host: str = "localhost") -> tuple[int, bytes]:
             request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
@@ -158,6 +161,8 @@ async def test_the_page_is_served_to_this_machine(
             return answer.status, answer.body
 
         status, body = await get("/api/v1/view")
+        assert started == [f"http://127.0.0.1:{port}/"]
+        assert "no browser starts here" in capsys.readouterr().err
         assert (status, json.loads(body)["nodes"][0]["name"]) == (200, NODE)
         assert (await get("/"))[0] == 200
         assert (await get("/api/v1/view", "rebound.example"))[0] == 403
