@@ -131,6 +131,25 @@ async def test_text_stays_text(browser: "Browser") -> None:
             assert await it.page.locator("script").count() == 1
 
 
+async def test_there_is_a_page_without_gpus(browser: "Browser") -> None:
+    """No GPU, no node and no answer are drawn in words; nothing moves for who wants that."""
+    empty, silent = views.NodeView("empty"), views.NodeView("silent").as_node(problem="no answer")
+    for view, text in (
+        (views.view("node", [empty.as_node()]), "No pod holds a share."),
+        (views.view("node", [silent]), "no answer"),
+        (views.view("cluster", []), "0 nodes"),
+    ):
+        async with (
+            served(view) as server,
+            opened(browser, server.server.port, reduced_motion="reduce") as it,
+        ):
+            await it.live()
+            assert text in await it.page.inner_text("main")
+            moving = "() => [...document.querySelectorAll('*')].map((it) => getComputedStyle(it))"
+            moving += ".filter((it) => it.transitionProperty !== 'none').length"
+            assert await it.run(moving) == 0
+
+
 async def test_the_keyboard_is_enough(browser: "Browser") -> None:
     """Tab reaches each bar, arrows its cuts, Enter marks a pod everywhere; focus is visible."""
     async with served(views.node_view()) as server, opened(browser, server.server.port) as it:

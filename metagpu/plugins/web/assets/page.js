@@ -887,6 +887,8 @@ async function load() {
   return loading;
 }
 
+const isSeen = () => document.visibilityState === 'visible';
+
 async function listen() {
   const abort = new AbortController();
   let silence = setTimeout(() => abort.abort(), SILENCE_MS);
@@ -905,7 +907,7 @@ async function listen() {
       text += value;
       const end = text.lastIndexOf('\n\n');
       if (end < 0) continue;
-      if (/^event: *change/m.test(text.slice(0, end))) await load();
+      if (isSeen() && /^event: *change/m.test(text.slice(0, end))) await load();
       text = text.slice(end + 2);
     }
   } finally {
@@ -956,6 +958,9 @@ async function follow() {
 
 setInterval(() => {
   // The changes of a cluster are those of its usage too.
-  if (state.connected && state.view?.kind === 'node' && document.visibilityState === 'visible') load().catch(() => {});
+  if (state.connected && state.view?.kind === 'node' && isSeen()) load().catch(() => {});
 }, ASK_MS);
+document.addEventListener('visibilitychange', () => {
+  if (state.connected && isSeen()) load().catch(() => {});
+});
 follow();
