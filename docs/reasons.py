@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from metagpu.core.model.shares import Fault
 from metagpu.core.reports.doctor import CHECKS
+from metagpu.kubectl.obstacles import Obstacle
 from metagpu.plugins.cluster import node_object
 from metagpu.plugins.cluster.event_reasons import EventReason
 
@@ -111,11 +113,39 @@ def checks() -> Sequence[Cells]:
     return [(f"[{code}](doctor.md#{code.lower()})", f"{first[code]}.") for code in CHECKS]
 
 
+def obstacles() -> Sequence[Cells]:
+    """Return each obstacle of `kubectl metagpu why`, with the sentences of its page.
+
+    Raises:
+        UnknownReasonError: the page has no row of an obstacle.
+    """
+    page = (DOCS / "kubectl.md").read_text(encoding="utf-8")
+    rows = {
+        name: (reason, change)
+        for names, reason, change in re.findall(
+            r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", page, re.MULTILINE
+        )
+        for name in names.split(", ")
+    }
+    names = [f"`{it.name.lower()}`" for it in Obstacle if it is not Obstacle.NONE]
+    if absent := [it for it in names if it not in rows]:
+        raise UnknownReasonError(f"docs/kubectl.md has no row of {', '.join(absent)}")
+    return [(it, *rows[it]) for it in names]
+
+
+def faults() -> Sequence[Cells]:
+    """Return each kind of a GPU's fault, with the meaning that stands beside it."""
+    said = dict(re.findall(r"- (\w+): (.*)", Fault.__doc__ or ""))
+    return [(f"`{it}`", said[it]) for it in Fault]
+
+
 TABLES: Final = (
     Table("## Events", events, 3),
     Table("## Conditions of the Node", conditions, 2),
     Table("## The log", logged, 2),
     Table("## The doctor", checks, 0),
+    Table("## Faults of a GPU", faults, 0),
+    Table("## Obstacles of a pod", obstacles, 0),
 )
 
 
