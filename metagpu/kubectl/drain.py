@@ -79,7 +79,12 @@ def _ask(args: argparse.Namespace, drain: "GpuDrain", names: Iterable[PodName]) 
     if not sys.stdin.isatty():
         _print_error(f"this would {plan}; without a terminal, --yes is the consent")
         return 2
-    if input(f"{plan[:1].upper()}{plan[1:]}? [y/N] ").strip().lower() in ("y", "yes"):
+    try:
+        answer = input(f"{plan[:1].upper()}{plan[1:]}? [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = ""
+        print_text("\n")
+    if answer.strip().lower() in ("y", "yes"):
         return None
     _print_error("no pod is evicted")
     return 1

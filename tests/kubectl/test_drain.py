@@ -110,17 +110,20 @@ async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
 ) -> None:
     """No changes nothing; after Ctrl-C, and where time or right is short, the cordon stays."""
     async with draining(tmp_path, capsys) as it:
-        answers, asked = ["n", "y"], list[str]()
+        answers, asked = ["n", "", "y"], list[str]()
 
         def answer(question: str) -> str:
             asked.append(question)
-            return answers.pop(0)
+            if given := answers.pop(0):
+                return given
+            raise EOFError  # Ctrl-D
 
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         monkeypatch.setattr("builtins.input", answer)
-        status, _, err = await it.run("drain-gpu", f"{NODE}/0")
-        assert (status, "no pod is evicted" in err, cordons(it)) == (1, True, [])
-        assert asked == ["Cordon GPU 0 of gpu-1 and evict 1 pod? [y/N] "]
+        for _ in range(2):
+            status, _, err = await it.run("drain-gpu", f"{NODE}/0")
+            assert (status, "no pod is evicted" in err, cordons(it)) == (1, True, [])
+        assert asked == ["Cordon GPU 0 of gpu-1 and evict 1 pod? [y/N] "] * 2
 
         evict = ClusterViewer.evict
 
