@@ -22,6 +22,14 @@ def conflicts(a: Share, b: Share) -> bool:
     return a.gpu == b.gpu and (a.backend != b.backend or not a.footprint.isdisjoint(b.footprint))
 
 
+def without_conflict(shares: Iterable[Share], held: Iterable[Share]) -> list[Share]:
+    """Return the shares of one GPU that conflict with none of those that are held."""
+    held = tuple(held)
+    owners = {share.backend for share in held}
+    taken = {slot for share in held for slot in share.footprint}
+    return [it for it in shares if owners <= {it.backend} and it.footprint.isdisjoint(taken)]
+
+
 def orphaned_leases(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> tuple[Lease, ...]:
     """Find the leases of one GPU on shares that are not on offer as they were granted.
 

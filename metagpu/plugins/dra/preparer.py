@@ -11,7 +11,7 @@ import anyio
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions, SharesClaims
-from metagpu.core.devices.devices import Device, find_device, shared_device
+from metagpu.core.devices.devices import Device, find_device, pool_name, shared_device
 from metagpu.core.errors import (
     DeviceOccupied,
     FractionSplit,
@@ -21,10 +21,8 @@ from metagpu.core.errors import (
 )
 from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
-from metagpu.core.model.sharing import conflicts
-from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
-from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.answer import PreparedDevice, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
@@ -36,6 +34,7 @@ from metagpu.plugins.dra.resource_claim import (
     parse_allocation,
 )
 from metagpu.plugins.dra.together import is_joint, with_joint_variables
+from metagpu.plugins.dra.waiting import becomes_free_soon
 from metagpu.plugins.kubelet.availability import refuse_unavailable
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
 from metagpu.plugins.kubelet.provisioning import is_provisioned
@@ -166,35 +165,32 @@ class ClaimPreparer:
         The scheduler has a device back as soon as its claim is unprepared: its GPU may still be
         cleaned. The kubelet repeats a refused call only a minute later.
         """
+        pools = {it.pool for it in results}
+        first = self._registry.snapshot
+        gpus = [gpu for gpu in first.gpus if pool_name(self._node, gpu) in pools]
         refusal: RequestError | None = None
         with anyio.move_on_after(LONGEST):
-            async for now in self._registry.watch(lambda now: now):
+            async for _ in self._registry.watch(
+                lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
+            ):
                 try:
                     return self._lease(claim, results)
                 except RequestError as error:
                     refusal = error
-                    if not self._ends_soon(claim, results, now):
+                    if not self._ends_soon(claim, results):
                         raise
         assert refusal is not None  # noqa: S101 - the first look came before any wait
         raise refusal
 
-    def _ends_soon(
-        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice], now: Snapshot
-    ) -> bool:
+    def _ends_soon(self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]) -> bool:
         """Return whether the reason of a refusal ends by itself: no lease is in the way."""
-        soon = False
-        for result in results:
-            try:
-                device = self._device(result, now)
-            except RequestError:
-                return False
-            state = now.gpus[device.gpu]
-            others = [it.share for it in state.leases.values() if it.resource_claim != claim]
-            possible = [it for it in device.shares if not any(conflicts(it, o) for o in others)]
-            if len(possible) < device.count_shares(result.consumed(device.capacity_name)):
-                return False
-            soon = soon or _changes_soon(state)
-        return soon
+        now = self._registry.snapshot
+        try:
+            devices = [(self._device(it, now), it.consumed) for it in results]
+        except RequestError:
+            return False
+        wanted = [(it, it.count_shares(consumed(it.capacity_name))) for it, consumed in devices]
+        return becomes_free_soon(claim, wanted, now)
 
     def _lease(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
@@ -344,19 +340,3 @@ class ClaimPreparer:
     def _release(self, shares: Sequence[Share]) -> None:
         if shares:
             self._registry.apply(SharesReleased(tuple(shares), self._clock()))
-
-
-def _changes_soon(state: GpuState) -> bool:
-    """Return whether a GPU is being cleaned, made ready, or checked."""
-    if not state.verdict.healthy or state.cordon is not None:
-        return False
-    return (
-        bool(state.cleaning)
-        or any(it.reason == NOT_READY for it in state.suspended.values())
-        or any(it.delayed for it in state.provisioned.values())
-        or any(
-            not device.idle and share not in state.leases
-            for it in state.provisioned.values()
-            for share, device in it.devices.items()
-        )
-    )

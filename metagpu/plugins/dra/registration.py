@@ -19,6 +19,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from metagpu.core.errors import describe_error
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.log_once import LogOnce
+from metagpu.plugins.kubelet.fast_codec import check_message
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
 from metagpu.plugins.kubelet.pb import pluginregistration as pb
@@ -139,7 +140,17 @@ class DraRegistration:
             answer = await call_raw(self._socket, method, b"", self._timing.answer)
         except (OSError, GRPCError, StreamTerminatedError):
             return None  # there is none, or its daemon has ended
-        endpoint = pb.PluginInfo.parse(answer).endpoint
+        try:
+            check_message(answer, {})
+            endpoint = pb.PluginInfo.parse(answer).endpoint
+        except Exception as error:  # noqa: BLE001 - the generated class has no error of its own
+            log.warning(
+                "dra socket of no driver",
+                socket=str(self._socket),
+                error=f"its answer is no PluginInfo: {describe_error(error)}",
+                effect="metagpu serves there now",
+            )
+            return None
         return None if endpoint == str(self._endpoint) else endpoint
 
     def _registration_methods(self) -> Mapping[str, Method]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from metagpu.core.model.shares import ResourceName, Share, ShareId
-from metagpu.core.model.sharing import conflicts
+from metagpu.core.model.sharing import conflicts, without_conflict
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     Fact,
@@ -68,6 +68,15 @@ def share_sets(draw: st.DrawFn) -> list[Share]:
             for number, backend in enumerate(backends)
         ]
     return shares
+
+
+@given(share_sets())
+def test_shares_without_conflict_are_those_of_the_rule(shares: list[Share]) -> None:
+    """Computed once for all, they are those that conflict with no held share."""
+    of_one_gpu = [it for it in shares if it.gpu == A.id]
+    held = of_one_gpu[: len(of_one_gpu) // 2]
+    expected = [it for it in of_one_gpu if not any(conflicts(it, other) for other in held)]
+    assert without_conflict(of_one_gpu, held) == expected
 
 
 @st.composite

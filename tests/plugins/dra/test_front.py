@@ -17,6 +17,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.grpc_client import UnixChannel
+from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
 from metagpu.plugins.kubelet.pb import v1alpha1
 from tests.plugins.dra.rig import DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
@@ -67,6 +68,28 @@ async def test_another_driver_of_the_name_keeps_its_socket(node: DraNode, tmp_pa
             await until(lambda: "other.sock" in str(node.front.report()["problem"]))
             assert node.registration.stat().st_ino == before
             group.cancel_scope.cancel()
+
+
+async def test_a_program_that_is_no_driver_does_not_keep_the_socket(node: DraNode) -> None:
+    """The kubelet could not register it; metagpu serves there at once."""
+
+    async def answer(_: bytes) -> bytes:
+        return b"\x12\xff no PluginInfo"
+
+    node.registration.parent.mkdir(parents=True)
+    method = {"/pluginregistration.Registration/GetInfo": unary_method(answer)}
+    async with serve_grpc(node.registration, method, StreamingCalls()):
+        before = node.registration.stat().st_ino
+        async with anyio.create_task_group() as group:
+            group.start_soon(node.front.run)
+            await until(lambda: _inode(node.registration) not in (None, before))
+            await node.wait_registration()
+            assert (await node.get_info()).name == DRIVER
+            group.cancel_scope.cancel()
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 async def test_a_whole_gpu_and_a_fraction_get_leases_and_cdi_names(node: DraNode) -> None:
