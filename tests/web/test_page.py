@@ -159,7 +159,7 @@ async def test_the_cluster_of_real_daemons(
         problem = shown.page.locator("#problems li", has_text="XID 79")
         await problem.wait_for(timeout=SOON_MS)
         await problem.locator("a").click()
-        assert await shown.page.inner_text("h1") == f"Node {NODE}"
+        await shown.page.locator("h1", has_text=f"Node {NODE}").wait_for(timeout=SOON_MS)
         assert await shown.page.locator("button.cut").count() == 1
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+from metagpu.display.status import show_status
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.web.server import WebServer
 from tests.e2e.rig.errors import RigError
@@ -26,7 +27,7 @@ SCREENSHOTS = "METAGPU_SCREENSHOTS"
 """Environment variable: whether the pictures of docs/images are taken again."""
 LARGEST_IMAGE = 150_000
 SOON_MS = 10_000
-CHANGES = 10
+CHANGES = 6
 CHANGE_MS = 300
 """CPU time of one change of 16 crowded GPUs, scripts and layout; a busy machine takes a third."""
 FRAME_MS = 50
@@ -81,7 +82,7 @@ async def _cpu_ms(chromium: "CDPSession") -> float:
 
 
 async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser") -> None:
-    """Ten changes of a crowded node cost no long frame, and move neither focus nor scrolling."""
+    """Changes of a crowded node cost no long frame, and move neither focus nor scrolling."""
     async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
         await it.live()
         await it.page.locator("#gpu-9 button.cut").nth(4).focus()
@@ -129,6 +130,45 @@ async def test_text_stays_text(browser: "Browser") -> None:
             assert hostile in await it.page.inner_text("#remarks")
             assert await it.page.locator("img").count() == 1
             assert await it.page.locator("script").count() == 1
+
+
+async def test_problems_are_in_the_words_of_status(
+    browser: "Browser", capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each problem that `metagpu status` prints is in the list of what needs attention."""
+    node = views.NodeView("troubled")
+    node.gpu(views.A100, faults=[], cordon={"reason": "fan", "since": views.ago(5), "reset": False})
+    reported = {"holder": "lab/ana (main)", "reason": "what the report says"}
+    node.status |= {
+        "configuration": {"error": "line 3", "misfits": ["GPU 0: no MIG"]},
+        "competingPlugins": {views.METAGPU: "other.sock"},
+        "registrationProblems": {views.METAGPU: "refused"},
+        "endedTasks": {"health": "a mistake"},
+        **{key: [reported] for key in ("lostDevices", "leaseDifferences", "mixedRequests")},
+        "unreadableGpus": [{"index": 7, "reason": "GPU 7 is lost", "since": views.ago(1)}],
+        "dra": {"driver": "gpu.metagpu.io", "problem": "no socket"},
+        "cdi": {"problem": "no file", "noLibraries": "no ldcache"},
+        "mgctl": {"inPods": True, "problem": "no folder"},
+        "cluster": {
+            "problem": "no route",
+            "features": {"labels": "forbidden", "taint": ""},
+            "nodeDifferences": {views.METAGPU: "99, not 100"},
+            "resourceSlices": {"problem": "denied", "contested": {views.METAGPU: "gpu"}},
+            "competingPlugins": [{"program": "NVIDIA", "pod": "a/b", "contested": ["x/y"]}],
+        },
+    }
+    status = node.as_node()["status"]
+    show_status({**status, "gpus": [], "leases": []})
+    printed = capsys.readouterr().out.split(" RESOURCE")[0].strip().splitlines()
+    assert len(printed) > 15
+    async with (
+        served(views.view("node", [node.as_node()])) as server,
+        opened(browser, server.server.port) as it,
+    ):
+        await it.live()
+        shown = await it.page.inner_text("#problems")
+        assert [line for line in printed if line not in shown] == []
+        assert "cordoned: fan since" in shown
 
 
 async def test_there_is_a_page_without_gpus(browser: "Browser") -> None:
@@ -228,9 +268,10 @@ async def test_the_cluster_is_filtered(browser: "Browser") -> None:
         await it.live()
         assert await nodes.all_inner_texts() == ["gpu-c-04"]
         await it.page.click("#nodes a")
-        assert await it.page.inner_text("h1") == "Node gpu-c-04"
+        await it.page.locator("h1", has_text="Node gpu-c-04").wait_for(timeout=SOON_MS)
         assert await it.page.locator(".gpu").count() == 4
         await it.page.click("#back")
+        await it.page.locator("h1", has_text="Cluster").wait_for(timeout=SOON_MS)
         await it.page.select_option("#filter-health", "")
         await it.page.select_option("#filter-model", "")
         await it.page.select_option("#filter-profile", "2g.20gb")

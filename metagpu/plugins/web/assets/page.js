@@ -132,23 +132,37 @@ function reasonsOf(gpu) {
   return found;
 }
 
-/** Return the problems of a node beside those of its GPUs. */
+/** Return the problems of a node beside those of its GPUs, in the words of `metagpu status`. */
 function problemsOf(status) {
   const found = [];
-  const add = (level, text) => text && found.push({ level, text, since: null });
-  const { configuration = {}, cluster, dra, cdi, mgctl } = status;
+  const add = (level, text, since = null) => text && found.push({ level, text, since });
+  const addAll = (level, named, sentence) => {
+    for (const [name, text] of Object.entries(named ?? {})) if (text) add(level, sentence(name, text));
+  };
+  const { configuration = {}, cluster = {}, dra, cdi, mgctl } = status;
   add('error', configuration.error && `configuration rejected: ${configuration.error}`);
   for (const it of configuration.misfits ?? []) add('warning', `configuration does not fit ${it}`);
-  for (const it of status.unreadableGpus ?? []) found.push({ level: 'error', text: `GPU ${it.index}: ${it.reason}`, since: it.since });
-  for (const [name, text] of Object.entries(status.competingPlugins ?? {})) add('error', `${name} is served by another plugin: ${text}`);
-  for (const [name, text] of Object.entries(status.registrationProblems ?? {})) add('error', `${name}: ${text}`);
-  for (const [name, text] of Object.entries(status.endedTasks ?? {})) add('error', `the main task ${name} of the daemon ended: ${text}`);
-  for (const list of [status.lostDevices, status.leaseDifferences, status.mixedRequests]) {
-    for (const it of list ?? []) add('warning', typeof it === 'string' ? it : `${it.holder ?? ''}: ${it.problem ?? it.reason ?? it.text ?? ''}`);
+  for (const it of status.unreadableGpus ?? []) add('error', `not in service, as it cannot be read: ${it.reason}`, it.since);
+  addAll('error', status.competingPlugins, (name, it) => `${name} is served by another plugin on ${it}`);
+  addAll('error', status.registrationProblems, (name, it) => `${name}: ${it}`);
+  addAll('error', status.endedTasks, (name, it) => `the main task ${name} of the daemon ended: ${it}`);
+  for (const it of status.lostDevices ?? []) add('error', `${it.holder.split(' ')[0]}: ${it.reason}`);
+  for (const it of [...(status.leaseDifferences ?? []), ...(status.mixedRequests ?? [])]) add('warning', `${it.holder.split(' ')[0]}: ${it.reason}`);
+  if (cluster) {
+    add('warning', cluster.problem && `API server: ${cluster.problem}`);
+    addAll('warning', cluster.features, (use, it) => `API server, ${use}: ${it}`);
+    addAll('warning', cluster.nodeDifferences, (name, it) => `${name}: ${it}`);
+    add('warning', cluster.resourceSlices?.problem && `API server, ResourceSlices: ${cluster.resourceSlices.problem}`);
+    addAll('warning', cluster.resourceSlices?.contested, (name, it) => `${name}: the device plugin offers it here, and the DeviceClass ${it} has it too`);
+    add('info', cluster.driverUpgrade?.summary);
+    for (const it of cluster.competingPlugins ?? []) {
+      const also = it.contested.length ? `; it may serve ${it.contested.join(', ')} too` : '';
+      add('warning', `${it.program} runs on this node: pod ${it.pod}${also}`);
+    }
   }
-  add('warning', cluster?.problem && `API server: ${cluster.problem}`);
   add('warning', dra?.problem && `DRA driver ${dra.driver}: ${dra.problem}`);
   add('warning', cdi?.problem && `containers may not start: ${cdi.problem}`);
+  add('warning', cdi?.noLibraries && `containers get no libraries of the driver by CDI: ${cdi.noLibraries}`);
   add('warning', mgctl?.inPods && mgctl.problem && `containers get no answers from mgctl: ${mgctl.problem}`);
   return found;
 }
