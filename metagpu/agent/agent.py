@@ -237,8 +237,13 @@ class Agent:
 
     def _build_commands(self) -> None:
         """Build the commands on the control socket."""
-        port = self.metrics.port if self.metrics else None
-        self._privileges = PrivilegeCheck(lambda: self.config, port)
+        addresses = {
+            "metrics": self.metrics,
+            "status API": self.status_address,
+            "page": self.web_address,
+        }
+        ports = {name: address.port for name, address in addresses.items() if address}
+        self._privileges = PrivilegeCheck(lambda: self.config, ports)
         gate = self._offering.gate
         self.operator_commands = OperatorCommands(self.registry, self.health, lambda: gate.closed)
         self.recent_events = build_recent_events(

@@ -19,12 +19,12 @@ class PrivilegeCheck:
 
     Args:
         config: returns the configuration in force.
-        metrics_port: the port of the metrics, `None` for none.
+        ports: the ports that are served, by what they serve.
     """
 
-    def __init__(self, config: Callable[[], Config], metrics_port: int | None) -> None:
+    def __init__(self, config: Callable[[], Config], ports: Mapping[str, int]) -> None:
         self._config = config
-        self._metrics_port = metrics_port
+        self._ports = ports
         self._held: frozenset[Privilege] = frozenset()
 
     async def run(self) -> None:
@@ -41,4 +41,4 @@ class PrivilegeCheck:
 
     @property
     def _needed(self) -> Mapping[Privilege, list[str]]:
-        return needed_privileges(self._config(), self._metrics_port)
+        return needed_privileges(self._config(), self._ports)

@@ -16,8 +16,11 @@ _FIRST_FREE_PORT = 1024
 """ip_unprivileged_port_start of a kernel, by default."""
 
 
-def needed_privileges(config: Config, metrics_port: int | None) -> Mapping[Privilege, list[str]]:
-    """Return the capabilities that a configuration needs, each with its uses."""
+def needed_privileges(config: Config, ports: Mapping[str, int]) -> Mapping[Privilege, list[str]]:
+    """Return the capabilities that a configuration needs, each with its uses.
+
+    `ports` are those that are served, by what they serve.
+    """
     needed: dict[Privilege, list[str]] = {it: [] for it in Privilege}
 
     for pool, backends in config.build_backends(config.root.injection(Injection())):
@@ -27,8 +30,9 @@ def needed_privileges(config: Config, metrics_port: int | None) -> Mapping[Privi
                     needed[privilege].append(f"{use} (pool {pool.name})")
         for privilege, use in _of_enforcement(pool.memory_enforcement).items():
             needed[privilege].append(f"{use} (pool {pool.name})")
-    if metrics_port is not None and 0 < metrics_port < _FIRST_FREE_PORT:
-        needed[Privilege.NET_BIND_SERVICE].append(f"the port {metrics_port} of the metrics")
+    for name, port in ports.items():
+        if 0 < port < _FIRST_FREE_PORT:
+            needed[Privilege.NET_BIND_SERVICE].append(f"the port {port} of the {name}")
     return needed
 
 

@@ -26,7 +26,7 @@ pools:
 
 def uses(*args: Any) -> dict[str, list[str]]:  # noqa: ANN401 - of `config`
     """Return the capabilities that a configuration needs, without those that it does not."""
-    needed = needed_privileges(config(*args), None)
+    needed = needed_privileges(config(*args), {})
     return {str(privilege): list(uses) for privilege, uses in needed.items() if uses}
 
 
@@ -71,10 +71,17 @@ def test_ending_processes_needs_kill(enforcement: str, privileges: set[str]) -> 
     assert set(uses(FRACTION, enforcement)) == privileges
 
 
-@pytest.mark.parametrize(("port", "needed"), [(80, True), (1024, False), (0, False), (None, False)])
-def test_a_low_port_needs_net_bind_service(port: int | None, needed: bool) -> None:  # noqa: FBT001
-    """Metrics below the port 1024 need NET_BIND_SERVICE."""
-    assert bool(needed_privileges(config(), port)[Privilege.NET_BIND_SERVICE]) is needed
+@pytest.mark.parametrize(
+    ("ports", "uses"),
+    [
+        ({}, []),
+        ({"metrics": 1024, "page": 0}, []),
+        ({"metrics": 9400, "page": 80}, ["the port 80 of the page"]),
+    ],
+)
+def test_a_low_port_needs_net_bind_service(ports: dict[str, int], uses: list[str]) -> None:
+    """Whatever is served below the port 1024 needs NET_BIND_SERVICE."""
+    assert needed_privileges(config(), ports)[Privilege.NET_BIND_SERVICE] == uses
 
 
 def test_the_kernels_mask_is_read_bit_by_bit() -> None:
@@ -86,7 +93,7 @@ def test_the_kernels_mask_is_read_bit_by_bit() -> None:
 
 def test_the_report_says_what_is_missing() -> None:
     """Each capability has its uses, and whether it is held."""
-    needed = needed_privileges(config("{backend: mps}"), None)
+    needed = needed_privileges(config("{backend: mps}"), {})
     report = privileges_report(needed, frozenset({Privilege.KILL}))
     assert report["KILL"] == {"held": True, "neededFor": []}
     assert report["SYS_ADMIN"]["held"] is False
