@@ -78,7 +78,8 @@ async def test_axe_finds_no_violation(browser: "Browser", axe: str, kind: str, s
 async def _cpu_ms(chromium: "CDPSession") -> float:
     """Return the CPU time that the page's thread has spent."""
     metrics = await chromium.send("Performance.getMetrics")
-    return 1000 * next(it["value"] for it in metrics["metrics"] if it["name"] == "TaskDuration")
+    seconds: float = next(it["value"] for it in metrics["metrics"] if it["name"] == "TaskDuration")
+    return 1000 * seconds
 
 
 async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser") -> None:
