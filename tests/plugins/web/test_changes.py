@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from metagpu.plugins.web.changes import ChangeFeed
+from tests.rigs.waiting import becomes
 
 
 @dataclass
@@ -77,14 +78,16 @@ async def test_a_slow_stream_misses_no_change() -> None:
     source = Source()
     feed = ChangeFeed(source.follow, source.report, period=0, silence=0.01)
 
+    async def reported(count: int) -> None:
+        await becomes(lambda: source.reported == count)
+
     async with anyio.create_task_group() as group:
         group.start_soon(feed.run)
         async with aclosing(feed.stream()) as stream:
             await anext(stream)
-            for _ in range(3):
-                await anyio.wait_all_tasks_blocked()
+            for count in range(1, 4):
                 source.changed.set()
-            await anyio.wait_all_tasks_blocked()
+                await reported(count)
             assert (await anext(stream)).startswith(b"event: change")
             assert (await anext(stream)).startswith(b": ")
         group.cancel_scope.cancel()

@@ -1,10 +1,12 @@
 """Recent events as sentences: who got shares, and what became of GPUs."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import anyio
 import pytest
 
 from metagpu.core.model.shares import CordonSource, Holder
-from metagpu.core.runtime.main_tasks import Work
 from metagpu.core.state.events import ConfigRejected, LayoutApplied, MemoryExceeded
 from metagpu.core.state.facts import (
     GpuCordoned,
@@ -18,6 +20,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.web import recent_events as module
 from metagpu.plugins.web.recent_events import KEPT, RecentEvents
 from tests.rigs.build import METAGPU, gpu, offer, share
+from tests.rigs.waiting import becomes
 
 A = gpu(0)
 SHARES = tuple(share(A, number) for number in range(10))
@@ -39,25 +42,27 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD", 0)
 
 
-async def observed(registry: Registry, *steps: Work) -> list[tuple[str, str, int | None, str]]:
-    """Return reason, severity, GPU and text of the events of these steps, the oldest first."""
+Said = tuple[str, str, int | None, str]
+"""Reason, severity, GPU and text of an event."""
+
+
+@asynccontextmanager
+async def followed(registry: Registry) -> AsyncIterator[RecentEvents]:
+    """Follow the registry until the block ends; it starts when the present leases are known."""
     recent = RecentEvents(registry, "gpu-1")
     async with anyio.create_task_group() as group:
         group.start_soon(recent.run)
-        for step in (settled, *steps):
-            await step()
-            await settled()
+        await becomes(lambda: recent._held)
+        yield recent
         group.cancel_scope.cancel()
+
+
+async def said(recent: RecentEvents, count: int) -> list[Said]:
+    """Wait for this number of events; return them, the oldest first."""
+    await becomes(lambda: len(recent.report()) >= count)
     found = recent.report()
     assert all(it["node"] == "gpu-1" for it in found)
     return [(it["reason"], it["severity"], it["gpu"], it["text"]) for it in reversed(found)]
-
-
-async def settled() -> None:
-    """Wait until the events are read and the leases compared."""
-    for _ in range(5):
-        await anyio.wait_all_tasks_blocked()
-        await anyio.sleep(0.002)
 
 
 async def test_grants_and_ends_of_pods_are_sentences(registry: Registry) -> None:
@@ -66,27 +71,26 @@ async def test_grants_and_ends_of_pods_are_sentences(registry: Registry) -> None
     Shares that were held before the daemon's start are not reported as granted.
     """
     named = {each.id: BOB for each in SHARES[8:]}
-
-    async def grant() -> None:
+    async with followed(registry) as recent:
         registry.apply(SharesClaimed(SHARES[:3], at=5))
-        await settled()
+        await becomes(lambda: recent._claimed)
         registry.apply(LeasesObserved({**named, **{it.id: ALICE for it in SHARES[:3]}}, at=6))
+        granted = "GPUSharesGranted", "info", 0, f"team/alice has 3 shares of {METAGPU} on GPU 0"
+        assert await said(recent, 1) == [granted]
 
-    async def end() -> None:
         registry.apply(LeasesObserved({SHARES[8].id: BOB}, at=99))
-
-    assert await observed(registry, grant, end) == [
-        ("GPUSharesGranted", "info", 0, f"team/alice has 3 shares of {METAGPU} on GPU 0"),
-        ("GPUSharesFreed", "info", 0, f"team/bob has given back 1 share of {METAGPU} on GPU 0"),
-        ("GPUSharesFreed", "info", 0, f"team/alice has given back 3 shares of {METAGPU} on GPU 0"),
-    ]
+        text = "{} has given back {} of " + METAGPU + " on GPU 0"
+        assert await said(recent, 3) == [
+            granted,
+            ("GPUSharesFreed", "info", 0, text.format("team/bob", "1 share")),
+            ("GPUSharesFreed", "info", 0, text.format("team/alice", "3 shares")),
+        ]
 
 
 async def test_faults_cordons_and_configurations_are_sentences(registry: Registry) -> None:
     """Reasons and sentences are those of the Kubernetes Events."""
-
-    async def happen() -> None:
-        upgrade = CordonSource.DRIVER_UPGRADE
+    upgrade = CordonSource.DRIVER_UPGRADE
+    async with followed(registry) as recent:
         registry.apply(GpuFaulted(A.id, "XID 79: fell off the bus", at=5))
         registry.apply(GpuCordoned(A.id, "fan", at=6))
         registry.apply(GpuCordoned(A.id, "driver upgrade", at=6, source=upgrade))
@@ -94,9 +98,9 @@ async def test_faults_cordons_and_configurations_are_sentences(registry: Registr
         registry.apply(GpuUncordoned(A.id, at=8, source=upgrade))
         registry.events.publish(LayoutApplied())
         registry.events.publish(ConfigRejected("metagpu.yaml: 3: no such key", at=9))
-        await anyio.wait_all_tasks_blocked()
+        found = await said(recent, 6)
 
-    assert await observed(registry, happen) == [
+    assert found == [
         ("GPUUnhealthy", "error", 0, f"GPU {A}: XID 79: fell off the bus"),
         ("GPUCordoned", "info", 0, "GPU 0 accepts no new shares: fan"),
         ("GPUCordoned", "info", 0, "GPU 0 accepts no new shares: driver upgrade"),
@@ -111,15 +115,14 @@ async def test_faults_cordons_and_configurations_are_sentences(registry: Registr
 
 async def test_no_pod_hides_a_fault_by_events_of_its_own(registry: Registry) -> None:
     """The events of pods are bounded apart from those of GPUs; what repeats is kept once."""
-
-    async def flood() -> None:
+    async with followed(registry) as recent:
         registry.apply(GpuFaulted(A.id, "XID 79", at=5))
         for number in range(3 * KEPT):
             pod = Holder("evil", f"pod-{number}", "main")
             for _ in range(2):
                 registry.events.publish(MemoryExceeded(A.id, pod, "u", 3, 2, 1, False, at=1))  # noqa: FBT003
+        found = await said(recent, KEPT + 1)
 
-    found = await observed(registry, flood)
     assert found[0][0] == "GPUUnhealthy"
     assert len(found) == len(set(found)) == KEPT + 1
     assert found[-1][3].startswith(f"evil/pod-{3 * KEPT - 1}: container main uses more memory")
