@@ -18,7 +18,7 @@ from metagpu.cli.options import (
     flag,
 )
 from metagpu.cli.parser import Parser, add_command, add_reason
-from metagpu.display.options import add_json, add_output
+from metagpu.display.options import add_json, add_output, add_watch
 
 SIMULATE_HELP: Final = (
     "simulate a node instead of reading NVML: models and counts, such as a100-40gb:4,t4:2, also "
@@ -176,6 +176,7 @@ def _status(commands: Any) -> None:  # noqa: ANN401 - as above
         "metagpu status --json",
     )
     add_json(it)
+    add_watch(it)
     add_run_dir(it)
 
 

@@ -228,14 +228,22 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from metagpu.display.status import show_status
+    from metagpu.cli.live import print_text, repeat, show_live
+    from metagpu.display.encoding import encode
+    from metagpu.display.status import draw_status, show_status
 
-    answer = send_request(args.run_dir, {"command": "status"})
+    def ask() -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = send_request(args.run_dir, {"command": "status"})
+        return answer
 
     if args.output != "table":
-        _print_encoded(answer, args.output)
+        if args.watch:
+            return repeat(lambda: print_text(encode(ask(), args.output, compact=True)))
+        _print_encoded(ask(), args.output)
+    elif args.watch:
+        return show_live(lambda screen: draw_status(ask(), screen))
     else:
-        show_status(answer)
+        show_status(ask())
     return 0
 
 

@@ -80,9 +80,18 @@ def show_explanation(explained: Report, *, topology: bool = False) -> None:
 
 def show_status(status: Report) -> None:
     """Print the daemon's `status`, problems first."""
+    show(*_status_parts(status))
+
+
+def draw_status(status: Report, terminal: Terminal) -> str:
+    """Draw the daemon's `status` on a terminal, to be drawn again."""
+    return render(_folded(_status_parts(status), terminal), terminal)
+
+
+def _status_parts(status: Report) -> Sequence[Part]:
     configuration = status.get("configuration", {})
     problem = configuration.get("error")
-    show(
+    return (
         *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
         *(
             Cell(f"configuration does not fit {misfit}", "yellow")

@@ -1,6 +1,8 @@
 """The command line `metagpu`: help, reports, errors, exit statuses."""
 
 import json
+import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
@@ -8,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import to_thread
 
 from metagpu.cli.metagpu import main
+from metagpu.display.table import CLEAR_SCREEN
 from metagpu.plugins.cluster.settings import Feature
+from metagpu.plugins.control.socket import control_server
 from metagpu.sim.demo.drawing import show_demo
+from tests.cli.test_mgctl import TtyText, interrupted_after
 
 COMMANDS = (
     *("run", "demo", "explain", "validate", "plan", "status"),
@@ -314,6 +320,30 @@ def test_demo_draws_bars(capsys: pytest.CaptureFixture[str]) -> None:
     assert "XID 79: GPU has fallen" in captured.out
     assert "serve requests 50 gpu.mps   mps         whole   0            100" in captured.out
     assert captured.err == ""
+
+
+async def test_the_status_is_watched_as_mgctl_watches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-w` prints a line of JSON each second, and draws tables in place until Ctrl-C."""
+
+    async def status(_: Mapping[str, Any]) -> object:
+        return {"resources": {}, "gpus": [], "leases": []}
+
+    async def watch(*options: str) -> int:
+        interrupted_after(2, monkeypatch)
+        async with control_server(tmp_path, {"status": status}):
+            arguments = ["status", "-w", *options, "--run-dir", str(tmp_path)]
+            return await to_thread.run_sync(main, arguments)
+
+    assert await watch("-o", "json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["gpus"] for line in lines] == [[], []]
+
+    screen = TtyText()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert await watch() == 0
+    assert screen.getvalue().count(CLEAR_SCREEN) == 2
 
 
 # --- configurations -------------------------------------------------------------------------------
