@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.web import server
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.node import SimNode
 from tests.agent.test_status_api import NODE
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser
 
 MIG = "nvidia.com/mig-2g.10gb"
+LARGEST_PAGE = 100_000
 GRANT_S = 1.0
 SOON_MS = 10_000
 
@@ -161,6 +163,19 @@ async def test_the_cluster_of_real_daemons(
         await problem.locator("a").click()
         await shown.page.locator("h1", has_text=f"Node {NODE}").wait_for(timeout=SOON_MS)
         assert await shown.page.locator("button.cut").count() == 1
+
+
+async def test_the_page_is_small_and_alone(browser: "Browser", tmp_path: Path) -> None:
+    """All files are under 100 KB, and nothing is asked of another origin."""
+    port = free_port()
+    async with page_of_agent(tmp_path, port), opened(browser, port) as it:
+        await it.live()
+        script = "() => performance.getEntriesByType('resource').map((it) => it.name)"
+        origins = {name.split("/")[2] for name in await it.run(script)}
+        assert origins == {f"127.0.0.1:{port}"}
+    files = list((Path(server.__file__).parent / "assets").iterdir())
+    assert len(files) == 4
+    assert sum(file.stat().st_size for file in files) < LARGEST_PAGE
 
 
 async def test_an_idle_page_costs_a_request_in_seconds(browser: "Browser", tmp_path: Path) -> None:
