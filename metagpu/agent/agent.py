@@ -234,6 +234,7 @@ class Agent:
             self.cluster.wait_for_choice if self.cluster else None,
             self.timing,
         )
+        self._offering.lease_follower.requests_of = self.resource_claims.requests_of
 
     def _build_commands(self) -> None:
         """Build the commands on the control socket."""

@@ -12,7 +12,7 @@ from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.offers import Front
-from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.settings import ClusterSettings
@@ -89,6 +89,10 @@ class ResourceClaims:
         problem = None if self.settings else _NO_API_SERVER
         report = self._front.report()
         return {**report, "problem": problem or report["problem"]}
+
+    def requests_of(self, uid: str) -> Mapping[ShareId, str]:
+        """Return the request of each share of a claim that has several."""
+        return self._front.preparer.requests_of(uid) if self._front is not None else {}
 
     @property
     def _is_registered(self) -> bool:

@@ -144,6 +144,15 @@ class ClaimsNode:
             for it in self.daemon.status()["leases"]
         }
 
+    def holders(self, resource: str) -> set[str]:
+        """Return the pods and containers that hold shares of a resource."""
+        return {
+            name.partition("/")[2]
+            for it in self.daemon.status()["leases"]
+            if it["resource"] == resource
+            for name in (it["holder"] or "", *it.get("sharers", ()))
+        }
+
     def leased(self, gpu: int | None = None) -> int:
         """Return the number of leased shares, of one GPU or of all."""
         leases = self.daemon.status()["leases"]

@@ -253,8 +253,12 @@ def test_extended_resources_by_device_classes(
     assert len(two.environment["METAGPU_MEMORY_MIB"].split(",")) == 2
 
     assert claims.leased() == 2 + 2 + 1
-    pods = {f"{NAMESPACE}/pair", f"{NAMESPACE}/mixed"}
-    assert {it.partition(" (")[0] for it in claims.leases()} == pods
+    wait_for(
+        "each container to hold its own alone",
+        lambda: claims.holders(mig) == {"mixed (two)"} and claims.holders(gpu) == {"pair (main)"},
+        within_s=SOON_S,
+    )
+    assert claims.holders(timeslice) == {"mixed (one)", "mixed (two)"}
     published = claims.daemon.status()["cluster"]["resourceSlices"]
     assert published["extendedResources"].keys() == set(resources)
     assert published["contested"] == {}

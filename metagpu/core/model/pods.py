@@ -43,6 +43,8 @@ class KnownPod(msgspec.Struct, frozen=True):
         terminating: whether the pod may end in the next moment: it has been deleted, or all its
             containers have ended for good.
         requests: the shares of each resource that the pod requests, as the scheduler counts them.
+        claims: the requests of ResourceClaims that each container names: the name of the claim,
+            and the request, empty for the whole claim.
         arriving: whether the pod is bound to the node, and the kubelet has not admitted it yet.
     """
 
@@ -58,6 +60,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     terminating: bool = False
     requests: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: bool = False
+    claims: Mapping[str, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"

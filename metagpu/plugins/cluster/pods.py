@@ -14,6 +14,7 @@ from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.annotations import memory_annotations
 from metagpu.plugins.cluster.node_object import KubeObject, parse_quantity
+from metagpu.plugins.cluster.pod_claims import requests_by_container
 from metagpu.plugins.cluster.watch import Informer
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def known_pod(item: KubeObject) -> KnownPod:
         terminating=_containers_ended(item),
         requests=_requests(item.get("spec") or {}),
         arriving=_is_arriving(item.get("status") or {}),
+        claims=requests_by_container(item),
     )
 
 

@@ -24,7 +24,7 @@ from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, Sha
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.answer import PreparedDevice, whole_claim_device
+from metagpu.plugins.dra.answer import PreparedDevice, shares_by_request, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.parts import Part, is_shared, with_settings
 from metagpu.plugins.dra.resource_claim import (
@@ -146,6 +146,10 @@ class ClaimPreparer:
             for share in part.shares
             if share.id in snapshot.gpus[share.gpu].leases
         )
+
+    def requests_of(self, uid: str) -> Mapping[ShareId, str]:
+        """Return the request of each share of a prepared claim with several requests."""
+        return shares_by_request(self.prepared.get(uid, ()))
 
     async def unprepare(self, claim: ResourceClaimRef) -> None:
         """End the leases of a claim; of one that is not prepared, there are none."""

@@ -14,6 +14,7 @@ import anyio
 import structlog
 from anyio import to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
+from msgspec.structs import replace
 
 from metagpu.core.errors import describe_error
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
@@ -32,6 +33,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.checkpoint import read_allocated_ids
+from metagpu.plugins.kubelet.claim_holders import RequestsOf, holders_by_request, no_requests
 from metagpu.plugins.kubelet.fast_codec import Messages, check_message
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
@@ -58,6 +60,9 @@ async def see_none(_: Collection[Holder]) -> Collection[Holder]:
 
 class LeaseFollower:
     """Keeps the registry's leases as the kubelet's list and its checkpoint tell.
+
+    Attributes:
+        requests_of: returns the requests of a ResourceClaim's shares.
 
     Args:
         registry: receives the facts.
@@ -86,6 +91,7 @@ class LeaseFollower:
         self._timing = timing
         self._clock = clock
         self._running = running
+        self.requests_of: RequestsOf = no_requests
         self._readiness = KubeletReadiness((node or gethostname()).lower(), timing)
         self._kubelet: tuple[Identity, Identity] = (None, None)
         self._failures = LogOnce()
@@ -173,6 +179,9 @@ class LeaseFollower:
         asked, answer = self._clock(), None
         try:
             answer = await read_leases(self._socket, asked, self._timing.poll_deadline)
+            snapshot = self._registry.snapshot
+            named = holders_by_request(answer.of_claims, snapshot, self.requests_of)
+            answer = replace(answer, of_claims=named)
             self._failures.clear(self._socket)
         except Exception as error:  # noqa: BLE001 - leases stay after any error
             # A timeout has no text of its own.

@@ -148,6 +148,9 @@ async def test_requests_of_one_claim_have_slots_and_limits_of_their_own(node: Dr
         assert variable(edits[first.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=16384"
         assert variable(edits[second.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=12288"
         expected = f"{gpu(0).id}=4096,{gpu(1).id}=4096"
+        requests = node.front.preparer.requests_of(two.uid)
+        assert [list(requests.values()).count(it) for it in ("a", "b")] == [40, 30]
+        assert node.front.preparer.requests_of(both.uid) == {}
         for device in answers[both.uid].devices:
             assert device.request_names == ["c"]
             assert variable(node.edits(both)[device.cdi_device_ids[-1]], MEMORY) == expected
