@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
@@ -66,7 +67,10 @@ MATRIX = (
     ("podLabels.a=b", "podAnnotations.a=b", "nodeSelector.a=b", "imagePullSecrets[0].name=a"),
     ("env[0].name=METAGPU_LOG_LEVEL", "env[0].value=debug", "podSecurityContext.fsGroup=0"),
     ("namespace.create=true", "fullnameOverride=gpus", "securityContext.capabilities.add[0]=BPF"),
-    ("drainOnDriverUpgrade=true", "seLinuxOptions.type=spc_t", "seLinuxOptions.level=s0"),
+    (
+        *("drainOnDriverUpgrade=true", "seLinuxOptions.type=spc_t", "seLinuxOptions.level=s0"),
+        "web.port=9450",
+    ),
     ("dra.enabled=true", "dra.driver=gpu.example.com", "kubeletRoot=/var/lib/k0s/kubelet"),
 )
 
@@ -76,7 +80,10 @@ def release(node: Node, daemon: HostDaemon) -> Iterator[Release]:
     """Install the chart with simulated GPUs, in place of the daemon beside the kubelet."""
     daemon.stop()
     make_device_files(DEVICE_ROOT, GPUS)
-    simulated = ("--set", f"simulate={MODEL}:{GPUS},privileges.memoryEnforcement=false")
+    simulated = (
+        "--set",
+        f"simulate={MODEL}:{GPUS},privileges.memoryEnforcement=false,web.port=9450",
+    )
     with released(node, NAME, *simulated, *DEVICES, *inline(CONFIGURATION)) as release:
         yield release
 
@@ -212,6 +219,28 @@ def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path:
     finally:
         kubectl("delete", "clusterrolebinding", "viewers")
         kubectl("delete", "rolebinding", "viewers", f"--namespace={SYSTEM}")
+
+
+def test_the_page_of_a_node_is_for_viewers(release: Release, cluster: Cluster) -> None:
+    """A browser gets the page from the pod, and its data with a token that the page names."""
+    cluster.run("viewed", 25)
+    (pod,) = release.daemons().values()
+    (port,) = [
+        it["containerPort"] for it in pod["spec"]["containers"][0]["ports"] if it["name"] == "web"
+    ]
+    url = f"http://{pod['status']['podIP']}:{port}"
+    with urlopen(url, timeout=SOON_S) as answer:
+        assert b"page.js" in answer.read()
+    with pytest.raises(HTTPError, match="403"):
+        urlopen(f"{url}/api/v1/view", timeout=SOON_S)  # noqa: S310 - ours
+
+    account = ("metagpu-viewer", f"--namespace={SYSTEM}", "--audience=metagpu.io/status")
+    token = cluster.kubectl("create", "token", *account).strip()
+    view = Request(f"{url}/api/v1/view", headers={"Metagpu-Token": token})  # noqa: S310 - ours
+    with urlopen(view, timeout=SOON_S) as answer:  # noqa: S310 - ours
+        (row,) = json.load(answer)["nodes"]
+    assert row["name"] == release.node.name
+    assert [it["pod"] for it in row["usage"]["containers"]] == ["viewed"]
 
 
 def test_a_gpu_is_drained_within_the_budgets_of_its_pods(
