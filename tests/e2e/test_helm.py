@@ -71,7 +71,10 @@ MATRIX = (
         *("drainOnDriverUpgrade=true", "seLinuxOptions.type=spc_t", "seLinuxOptions.level=s0"),
         "web.port=9450",
     ),
-    ("dra.enabled=true", "dra.driver=gpu.example.com", "kubeletRoot=/var/lib/k0s/kubelet"),
+    (
+        *("dra.enabled=true", "dra.driver=gpu.example.com", "kubeletRoot=/var/lib/k0s/kubelet"),
+        "dra.extendedResources={nvidia.com/gpu}",
+    ),
 )
 
 
