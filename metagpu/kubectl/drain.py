@@ -19,6 +19,7 @@ from metagpu.kubectl.holders import (
     Holding,
     PodName,
     holdings_of,
+    is_running,
     judge_pod,
     rows_of,
 )
@@ -149,23 +150,45 @@ class GpuDrain:
         await cordon_gpu(self._viewer, self._agent, self._gpu, reason, self._args.timeout)
         print_text(f"{self.title} gives no new shares: {reason}\n")
 
-    async def look(self) -> Sequence[PodName]:
+    async def look(self, *, names_alone: bool = False) -> Sequence[PodName]:
         """Read who holds shares of the GPU; return the pods that are new.
 
+        Args:
+            names_alone: do not ask whether a known name is another pod's by now.
+
         Raises:
-            MetagpuError: the daemon gives no answer, or the user may not read a pod.
+            MetagpuError: the daemon does not report the GPU, or the user may not read a pod.
         """
         [answer] = await self._viewer.ask(STATUS, [self._agent])
         if answer.report is None:
             raise MetagpuError(f"{answer.node}: {answer.problem}")
-        self._holdings = holdings_of(answer.report, self._gpu["uuid"])
-        late = sorted({it.pod for it in self._holdings} - self.pods.keys())
-        for name in late:
-            pod = None
-            if name != UNNAMED:
-                pod = await self._viewer.get(f"/api/v1/namespaces/{name[0]}/pods/{name[1]}")
-            self.pods[name] = judge_pod(name, pod, force=self._args.force)
+        if all(it["uuid"] != self._gpu["uuid"] for it in answer.report["gpus"]):
+            raise MetagpuError(f"{answer.node}: its daemon does not see {self.title} now")
+        holdings = holdings_of(answer.report, self._gpu["uuid"])
+        names = {it.pod for it in holdings}
+        if names_alone:
+            for name in {it.pod for it in self._holdings} - names:
+                if is_running(await self._read(name), self.pods[name].uid):
+                    # A daemon that has just started does not know the kubelet's pods yet.
+                    title = self.pods[name].title
+                    raise MetagpuError(f"{answer.node}: its daemon does not name {title} now")
+        self._holdings = holdings
+        late = []
+        for name in sorted(names):
+            known = self.pods.get(name)
+            if known is not None and names_alone:
+                continue
+            pod = await self._read(name)
+            found = judge_pod(name, pod, self._agent.node, force=self._args.force)
+            self.pods[name] = found
+            if known is None or found.uid not in ("", known.uid):
+                late.append(name)
         return late
+
+    async def _read(self, name: PodName) -> Mapping[str, Any] | None:
+        if name == UNNAMED:
+            return None
+        return await self._viewer.get(f"/api/v1/namespaces/{name[0]}/pods/{name[1]}")
 
     async def evict(self) -> None:
         """Evict each pod once, and wait until nobody holds the GPU.
@@ -214,7 +237,7 @@ class GpuDrain:
         """Look, and print who has left; return the new pods that are evicted too."""
         before = dict.fromkeys(it.pod for it in self._holdings)
         try:
-            late = await self.look()
+            late = await self.look(names_alone=True)
         except MetagpuError as error:
             self._print_once(f"no news: {error}")  # its daemon may be replaced meanwhile
             agents = {it.node: it for it in await self._viewer.agents()}

@@ -19,6 +19,7 @@ _HOLDER: Final = re.compile(r"([^/]+)/(\S+) \((.*)\)")
 """A holder in the daemon's status: `namespace/pod (container)`."""
 _MIRROR: Final = "kubernetes.io/config.mirror"
 """The annotation of a pod by which the kubelet shows a static pod."""
+_ENDED: Final = ("Succeeded", "Failed")
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -70,15 +71,17 @@ def holdings_of(status: Object, gpu: str) -> Sequence[Holding]:
     return [Holding(pod, container, count) for (pod, container), count in sorted(found.items())]
 
 
-def judge_pod(name: PodName, pod: Object | None, *, force: bool) -> DrainedPod:
+def judge_pod(name: PodName, pod: Object | None, node: str, *, force: bool) -> DrainedPod:
     """Return what a drain does with a pod, which is `None` where it has gone.
 
     Args:
         name: namespace and name.
-        pod: the object of the API server.
+        pod: the object of the API server. A pod of another node has the name of one that has gone:
+            StatefulSets give names again.
+        node: the node of the GPU.
         force: evict it too if it is a DaemonSet's, or has no controller.
     """
-    if pod is None:
+    if pod is None or pod["spec"].get("nodeName") != node:
         return DrainedPod(name, ends=True)
     metadata = pod["metadata"]
     owners = [it for it in metadata.get("ownerReferences") or () if it.get("controller")]
@@ -93,6 +96,13 @@ def judge_pod(name: PodName, pod: Object | None, *, force: bool) -> DrainedPod:
     elif not force and not owners:
         stays = "no controller makes it again; --force evicts it"
     return DrainedPod(name, str(metadata["uid"]), controller, "" if ends else stays, ends)
+
+
+def is_running(pod: Object | None, uid: str) -> bool:
+    """Return whether a pod has this uid, and has not ended."""
+    if pod is None or pod["metadata"]["uid"] != uid:
+        return False
+    return (pod.get("status") or {}).get("phase") not in _ENDED
 
 
 def rows_of(

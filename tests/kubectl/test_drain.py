@@ -174,11 +174,19 @@ def test_what_a_drain_does_with_a_pod(
 ) -> None:
     """Pods that would not come back, or come back at once, stay without force."""
     owners = [{"kind": kind, "name": "its", "controller": True}] if kind else []
-    pod = {"metadata": {"uid": "1", "ownerReferences": owners, **extra}}
-    it = judge_pod(("team", "pod"), pod, force=force)
+    pod = {"metadata": {"uid": "1", "ownerReferences": owners, **extra}, "spec": {"nodeName": NODE}}
+    it = judge_pod(("team", "pod"), pod, NODE, force=force)
     assert (it.stays.startswith(stays), bool(it.stays), it.ends) == (True, bool(stays), ends)
     assert it.is_evicted == (not stays and not ends)
-    assert judge_pod(("team", "pod"), None, force=force).ends
+    assert judge_pod(("team", "pod"), None, NODE, force=force).ends
+
+
+def test_a_pod_of_the_same_name_on_another_node_is_not_evicted() -> None:
+    """A daemon may report a pod that has gone, whose name a StatefulSet has given again."""
+    owners = [{"kind": "StatefulSet", "name": "train", "controller": True}]
+    pod = {"metadata": {"uid": "2", "ownerReferences": owners}, "spec": {"nodeName": "gpu-2"}}
+    it = judge_pod(("team", "train-0"), pod, NODE, force=True)
+    assert (it.ends, it.is_evicted, it.uid) == (True, False, "")
 
 
 class ScriptedViewer(ClusterViewer):
@@ -188,6 +196,9 @@ class ScriptedViewer(ClusterViewer):
         self.answers = list(holders)
         self.asked: list[str] = []
         self.evicted: list[str] = []
+        self.uids: list[str] = []
+        self.generation = 1
+        self.lingering = set[str]()
 
     async def agents(self) -> Sequence[AgentPod]:
         """Return the daemon that replaced the first."""
@@ -200,16 +211,30 @@ class ScriptedViewer(ClusterViewer):
         if holders is None:
             return [NodeAnswer(NODE, problem="it restarts")]
         leases = [{"uuid": "GPU-a", "shares": 1, "holder": f"team/{it} (main)"} for it in holders]
-        return [NodeAnswer(NODE, {"leases": leases})]
+        gpus = [{"uuid": "GPU-a" if "gone" not in holders else "GPU-b"}]
+        return [NodeAnswer(NODE, {"leases": leases, "gpus": gpus})]
 
-    async def get(self, path: str) -> Mapping[str, Any]:
-        """Return a pod of a Job."""
+    async def get(self, path: str) -> Mapping[str, Any] | None:
+        """Return a pod of a Job, `None` once it is evicted and the daemon has said so."""
+        name = path.rpartition("/")[2]
+        if name in self.evicted and name not in self.lingering:
+            return None
+        self.lingering.discard(name)
         owner = {"kind": "Job", "name": "its", "controller": True}
-        return {"metadata": {"uid": path, "ownerReferences": [owner]}}
+        metadata = {"uid": f"{name}{self.generation}", "ownerReferences": [owner]}
+        return {"metadata": metadata, "spec": {"nodeName": NODE}}
 
-    async def evict(self, _: str, name: str, *__: str) -> None:
+    async def evict(self, _: str, name: str, uid: str) -> None:
         """Note the eviction."""
         self.evicted.append(name)
+        self.uids.append(uid)
+
+
+def drain_of(viewer: ScriptedViewer, *, yes: bool, drain_timeout: float = 30.0) -> GpuDrain:
+    """Return the drain of a GPU whose daemon is about to be replaced."""
+    args = Namespace(yes=yes, force=False, drain_timeout=drain_timeout)
+    agent = AgentPod(NODE, "system", "before", 1, ready=True)
+    return GpuDrain(args, viewer, agent, {"uuid": "GPU-a", "index": 0})
 
 
 @pytest.mark.parametrize(
@@ -218,6 +243,7 @@ class ScriptedViewer(ClusterViewer):
         (True, (["a"], ["a", "late"], ["late"], []), ["a", "late"], ""),
         (False, (["a"], ["late"]), ["a"], "team/late .it came meanwhile"),
         (True, (["a"], None, ["a"], []), ["a"], ""),
+        (True, (["a"], ["gone"], ["a"], []), ["a"], ""),
         (True, (["a"],), ["a"], "is still held: team/a .after 0.3 s."),
     ],
 )
@@ -226,11 +252,37 @@ async def test_a_drain_meets_what_comes_meanwhile(
 ) -> None:
     """Late pods need consent too, a daemon may be replaced, and each pod is evicted once."""
     viewer = ScriptedViewer(*rounds)
-    args = Namespace(yes=yes, force=False, drain_timeout=0.3 if "0.3" in problem else 30.0)
-    gpu = {"uuid": "GPU-a", "index": 0}
-    drain = GpuDrain(args, viewer, AgentPod(NODE, "system", "before", 1, ready=True), gpu)
+    drain = drain_of(viewer, yes=yes, drain_timeout=0.3 if "0.3" in problem else 30.0)
     await drain.look()
     with pytest.raises(MetagpuError, match=problem) if problem else nullcontext():
         await drain.evict()
     assert viewer.evicted == evicted
-    assert ("after" in viewer.asked) == (None in rounds)
+    assert ("after" in viewer.asked) == (None in rounds or ["gone"] in rounds)
+
+
+async def test_a_daemon_that_has_just_started_frees_no_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A report without pods that the API server knows as running is no news."""
+    viewer = ScriptedViewer(["a"], [], ["a"], [])
+    viewer.lingering.add("a")
+    drain = drain_of(viewer, yes=True)
+    await drain.look()
+    viewer.lingering.add("a")
+    await drain.evict()
+    assert (viewer.evicted, viewer.lingering) == (["a"], set())
+    said = capsys.readouterr().out
+    assert said.index("its daemon does not name team/a now") < said.index("team/a has left")
+    assert len(viewer.asked) == 4
+
+
+async def test_a_name_is_another_pods_after_the_question() -> None:
+    """A pod that was made again before the cordon is new: it needs consent, and its own uid."""
+    viewer = ScriptedViewer(["a"], ["a"], ["a"], [])
+    drain = drain_of(viewer, yes=True)
+    assert await drain.look() == [("team", "a")]
+    assert await drain.look() == []
+    viewer.generation = 2
+    assert await drain.look() == [("team", "a")]
+    await drain.evict()
+    assert viewer.uids == ["a2"]
