@@ -1,6 +1,7 @@
 """The page in Chromium, with views of a test's own: what it draws, how smoothly, and for whom."""
 
 import os
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -271,6 +272,10 @@ async def test_the_cluster_is_filtered(browser: "Browser") -> None:
         await it.page.click("#nodes a")
         await it.page.locator("h1", has_text="Node gpu-c-04").wait_for(timeout=SOON_MS)
         assert await it.page.locator(".gpu").count() == 4
+        await it.page.focus(".skip")
+        await it.page.keyboard.press("Enter")  # and the address stays that of the node
+        assert await it.run("() => document.activeElement.id") == "main"
+        assert await it.page.inner_text("h1") == "Node gpu-c-04"
         await it.page.click("#back")
         await it.page.locator("h1", has_text="Cluster").wait_for(timeout=SOON_MS)
         await it.page.select_option("#filter-health", "")
@@ -281,16 +286,23 @@ async def test_the_cluster_is_filtered(browser: "Browser") -> None:
         await it.page.select_option("#filter-namespace", "lab")
         assert "lab/sweep-15" in await it.page.inner_text("#waiting")
         assert "nlp/train-70b" not in await it.page.inner_text("#waiting")
+        await it.run("() => { location.hash = 'toString=1' }")  # a name of no filter
+        await it.frame()
+        assert await nodes.count() == 9
 
 
 class OneToken:
-    """A check that knows one viewer's token."""
+    """A check that knows one viewer's token, or why it can tell nothing."""
+
+    problem = ""
 
     async def run(self) -> None:
         """Hold nothing."""
 
     async def check(self, token: str) -> str:
         """Return why another token gives no access."""
+        if self.problem:
+            raise ConnectionError(self.problem)
         return "" if token == TOKEN else "the header metagpu-token has no viewer's token"
 
 
@@ -304,12 +316,13 @@ async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
         await anyio.sleep_forever()
         yield None
 
-    server = WebServer(LOOPBACK, view, nothing, OneToken(), MetricsTiming(page_age=0.0))
+    tokens = OneToken()
+    server = WebServer(LOOPBACK, view, nothing, tokens, MetricsTiming(page_age=0.0))
     async with anyio.create_task_group() as group:
         group.start_soon(server.run)
         await becomes(lambda: server.port)
         async with opened(browser, server.port, quiet=False) as it:
-            for given in ("wrong", TOKEN):
+            for given in ("wrong…", f"“{TOKEN}”"):  # no header has such characters
                 await it.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
                 assert "no viewer's token" in await it.page.inner_text("#refusal")
                 assert "metagpu.io/status" in await it.page.inner_text("#access pre")
@@ -319,8 +332,16 @@ async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
             assert await it.page.locator(".gpu").count() == 8
             await it.page.reload()
             await it.live()
-            refused = f"status of {int(HTTPStatus.FORBIDDEN)}"
-            assert [text for text in it.complaints if refused not in text] == []
+            tokens.problem = "the API server does not answer"
+            await it.page.reload()
+            said = it.page.locator("#connection", has_text=tokens.problem)
+            await said.wait_for(timeout=SOON_MS)
+            tokens.problem = ""
+            await it.live()
+            refused = (
+                f"status of ({int(HTTPStatus.FORBIDDEN)}|{int(HTTPStatus.SERVICE_UNAVAILABLE)})"
+            )
+            assert [text for text in it.complaints if not re.search(refused, text)] == []
         group.cancel_scope.cancel()
 
 

@@ -33,6 +33,7 @@ _POLICY: Final = (
 HEADERS: Final = (
     ("content-security-policy", _POLICY),
     ("x-content-type-options", "nosniff"),
+    ("cross-origin-resource-policy", "same-origin"),
     ("referrer-policy", "no-referrer"),
     ("cache-control", "no-store"),
 )

@@ -162,10 +162,17 @@ async def test_another_site_opens_nothing() -> None:
     """A request by another site's script is refused, also one on another port of this machine."""
     async with serving() as (server, source):
         own = f"http://localhost:{server.port}"
-        for origin in ("https://evil.example", "null", "http://localhost:3000"):
+        for origin in ("https://evil.example", "null", "http://localhost:3000", "http://["):
             assert (await ask(server, VIEW, host=own[7:], origin=origin))[0] == 403
+        for site in ("cross-site", "same-site"):  # as an image, or a script that cannot read it
+            for path in (VIEW, CHANGES):
+                assert (await ask(server, path, sec_fetch_site=site))[0] == 403
+            link = {"sec_fetch_site": site, "sec_fetch_dest": "document"}
+            assert (await ask(server, "/", **link))[0] == 200
         assert source.made == 0
         assert (await ask(server, VIEW, host=own[7:], origin=own))[0] == 200
+        for site in ("same-origin", "none"):
+            assert (await ask(server, VIEW, sec_fetch_site=site))[0] == 200
 
 
 async def test_others_need_a_token() -> None:

@@ -14,7 +14,7 @@ const GIB = 1024;
 const TOKEN = 'metagpu-token';
 
 const $ = (id) => document.getElementById(id);
-const state = { view: null, connected: false, lost: null, selected: null, allPods: false };
+const state = { view: null, connected: false, lost: null, problem: '', selected: null, allPods: false };
 
 // --- elements ---------------------------------------------------------------------------------
 
@@ -612,7 +612,7 @@ function updateFilters(nodes) {
 
 /** Return the nodes that have a GPU as asked for; GPUs that are not stand aside. */
 function filtered(nodes) {
-  const wanted = Object.entries(asked()).filter(([name]) => name in FILTERS);
+  const wanted = Object.entries(asked()).filter(([name]) => Object.hasOwn(FILTERS, name));
   if (!wanted.length) return nodes;
   return nodes
     .map((node) => ({
@@ -786,7 +786,7 @@ function updateConnection() {
   const it = $('connection');
   setAttribute(it, 'data-state', state.connected ? 'live' : state.lost ? 'lost' : 'connecting');
   if (state.connected) setText(it, 'live');
-  else if (state.lost) setText(it, `no connection since ${clock(state.lost)}`);
+  else if (state.lost) setText(it, `no connection since ${clock(state.lost)}${state.problem ? `: ${state.problem}` : ''}`);
   else setText(it, 'connecting');
   document.body.classList.toggle('stale', Boolean(state.lost) && !state.connected);
 }
@@ -826,6 +826,10 @@ document.addEventListener('scroll', () => showHint(null), { passive: true });
 document.addEventListener('click', (event) => {
   const button = event.target.closest('button.cut, button.pod');
   if (button) select(button.pod);
+  if (event.target.closest('.skip')) {  // its address would replace that of the node and the filters
+    event.preventDefault();
+    $('main').focus();
+  }
   const link = event.target.closest('a[href^="#gpu-"]');
   if (link) {
     event.preventDefault();
@@ -870,16 +874,21 @@ addEventListener('hashchange', () => {
 // --- the server -------------------------------------------------------------------------------
 
 class Refused extends Error {}
+class Unserved extends Error {}  // the server answers, and says why it has no data
 
 async function ask(path, signal) {
   const token = sessionStorage.getItem(TOKEN);
   const answer = await fetch(path, { signal, cache: 'no-store', headers: token ? { [TOKEN]: token } : {} });
-  if (answer.status === 403) {
-    const said = await answer.json().catch(() => ({}));
-    throw new Refused(said.message ?? 'The node refuses this page.');
+  if (answer.ok) return answer;
+  const text = await answer.text().catch(() => '');
+  let said = text.trim();
+  try {
+    said = JSON.parse(text).message;
+  } catch {
+    // a plain line
   }
-  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
-  return answer;
+  said ||= `${path}: ${answer.status}`;
+  throw answer.status === 403 ? new Refused(said) : new Unserved(said);
 }
 
 let loading = null, again = false;
@@ -942,7 +951,8 @@ function askForToken(refusal) {
   return new Promise((resolve) => {
     $('access').addEventListener('submit', (event) => {
       event.preventDefault();
-      sessionStorage.setItem(TOKEN, $('token').value.trim());
+      // fetch() refuses a header with other characters, as those that a word processor adds
+      sessionStorage.setItem(TOKEN, $('token').value.replace(/[^\x21-\x7e]/g, ''));
       $('token').value = '';
       $('access').hidden = true;
       resolve();
@@ -957,6 +967,8 @@ async function follow() {
     try {
       await listen();
     } catch (error) {
+      state.problem = error instanceof Unserved ? error.message : '';
+      updateConnection();
       if (error instanceof Refused) {
         state.lost = null;
         setText($('connection'), 'needs a token');
