@@ -100,9 +100,12 @@ async def _follow(
     current, pauses = gpu, delays()
     with anyio.move_on_after(deadline):
         while True:
-            [current] = [it for it in await _gpus(viewer, agent) if it["uuid"] == gpu["uuid"]]
-            if (current["cordon"] is not None) == cordoned:
-                return current
+            # A daemon that has just started, or whose GPU has fallen off the bus, reports it not.
+            for it in await _gpus(viewer, agent):
+                if it["uuid"] == gpu["uuid"]:
+                    current = it
+                    if (it["cordon"] is not None) == cordoned:
+                        return current
             await anyio.sleep(pauses.next())
     if not cordoned and current["cordon"] is not None:
         problem = f"it is still cordoned ({current['cordon']['reason']}): `metagpu uncordon` there"

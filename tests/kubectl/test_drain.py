@@ -11,6 +11,9 @@ import anyio
 import pytest
 
 from metagpu.core.errors import MetagpuError
+from metagpu.core.runtime.backoff import Backoff
+from metagpu.kubectl import drain
+from metagpu.kubectl.cordons import cordon_gpu
 from metagpu.kubectl.drain import GpuDrain
 from metagpu.kubectl.holders import UNNAMED, Holding, holdings_of, judge_pod
 from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer
@@ -230,6 +233,11 @@ class ScriptedViewer(ClusterViewer):
         self.uids.append(uid)
 
 
+@pytest.fixture
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "delays", lambda: Backoff(0.01, 0.01))
+
+
 def drain_of(viewer: ScriptedViewer, *, yes: bool, drain_timeout: float = 30.0) -> GpuDrain:
     """Return the drain of a GPU whose daemon is about to be replaced."""
     args = Namespace(yes=yes, force=False, drain_timeout=drain_timeout)
@@ -237,6 +245,7 @@ def drain_of(viewer: ScriptedViewer, *, yes: bool, drain_timeout: float = 30.0) 
     return GpuDrain(args, viewer, agent, {"uuid": "GPU-a", "index": 0})
 
 
+@pytest.mark.usefixtures("_short_pauses")
 @pytest.mark.parametrize(
     ("yes", "rounds", "evicted", "problem"),
     [
@@ -252,37 +261,56 @@ async def test_a_drain_meets_what_comes_meanwhile(
 ) -> None:
     """Late pods need consent too, a daemon may be replaced, and each pod is evicted once."""
     viewer = ScriptedViewer(*rounds)
-    drain = drain_of(viewer, yes=yes, drain_timeout=0.3 if "0.3" in problem else 30.0)
-    await drain.look()
+    it = drain_of(viewer, yes=yes, drain_timeout=0.3 if "0.3" in problem else 30.0)
+    await it.look()
     with pytest.raises(MetagpuError, match=problem) if problem else nullcontext():
-        await drain.evict()
+        await it.evict()
     assert viewer.evicted == evicted
     assert ("after" in viewer.asked) == (None in rounds or ["gone"] in rounds)
 
 
+@pytest.mark.usefixtures("_short_pauses")
 async def test_a_daemon_that_has_just_started_frees_no_gpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A report without pods that the API server knows as running is no news."""
     viewer = ScriptedViewer(["a"], [], ["a"], [])
     viewer.lingering.add("a")
-    drain = drain_of(viewer, yes=True)
-    await drain.look()
+    it = drain_of(viewer, yes=True)
+    await it.look()
     viewer.lingering.add("a")
-    await drain.evict()
+    await it.evict()
     assert (viewer.evicted, viewer.lingering) == (["a"], set())
     said = capsys.readouterr().out
     assert said.index("its daemon does not name team/a now") < said.index("team/a has left")
     assert len(viewer.asked) == 4
 
 
+async def test_a_cordon_waits_for_a_gpu_that_is_not_reported() -> None:
+    """A daemon that has just started reports no GPUs: the command waits for its next report."""
+    gpu = {"uuid": "GPU-a", "index": 0, "cordon": None}
+    reports = [[], [{**gpu, "cordon": {"reason": "fan"}}]]
+
+    class Starting(ScriptedViewer):
+        async def annotate_node(self, *_: object) -> None:
+            """Cordon the GPU."""
+
+        async def ask(self, *_: object) -> Sequence[NodeAnswer]:
+            return [NodeAnswer(NODE, {"gpus": reports.pop(0)})]
+
+    agent = AgentPod(NODE, "system", "starting", 1, ready=True)
+    found = await cordon_gpu(Starting(), agent, gpu, "fan", 30.0)
+    assert (found["cordon"], reports) == ({"reason": "fan"}, [])
+
+
+@pytest.mark.usefixtures("_short_pauses")
 async def test_a_name_is_another_pods_after_the_question() -> None:
     """A pod that was made again before the cordon is new: it needs consent, and its own uid."""
     viewer = ScriptedViewer(["a"], ["a"], ["a"], [])
-    drain = drain_of(viewer, yes=True)
-    assert await drain.look() == [("team", "a")]
-    assert await drain.look() == []
+    it = drain_of(viewer, yes=True)
+    assert await it.look() == [("team", "a")]
+    assert await it.look() == []
     viewer.generation = 2
-    assert await drain.look() == [("team", "a")]
-    await drain.evict()
+    assert await it.look() == [("team", "a")]
+    await it.evict()
     assert viewer.uids == ["a2"]
