@@ -17,6 +17,7 @@ from metagpu.cli.options import (
     Variable,
     add_driver_roots,
     add_kubelet,
+    add_page_address,
     add_run_dir,
     driver_roots_of,
     pod_resources_of,
@@ -24,6 +25,7 @@ from metagpu.cli.options import (
 )
 from metagpu.cli.parser import Parser, add_command, run_command
 from metagpu.core.errors import MetagpuError
+from metagpu.core.grants.injection import POD_FOLDER, POD_SOCKET, POD_SOCKET_NAME
 from metagpu.display.encoding import WIDE_FORMATS, encode
 from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
@@ -110,6 +112,19 @@ def parser() -> argparse.ArgumentParser:
         help="the folder that has the host's root (default: %(default)s)",
     )
 
+    web = add_command(
+        commands,
+        "web",
+        "in a container: show the GPUs of its pod in a browser. The page is served on the "
+        "loopback of the pod, until an interrupt",
+        "mgctl web",
+    )
+    web.set_defaults(
+        do=_web,
+        socket=Variable((POD_SOCKET,), Path(POD_FOLDER, POD_SOCKET_NAME), convert=Path),
+    )
+    add_page_address(web)
+
     version = add_command(
         commands, "version", "print the versions of mgctl and of the daemon", "mgctl version"
     )
@@ -142,6 +157,23 @@ def _get(args: argparse.Namespace) -> int:
 def _top(args: argparse.Namespace) -> int:
     top = Top()
     return show_live(lambda screen: top.screen(_usage(args), screen))
+
+
+def _web(args: argparse.Namespace) -> int:
+    """Serve the page of the pod that this process is in, until an interrupt."""
+    import anyio
+
+    from metagpu.cli.page import log_errors_alone, serve_page
+    from metagpu.plugins.web.pod import OwnPodView
+
+    async def serve() -> None:
+        log_errors_alone()
+        view = OwnPodView(args.socket)
+        await view.check()
+        await serve_page(args.address, view.read, view.changes, "this pod")
+
+    anyio.run(serve)
+    return 0
 
 
 def _version(args: argparse.Namespace) -> int:

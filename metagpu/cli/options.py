@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -138,6 +139,28 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Variable(("METAGPU_RUN_DIR",), paths.RUN_DIR, convert=Path),
         help="the folder of the daemon's control socket (default: %(default)s)",
+    )
+
+
+def add_page_address(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the address of a page that a command serves to its user."""
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        type=_loopback,
+        default="127.0.0.1:8400",
+        help="an address of this machine's loopback, and a port; 0 is any free port "
+        "(default: %(default)s)",
+    )
+
+
+def _loopback(text: str) -> ListenAddress:
+    with suppress(ConfigError):
+        if (address := parse_address(text)).is_loopback:
+            return address
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no port of the loopback, and no other machine may reach this page; "
+        "write one as in 127.0.0.1:8400"
     )
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from metagpu import __version__
-from metagpu.cli.options import Variable
+from metagpu.cli.options import Variable, add_page_address
 from metagpu.cli.parser import Parser, add_command, add_reason
-from metagpu.core.errors import ConfigError
 from metagpu.display.encoding import WIDE_FORMATS
 from metagpu.display.options import add_output, add_sort_by, add_watch
-from metagpu.plugins.metrics.address import ListenAddress, parse_address
 
 SHORTEST_INTERVAL: Final = 0.5
 """Seconds between two looks of `web`: the page takes no more changes than two a second."""
@@ -216,14 +214,7 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
         "your rights, until an interrupt",
         "kubectl metagpu web --open",
     )
-    it.add_argument(
-        "--address",
-        metavar="ADDRESS",
-        type=_loopback,
-        default="127.0.0.1:8400",
-        help="an address of this machine's loopback, and a port; 0 is any free port "
-        "(default: %(default)s)",
-    )
+    add_page_address(it)
     it.add_argument(
         "--open",
         action=argparse.BooleanOptionalAction,
@@ -257,16 +248,6 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
         "-A", "--all-namespaces", action="store_true", help="show what waits of all, or fail"
     )
     _add_connection(it)
-
-
-def _loopback(text: str) -> ListenAddress:
-    with suppress(ConfigError):
-        if (address := parse_address(text)).is_loopback:
-            return address
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is no port of the loopback, and the page has your rights, so no other machine "
-        "may reach it; write one as in 127.0.0.1:8400"
-    )
 
 
 def _interval(text: str) -> float:

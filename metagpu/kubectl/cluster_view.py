@@ -1,8 +1,7 @@
 """The view of all nodes, as the page of the cluster shows it."""
 
-import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,8 +21,7 @@ from metagpu.kubectl.viewer import (
     in_parallel,
 )
 from metagpu.kubectl.waiting import waiting_pods
-
-Object = Mapping[str, Any]
+from metagpu.plugins.web.polled import Object, PolledView, digest_of
 
 OBJECTS_AGE: Final = 10.0
 """Seconds for which Nodes and daemons are not listed again: they are large and change seldom."""
@@ -42,8 +40,8 @@ class _Objects(msgspec.Struct, frozen=True):
     nodes: Sequence[Object]
 
 
-class ClusterView:
-    """The view of the cluster: a request reads it, and so does a follower in turn.
+class ClusterView(PolledView):
+    """The view of the cluster, looked at with the rights of a user.
 
     Args:
         selector: labels of the nodes.
@@ -59,16 +57,12 @@ class ClusterView:
         namespaces: Sequence[str] = ("",),
         interval: float = 2.0,
     ) -> None:
+        super().__init__(self._compose_view, interval)
         self._viewer = viewer
         self._selector = selector
         self._namespaces = list(namespaces)
         self._pods_are_wanted = len(namespaces) == 1
-        self._interval = interval
         self._objects: _Objects | None = None
-        self._view: dict[str, Any] | None = None
-        self._digest = b""
-        self._at = 0.0
-        self._reading = anyio.Lock()
 
     async def check(self) -> str:
         """Read what every page needs; return what this one cannot show, empty for nothing.
@@ -87,30 +81,7 @@ class ClusterView:
             return f"pods that wait are not shown: {error.message}"
         return ""
 
-    async def read(self) -> Object:
-        """Return the view: where it is older than the interval, a new one."""
-        async with self._reading:
-            if self._view is None or anyio.current_time() - self._at >= self._interval:
-                await self._look()
-            assert self._view is not None  # noqa: S101 - of this look or an earlier one
-            return self._view
-
-    async def changes(self) -> AsyncGenerator[object, None]:
-        """Look again and again, and yield after each look that found a difference.
-
-        A look that takes long is followed by as long a pause.
-        """
-        seen = self._digest
-        while True:
-            began = anyio.current_time()
-            await self.read()
-            took = anyio.current_time() - began
-            if self._digest != seen:
-                seen = self._digest
-                yield seen
-            await anyio.sleep(max(self._interval, took))
-
-    async def _look(self) -> None:
+    async def _compose_view(self) -> tuple[Object, bytes]:
         try:
             if self._objects is None or anyio.current_time() >= self._objects.until:
                 self._objects = await self._list_objects()
@@ -122,13 +93,12 @@ class ClusterView:
             )
             # In a thread: 500 nodes have some megabytes, and each pod is judged for each node.
             look = partial(_compose, objects, statuses, usages, pods)
-            self._view, self._digest = await to_thread.run_sync(look)
+            return await to_thread.run_sync(look)
         except MetagpuError as error:
             names = [it.node for it in self._objects.agents] if self._objects else []
             silent = [NodeAnswer(it, problem=str(error)) for it in names]
             nothing = _Objects(0, (), ())
-            self._view, self._digest = _compose(nothing, silent, silent, ())
-        self._at = anyio.current_time()
+            return _compose(nothing, silent, silent, ())
 
     async def _list_objects(self) -> _Objects:
         query = {"labelSelector": self._selector} if self._selector else {}
@@ -186,9 +156,8 @@ def _compose(
         "events": sorted(events, key=lambda it: str(it["at"]), reverse=True)[:EVENTS],
         "waiting": waiting_pods(pods, cluster_nodes(objects.nodes, statuses)),
     }
-    digest = hashlib.blake2b(msgspec.json.encode([steady, shown])).digest()
     view = {"kind": "cluster", "at": iso_time(time.time()), "nodes": rows, **shown}
-    return view, digest
+    return view, digest_of([steady, shown])
 
 
 def _shown_labels(labels: Mapping[str, str]) -> Mapping[str, str]:

@@ -8,6 +8,8 @@ import os
 import pty
 import re
 import shutil
+import signal
+import sys
 import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +32,7 @@ from metagpu.display.usage import KINDS
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
+from tests.plugins.metrics.rig import exchanged
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mgctl import PROGRAM, Pods, assert_built, wait_ended
@@ -137,6 +140,33 @@ async def test_each_sees_itself_at_the_same_time(tmp_path: Path) -> None:
     assert it.alices
     assert it.bobs
     assert (pids_of(answers[ALICE]), pids_of(answers[BOB])) == ([it.alices.pid], [it.bobs.pid])
+
+
+async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
+    """`mgctl web` of Alice's container serves her own part, whoever else is on her GPU."""
+    web = [sys.executable, "-m", "metagpu.cli.mgctl", "web", "--address", "127.0.0.1:0"]
+    async with node(tmp_path) as it, it.started(ALICE, *web) as process:
+        assert process.stdout is not None
+        with anyio.fail_after(30):
+            line = (await process.stdout.receive()).decode()
+        assert line.endswith("/ shows the GPUs of this pod; Ctrl-C ends it\n")
+        port = int(line.split("/")[2].rpartition(":")[2])
+        request = b"GET /api/v1/view HTTP/1.1\r\nHost: %b\r\n\r\n"
+        answer = await exchanged(port, request % b"localhost:8400")
+        assert (await exchanged(port, request % b"proxy.example")).status == 403
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 130
+
+    view = json.loads(answer.body)
+    [shown] = view["nodes"]
+    assert (view["kind"], shown["pod"], shown["problem"]) == ("pod", "default/alice", "")
+    [gpu] = shown["usage"]["gpus"]
+    assert (gpu["usedMiB"], [it["held"] for it in gpu["shares"]]) == (1000, [3])
+    [part] = shown["usage"]["containers"][0]["gpus"]
+    assert (part["usedMiB"], part["limitMiB"], part["processes"]) == (1000, 12614, 1)
+    assert [it["holder"] for it in shown["status"]["leases"]] == ["default/alice (main)"]
+    assert shown["status"]["gpus"][0]["shares"] == {METAGPU: {"capacity": 10}}
+    assert b"bob" not in answer.body
 
 
 async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ CHANGE_MS = 300
 """CPU time of one change of 16 crowded GPUs, scripts and layout; a busy machine takes a third."""
 FRAME_MS = 50
 """Of half of all frames, on a machine that runs other tests beside."""
+VIEWS = {"cluster": views.cluster_view, "pod": views.pod_view}
 TOKEN = "a-viewers-token"  # noqa: S105 - the test's own
 
 AXE_REPORT = """async () => (await axe.run()).violations.map(
@@ -57,10 +58,10 @@ def axe() -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["node", "cluster", "refused"])
+@pytest.mark.parametrize("kind", ["node", "cluster", "pod", "refused"])
 async def test_axe_finds_no_violation(browser: "Browser", axe: str, kind: str, scheme: str) -> None:
     """axe-core has nothing to say against a node, a cluster or the form for a token."""
-    view = views.cluster_view() if kind == "cluster" else views.node_view()
+    view = VIEWS.get(kind, views.node_view)()
     async with served(view) as server:
         port = server.server.port
         # The policy has no exception for a test: axe enters past it.
@@ -252,6 +253,33 @@ async def test_mig_devices_lie_on_their_slices(browser: "Browser") -> None:
         assert "offered by mig now, by timeslice in 12 s" in await it.page.inner_text("#gpu-3")
         held_back = it.page.locator("#offers tr", has_text="cnvrg.io/metagpu")
         assert (await held_back.inner_text()).split("\t")[-1] == "20"
+
+
+async def test_a_pod_sees_its_own_part(browser: "Browser") -> None:
+    """The page of a pod has its name, its parts, limits and faults, and no word of others."""
+    async with served(views.pod_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        assert await it.page.title() == "Pod lab/notebook-ana - metagpu"
+        assert await it.page.locator("button.cut").count() == 2
+        assert await it.page.locator("#gpu-0 .bar li").all_inner_texts() == ["notebook-ana", ""]
+        cut, whole = [
+            (await it.page.locator(one).bounding_box() or {})["width"]
+            for one in ("#gpu-0 button.cut", "#gpu-0 .bar")
+        ]
+        assert abs(cut / whole - 0.2) < 0.01
+        assert "XID 79" in await it.page.inner_text("#problems")
+        assert "5.5 of 47.6 GiB" in await it.page.inner_text("#figures")
+        assert "2 processes" in await it.page.inner_text("#gpu-0")
+        assert "43.6 of 47.6 GiB, limit 48.0 GiB" in await it.page.inner_text("#pods")
+        assert "over its limit" in await it.page.inner_text("#pods")
+        text = await it.page.inner_text("main")
+        for foreign in ("free", "not available", "Idle", "pool", "Resources", "Events", "Pods"):
+            assert foreign not in text
+        server.view = views.view("pod", [{**server.view["nodes"][0], "problem": "no daemon"}])
+        server.view["nodes"][0] |= {"status": None, "usage": None}
+        server.change()
+        await it.page.locator("#problems", has_text="no daemon").wait_for(timeout=SOON_MS)
+        assert await it.page.inner_text("h1") == "Pod lab/notebook-ana"
 
 
 async def test_the_cluster_is_filtered(browser: "Browser") -> None:

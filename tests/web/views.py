@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from metagpu.plugins.web.pod import node_of_pod
+
 METAGPU = "cnvrg.io/metagpu"
 SHARED = "nvidia.com/gpu.shared"
 View = dict[str, Any]
@@ -351,6 +353,24 @@ def node_view() -> View:
             event(180, "info", "ConfigApplied", "profile mixed of ConfigMap metagpu"),
         ],
     )
+
+
+def pod_view() -> View:
+    """Return the view of one pod, as its daemon's answers make it: of two GPUs, one faulty."""
+    node = NodeView("gpu-node-01")
+    node.gpu(A100, [("lab/notebook-ana", METAGPU, 20, 0.35)])
+    node.gpu(
+        H100, [("lab/notebook-ana", METAGPU, 40, 1.2)], healthy=False, reason="XID 79: off the bus"
+    )
+    containers = [
+        {**it, "gpus": [{**part, "limitMiB": 24576, "processes": [{}, {}]} for part in it["gpus"]]}
+        for it in node.usage["containers"]
+    ]
+    row = node_of_pod(
+        {"node": node.name, "gpus": node.usage["gpus"]},
+        {"containers": containers, "unauthorized": []},
+    )
+    return view("pod", [row])
 
 
 def cluster_view(count: int = 9) -> View:

@@ -31,6 +31,7 @@ _REPLACED: Final[Mapping[str, str]] = {
     "enforce": "the node's daemon enforces memory limits",
     "kill": "mgctl ends no processes; end your own with `kill`",
     "ping": "`mgctl version` shows whether metagpu answers",
+    "web": "the page needs the Python package: `python3 -m metagpu.cli.mgctl web`",
 }
 """Commands of MetaGPU's mgctl and of the node's mgctl, and what to do instead."""
 _UNNEEDED: Final = ("-s", "--addr", "-t", "--token")

@@ -69,6 +69,13 @@ def parse_request(payload: bytes) -> PodRequest:
     return PodRequest(texts, bool(tty), columns, rows, bool(metagpu_env))
 
 
+def request_frame(*arguments: str) -> bytes:
+    """Encode a command line, asked without a terminal."""
+    facts = _VERSION.decode() + "tty=0 columns=0 rows=0 old=0"
+    payload = b"".join(text.encode() + b"\0" for text in (facts, *arguments))
+    return LENGTH.pack(len(payload)) + payload
+
+
 def stdout_frame(text: str) -> bytes:
     """Encode text for standard output."""
     return _text(b"o", text)

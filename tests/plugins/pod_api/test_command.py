@@ -61,6 +61,10 @@ def test_valid_command_lines(line: str, command: PodCommand) -> None:
         ("dance", "unknown command 'dance'; use one of: get, top, version"),
         ("doctor", "'doctor': it checks the node, and runs on the node alone"),
         ("ping", "'ping': `mgctl version` shows whether metagpu answers"),
+        (
+            "web",
+            "'web': the page needs the Python package: `python3 -m metagpu.cli.mgctl web`",
+        ),
         ("kill 7", "'kill': mgctl ends no processes; end your own with `kill`"),
         (
             "--addr=1.2.3.4:50052 get p",

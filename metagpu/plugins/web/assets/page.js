@@ -1,4 +1,4 @@
-// The page of a node or a cluster: it draws /api/v1/view, again at each line of /api/v1/changes.
+// The page of a node, a cluster or a pod: it draws /api/v1/view, again at each line of /api/v1/changes.
 // Data enters the document as text and attributes only; elements are kept by key, so that
 // focus, scrolling and selection outlive an update.
 'use strict';
@@ -80,10 +80,11 @@ function withParts(it, named) {
 
 // --- words ------------------------------------------------------------------------------------
 
-const plural = (count, word) => `${count} ${word}${count === 1 ? '' : 's'}`;
+const plural = (count, word, ending = 's') => `${count} ${word}${count === 1 ? '' : ending}`;
 const shortName = (resource) => (resource ?? '').split('/').pop();
 const product = (gpu) => (gpu.product ?? '').replace(/^NVIDIA /, '');
 const gib = (mib) => (mib == null ? '?' : mib === 0 ? '0' : (mib / GIB).toFixed(mib < 100 * GIB ? 1 : 0));
+const isOfPod = () => state.view?.kind === 'pod';
 const { compare } = new Intl.Collator('en', { numeric: true });
 const sum = (numbers) => numbers.reduce((total, it) => total + (it ?? 0), 0);
 
@@ -218,12 +219,13 @@ function readBars(gpu, leases) {
 
 function readGpu(gpu, node, leases, usage) {
   const used = usage?.gpus?.find((it) => it.uuid === gpu.uuid) ?? {};
+  const parts = (usage?.containers ?? []).flatMap((it) => it.gpus).filter((it) => it.uuid === gpu.uuid);
   const total = used.usableMiB ?? gpu.memoryMiB;
   const held = Math.min(total ?? 0, sum((used.shares ?? []).map((it) => it.held * it.shareMiB)));
   const reasons = reasonsOf(gpu);
   const isMig = (gpu.devices ?? []).length > 0 || (gpu.freeCapacity?.slices > 0 && (gpu.owner ?? 'mig') === 'mig');
   return {
-    ...gpu, node, leases, reasons, total, heldMiB: held, usedMiB: used.usedMiB ?? null, busy: used.utilization ?? null,
+    ...gpu, node, leases, reasons, total, heldMiB: held, processes: sum(parts.map((it) => it.processes)), usedMiB: used.usedMiB ?? null, busy: used.utilization ?? null,
     mig: isMig ? readMig(gpu, leases) : null, bars: isMig ? [] : readBars(gpu, leases),
     level: reasons.length ? reasons.reduce((worst, it) => (RANK[it.level] < RANK[worst] ? it.level : worst), 'info') : 'healthy',
   };
@@ -261,7 +263,7 @@ function readPods(nodes) {
     const capacity = new Map(node.gpus.map((gpu) => [gpu.uuid, gpu.shares]));
     for (const lease of node.leases) {
       const key = `${node.name}|${lease.full}|${lease.resource}`;
-      const row = rows.get(key) ?? { key, ...lease, gpus: [], shares: 0, usedMiB: null, heldMiB: null, busy: null, over: false };
+      const row = rows.get(key) ?? { key, ...lease, gpus: [], shares: 0, usedMiB: null, heldMiB: null, limitMiB: null, busy: null, over: false };
       const part = used.get(`${lease.holder}|${lease.uuid}|${lease.resource}`);
       row.gpus.push(lease.gpu);
       row.shares += lease.shares;
@@ -269,6 +271,7 @@ function readPods(nodes) {
       if (part) {
         row.usedMiB = (row.usedMiB ?? 0) + part.usedMiB;
         row.heldMiB = (row.heldMiB ?? 0) + (part.shareMiB ?? 0);
+        row.limitMiB = (row.limitMiB ?? 0) + (part.limitMiB ?? part.shareMiB ?? 0);
         if (part.utilization != null) row.busy = (row.busy ?? 0) + part.utilization;
         row.over ||= part.overLimit;
       }
@@ -368,7 +371,8 @@ function cutsOfBar(bar) {
   const shown = bar.cuts.slice(0, CUTS), more = bar.cuts.slice(CUTS);
   const cuts = shown.map((it) => ({ ...it, kind: 'held', key: it.full, label: it.name, text: describeCut(it) }));
   if (more.length) cuts.push({ kind: 'more', key: 'more', shares: sum(more.map((it) => it.shares)), label: `${more.length} more` });
-  if (bar.unavailable) cuts.push({ kind: 'unavailable', key: 'unavailable', shares: bar.unavailable, label: `${bar.unavailable} not available` });
+  if (isOfPod()) cuts.push({ kind: 'beyond', key: 'beyond', shares: bar.unavailable, label: '' });
+  else if (bar.unavailable) cuts.push({ kind: 'unavailable', key: 'unavailable', shares: bar.unavailable, label: `${bar.unavailable} not available` });
   if (bar.free) cuts.push({ kind: 'free', key: 'free', shares: bar.free, label: `${bar.free} free` });
   return cuts;
 }
@@ -493,7 +497,8 @@ function updateGpu(it, gpu) {
   const used = gpu.usedMiB == null ? 'used memory unknown' : `${gib(gpu.usedMiB)} used`;
   const busy = gpu.busy == null ? '' : ` · ${gpu.busy} % busy`;
   updateMemory(p.memory, gpu.usedMiB, gpu.heldMiB, gpu.total, `${used} · ${gib(gpu.heldMiB)} held of ${gib(gpu.total)} GiB${busy}`);
-  setText(p.facts, [`pool ${gpu.pool ?? 'none'}`, turnOf(gpu), freeOf(gpu), ...gpu.remarks].filter(Boolean).join('  ·  '));
+  const facts = isOfPod() ? [plural(gpu.processes, 'process', 'es')] : [`pool ${gpu.pool ?? 'none'}`, turnOf(gpu), freeOf(gpu), ...gpu.remarks];
+  setText(p.facts, facts.filter(Boolean).join('  ·  '));
   keyed(p.reasons, gpu.reasons, (one) => one.word + one.text, makeReason, updateReason);
 }
 
@@ -631,15 +636,16 @@ function filtered(nodes) {
 function updateFigures(nodes, isCluster, allNodes) {
   const gpus = nodes.flatMap((node) => node.gpus).filter((it) => !it.aside);
   const total = sum(gpus.map((it) => it.total)), used = sum(gpus.map((it) => it.usedMiB)), held = sum(gpus.map((it) => it.heldMiB));
-  const percent = (part) => (total ? `${Math.round((100 * part) / total)} %` : '–');
+  const usable = isOfPod() ? held : total;
+  const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : '–');
   const pods = new Set(nodes.flatMap((node) => node.leases).map((it) => it.pod));
   const figures = [
     ...(isCluster ? [['Nodes', String(nodes.filter((it) => !it.problem).length), `of ${allNodes.length}`]] : []),
     ['GPUs in service', String(gpus.filter((it) => it.healthy).length), `of ${gpus.length}`],
-    ['Idle GPUs', String(gpus.filter((it) => it.healthy && !it.leases.length).length), 'nobody holds a share'],
-    ['Memory held', percent(held), `${gib(held)} of ${gib(total)} GiB`],
-    ['Memory used', percent(used), `${gib(used)} of ${gib(total)} GiB`],
-    ['Pods', String(pods.size), isCluster ? `${(state.view.waiting ?? []).length} wait` : 'hold shares'],
+    ...(isOfPod() ? [] : [['Idle GPUs', String(gpus.filter((it) => it.healthy && !it.leases.length).length), 'nobody holds a share']]),
+    ['Memory held', percent(held, total), `${gib(held)} of ${gib(total)} GiB`],
+    ['Memory used', percent(used, usable), `${gib(used)} of ${gib(usable)} GiB`],
+    ...(isOfPod() ? [] : [['Pods', String(pods.size), isCluster ? `${(state.view.waiting ?? []).length} wait` : 'hold shares']]),
   ];
   keyed($('figures'), figures, ([name]) => name,
     ([name]) => element('div', {}, element('dt', {}, name), element('dd', {}, element('b'), ' ', element('small'))),
@@ -683,7 +689,8 @@ function updatePod(it, row, isCluster) {
   setText(p.gpus, `${isCluster ? `${row.node} ` : ''}${row.gpus.join(', ')}`);
   setText(p.held, `${row.shares} ${shortName(row.resource)}`);
   const known = row.usedMiB != null;
-  updateMemory(p.memory, row.usedMiB, row.heldMiB, row.heldMiB, known ? `${gib(row.usedMiB)} of ${gib(row.heldMiB)} GiB${row.over ? ', over its limit' : ''}` : '', row.over);
+  const limit = !isOfPod() || row.limitMiB === row.heldMiB ? '' : `, limit ${gib(row.limitMiB)} GiB`;
+  updateMemory(p.memory, row.usedMiB, row.heldMiB, row.heldMiB, known ? `${gib(row.usedMiB)} of ${gib(row.heldMiB)} GiB${limit}${row.over ? ', over its limit' : ''}` : '', row.over);
   p.memory.parts.meter.hidden = !known;
   setText(p.busy, row.busy == null ? '' : `${row.busy} %`);
 }
@@ -752,7 +759,8 @@ function draw() {
   const one = isCluster ? all.find((it) => it.name === asked().node) : all[0];
   const nodes = one ? [one] : filtered(all);
   assignShades(all.flatMap((node) => node.leases.map((it) => it.pod)));
-  const title = one ? `Node ${one.name}` : 'Cluster';
+  const pod = isOfPod() && (state.view.nodes[0].pod ?? 'without shares');
+  const title = pod ? `Pod ${pod}` : one ? `Node ${one.name}` : 'Cluster';
   setText($('title'), title);
   document.title = `${title} - metagpu`;
   $('content').hidden = false;
@@ -760,6 +768,8 @@ function draw() {
   $('filters').hidden = !isCluster;
   $('nodes-part').hidden = Boolean(one);
   $('gpus-part').hidden = !one;
+  $('node-part').hidden = isOfPod();
+  setText($('pods-title'), isOfPod() ? 'Containers' : 'Pods');
   if (isCluster) updateFilters(all);
   updateBack(isCluster && Boolean(one));
   updateFigures(nodes, isCluster && !one, all);

@@ -1,0 +1,100 @@
+"""The page of one pod: its view, by what the daemon answers to the pod itself."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from anyio import to_thread
+
+from metagpu.core.errors import MetagpuError
+from metagpu.core.model.reasons import iso_time
+from metagpu.core.usage.report import without_processes
+from metagpu.plugins.pod_api.client import ask_daemon
+from metagpu.plugins.web.polled import Object, PolledView, digest_of
+
+
+class OwnPodView(PolledView):
+    """The view of the pod that this process is in.
+
+    Args:
+        socket: the daemon's, as containers see it.
+        interval: seconds for which a view serves all requests, and between two looks.
+    """
+
+    def __init__(self, socket: Path, interval: float = 2.0) -> None:
+        super().__init__(self._look, interval)
+        self._socket = socket
+        self._node: Mapping[str, Any] = {}
+
+    async def check(self) -> None:
+        """Look once.
+
+        Raises:
+            MetagpuError: the daemon does not answer, or not this process.
+        """
+        self._node = await self._ask()
+
+    async def _look(self) -> tuple[Object, bytes]:
+        """Return the view and its digest; without an answer, a view that says why."""
+        try:
+            self._node = node = await self._ask()
+        except MetagpuError as error:
+            node = {**self._node, "problem": str(error), "status": None, "usage": None}
+        view = {"kind": "pod", "nodes": [node], "events": [], "waiting": []}
+        return {**view, "at": iso_time(time.time())}, digest_of(view)
+
+    async def _ask(self) -> Mapping[str, Any]:
+        devices, processes = [
+            msgspec.json.decode(
+                await to_thread.run_sync(
+                    partial(ask_daemon, self._socket, "get", kind, "-o", "json"),
+                    abandon_on_cancel=True,
+                )
+            )
+            for kind in ("devices", "processes")
+        ]
+        return node_of_pod(devices, processes)
+
+
+def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
+    """Return the pod's part of its node, in the shape of a node's own view. Pure.
+
+    What the daemon does not tell a pod is not in it: what is free, and what others hold.
+
+    Args:
+        devices: the answer to `get devices`.
+        processes: the answer to `get processes`.
+    """
+    containers = processes["containers"]
+    leases = [
+        {
+            "resource": part["resource"],
+            "gpu": part["index"],
+            "uuid": part["uuid"],
+            "shares": part["shares"],
+            "holder": f"{it['namespace']}/{it['pod']} ({it['container']})",
+        }
+        for it in containers
+        for part in it["gpus"]
+    ]
+    pods = [f"{it['namespace']}/{it['pod']}" for it in containers]
+    return {
+        "name": devices["node"],
+        "pod": pods[0] if pods else None,
+        "problem": "",
+        "labels": {},
+        "status": {"gpus": [_gpu(it) for it in devices["gpus"]], "leases": leases},
+        "usage": without_processes({**devices, **processes}),
+    }
+
+
+def _gpu(report: Object) -> dict[str, Any]:
+    shown = ("index", "uuid", "product", "memoryMiB", "healthy", "reason")
+    return {
+        **{name: report[name] for name in shown},
+        "faults": [{"device": it, "reason": why} for it, why in report["faults"].items()],
+        "shares": {it["resource"]: {"capacity": it["capacity"]} for it in report["shares"]},
+    }
