@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
@@ -85,6 +86,13 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(structlog, "configure", uncached)
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def nvml_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the texts of error codes after a test: pynvml keeps those of the first library."""
+    texts = dict(pynvml.NVMLError._errcode_to_string)
+    monkeypatch.setattr(pynvml.NVMLError, "_errcode_to_string", texts)
 
 
 @pytest.fixture

@@ -143,7 +143,8 @@ def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) ->
     contested = {"problem": "", "contested": {"nvidia.com/gpu": "whole"}}
     cluster = {"problem": "", "features": {}, "resourceSlices": contested}
     show_status({**well, "cluster": cluster})
-    assert "offers it here, and the DeviceClass whole has it too" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())  # as wide as the terminal is
+    assert "offers it here, and the DeviceClass whole has it too" in printed
     show_status({**well, "cdi": {"problem": "/cdi is full", "noLibraries": "no nvidia-ctk"}})
     printed = capsys.readouterr().out
     assert "containers may not start: /cdi is full" in printed
