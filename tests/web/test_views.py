@@ -322,7 +322,7 @@ async def test_the_cluster_is_filtered(browser: "Browser") -> None:
 class OneToken:
     """A check that knows one viewer's token, or why it can tell nothing."""
 
-    problem = ""
+    problem, token = "", TOKEN
 
     async def run(self) -> None:
         """Hold nothing."""
@@ -331,7 +331,7 @@ class OneToken:
         """Return why another token gives no access."""
         if self.problem:
             raise ConnectionError(self.problem)
-        return "" if token == TOKEN else "the header metagpu-token has no viewer's token"
+        return "" if token == self.token else "the header metagpu-token has no viewer's token"
 
 
 async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
@@ -366,6 +366,9 @@ async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
             await said.wait_for(timeout=SOON_MS)
             tokens.problem = ""
             await it.live()
+            tokens.token = ""  # it has expired; nothing changes meanwhile
+            await it.run("() => document.dispatchEvent(new Event('visibilitychange'))")
+            await it.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
             refused = (
                 f"status of ({int(HTTPStatus.FORBIDDEN)}|{int(HTTPStatus.SERVICE_UNAVAILABLE)})"
             )

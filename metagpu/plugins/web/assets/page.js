@@ -920,10 +920,13 @@ async function load() {
   return loading;
 }
 
+let reconnect = () => {};  // a view that cannot be read says more than a stream that is silent
+
 const isSeen = () => document.visibilityState === 'visible';
 
 async function listen() {
   const abort = new AbortController();
+  reconnect = () => abort.abort();
   let silence = setTimeout(() => abort.abort(), SILENCE_MS);
   try {
     const reader = (await ask('/api/v1/changes', abort.signal)).body.pipeThrough(new TextDecoderStream()).getReader();
@@ -994,9 +997,9 @@ async function follow() {
 
 setInterval(() => {
   // The changes of a cluster are those of its usage too.
-  if (state.connected && state.view?.kind === 'node' && isSeen()) load().catch(() => {});
+  if (state.connected && state.view?.kind === 'node' && isSeen()) load().catch(() => reconnect());
 }, ASK_MS);
 document.addEventListener('visibilitychange', () => {
-  if (state.connected && isSeen()) load().catch(() => {});
+  if (state.connected && isSeen()) load().catch(() => reconnect());
 });
 follow();
