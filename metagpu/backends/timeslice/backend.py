@@ -33,7 +33,6 @@ from metagpu.core.errors import (
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.driver_roots import MOUNT_HOST
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import Front
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.shares import Share, Verdict
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -256,7 +255,7 @@ async def _change(
 
 def _length(state: GpuState, configured: TimeSlice) -> TimeSlice:
     """Return the length that a GPU's ResourceClaim asks for, or the configured one."""
-    leases = state.leases.values() if state.front is Front.DRA else ()
+    leases = state.leases.values()
     asked = (it.settings for it in leases if it.share.backend == TimesliceBackend.name)
     return TimeSlice(next(filter(None, asked), configured))
 

@@ -39,7 +39,7 @@ class DeviceClasses(Informer):
         metadata, spec = item["metadata"], item.get("spec") or {}
         if resource := spec.get("extendedResourceName"):
             created = str(metadata.get("creationTimestamp") or "")
-            found = _Class(resource, created, str(spec.get("selectors")))
+            found = _Class(resource, created, _expressions(spec))
             self._known[metadata["name"]] = found
 
     def on_delete(self, item: KubeObject) -> None:
@@ -52,9 +52,13 @@ class DeviceClasses(Informer):
         Of two classes with one resource the scheduler takes the younger.
         """
         oldest_first = sorted(self._known.items(), key=lambda it: it[1].created)
-        quoted = repr(driver)
         return {
             it.resource: name
             for name, it in oldest_first
-            if quoted in it.selectors or f'"{driver}"' in it.selectors
+            if any(quoted in it.selectors for quoted in (f"'{driver}'", f'"{driver}"'))
         }
+
+
+def _expressions(spec: KubeObject) -> str:
+    """Return the CEL expressions of a class, as they are written."""
+    return "\n".join(it.get("cel", {}).get("expression", "") for it in spec.get("selectors") or ())

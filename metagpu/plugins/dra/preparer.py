@@ -127,7 +127,7 @@ class ClaimPreparer:
         try:
             found = await self._read_claim(ResourceClaimRef(namespace, name, ""))
             claim = ResourceClaimRef(namespace, name, found["metadata"]["uid"])
-            allocation = parse_allocation(claim, found, self._driver)
+            allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
         except MetagpuError:
             return None  # it is gone or of no use; the kubelet's call will say why
         return claim if allocation.results and claim.uid not in self.prepared else None

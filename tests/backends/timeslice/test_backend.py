@@ -17,7 +17,13 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed, SharesReleased
+from metagpu.core.state.facts import (
+    GpuFaulted,
+    GpuRecovered,
+    SharesClaimed,
+    SharesOffered,
+    SharesReleased,
+)
 from metagpu.testing.node import RecordedPrograms
 from tests.rigs.build import after, config, gpu, layout_of, offered
 from tests.rigs.gpu_context import BackendRig, run_backends
@@ -366,6 +372,10 @@ async def test_the_length_of_a_resource_claim_lasts_as_long_as_the_claim(
         rig.registry.apply(SharesClaimed(shares, 1, resource_claim=claim, settings=settings))
         await rig.settled()
         assert programs.calls == [command(where, 0), command(where, 3)]
+
+        rig.registry.apply(SharesOffered((SHARED,), shares))  # by the device plugin from now on
+        await rig.settled()
+        assert len(programs.calls) == 2
 
         rig.registry.apply(SharesReleased(shares, 2))
         await rig.settled()

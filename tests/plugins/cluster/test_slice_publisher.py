@@ -226,7 +226,8 @@ pools:
 
 def _device_class(server: SimApiServer, name: str, resource: str, created: str, **of: str) -> None:
     driver = of.get("driver", "gpu.metagpu.io")
-    selectors = [{"cel": {"expression": f"device.driver == '{driver}'"}}]
+    more = ' && "resource" in device.attributes'
+    selectors = [{"cel": {"expression": f"device.driver == '{driver}'{more}"}}]
     server.store.put(
         ("deviceclasses", "", name),
         {

@@ -10,6 +10,7 @@ from metagpu.core.state.facts import BackendResumed
 from metagpu.core.state.registry import Registry
 from tests.plugins.dra.rig import CONFIG, DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
+from tests.rigs.mig import until
 
 MANY = CONFIG.replace("replicas: 4}", "replicas: 4, timeSlice: default}\n      - {backend: mps}")
 THREADS, MEMORY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
@@ -106,6 +107,19 @@ async def test_what_the_gpus_pool_cannot_do_is_refused_with_the_field(node: DraN
         offer(node)
         assert not (await node.prepare(by_mps))[by_mps.uid].error
         assert len(node.leased(by_mps)) == 100
+
+
+async def test_a_pod_whose_claim_has_parameters_is_annotated_after_a_registration(
+    node: DraNode,
+) -> None:
+    """The kubelet refused it while it had no driver, as any other."""
+    claim = node.allocate("mps", node.result(gpu(0), "gpu"), config=[config(mps())])
+    named = [{"name": "gpu", "resourceClaimName": claim.name}]
+    pod = {"namespace": claim.namespace, "name": "a"}
+    node.pending.append({"metadata": pod, "spec": {"resourceClaims": named}})
+    async with node.running():
+        await node.notify(registered=True)
+        await until(lambda: node.annotated == ["default/a: metagpu.io/prepare-again"])
 
 
 async def test_parameters_that_are_not_followed_fail_the_claim_with_their_path(
