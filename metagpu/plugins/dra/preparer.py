@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from metagpu.core.grants.grant import Grant
 
 LONGEST: Final = 40.0
-"""Seconds that a claim waits for hardware: the kubelet gives a call up after 45."""
+"""Seconds of a call, its read of the claim included: the kubelet gives it up after 45."""
 
 
 class ClaimPreparer:
@@ -102,12 +102,14 @@ class ClaimPreparer:
         async with self._turns[claim.uid]:
             if (known := self.prepared.get(claim.uid)) is not None:
                 return known
+            until = self._clock() + LONGEST
             found = await self._read_claim(claim)
             allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
-            until = self._clock() + LONGEST
             self.refused.pop(claim, None)
             try:
-                parts, fresh = await self._lease_soon(claim, allocation.results)
+                parts, fresh = await self._lease_soon(
+                    claim, allocation.results, until - self._clock()
+                )
             except RequestError:
                 self.refused[claim] = allocation
                 raise
@@ -162,7 +164,7 @@ class ClaimPreparer:
             self._turns.pop(claim.uid, None)
 
     async def _lease_soon(
-        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
+        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice], longest: float
     ) -> tuple[list[Part], list[Share]]:
         """Lease shares as `_lease` does, once what ends by itself has ended.
 
@@ -173,7 +175,7 @@ class ClaimPreparer:
         first = self._registry.snapshot
         gpus = [gpu for gpu in first.gpus if pool_name(self._node, gpu) in pools]
         refusal: RequestError | None = None
-        with anyio.move_on_after(LONGEST):
+        with anyio.move_on_after(longest):
             async for _ in self._registry.watch(
                 lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
             ):

@@ -1,13 +1,18 @@
 """Opaque parameters of a claim: from the API server to leases, limits, and refusals."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from metagpu.compat.nvidia_claims import API_VERSION, read_sharing
-from metagpu.core.state.facts import BackendResumed
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.state.facts import BackendResumed, BackendSuspended
+from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.preparer import LONGEST
 from tests.plugins.dra.rig import CONFIG, DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
 from tests.rigs.mig import until
@@ -120,6 +125,24 @@ async def test_a_pod_whose_claim_has_parameters_is_annotated_after_a_registratio
     async with node.running():
         await node.notify(registered=True)
         await until(lambda: node.annotated == ["default/a: metagpu.io/prepare-again"])
+
+
+async def test_a_slow_api_server_is_within_the_time_of_a_call(node: DraNode) -> None:
+    """The pod gets the reason of the refusal, not the kubelet's deadline."""
+    node.registry.apply(BackendSuspended(gpu(0).id, "mps", NOT_READY, at=2))
+    claim = node.allocate("mps", node.result(gpu(0), "gpu"), config=[config(mps())])
+    now = 0.0
+    read = node.read_claim
+
+    async def slowly(ref: ResourceClaimRef) -> Mapping[str, Any]:
+        nonlocal now
+        now += LONGEST
+        return await read(ref)
+
+    node.front.preparer._read_claim, node.front.preparer._clock = slowly, lambda: now
+    with anyio.fail_after(5):
+        async with node.running():
+            assert "mps" in (await node.prepare(claim))[claim.uid].error
 
 
 async def test_parameters_that_are_not_followed_fail_the_claim_with_their_path(
