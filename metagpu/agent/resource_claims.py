@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
     from metagpu.plugins.dra.front import DraFront
 
+_CLIENT: Final = "metagpu.plugins.cluster.client"
 _ACCOUNT: Final = "dra_manager_state"
 _OUR_CLAIM: Final = b"metagpu.io/claim="
 _REGISTRATION: Final = 10.0
@@ -141,12 +143,14 @@ class ResourceClaims:
         self._front = self._build(driver)
         try:
             async with AsyncExitStack() as stack:
-                if self.settings is not None:
+                if (settings := self.settings) is not None:
+                    # In a thread: the client's libraries take a tenth of a second, and another
+                    # thread's import would make the loop wait.
+                    await to_thread.run_sync(import_module, _CLIENT)
                     from metagpu.plugins.cluster.client import (  # noqa: PLC0415 - as said
                         open_client,
                     )
 
-                    settings = self.settings
                     opened = open_client(settings.kubeconfig, run_command, settings.timing)
                     self._client = await stack.enter_async_context(opened)
                 await self._front.run()
