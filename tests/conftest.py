@@ -1,6 +1,7 @@
 """Fixtures for all tests: blocking calls fail a test, and random numbers repeat."""
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import settings
+
+# A background job of a shell ignores SIGINT, and so would every program that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 # To look for more: pytest --hypothesis-profile search

@@ -155,7 +155,8 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
         answer = await exchanged(port, request % b"localhost:8400")
         assert (await exchanged(port, request % b"proxy.example")).status == 403
         process.send_signal(signal.SIGINT)
-        assert await process.wait() == 130
+        with anyio.fail_after(30):
+            assert await process.wait() == 130
 
     view = json.loads(answer.body)
     [shown] = view["nodes"]
