@@ -262,11 +262,11 @@ async def test_a_pod_sees_its_own_part(browser: "Browser") -> None:
         assert await it.page.title() == "Pod lab/notebook-ana - metagpu"
         assert await it.page.locator("button.cut").count() == 2
         assert await it.page.locator("#gpu-0 .bar li").all_inner_texts() == ["notebook-ana", ""]
-        cut, whole = [
-            (await it.page.locator(one).bounding_box() or {})["width"]
-            for one in ("#gpu-0 button.cut", "#gpu-0 .bar")
-        ]
-        assert abs(cut / whole - 0.2) < 0.01
+        cut = await it.page.locator("#gpu-0 button.cut").bounding_box()
+        whole = await it.page.locator("#gpu-0 .bar").bounding_box()
+        assert cut
+        assert whole
+        assert abs(cut["width"] / whole["width"] - 0.2) < 0.01
         assert "XID 79" in await it.page.inner_text("#problems")
         assert "5.5 of 47.6 GiB" in await it.page.inner_text("#figures")
         assert "2 processes" in await it.page.inner_text("#gpu-0")
