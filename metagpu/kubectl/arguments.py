@@ -1,7 +1,7 @@
 """The arguments of `kubectl metagpu`, their help and their examples."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -22,6 +22,8 @@ OBJECTS: Final = {
     "namespaces": ("namespace", "ns"),
 }
 """The objects of `get` and `top`, and their other names."""
+SHORTEST_TIMEOUT: Final = 0.1
+"""Seconds: in less, no node answers through the API server."""
 ANSWER_TIMEOUT: Final = 5.0
 """Seconds for each node's answer."""
 DRAIN_TIMEOUT: Final = 300.0
@@ -182,7 +184,7 @@ def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
         "--timeout",
         metavar="SECONDS",
         dest="drain_timeout",
-        type=float,
+        type=_seconds(SHORTEST_TIMEOUT),
         default=DRAIN_TIMEOUT,
         help="until the last pod has left the GPU (default: %(default)g)",
     )
@@ -224,7 +226,7 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_argument(
         "--interval",
         metavar="SECONDS",
-        type=_interval,
+        type=_seconds(SHORTEST_INTERVAL),
         default=2.0,
         help="between two looks at the nodes, while a browser shows the page "
         "(default: %(default)g)",
@@ -250,11 +252,16 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
     _add_connection(it)
 
 
-def _interval(text: str) -> float:
-    with suppress(ValueError):
-        if SHORTEST_INTERVAL <= (seconds := float(text)) < inf:
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is no interval; give seconds, 0.5 or more")
+def _seconds(least: float) -> Callable[[str], float]:
+    """Return a reader of seconds, of a least number of them."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (seconds := float(text)) < inf:
+                return seconds
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, {least:g} or more")
+
+    return read
 
 
 def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
@@ -297,7 +304,7 @@ def _add_connection(it: argparse.ArgumentParser, *, timeout: bool = True) -> Non
         it.add_argument(
             "--timeout",
             metavar="SECONDS",
-            type=float,
+            type=_seconds(SHORTEST_TIMEOUT),
             default=ANSWER_TIMEOUT,
             help="for each node's answer (default: %(default)g)",
         )

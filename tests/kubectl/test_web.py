@@ -178,18 +178,21 @@ async def test_the_page_is_served_to_this_machine(
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--address 0.0.0.0:80", "'0.0.0.0:80' is no port of the loopback"),
-        ("--address :8400", "write one as in 127.0.0.1:8400"),
-        ("--address gpu-1:8400", "is no port of the loopback"),
-        ("--interval 0.1", "give seconds, 0.5 or more"),
-        ("--interval nan", "give seconds, 0.5 or more"),
+        ("web --address 0.0.0.0:80", "'0.0.0.0:80' is no port of the loopback"),
+        ("web --address :8400", "write one as in 127.0.0.1:8400"),
+        ("web --address gpu-1:8400", "is no port of the loopback"),
+        ("web --interval 0.1", "give seconds, 0.5 or more"),
+        ("web --interval nan", "give seconds, 0.5 or more"),
+        ("get nodes --timeout 0", "give seconds, 0.1 or more"),
+        ("drain-gpu gpu-1/0 --timeout -1", "give seconds, 0.1 or more"),
+        ("drain-gpu gpu-1/0 --timeout nan", "give seconds, 0.1 or more"),
     ],
 )
 def test_wrong_arguments_are_one_line(
     line: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An address that others reach is refused, in one line that says why."""
+    """An address that others reach, or a time that is none, is refused with the reason."""
     with pytest.raises(SystemExit) as end:
-        main(["web", *line.split()])
+        main(line.split())
     err = capsys.readouterr().err
     assert (end.value.code, text in err, err.count("\n")) == (2, True, 1)

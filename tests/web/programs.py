@@ -83,7 +83,8 @@ def provide_axe() -> str:
     """Return the script of axe-core; download it if need be.
 
     Raises:
-        RigError: it is not in the cache, and npm does not bring it as it is known here.
+        RigError: it is not in the cache, and npm does not bring it.
+        ValueError: npm brings another one than is known here.
     """
     target = cache_root() / AXE / "axe.min.js"
     if not target.exists():
@@ -96,7 +97,7 @@ def provide_axe() -> str:
             [package] = work.glob("*.tgz")
             found = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
             if found != AXE_SHA512:
-                raise RigError(f"{AXE} has the digest {found}, not {AXE_SHA512}")
+                raise ValueError(f"{AXE} has the digest {found}, not {AXE_SHA512}")
             with tarfile.open(package) as archive:
                 archive.extract("package/axe.min.js", work, filter="data")
             (work / "package" / "axe.min.js").rename(target)
