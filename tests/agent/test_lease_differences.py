@@ -16,6 +16,7 @@ from metagpu.core.reports.diagnosis import CheckResult
 from metagpu.core.usage import absent_containers
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.display.status import show_status
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer
@@ -88,7 +89,7 @@ async def node_at_work(tmp_path: Path) -> AsyncIterator[Node]:
             metrics=ListenAddress("127.0.0.1", 0),
             usage_timing=QUICK,
         ) as scene:
-            await server.until(lambda: any("?watch" in each.target for each in server.requests))
+            await server.watched(NODES)
             await scene.until(20, 20)
             machine.start(ALICE)
             await scene.kubelet.admit(pod_of(ALICE, 3))

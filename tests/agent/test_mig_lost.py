@@ -8,6 +8,7 @@ import pytest
 
 from metagpu.core.usage import lost_devices
 from metagpu.core.usage.timing import UsageTiming
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimKubelet
@@ -90,7 +91,7 @@ async def test_a_pod_that_a_reset_left_a_dead_device_has_an_event(tmp_path: Path
         async with agent_at_work(
             tmp_path, node, on_demand_pool(), cluster_settings=joins, usage_timing=QUICK
         ) as it:
-            await server.until(lambda: any("?watch" in each.target for each in server.requests))
+            await server.watched(NODES)
             await it.until(3, 3, TWO)
             await it.kubelet.admit(pod("train"))
             await it.wait_holders()

@@ -104,6 +104,11 @@ class SimApiServer(SimCluster):
                 changed = self._changed
                 await changed.wait()
 
+    async def watched(self, collection: str, *, times: int = 1) -> None:
+        """Wait until a collection, like `/api/v1/pods`, has been watched so many times."""
+        target = f"{collection}?watch"
+        await self.until(lambda: sum(it.target == target for it in self.requests) >= times)
+
     # --- what can go wrong ------------------------------------------------------------------------
 
     def fail(self, code: int, times: int = 1, *, retry: int = 0, reason: str = "Error") -> None:

@@ -13,6 +13,7 @@ from metagpu.core.state.facts import (
     InstanceRecovered,
 )
 from metagpu.plugins.cluster import cluster, node_status, reconciler
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, cluster_at_work
@@ -82,7 +83,7 @@ async def test_health_changes_are_events(tmp_path: Path) -> None:
     """A GPU that leaves service, and its return, are Events of the node."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         it.offer()
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         it.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
         it.registry.apply(GpuRecovered(gpu(0).id, "acknowledged", at=2))
         await it.server.until(lambda: len(it.server.events()) == 2)
@@ -112,7 +113,7 @@ async def test_a_needed_reset_is_reported_with_its_command(tmp_path: Path) -> No
     """An Event has the reset command, also for an earlier fault; others are no Events."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         it.offer()
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         first, second = gpu(0).id, gpu(1).id
         it.registry.apply(BackendSuspended(first, "mig", "MIG mode is off", at=1))
         it.registry.apply(BackendSuspended(first, "mig", "reset it", at=2, until_reset=True))

@@ -33,6 +33,7 @@ from metagpu.core.state.facts import (
     SharesReleased,
 )
 from metagpu.plugins.cluster import cluster, event_recorder
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.driver_upgrade import holding_pods
 from metagpu.plugins.cluster.event_recorder import EventData
 from metagpu.plugins.cluster.held_gpus import gpu_events_between, troubles_of
@@ -228,7 +229,7 @@ version: metagpu/v1
 pools: [{{name: all, backends: [{{backend: fraction, sharesPerGpu: {many}}}]}}]
 """
         it.offer(text, count=1)
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         shares = it.registry.snapshot.gpus[FIRST.id].shares
         holders = {each.id: Holder("team", f"p{each.number}", "main") for each in shares}
         pods = tuple(KnownPod(f"u{n}", "team", f"p{n}", "Running") for n in range(many))

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from metagpu.core.state.facts import SharesOffered
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
@@ -334,7 +335,7 @@ async def test_an_api_server_in_trouble_changes_nothing(tmp_path: Path) -> None:
     """Errors that say nothing about NFD are retried, and labels stay where they are."""
     server = with_nfd()
     async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        await server.until(lambda: any("?watch" in each.target for each in server.requests))
+        await server.watched(NODES)
         server.fail(503, times=2)
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")

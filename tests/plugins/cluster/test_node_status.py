@@ -17,6 +17,7 @@ from metagpu.core.state.facts import (
     SharesReleased,
     TurnsChanged,
 )
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.node_status import watched_state
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -70,7 +71,7 @@ async def test_taints_that_others_change_meanwhile_are_kept(tmp_path: Path) -> N
     server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
 
     async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as it:
-        await server.until(lambda: any("?watch" in each.target for each in server.requests))
+        await server.watched(NODES)
         server.fail(409, reason="Conflict")
         it.offer()
         await server.until(lambda: [each.method for each in server.requests].count("PATCH") >= 1)

@@ -17,6 +17,7 @@ from metagpu.core.state.events import (
 )
 from metagpu.core.state.facts import GpuFaulted, GpusFound, PodsListed
 from metagpu.plugins.cluster import event_recorder as events
+from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.pod_events import pod_event_of
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -115,7 +116,7 @@ async def test_events_stand_in_the_pods_namespace(tmp_path: Path) -> None:
     """`kubectl describe pod` shows a warning of the pod."""
     async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
         it.registry.apply(GpusFound((GPU,), at=0))
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         it.registry.events.publish(exceeded())
         await it.server.until(it.server.events)
 
@@ -135,7 +136,7 @@ async def test_the_same_excess_again_is_a_count(tmp_path: Path) -> None:
     """Repeated excesses of a container, with other numbers each, have one Event."""
     timing = ClusterTiming(count_interval=0.0)
     async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as it:
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         for used in (12287, 12300, 12400):
             it.registry.events.publish(exceeded(used=used))
         await it.server.until(
@@ -147,7 +148,7 @@ async def test_pods_that_misbehave_do_not_silence_the_node(tmp_path: Path) -> No
     """A flood of pods' Events leaves the node's own rate untouched."""
     async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
         it.registry.apply(GpusFound((GPU,), at=0))
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         for number in range(2 * events.BURST):
             it.registry.events.publish(unauthorized_use(Holder("team", f"pod-{number}", "main")))
         await it.server.until(lambda: len(it.server.events()) >= events.BURST // 2)
@@ -161,7 +162,7 @@ async def test_an_unauthorized_use_of_an_unknown_pod_is_an_event_of_the_node(
     """The uid of an unknown pod is in an Event of the node."""
     async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
         it.registry.apply(GpusFound((GPU,), at=0))
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         it.registry.events.publish(unauthorized_use(None))
         await it.server.until(it.server.events)
 
@@ -180,7 +181,7 @@ async def test_without_the_feature_pods_get_no_events(tmp_path: Path) -> None:
     """Without the feature `pod-events` no Event is written into pods' namespaces."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         it.registry.apply(GpusFound((GPU,), at=0))
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(NODES)
         it.registry.events.publish(exceeded())
         it.registry.apply(GpuFaulted(GPU.id, "XID 79", at=1))
         await it.server.until(it.server.events)

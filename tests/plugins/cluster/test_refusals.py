@@ -11,6 +11,7 @@ from metagpu.core.errors import FractionSplit, GpuUnhealthy, RequestError, TooMa
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.state.events import AllocationRefused
 from metagpu.plugins.cluster import event_recorder
+from metagpu.plugins.cluster.pods import PODS
 from metagpu.plugins.cluster.refusals import EXPIRES, RefusalMatcher, pod_refusal_events
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -49,9 +50,7 @@ async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
     """A controller's refused pods are one Event each of the first pod, controller and Node."""
     timing = ClusterTiming(count_interval=0.0)
     async with cluster_at_work(tmp_path, *FEATURES, timing=timing) as it:
-        await it.server.until(
-            lambda: [each.target for each in it.server.requests].count("/api/v1/pods?watch") == 1
-        )
+        await it.server.watched(PODS)
         for number in range(40):
             it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
             reject(it.server, f"train-{number}", owner=REPLICA_SET)
@@ -80,7 +79,7 @@ async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
 async def test_each_controller_hears_of_its_own(tmp_path: Path) -> None:
     """Two controllers have an Event each, a bare pod its own, another plugin's pod none."""
     async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as it:
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(PODS)
         it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
         reject(it.server, "one", owner=REPLICA_SET)
         reject(it.server, "two", owner=("Job", "batch"))
@@ -98,7 +97,7 @@ async def test_each_controller_hears_of_its_own(tmp_path: Path) -> None:
 async def test_one_storm_leaves_room_for_other_events(tmp_path: Path) -> None:
     """Refusals of a controller's many causes use a part of its limits alone."""
     async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as it:
-        await it.server.until(lambda: any("?watch" in each.target for each in it.server.requests))
+        await it.server.watched(PODS)
         limit = int(event_recorder.PER_POD * event_recorder.MINOR)
         for number in range(3 * limit):
             refusal = AllocationRefused(METAGPU, f"Cause{number}", f"cause <{number}>")
