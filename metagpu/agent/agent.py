@@ -65,7 +65,7 @@ from metagpu.host.service_manager import report_state
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.pod_api.folder import PodFolder
 from metagpu.plugins.pod_api.server import PodMgctlServer
 
@@ -218,6 +218,7 @@ class Agent:
             cluster=self.cluster,
             node=self.cluster_settings.node if self.cluster_settings else "",
             timing=self.timing.metrics,
+            http_timing=self.timing.http,
         )
         self.resource_claims = ResourceClaims(
             self.layout_manager, self._node, self.cluster_settings
@@ -268,7 +269,7 @@ class Agent:
             self.status_address,
             self.cluster_settings,
             self._agent_commands.reports,
-            self.timing.metrics,
+            self.timing.http,
         )
         self.web = build_web(
             self.web_address,
@@ -276,7 +277,7 @@ class Agent:
             self.registry,
             node=self._node,
             reports=self._agent_commands.reports,
-            timing=self.timing.metrics,
+            timing=self.timing.http,
         )
 
     def _build_takeover(self) -> Takeover:

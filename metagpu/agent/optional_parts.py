@@ -23,15 +23,16 @@ from metagpu.core.state.registry import Registry
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming, NvmlStatus
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
     from metagpu.plugins.metrics.exporter import Exporter
-    from metagpu.plugins.metrics.status_api import StatusApi
     from metagpu.plugins.web.node import NodeWeb
     from metagpu.plugins.web.recent_events import RecentEvents
+    from metagpu.plugins.web.status_api import StatusApi
 
 
 def build_cluster(
@@ -77,6 +78,7 @@ def build_exporter(
     cluster: "Cluster | None",
     node: str,
     timing: MetricsTiming,
+    http_timing: HttpTiming,
 ) -> "Exporter | None":
     """Build the exporter of metrics and probes, `None` without an address for them.
 
@@ -104,7 +106,7 @@ def build_exporter(
         cluster=lambda: cluster.report() if cluster else None,
         ended=lambda: main_tasks.problems,
     )
-    return Exporter(address, sources, timing)
+    return Exporter(address, sources, timing, http_timing)
 
 
 def build_recent_events(
@@ -122,13 +124,13 @@ def build_status_api(
     address: ListenAddress | None,
     settings: ClusterSettings | None,
     reports: Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]],
-    timing: MetricsTiming,
+    timing: HttpTiming,
 ) -> "StatusApi | None":
     """Build the status API, `None` without an address or without an API server."""
     if address is None or settings is None:
         return None
     from metagpu.plugins.cluster.token_review import TokenReviewer  # noqa: PLC0415 - as said
-    from metagpu.plugins.metrics.status_api import StatusApi  # noqa: PLC0415 - as said
+    from metagpu.plugins.web.status_api import StatusApi  # noqa: PLC0415 - as said
 
     return StatusApi(address, reports, TokenReviewer(settings, run_command), timing)
 
@@ -140,7 +142,7 @@ def build_web(
     *,
     node: str,
     reports: Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]],
-    timing: MetricsTiming,
+    timing: HttpTiming,
 ) -> "NodeWeb | None":
     """Build the page of the node, `None` without an address.
 

@@ -10,6 +10,7 @@ from metagpu.core.health.timing import HealthTiming
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.runtime.main_tasks import MainTaskTiming
 from metagpu.core.usage.timing import UsageTiming
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.pod_api.socket import PodApiTiming
@@ -26,8 +27,8 @@ class AgentTiming(msgspec.Struct, frozen=True):
         main_tasks: restarts of main tasks that end.
         turns: the turns of backends that share idle GPUs.
         exchange: of the exchange with another daemon.
-        layout, config_watch, cdi, kubelet, usage, health, metrics, pod_api: timing of the agent's
-            parts.
+        layout, config_watch, cdi, kubelet, usage, health, http, metrics, pod_api: timing of the
+            agent's parts.
     """
 
     first_leases: float = 1.0
@@ -41,5 +42,6 @@ class AgentTiming(msgspec.Struct, frozen=True):
     kubelet: KubeletTiming = KubeletTiming()
     usage: UsageTiming = UsageTiming()
     health: HealthTiming = HealthTiming()
+    http: HttpTiming = HttpTiming()
     metrics: MetricsTiming = MetricsTiming()
     pod_api: PodApiTiming = PodApiTiming()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from metagpu.agent.agent import Agent
     from metagpu.agent.config_source import ConfigSource
     from metagpu.plugins.cluster.settings import ClusterSettings
-    from metagpu.plugins.metrics.address import ListenAddress
+    from metagpu.plugins.http.address import ListenAddress
 
 
 TAKEOVER_RETRY: Final = 10.0

@@ -13,7 +13,7 @@ from metagpu.agent import paths
 from metagpu.core.errors import ConfigError
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature, resolve_settings
-from metagpu.plugins.metrics.address import ListenAddress, parse_address
+from metagpu.plugins.http.address import ListenAddress, parse_address
 
 if TYPE_CHECKING:
     from metagpu.agent.config_source import ConfigSource

@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from metagpu.cli.live import print_text
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.web.changes import ChangeSource
 from metagpu.plugins.web.server import View, WebServer
 

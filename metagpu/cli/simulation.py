@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from metagpu.agent.paths import AgentPaths
     from metagpu.plugins.cluster.settings import ClusterSettings
     from metagpu.plugins.control.socket import CommandHandler
-    from metagpu.plugins.metrics.address import ListenAddress
+    from metagpu.plugins.http.address import ListenAddress
     from metagpu.sim.cluster.single_node import SingleNodeCluster
     from metagpu.sim.machine.node import SimNode
 

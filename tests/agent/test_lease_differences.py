@@ -18,7 +18,7 @@ from metagpu.core.usage.timing import UsageTiming
 from metagpu.display.status import show_status
 from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.pods import SimContainer, SimPod
 from metagpu.sim.machine.containers import SimHost

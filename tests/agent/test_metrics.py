@@ -12,8 +12,10 @@ from metagpu import __version__
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Fault, Holder
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
-from metagpu.plugins.metrics import exporter, single_flight
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http import single_flight
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.metrics import exporter
 from metagpu.plugins.metrics.families import FAMILIES
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
@@ -21,8 +23,9 @@ from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
 from tests.agent.test_daemon import command_line, daemon
 from tests.core.usage.test_enforcer import STUBBORN
-from tests.plugins.metrics.rig import Page, asked, labels_of, page_at
-from tests.rigs.agent import FRESH, METAGPU, QUICK, Scene, agent_at_work
+from tests.plugins.http.rig import asked
+from tests.plugins.metrics.rig import Page, labels_of, page_at
+from tests.rigs.agent import METAGPU, QUICK, UNHURRIED, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.mig import a_node, on_demand_pool
@@ -245,7 +248,7 @@ async def test_a_daemon_with_an_ended_part_is_not_alive(
 
 async def test_nvml_that_hangs_delays_a_page_a_little(tmp_path: Path) -> None:
     """While NVML hangs, a page has everything but the processes of the GPUs."""
-    timing = replace(FRESH, nvml_timeout=0.0)
+    timing = replace(UNHURRIED, nvml_timeout=0.0)
     async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as it:
         await it.until(20, 20)
         it.node.hang_gpu(it.node.gpu(0), 1.0)
@@ -302,8 +305,8 @@ async def test_the_api_server_has_metrics(tmp_path: Path) -> None:
 
 async def test_callers_of_one_moment_share_a_page(tmp_path: Path) -> None:
     """Scrapes at the same moment share one reading of the GPUs and the snapshot."""
-    timing = replace(FRESH, page_age=3600.0)
-    async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as it:
+    timing = HttpTiming(page_age=3600.0)
+    async with agent_at_work(tmp_path, metrics=ANY, http_timing=timing) as it:
         port = await port_of(it)
         pages = set()
 

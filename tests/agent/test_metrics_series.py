@@ -14,8 +14,9 @@ from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from tests.agent.test_metrics import ANY, page_of, page_when, port_of
-from tests.plugins.metrics.rig import Page, asked, fetched, labels_of
-from tests.rigs.agent import FRESH, METAGPU, agent_at_work
+from tests.plugins.http.rig import asked, fetched
+from tests.plugins.metrics.rig import Page, labels_of
+from tests.rigs.agent import METAGPU, UNHURRIED, agent_at_work
 from tests.rigs.mig import a_node, on_demand_pool
 
 MOST = 1000
@@ -103,7 +104,7 @@ async def test_sensors_and_their_dcgm_names_are_one_reading(tmp_path: Path) -> N
 
 async def test_a_gpu_that_hangs_costs_no_other_its_sensors(tmp_path: Path) -> None:
     """While one GPU hangs the others have their sensors, and its call counts as overdue."""
-    timing = replace(FRESH, nvml_timeout=0.2)
+    timing = replace(UNHURRIED, nvml_timeout=0.2)
     node = build_node("a100-40gb:2")
     driver = NvmlDriver(SimLibrary(node), deadline=0.5)
     scene = agent_at_work(tmp_path, node, driver=driver, metrics=ANY, metrics_timing=timing)

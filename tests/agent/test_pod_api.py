@@ -32,7 +32,7 @@ from metagpu.display.usage import KINDS
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
-from tests.plugins.metrics.rig import exchanged
+from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mgctl import PROGRAM, Pods, assert_built, wait_ended

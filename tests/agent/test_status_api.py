@@ -14,11 +14,11 @@ from metagpu.core.errors import ClusterError, ConfigError
 from metagpu.plugins.cluster.client import KubeClient
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER, ClusterSettings, Feature
 from metagpu.plugins.cluster.token_review import REVIEWS
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.plugins.cluster.rig import open_client_at
-from tests.plugins.metrics.rig import asked
+from tests.plugins.http.rig import asked
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.waiting import until
 

@@ -15,12 +15,12 @@ from metagpu.cli.options import resolve_environment, web_of
 from metagpu.core.errors import ConfigError
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.web.node import NodeWeb
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
-from tests.plugins.metrics.rig import exchanged
+from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.waiting import until
 
@@ -138,7 +138,7 @@ def test_the_page_is_served_where_it_is_wanted(
 
     settings = ClusterSettings("n", None, features=frozenset(Feature))
     reports: dict[str, Any] = {"/api/v1/usage": None}
-    web = build_web(found, settings, Registry(), node="n", reports=reports, timing=MetricsTiming())
+    web = build_web(found, settings, Registry(), node="n", reports=reports, timing=HttpTiming())
     assert (web is None) == (address is None)
     assert web is None or web.server._tokens is None  # also where an API server could review them
 

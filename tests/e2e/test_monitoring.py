@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
@@ -21,7 +21,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.prometheus import Prometheus, prometheus_of, promtool, provide
 from tests.e2e.rig.waiting import wait_for
-from tests.plugins.metrics.rig import asked
+from tests.plugins.http.rig import asked
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mig import a_node

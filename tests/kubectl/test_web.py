@@ -23,7 +23,7 @@ from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
 from tests.kubectl.test_program import Cluster, cluster
-from tests.plugins.metrics.rig import exchanged
+from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU
 
 PAGE_LINE = re.compile(

@@ -23,8 +23,9 @@ from metagpu.core.state.events import Event
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming
-from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.machine.node import SimNode
@@ -43,8 +44,10 @@ pools:
     backends: [{backend: fraction, sharesPerGpu: 10}]
 """
 
-FRESH = MetricsTiming(page_age=0.0, late_loop=math.inf)
-"""A new metrics page for each request, and no machine too slow to be healthy."""
+FRESH = HttpTiming(page_age=0.0)
+"""A new page for each request."""
+UNHURRIED = MetricsTiming(late_loop=math.inf)
+"""No machine is too slow to be healthy."""
 
 
 @dataclass
@@ -121,7 +124,8 @@ async def agent_at_work(
     kubelet_timing: KubeletTiming | None = None,
     usage_timing: UsageTiming = QUICK_USAGE,
     health_timing: HealthTiming = DEFAULT_TIMING,
-    metrics_timing: MetricsTiming = FRESH,
+    http_timing: HttpTiming = FRESH,
+    metrics_timing: MetricsTiming = UNHURRIED,
 ) -> AsyncIterator[Scene]:
     """Run an agent while the block lasts, and a kubelet with it unless one is given.
 
@@ -145,6 +149,7 @@ async def agent_at_work(
         kubelet_timing: timing towards the kubelet, in place of `timing`'s.
         usage_timing: timing of the usage service.
         health_timing: timing of health checks.
+        http_timing: timing of the HTTP servers.
         metrics_timing: timing of monitoring.
     """
     config_file = tmp_path / "metagpu.yaml"
@@ -177,6 +182,7 @@ async def agent_at_work(
             kubelet=kubelet_timing or TIMING,
             usage=usage_timing,
             health=health_timing,
+            http=http_timing,
             metrics=metrics_timing,
         ),
     )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.web.server import WebServer
 from tests.e2e.rig.errors import RigError
 from tests.rigs.waiting import becomes
@@ -114,7 +114,7 @@ class ServedView:
     def __init__(self, view: Mapping[str, Any]) -> None:
         self.view = view
         self._changed = anyio.Event()
-        timing = MetricsTiming(page_age=0.0)
+        timing = HttpTiming(page_age=0.0)
         self.server = WebServer(LOOPBACK, self._read, self._changes, None, timing)
 
     async def _read(self) -> Mapping[str, Any]:

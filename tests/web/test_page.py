@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 import pytest
 
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.web import server
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.node import SimNode

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from metagpu.display.status import show_status
-from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.web.server import WebServer
 from tests.e2e.rig.errors import RigError
 from tests.rigs.waiting import becomes
@@ -345,7 +345,7 @@ async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
         yield None
 
     tokens = OneToken()
-    server = WebServer(LOOPBACK, view, nothing, tokens, MetricsTiming(page_age=0.0))
+    server = WebServer(LOOPBACK, view, nothing, tokens, HttpTiming(page_age=0.0))
     async with anyio.create_task_group() as group:
         group.start_soon(server.run)
         await becomes(lambda: server.port)

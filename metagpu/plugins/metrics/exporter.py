@@ -13,21 +13,22 @@ from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.usage.collector import NodeUsage
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.messages import HttpRequest, HttpResponse
+from metagpu.plugins.http.server import Page, PageServer
+from metagpu.plugins.http.single_flight import SingleFlight
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.metrics import dcgm
-from metagpu.plugins.metrics.address import ListenAddress
 from metagpu.plugins.metrics.daemon import daemon_samples
 from metagpu.plugins.metrics.dcgm import dcgm_samples
 from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page, render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import snapshot_samples
-from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
-from metagpu.plugins.metrics.http_server import Page, PageServer
 from metagpu.plugins.metrics.namespaces import NamespaceMeter, namespace_samples
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
 from metagpu.plugins.metrics.sensor_reader import SensorReader
 from metagpu.plugins.metrics.sensors import sensor_samples
-from metagpu.plugins.metrics.single_flight import SingleFlight
 from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming
 from metagpu.plugins.metrics.usage import freeze_limits, usage_samples
 
@@ -51,10 +52,12 @@ class Exporter:
         address: ListenAddress,
         sources: MetricSources,
         timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+        http_timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
     ) -> None:
         self._address = address
         self._sources = sources
         self._timing = timing
+        self._http_timing = http_timing
         self._families = (*FAMILIES, *backend_families(sources.kinds))
         self._counters = EventCounters()
         self._namespaces = NamespaceMeter()
@@ -62,14 +65,14 @@ class Exporter:
         # The collector caches usage already: this lets a collection outlive the client that asked.
         self._usage = SingleFlight[NodeUsage]("GPU usage", sources.usage, age=0)
         reader = SensorReader(sources.registry, sources.sensors)
-        self._sensors = SingleFlight[Readings]("GPU sensors", reader.read, timing.page_age)
+        self._sensors = SingleFlight[Readings]("GPU sensors", reader.read, http_timing.page_age)
         instances = SensorReader(sources.registry, sources.instance_sensors)
         self._instances = SingleFlight[InstanceReadings](
-            "sensors of MIG instances", instances.read, timing.page_age
+            "sensors of MIG instances", instances.read, http_timing.page_age
         )
-        self._page = SingleFlight[HttpResponse]("metrics page", self._render, timing.page_age)
+        self._page = SingleFlight[HttpResponse]("metrics page", self._render, http_timing.page_age)
         self._dcgm_page = SingleFlight[HttpResponse](
-            "page of dcgm-exporter", self._render_dcgm, timing.page_age
+            "page of dcgm-exporter", self._render_dcgm, http_timing.page_age
         )
         pages: dict[str, Page] = {
             "/metrics": partial(self._rendered, self._page),
@@ -78,7 +81,7 @@ class Exporter:
             "/readyz": self._readyz,
             "/": self._index,
         }
-        self.server = PageServer(address, pages, timing)
+        self.server = PageServer(address, pages, http_timing)
 
     async def run(self) -> None:
         """Count and serve until cancelled; a failure here ends nothing else."""
@@ -95,7 +98,7 @@ class Exporter:
         A port that is taken is the other daemon's, and is left to it.
         """
         pages = {"/healthz": self._healthz, "/readyz": self._waits, "/metrics": self._waits}
-        server = PageServer(self._address, pages, self._timing)
+        server = PageServer(self._address, pages, self._http_timing)
         async with anyio.create_task_group() as group:
             group.start_soon(self._lag_probe.run)
             await server.run_if_free()

@@ -33,23 +33,12 @@ class MetricsTiming(msgspec.Struct, frozen=True):
     """Times of monitoring, all in seconds.
 
     Attributes:
-        page_age: requests within this time share one page.
         nvml_timeout: for NVML to answer for all GPUs; a page without the answers has older ones.
         late_loop: the delay of the event loop that makes the daemon unhealthy.
-        request_timeout: for a client to send its request.
-        response_timeout: for a client to read the response: Prometheus gives up after 10 s too.
-        silence: that a client which sends nothing waits in the kernel before it is accepted; 0
-            accepts it at once.
-        retry_period: between two attempts to bind the port.
     """
 
-    page_age: float = 1.0
     nvml_timeout: float = 3.0
     late_loop: float = 5.0
-    request_timeout: float = 5.0
-    response_timeout: float = 10.0
-    silence: int = 5
-    retry_period: float = 5.0
 
 
 class MetricSources(msgspec.Struct, frozen=True):

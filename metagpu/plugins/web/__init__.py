@@ -1,4 +1,4 @@
-"""The page: GPUs, their shares and their pods in a browser.
+"""The page in a browser, and the status API of `kubectl metagpu`.
 
-`server` and its libraries are loaded only with an address (`--web`).
+Each is loaded only with its address (`--web`, `--status-api`).
 """

@@ -4,7 +4,7 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
-from metagpu.plugins.metrics.http_messages import HttpRequest
+from metagpu.plugins.http.messages import HttpRequest
 
 _LOCALHOST: Final = "localhost"
 _OWN: Final = ("same-origin", "none")

@@ -8,10 +8,10 @@ import anyio
 
 from metagpu.core.model.reasons import iso_time
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.single_flight import SingleFlight
-from metagpu.plugins.metrics.sources import MetricsTiming
-from metagpu.plugins.metrics.viewer_access import TokenCheck
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.single_flight import SingleFlight
+from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.viewer_access import TokenCheck
 from metagpu.plugins.web.server import WebServer
 
 STATUS: Final = "/api/v1/status"
@@ -40,7 +40,7 @@ class NodeWeb:
         reports: Reports,
         *,
         tokens: TokenCheck | None,
-        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+        timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
     ) -> None:
         self._registry = registry
         self._node = node

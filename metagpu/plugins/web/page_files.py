@@ -6,7 +6,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Final
 
-from metagpu.plugins.metrics.http_messages import HttpResponse
+from metagpu.plugins.http.messages import HttpResponse
 
 _FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),

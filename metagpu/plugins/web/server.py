@@ -11,12 +11,12 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.runtime.restart import run_with_restart
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse, HttpStream
-from metagpu.plugins.metrics.http_server import Page, PageServer
-from metagpu.plugins.metrics.single_flight import SingleFlight
-from metagpu.plugins.metrics.sources import MetricsTiming
-from metagpu.plugins.metrics.viewer_access import (
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.messages import HttpRequest, HttpResponse, HttpStream
+from metagpu.plugins.http.server import Page, PageServer
+from metagpu.plugins.http.single_flight import SingleFlight
+from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.viewer_access import (
     JSON,
     TokenCheck,
     refusal_of,
@@ -64,7 +64,7 @@ class WebServer:
         view: View,
         changes: ChangeSource,
         tokens: TokenCheck | None,
-        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+        timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
     ) -> None:
         if tokens is None and not address.is_loopback:
             raise ValueError(f"{address} is open to others: it needs a check of tokens")

@@ -10,10 +10,10 @@ import pytest
 
 from metagpu.core.state.facts import GpuFaulted, GpusFound
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.metrics.address import ListenAddress
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.web import node as module
 from metagpu.plugins.web.node import NodeWeb
-from tests.plugins.metrics.rig import exchanged
+from tests.plugins.http.rig import exchanged
 from tests.rigs.build import gpu
 from tests.rigs.waiting import until
 

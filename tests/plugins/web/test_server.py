@@ -12,16 +12,16 @@ import anyio
 import msgspec
 import pytest
 
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.http_server import CONNECTIONS, STREAMS
-from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.server import CONNECTIONS, STREAMS
+from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.web.server import HEADERS, WebServer
-from tests.plugins.metrics.rig import exchanged
+from tests.plugins.http.rig import exchanged
 from tests.rigs.waiting import until
 
 LOOPBACK = ListenAddress("127.0.0.1", 0)
 OPEN = ListenAddress("", 0)
-QUICK = MetricsTiming(silence=0, page_age=60.0)
+QUICK = HttpTiming(silence=0, page_age=60.0)
 VIEW = "/api/v1/view"
 CHANGES = "/api/v1/changes"
 
@@ -63,7 +63,7 @@ class Tokens:
 
 @asynccontextmanager
 async def serving(
-    tokens: Tokens | None = None, timing: MetricsTiming = QUICK
+    tokens: Tokens | None = None, timing: HttpTiming = QUICK
 ) -> AsyncIterator[tuple[WebServer, Source]]:
     """Serve the page until the block ends."""
     source = Source()

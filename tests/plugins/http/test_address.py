@@ -4,7 +4,7 @@ import pytest
 
 from metagpu.cli.metagpu import main
 from metagpu.core.errors import ConfigError
-from metagpu.plugins.metrics.address import ListenAddress, parse_address
+from metagpu.plugins.http.address import ListenAddress, parse_address
 
 
 @pytest.mark.parametrize(

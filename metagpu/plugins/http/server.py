@@ -22,8 +22,8 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime.listener import accept
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.http_messages import (
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.messages import (
     Headers,
     HttpRequest,
     HttpResponse,
@@ -32,7 +32,7 @@ from metagpu.plugins.metrics.http_messages import (
     encode_response,
     plain,
 )
-from metagpu.plugins.metrics.sources import MetricsTiming
+from metagpu.plugins.http.timing import HttpTiming
 
 CONNECTIONS: Final = 32
 BACKLOG: Final = 1024
@@ -73,7 +73,7 @@ class PageServer:
         self,
         address: ListenAddress,
         pages: Mapping[str, Page],
-        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+        timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
         *,
         name: str = "metrics",
         headers: Headers = (),

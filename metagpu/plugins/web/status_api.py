@@ -13,12 +13,12 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.runtime.restart import run_with_restart
-from metagpu.plugins.metrics.address import ListenAddress
-from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
-from metagpu.plugins.metrics.http_server import Page, PageServer
-from metagpu.plugins.metrics.single_flight import SingleFlight
-from metagpu.plugins.metrics.sources import MetricsTiming
-from metagpu.plugins.metrics.viewer_access import JSON, TokenCheck, refusal_of, status_response
+from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.messages import HttpRequest, HttpResponse
+from metagpu.plugins.http.server import Page, PageServer
+from metagpu.plugins.http.single_flight import SingleFlight
+from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.viewer_access import JSON, TokenCheck, refusal_of, status_response
 
 Report = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -35,7 +35,7 @@ class StatusApi:
         address: ListenAddress,
         reports: Mapping[str, Report],
         tokens: TokenCheck,
-        timing: MetricsTiming = MetricsTiming(),  # noqa: B008 - frozen
+        timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
     ) -> None:
         self._tokens = tokens
         self._reports = [

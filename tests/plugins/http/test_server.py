@@ -16,17 +16,17 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metagpu.plugins.metrics import http_server as http
-from metagpu.plugins.metrics.address import ALL_ADDRESSES, ListenAddress
-from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse, HttpStream
-from metagpu.plugins.metrics.http_server import CONNECTIONS, PageServer
-from metagpu.plugins.metrics.sources import MetricsTiming
-from tests.plugins.metrics.rig import asked, sent
+from metagpu.plugins.http import server as http
+from metagpu.plugins.http.address import ALL_ADDRESSES, ListenAddress
+from metagpu.plugins.http.messages import HttpRequest, HttpResponse, HttpStream
+from metagpu.plugins.http.server import CONNECTIONS, PageServer
+from metagpu.plugins.http.timing import HttpTiming
+from tests.plugins.http.rig import asked, sent
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import until
 
 HERE = ListenAddress("127.0.0.1", 0)
-QUICK = MetricsTiming(retry_period=0.0, silence=0)
+QUICK = HttpTiming(retry_period=0.0, silence=0)
 LARGE = b"x" * 32 * 2**20
 
 
@@ -70,7 +70,7 @@ class Pages:
 
 @asynccontextmanager
 async def serving(
-    address: ListenAddress = HERE, timing: MetricsTiming = QUICK
+    address: ListenAddress = HERE, timing: HttpTiming = QUICK
 ) -> AsyncIterator[tuple[PageServer, Pages]]:
     """Serve until the block ends."""
     pages = Pages()
@@ -184,7 +184,7 @@ async def test_a_fault_of_ours_is_logged() -> None:
 @pytest.mark.parametrize("data", [b"", b"GET /he", b"GET /hello HTTP/1.1\r\nX: "])
 async def test_a_silent_client_is_dropped(data: bytes) -> None:
     """A silent client gets a timeout status and is disconnected."""
-    async with serving(timing=MetricsTiming(request_timeout=0.05, silence=0)) as (server, _):
+    async with serving(timing=HttpTiming(request_timeout=0.05, silence=0)) as (server, _):
         status, _, body = await sent(server.port, data)
         assert (status, body) == (408, "no request arrived within 0.05 s\n")
 
@@ -192,7 +192,7 @@ async def test_a_silent_client_is_dropped(data: bytes) -> None:
 @pytest.mark.parametrize("path", ["/large", "/endless"])
 async def test_a_client_that_does_not_read_is_dropped(path: str) -> None:
     """A client that does not read its answer is disconnected."""
-    async with serving(timing=MetricsTiming(response_timeout=0.05)) as (server, _):
+    async with serving(timing=HttpTiming(response_timeout=0.05)) as (server, _):
         _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
         writer.write(f"GET {path} HTTP/1.1\r\nHost: it\r\n\r\n".encode())
 
@@ -235,7 +235,7 @@ async def test_a_crowd_of_silent_clients_keeps_no_other_out() -> None:
 
 async def test_hundreds_of_silent_clients_delay_no_probe() -> None:
     """Clients that send nothing take no turn of those that send a request."""
-    async with serving(timing=MetricsTiming()) as (server, _), AsyncExitStack() as silent:
+    async with serving(timing=HttpTiming()) as (server, _), AsyncExitStack() as silent:
         for _ in range(500):
             client = silent.enter_context(socket.socket())
             client.connect(("127.0.0.1", server.port))

@@ -5,7 +5,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from metagpu.plugins.metrics.http_messages import HttpRequest, HttpResponse
+from metagpu.plugins.http.messages import HttpRequest, HttpResponse
 
 TOKEN_HEADER: Final = "metagpu-token"  # noqa: S105 - the header's name
 """The header with a viewer's token. The API server keeps `Authorization` to itself."""
