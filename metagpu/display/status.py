@@ -181,6 +181,8 @@ def cluster_problems(cluster: Report | None) -> Iterable[str]:
     contested = (cluster.get("resourceSlices") or {}).get("contested", {})
     for resource, name in contested.items():
         yield f"{resource}: the device plugin offers it here, and the DeviceClass {name} has it too"
+    if problem := (cluster.get("resourceSlices") or {}).get("classesProblem"):
+        yield f"API server, DeviceClasses: {problem}"
     if upgrade := cluster.get("driverUpgrade"):
         yield upgrade["summary"]
     for plugin in cluster.get("competingPlugins", ()):
@@ -196,8 +198,11 @@ def _holder(lease: Report) -> str:
 
 
 def _dra_problems(dra: Report | None) -> Iterable[str]:
-    if dra is not None and dra["problem"]:
+    if dra is None:
+        return
+    if dra["problem"]:
         yield f"DRA driver {dra['driver']}: {dra['problem']}"
+    yield from dra.get("crowded", ())
 
 
 def _cdi_problems(cdi: Report | None) -> Iterable[str]:

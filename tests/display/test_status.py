@@ -138,13 +138,17 @@ def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[s
 def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) -> None:
     """Problems of the CDI file and of the libraries each have a line; otherwise none."""
     well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
-    show_status({**well, "dra": {"driver": "gpu.metagpu.io", "problem": "refused"}})
-    assert "DRA driver gpu.metagpu.io: refused" in capsys.readouterr().out
-    contested = {"problem": "", "contested": {"nvidia.com/gpu": "whole"}}
+    front = {"driver": "gpu.metagpu.io", "problem": "refused", "crowded": ["GPU 0 serves 2"]}
+    show_status({**well, "dra": front})
+    printed = capsys.readouterr().out
+    assert "DRA driver gpu.metagpu.io: refused" in printed
+    assert "GPU 0 serves 2" in printed
+    contested = {"contested": {"nvidia.com/gpu": "whole"}, "classesProblem": "denied"}
     cluster = {"problem": "", "features": {}, "resourceSlices": contested}
     show_status({**well, "cluster": cluster})
     printed = " ".join(capsys.readouterr().out.split())  # as wide as the terminal is
     assert "offers it here, and the DeviceClass whole has it too" in printed
+    assert "API server, DeviceClasses: denied" in printed
     show_status({**well, "cdi": {"problem": "/cdi is full", "noLibraries": "no nvidia-ctk"}})
     printed = capsys.readouterr().out
     assert "containers may not start: /cdi is full" in printed

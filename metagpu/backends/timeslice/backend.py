@@ -60,6 +60,7 @@ _STEPS: Final = {
     TimeSlice.LONG: "3",
 }
 """The numbers of `nvidia-smi compute-policy --set-timeslice`."""
+_LENGTHS: Final = frozenset(map(str, TimeSlice))
 
 
 class TimesliceTiming(msgspec.Struct, frozen=True):
@@ -187,10 +188,19 @@ class TimesliceBackend(
         if configured is None:
             return
 
-        to_undo, failures = False, LogOnce()
+        to_undo, failures, unknown = False, LogOnce(), LogOnce()
         try:
             while True:
                 verdict, length = context.state.verdict, _length(context.state, configured)
+                asked = _asked_length(context.state)
+                if asked and asked not in _LENGTHS and unknown.is_new(context.gpu.id, asked):
+                    log.warning(
+                        "time-slice length of a claim unknown",
+                        gpu=str(context.gpu),
+                        asked=asked,
+                        effect=f"its GPU has time-slices of the length {length}",
+                        fix="run the version of metagpu that prepared the claim",
+                    )
                 # A call that is cancelled while the program runs cannot know its effect.
                 before, to_undo = to_undo, to_undo or length is not TimeSlice.DEFAULT
                 failure = await self._set(length, context)
@@ -255,9 +265,18 @@ async def _change(
 
 def _length(state: GpuState, configured: TimeSlice) -> TimeSlice:
     """Return the length that a GPU's ResourceClaim asks for, or the configured one."""
+    asked = _asked_length(state)
+    return TimeSlice(asked) if asked in _LENGTHS else configured
+
+
+def _asked_length(state: GpuState) -> str:
+    """Return the length that a GPU's ResourceClaim asks for, empty without one.
+
+    A newer metagpu may have prepared the claim, with a length that is unknown here.
+    """
     leases = state.leases.values()
     asked = (it.settings for it in leases if it.share.backend == TimesliceBackend.name)
-    return TimeSlice(next(filter(None, asked), configured))
+    return next(filter(None, asked), "")
 
 
 def _is_back(before: Verdict, state: GpuState) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import msgspec
 
+from metagpu.core.errors import SharingUnavailable
+
 
 class OpaqueParameters(msgspec.Struct, frozen=True):
     """One entry of an allocation's `config` for this driver.
@@ -86,6 +88,14 @@ class MpsLimits(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, settings: str) -> Self:
-        """Return the limits in a claim's settings."""
+        """Return the limits in a claim's settings.
+
+        Raises:
+            SharingUnavailable: a newer metagpu wrote the settings.
+        """
         threads, _, memory = settings.partition("-")
-        return cls(int(threads) if threads else None, int(memory) if memory else None)
+        try:
+            return cls(int(threads) if threads else None, int(memory) if memory else None)
+        except ValueError:
+            problem = "are not known here; run the version of metagpu that prepared the claim"
+            raise SharingUnavailable(f"the settings {settings!r}", problem) from None

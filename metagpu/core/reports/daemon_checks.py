@@ -92,6 +92,15 @@ def check_resource_claims(status: Status) -> Finding:
         fix = "pods with ResourceClaims wait until the kubelet has the driver; see its log too"
         return ERROR, f"DRA driver {front['driver']}: {problem}", fix
     slices = (status.get("cluster") or {}).get("resourceSlices") or {}
+    if (found := _slice_finding(slices)) is not None:
+        return found
+    if crowded := front.get("crowded"):
+        return WARNING, "; ".join(crowded), "docs/backends/mps.md has the number of clients"
+    return OK, f"the kubelet has the DRA driver {front['driver']}, with {front['claims']} claims"
+
+
+def _slice_finding(slices: Mapping[str, Any]) -> Finding | None:
+    """Return what is wrong with ResourceSlices and DeviceClasses, `None` for nothing."""
     if problem := slices.get("problem"):
         fix = "the scheduler allocates by the slices of before; docs/permissions.md has the rights"
         return ERROR, f"ResourceSlices: {problem}", fix
@@ -99,7 +108,10 @@ def check_resource_claims(status: Status) -> Finding:
         named = ", ".join(f"{it} (DeviceClass {name})" for it, name in contested.items())
         finding = f"the device plugin offers {named} here, so that nobody gets the class's devices"
         return WARNING, finding, "give the pool of one front another resource name"
-    return OK, f"the kubelet has the DRA driver {front['driver']}, with {front['claims']} claims"
+    if problem := slices.get("classesProblem"):
+        fix = "names in `limits` that DeviceClasses have are unknown; see docs/permissions.md"
+        return WARNING, f"DeviceClasses: {problem}", fix
+    return None
 
 
 def check_driver_upgrade(status: Status) -> Finding:

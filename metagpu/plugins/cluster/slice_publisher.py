@@ -114,7 +114,7 @@ class SlicePublisher:
                 self.reconciler.trigger()
 
     def report(self) -> Mapping[str, Any]:
-        """Return published pools, the problem with others, and extended resources.
+        """Return published pools, the problem with others, extended resources, and theirs.
 
         A resource is contested that the device plugin has on this node, and a DeviceClass too.
         """
@@ -125,6 +125,7 @@ class SlicePublisher:
             "pools": len(self._published),
             "problem": problem,
             "extendedResources": resources,
+            "classesProblem": self.classes.problem,
             "contested": {it: name for it, name in resources.items() if it in other_front},
         }
 

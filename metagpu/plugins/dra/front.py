@@ -21,6 +21,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.crowded import crowded_gpus
 from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
 from metagpu.plugins.dra.health import HealthStream
 from metagpu.plugins.dra.parts import with_settings
@@ -107,13 +108,14 @@ class DraFront:
             await self.registration.run()
 
     def report(self) -> Mapping[str, Any]:
-        """Return the state of the registration and the number of prepared claims."""
+        """Return the registration, prepared claims, and GPUs with too many of their pods."""
         status = self.registration.status
         return {
             "driver": self.driver,
             "registered": status.registered,
             "problem": status.problem or None,
             "claims": len(self.preparer.prepared),
+            "crowded": list(crowded_gpus(self.registry.snapshot)),
         }
 
     async def read_leases(self) -> KubeletAccount | None:

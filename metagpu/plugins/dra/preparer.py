@@ -13,9 +13,9 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions, SharesClaims
 from metagpu.core.devices.devices import Device, find_device, pool_name, shared_device
 from metagpu.core.errors import (
+    ClusterError,
     DeviceOccupied,
     FractionSplit,
-    MetagpuError,
     ProvisioningLasts,
     RequestError,
 )
@@ -42,6 +42,7 @@ from metagpu.plugins.kubelet.provisioning import is_provisioned
 if TYPE_CHECKING:
     from metagpu.core.grants.grant import Grant
 
+_NOT_FOUND: Final = 404
 LONGEST: Final = 40.0
 """Seconds of a call, its read of the claim included: the kubelet gives it up after 45."""
 
@@ -125,13 +126,21 @@ class ClaimPreparer:
             return devices
 
     async def find_unprepared(self, namespace: str, name: str) -> ResourceClaimRef | None:
-        """Return a claim that has devices of this driver and is not prepared, else `None`."""
+        """Return a claim that has devices of this driver and is not prepared, else `None`.
+
+        Raises:
+            ClusterError: the API server does not answer.
+        """
         try:
             found = await self._read_claim(ResourceClaimRef(namespace, name, ""))
             claim = ResourceClaimRef(namespace, name, found["metadata"]["uid"])
             allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
-        except MetagpuError:
-            return None  # it is gone or of no use; the kubelet's call will say why
+        except ClusterError as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
+        except RequestError:
+            return None  # it is of no use; the kubelet's call will say why
         return claim if allocation.results and claim.uid not in self.prepared else None
 
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:

@@ -14,13 +14,19 @@ import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.runtime.backoff import Backoff
 from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.preparer import ClaimPreparer
 
 ANNOTATION: Final = "metagpu.io/prepare-again"
 _REST: Final = 1.0
 """Seconds between two rounds: a GPU whose state flaps must not have pods patched all the time."""
+_LONGEST_REST: Final = 15.0
+"""The longest delay between two reads of pods that fail, in seconds."""
+_KUBELET_RETRY: Final = 90.0
+"""Seconds after which the kubelet has repeated a refused call by itself."""
 
 AnnotatePod = Callable[[str, str, str, str], Awaitable[object]]
 """Sets an annotation of a pod: namespace, name, key, value; raises ClusterError if it cannot."""
@@ -62,9 +68,10 @@ class PreparationRetries:
         self._registered.set()
 
     async def run(self) -> None:
-        """Watch GPUs and registrations until cancelled."""
+        """Watch GPUs, reloads and registrations until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_registrations)
+            group.start_soon(self._follow_layouts)
             await self._follow_gpus()
 
     async def _follow_registrations(self) -> None:
@@ -72,17 +79,31 @@ class PreparationRetries:
         while True:
             await self._registered.wait()
             self._registered = anyio.Event()
-            try:
-                for pod in await self._read_pending():
-                    await self._annotate_unprepared(pod)
-            except ClusterError as error:
-                if self._failures.is_new("pending", str(error)):
-                    log.warning(
-                        "pending pods not read",
-                        error=str(error),
-                        effect="the kubelet prepares their claims by itself within 90 s",
-                    )
+            annotated: set[tuple[str, str]] = set()
+            backoff = Backoff(first=self._rest, longest=_LONGEST_REST, jitter=True)
+            with anyio.move_on_after(_KUBELET_RETRY):
+                while not await self._annotate_pending(annotated):  # noqa: ASYNC110 - it asks
+                    await anyio.sleep(backoff.next())
             await anyio.sleep(self._rest)
+
+    async def _annotate_pending(self, annotated: set[tuple[str, str]]) -> bool:
+        """Annotate pods with claims that are not prepared; return whether all were read."""
+        try:
+            for pod in await self._read_pending():
+                key = pod["metadata"]["namespace"], pod["metadata"]["name"]
+                if key not in annotated:
+                    await self._annotate_unprepared(pod)
+                    annotated.add(key)
+        except ClusterError as error:
+            if self._failures.is_new("pending", str(error)):
+                log.warning(
+                    "pending pods not read",
+                    error=str(error),
+                    effect="they are read again; by itself the kubelet prepares within 90 s",
+                )
+            return False
+        self._failures.clear("pending")
+        return True
 
     async def _annotate_unprepared(self, pod: Mapping[str, Any]) -> None:
         metadata = pod["metadata"]
@@ -91,6 +112,12 @@ class PreparationRetries:
             if claim is not None:
                 await self._annotate_pod(claim, metadata["name"])
                 return
+
+    async def _follow_layouts(self) -> None:
+        """Retry after a reload: another option of a backend changes no GPU."""
+        with self._registry.events.subscribe(LayoutApplied) as events:
+            async for _ in events:
+                await self._retry()
 
     async def _follow_gpus(self) -> None:
         """Watch the GPUs while there are refused claims."""

@@ -383,6 +383,23 @@ async def test_the_length_of_a_resource_claim_lasts_as_long_as_the_claim(
     assert len(programs.calls) == 3
 
 
+async def test_a_length_of_a_newer_daemon_leaves_the_configured_one() -> None:
+    """The claim stays held, and one warning has what it asked for."""
+    programs, claim = RecordedPrograms(), ResourceClaimRef("default", "newer", "uid-1")
+    async with serving(", timeSlice: short", programs, front="dra") as (rig, warnings):
+        [where], shares = rig.gpus, rig.state(0).shares
+        settings = {share.id: "x" for share in shares}
+        rig.registry.apply(SharesClaimed(shares, 1, resource_claim=claim, settings=settings))
+        rig.registry.apply(GpuFaulted(where.id, "XID 79", at=2))
+        await rig.settled()
+        rig.registry.apply(GpuRecovered(where.id, "reset", at=3))
+        await rig.settled()
+        assert programs.calls[:2] == [command(where, 1), command(where, 1)]
+        assert len(rig.state(0).leases) == len(shares)
+    [warning] = warnings
+    assert "'x'" in warning
+
+
 async def test_a_missing_program_is_one_warning() -> None:
     """Without nvidia-smi the shares are served all the same; one warning has option and fix."""
     programs = RecordedPrograms(

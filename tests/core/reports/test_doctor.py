@@ -71,6 +71,9 @@ ASKED = {"driver": "gpu.metagpu.io", "claims": 2, "problem": None}
 UNASKED = {**(SOUND.status or {}), "dra": {**ASKED, "problem": "the kubelet has not asked yet"}}
 REFUSED_SLICES = {"resourceSlices": {"problem": "the API server does not allow it"}}
 CONTESTED_NAME = {"resourceSlices": {"contested": {"nvidia.com/gpu": "whole.example"}}}
+UNREAD_CLASSES = {"resourceSlices": {"classesProblem": "the API server does not allow it"}}
+CLASSES_DENIED = {**(SOUND.status or {}), "dra": ASKED, "cluster": UNREAD_CLASSES}
+CROWDED = {**(SOUND.status or {}), "dra": {**ASKED, "crowded": ["GPU 0 serves 2 containers"]}}
 TWO_FRONTS = {**(SOUND.status or {}), "dra": ASKED, "cluster": CONTESTED_NAME}
 UNPUBLISHED = {**(SOUND.status or {}), "dra": ASKED, "cluster": REFUSED_SLICES}
 DIFFERING = {
@@ -188,6 +191,8 @@ def test_a_sound_node_is_ok() -> None:
             "offers nvidia.com/gpu (DeviceClass whole.example) here",
         ),
         ("MG306", CheckResult.ERROR, {"status": UNPUBLISHED}, "ResourceSlices: the API server"),
+        ("MG306", CheckResult.WARNING, {"status": CLASSES_DENIED}, "DeviceClasses: the API server"),
+        ("MG306", CheckResult.WARNING, {"status": CROWDED}, "GPU 0 serves 2 containers"),
         ("MG407", CheckResult.WARNING, {"status": UNUSED}, "team/alice (main): container main"),
         ("MG402", CheckResult.ERROR, {"status": NOTHING}, "no resource is offered"),
         ("MG402", CheckResult.ERROR, {"status": SHUT}, "nothing is allocatable: 0 of 7 a/b"),

@@ -259,5 +259,20 @@ async def test_extended_resources_are_those_of_device_classes(tmp_path: Path) ->
         await becomes(lambda: report() == ({"nvidia.com/gpu": "a-younger"}, {}))
 
 
+async def test_unread_device_classes_are_a_problem_of_their_own(tmp_path: Path) -> None:
+    """Without the right to read them, slices are published; the report has the reason."""
+    server = SimApiServer()
+    server.denied.append(("GET", "deviceclasses"))
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer(FOUR)
+        await server.until(lambda: len(slices(server, 1)) == 2)
+
+        def report() -> Any:  # noqa: ANN401 - any JSON
+            return (it.cluster.report()["resourceSlices"] or {}).get("classesProblem")
+
+        await becomes(lambda: "deviceclasses" in str(report()))
+        assert not _problem(it)
+
+
 def _problem(it: Scene) -> str:
     return str((it.cluster.report()["resourceSlices"] or {}).get("problem"))

@@ -142,6 +142,8 @@ class DraNode(KubeletCalls):
     denied: bool = False
     read_sharing: ReadSharing | None = None
     reads: int = 0
+    unanswered: int = 0
+    """Requests of pods and claims that the API server will not answer."""
 
     def __post_init__(self) -> None:
         self.front = self.new_front()
@@ -172,14 +174,21 @@ class DraNode(KubeletCalls):
     async def read_claim(self, ref: ResourceClaimRef) -> Mapping[str, Any]:
         """Read a claim, as the API server would."""
         self.reads += 1
+        self._check_answers()
         found = self.claims.get((ref.namespace, ref.name))
         if found is None:
-            raise ClusterError(f"the API server answers 404: {ref.name} not found")
+            raise ClusterError(f"the API server answers 404: {ref.name} not found", status=404)
         return found
 
     async def read_pending(self) -> list[dict[str, Any]]:
         """Read the pods that wait on the node, as the API server would."""
+        self._check_answers()
         return self.pending
+
+    def _check_answers(self) -> None:
+        if self.unanswered:
+            self.unanswered -= 1
+            raise ClusterError("the API server is away")
 
     async def annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
         """Set an annotation of a pod, as the API server would; a kubelet sees it at once."""

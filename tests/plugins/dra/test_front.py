@@ -1,5 +1,6 @@
 """Claims of the kubelet, from the socket to leases and CDI specifications."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,29 @@ async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
         await until(lambda: len(node.annotated) == 3)
         await anyio.wait_all_tasks_blocked()
         assert node.annotated == [f"default/{it}: metagpu.io/prepare-again" for it in "acd"]
+
+
+async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> None:
+    """Pods and claims are read until the server answers; each pod is annotated once."""
+    node.front.retries._rest = 0.01
+    for name in ("a", "b"):
+        claim = node.allocate(f"of-{name}", node.fraction(gpu(0), 10))
+        node.pending.append(waiting(name, {"resourceClaimName": claim.name}))
+    node.unanswered = 3
+    read = node.read_claim
+
+    async def fails_once_for_b(ref: ResourceClaimRef) -> Mapping[str, Any]:
+        if ref.name == "of-b" and node.annotated and node.reads < 3:
+            node.unanswered = 1
+        return await read(ref)
+
+    node.front.preparer._read_claim = fails_once_for_b
+    async with node.running():
+        await node.notify(registered=True)
+        await until(lambda: len(node.annotated) == 2)
+        await anyio.wait_all_tasks_blocked()
+    assert node.annotated == [f"default/{it}: metagpu.io/prepare-again" for it in "ab"]
+    assert node.unanswered == 0
 
 
 def waiting(name: str, *claims: dict[str, str]) -> dict[str, Any]:

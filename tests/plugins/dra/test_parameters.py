@@ -6,10 +6,12 @@ from typing import Any
 
 import anyio
 import pytest
+import structlog
 
 from metagpu.compat.nvidia_claims import API_VERSION, read_sharing
-from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.state.facts import BackendResumed, BackendSuspended
+from metagpu.core.model.shares import Holder, ResourceClaimRef
+from metagpu.core.state.events import LayoutApplied
+from metagpu.core.state.facts import BackendResumed, BackendSuspended, LeasesObserved
 from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.preparer import LONGEST
@@ -86,6 +88,63 @@ async def test_two_requests_share_their_gpus_as_the_claim_says(node: DraNode) ->
     async with node.running():
         assert settings(node) == {"long", "50-10240"}
         assert (node.edits(claim), set(node.leased(claim))) == (edits, leased)
+
+
+async def test_limits_of_a_newer_daemon_take_no_other_claim_with_them(node: DraNode) -> None:
+    """A claim of settings that are unknown here stays held; the rest is written again."""
+    new, known = (
+        node.allocate(name, node.result(gpu(number), "gpu"), config=[config(mps())])
+        for number, name in enumerate(("new", "known"))
+    )
+    async with node.running():
+        answers = await node.prepare(new, known)
+        edits = node.edits(known)
+        [device] = answers[new.uid].devices
+        names = [it.replace(".mps.", ".mps:50-x-9.") for it in device.cdi_device_ids]
+        device.cdi_device_ids = names
+    node.write_account({it: answers[it.uid].devices for it in (new, known)})
+    for file in (node.root / "cdi").iterdir():
+        file.unlink()
+    node.registry = Registry()
+    offer(node)
+    node.front = node.new_front()
+    with structlog.testing.capture_logs() as logs:
+        async with node.running():
+            assert len(node.leased(new)) == len(node.leased(known)) == 100
+            assert node.edits(known) == edits
+    [failed] = [it for it in logs if it["event"].endswith("not written again")]
+    assert failed["claim"] == "default/new"
+    assert "50-x-9" in failed["error"]
+
+
+async def test_a_claim_is_prepared_again_once_the_pool_has_the_option(node: DraNode) -> None:
+    """A reload that changes no share may end the reason of a refusal."""
+    offer(node, CONFIG)
+    short = node.allocate("short", node.result(gpu(0), "gpu"), config=[config(by_time("Short"))])
+    async with node.running():
+        assert "timeSlice: default" in (await node.prepare(short))[short.uid].error
+        offer(node, CONFIG.replace("replicas: 4}", "replicas: 4, timeSlice: default}"))
+        node.registry.events.publish(LayoutApplied())
+        await until(lambda: node.annotated == ["default/pod-of-short: metagpu.io/prepare-again"])
+        assert not (await node.prepare(short))[short.uid].error
+
+
+async def test_a_claim_with_more_containers_than_clients_is_reported(node: DraNode) -> None:
+    """All containers of one claim are clients of MPS; the kubelet asks for the claim once."""
+    offer(node, MANY.replace("{backend: mps}", "{backend: mps, maxClients: 2}"))
+    claim = node.allocate("many", node.result(gpu(0), "gpu"), config=[config(mps())])
+    pods = [Holder("default", f"pod-{number}", "main") for number in range(3)]
+    sentence = (
+        "GPU 0 serves 2 containers of nvidia.com/gpu.mps at once, and has 3 by ResourceClaim "
+        "default/many: the last of them get no client of MPS; end a pod, or give it a claim of "
+        "its own"
+    )
+    async with node.running():
+        await node.prepare(claim)
+        for count, crowded in ((2, []), (3, [sentence])):
+            held = {(claim.uid, it): tuple(pods[:count]) for it in node.leased(claim)}
+            node.registry.apply(LeasesObserved({}, anyio.current_time() + count, of_claims=held))
+            assert node.front.report()["crowded"] == crowded
 
 
 async def test_what_the_gpus_pool_cannot_do_is_refused_with_the_field(node: DraNode) -> None:
