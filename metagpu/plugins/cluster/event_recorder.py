@@ -23,7 +23,7 @@ from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.label_syntax import name_part
-from metagpu.plugins.cluster.node_patch import MERGE_PATCH
+from metagpu.plugins.cluster.node_patch import CONFLICT, MERGE_PATCH
 from metagpu.plugins.cluster.reconciler import Reconciler
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class EventData(msgspec.Struct, frozen=True):
             pods of one controller the first.
         unlimited: whether the rates do not apply: each pod of a GPU hears of its fault. Only for
             what hardware and operators cause, and no pod can.
+        name: the name of the Event, which the recorder gives.
     """
 
     subject: ObjectReference
@@ -100,6 +101,7 @@ class EventData(msgspec.Struct, frozen=True):
     minor: bool = False
     once_for: ObjectReference | None = None
     unlimited: bool = False
+    name: str = ""
 
     @property
     def dedup_key(self) -> DedupKey:
@@ -167,7 +169,8 @@ class EventRecorder:
 
     def record(self, data: EventData) -> None:
         """Queue data for an Event; never waits."""
-        self._queue.append(data)
+        name = f"{name_part(data.subject.name)}.{uuid4().hex[:16]}"
+        self._queue.append(replace(data, name=name))
         if len(self._queue) > QUEUE_LIMIT:
             self._drop_one()
         self.reconciler.trigger()
@@ -268,8 +271,7 @@ class EventRecorder:
     async def _create(self, data: EventData, now: float) -> None:
         """Write an Event, at the same cost if it can never be accepted."""
         subject = data.subject
-        name = f"{name_part(subject.name)}.{uuid4().hex[:16]}"
-        namespace = subject.namespace or "default"
+        name, namespace = data.name, subject.namespace or "default"
         body: dict[str, Any] = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
@@ -292,8 +294,9 @@ class EventRecorder:
         try:
             await self.client.call("POST", _PATH.format(namespace), body=body)
         except ClusterError as error:
-            self._give_up(data, error)
-            name = ""
+            if error.status != CONFLICT:  # it was written, and its answer was lost
+                self._give_up(data, error)
+                name = ""
         if not data.unlimited:
             for rate in self._rates[subject.namespace].of(data):
                 rate.reserve(now)

@@ -122,9 +122,10 @@ class NodeStatusWriter:
             return
         before = _allocatable(self.node.object or {})
         numbers = {resource: str(count) for resource, count in amounts.items()}
-        await self.patcher.patch("/status", {"status": {"allocatable": numbers}})
-        # The number before counts too: the Node that we read may be older than our last write.
+        # The number before counts too: the Node that we read may be older than our last write, and
+        # newer than its answer, which may be lost.
         self._lowered |= {it: frozenset((before[it], n)) for it, n in numbers.items()}
+        await self.patcher.patch("/status", {"status": {"allocatable": numbers}})
 
 
 def _allocatable(node: KubeObject) -> Mapping[str, str]:

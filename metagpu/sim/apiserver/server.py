@@ -304,6 +304,7 @@ class SimApiServer(SimCluster):
             raise ApiError(422, "Invalid", "metadata.name: a lowercase RFC 1123 subdomain")
         if regarding.get("namespace", "default") != namespace:
             raise ApiError(422, "Invalid", "regarding.namespace: does not match event.namespace")
-        return web.json_response(
-            self.store.put(("events", namespace, body["metadata"]["name"]), body), status=201
-        )
+        key = ("events", namespace, str(body["metadata"]["name"]))
+        if key in self.store.objects:
+            raise ApiError(409, "AlreadyExists", f'events.events.k8s.io "{key[2]}" already exists')
+        return web.json_response(self.store.put(key, body), status=201)

@@ -1,13 +1,15 @@
 """Events: each event written once, repeated ones counted, within a rate limit."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from msgspec.structs import replace
 
+from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster import event_recorder as events
 from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, EventRecorder, ObjectReference
@@ -120,6 +122,27 @@ async def test_event_that_was_deleted_is_created_again(tmp_path: Path) -> None:
         clock.now += QUICK.count_interval
         recorder.record(HOT)
         await server.until(server.events)
+
+
+async def test_an_event_whose_answer_was_lost_is_written_once(tmp_path: Path) -> None:
+    """The second request has the name of the first, and counts as its answer."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        call, lost = recorder.client.call, [ClusterError("the connection broke")]
+
+        async def lossy(*args: Any, **options: Any) -> Mapping[str, Any]:  # noqa: ANN401 - as of `call`
+            answer = await call(*args, **options)
+            if lost:
+                raise lost.pop()
+            return answer
+
+        recorder.client.call = lossy  # type: ignore[method-assign]
+        recorder.record(HOT)
+        await becomes(lambda: not recorder._queue)
+
+    assert [each["note"] for each in server.events()] == ["GPU 0: hot"]
+    assert [each.method for each in server.requests] == ["POST", "POST"]
+    assert not recorder.reconciler.problem
 
 
 async def test_flood_is_limited_and_counted(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Taint, condition and free amounts of the Node, at a simulated API server."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
 from metagpu.core.model.shares import Holder, OfferTurn, ProvisionedState, ResourceName
@@ -18,6 +21,7 @@ from metagpu.core.state.facts import (
     TurnsChanged,
 )
 from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.node_status import watched_state
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -118,6 +122,32 @@ async def test_amounts_fall_at_once_and_rise_when_the_kubelet_knows(tmp_path: Pa
 
         it.registry.apply(SharesReleased((share,), at=2))
         await server.until(lambda: free() == {METAGPU: "20", SLICED: "8"})
+
+
+async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Node may be seen lowered, and the share be released, before the request is answered."""
+    patch, answered = NodePatcher.patch, anyio.Event()
+
+    async def late(self: NodePatcher, subresource: str, body: Mapping[str, Any]) -> None:
+        await patch(self, subresource, body)
+        await answered.wait()
+
+    monkeypatch.setattr(NodePatcher, "patch", late)
+    timing = ClusterTiming(raise_delay=0.0)
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20, SLICED: 8}, {METAGPU: 20, SLICED: 8})
+
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
+        await server.watched(NODES)
+        it.offer(SIDE_BY_SIDE)
+        share = next(iter(it.registry.snapshot.offers[SLICED].shares.values()))
+        it.registry.apply(SharesClaimed((share,), at=1))
+        await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "10")
+        it.registry.apply(SharesReleased((share,), at=2))
+        await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "20")
 
 
 @pytest.mark.parametrize("owner", FOUR_NAMES)
