@@ -1,17 +1,18 @@
 """The page in Chromium, served by a real agent on simulated GPUs."""
 
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 import pytest
+from anyio import to_thread
 
+from metagpu.plugins import web
 from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.web import server
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.node import SimNode
 from tests.agent.test_status_api import NODE
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 
 MIG = "nvidia.com/mig-2g.10gb"
 LARGEST_PAGE = 100_000
-GRANT_S = 1.0
 SOON_MS = 10_000
+REPORTED_MS = 4_000
+"""The page itself asks after 5 s: what shows before then was reported to it."""
+FILES = files(web) / "assets"
+SHOWN = """() => {
+  Object.defineProperty(document, 'visibilityState', { value: 'STATE', configurable: true });
+  document.dispatchEvent(new Event('visibilitychange'));
+}"""
 
 
 def free_port() -> int:
@@ -51,7 +58,7 @@ async def page_of_agent(
         yield scene
 
 
-async def test_a_grant_shows_within_a_second(browser: "Browser", tmp_path: Path) -> None:
+async def test_a_grant_shows_at_once(browser: "Browser", tmp_path: Path) -> None:
     """An open page draws a pod's cut, and its name once the kubelet lists it."""
     port = free_port()
     async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
@@ -61,9 +68,7 @@ async def test_a_grant_shows_within_a_second(browser: "Browser", tmp_path: Path)
         assert await it.page.locator("button.cut").count() == 0
 
         await scene.kubelet.admit(SimPod.single("train", {METAGPU: 6}))
-        granted = time.monotonic()
-        await it.page.wait_for_selector("button.cut", timeout=SOON_MS)
-        assert time.monotonic() - granted < GRANT_S
+        await it.page.wait_for_selector("button.cut", timeout=REPORTED_MS)
         cut = it.page.get_by_role("button", name="default/train (main): 6 of 10 metagpu")
         await cut.wait_for(timeout=SOON_MS)
         assert await it.page.inner_text("#pods th .pod") == "default/train"
@@ -173,9 +178,25 @@ async def test_the_page_is_small_and_alone(browser: "Browser", tmp_path: Path) -
         script = "() => performance.getEntriesByType('resource').map((it) => it.name)"
         origins = {name.split("/")[2] for name in await it.run(script)}
         assert origins == {f"127.0.0.1:{port}"}
-    files = list((Path(server.__file__).parent / "assets").iterdir())
-    assert len(files) == 4
-    assert sum(file.stat().st_size for file in files) < LARGEST_PAGE
+    bodies = [await to_thread.run_sync(file.read_bytes) for file in FILES.iterdir()]
+    assert sum(map(len, bodies)) < LARGEST_PAGE
+
+
+async def test_a_tab_that_nobody_sees_lets_go(browser: "Browser", tmp_path: Path) -> None:
+    """After a minute in the background the page follows nothing; seen again, it has all."""
+    port = free_port()
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
+        await it.live()
+        await it.page.clock.install()
+        await it.run(SHOWN.replace("STATE", "hidden"))
+        await it.page.clock.fast_forward("01:01")
+        lost = it.page.locator("#connection[data-state=lost]")
+        await lost.wait_for(timeout=SOON_MS)
+        await scene.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        assert await it.page.locator("button.cut").count() == 0
+        await it.run(SHOWN.replace("STATE", "visible"))
+        await it.live()
+        await it.page.locator("button.cut").wait_for(timeout=SOON_MS)
 
 
 async def test_an_idle_page_costs_a_request_in_seconds(browser: "Browser", tmp_path: Path) -> None:

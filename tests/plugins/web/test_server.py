@@ -2,19 +2,24 @@
 
 import asyncio
 import gzip
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
+from metagpu.plugins import web
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.http.server import CONNECTIONS, STREAMS
 from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.web.page_files import PATHS
 from metagpu.plugins.web.server import HEADERS, WebServer
 from tests.plugins.http.rig import exchanged
 from tests.rigs.waiting import until
@@ -126,6 +131,18 @@ async def test_the_page_is_served_with_its_headers() -> None:
             status, headers, _ = await ask(server, path)
             assert status == 404
             assert headers.items() >= dict(HEADERS).items()
+
+
+def test_the_page_names_all_its_files() -> None:
+    """Each file of the page is served, and the browser hears of each script at once."""
+    folder = files(web) / "assets"
+    assert {PurePath(path).name or "index.html" for path in PATHS} == {
+        file.name for file in folder.iterdir()
+    }
+    index = (folder / "index.html").read_text()
+    assert set(re.findall(r'(?:href|src)="(\w+\.js)"', index)) == {
+        path[1:] for path in PATHS if path.endswith(".js")
+    }
 
 
 async def test_a_view_is_made_once_until_it_changes() -> None:
