@@ -17,6 +17,9 @@ KUBERNETES = "METAGPU_E2E_KUBERNETES"
 """Environment variable: the minor version of Kubernetes, one of `modules/kubernetes-*`."""
 USUAL_KUBERNETES = "1.36"
 
+KWOK_STAGES = ("node/fast/node-initialize", "pod/fast/pod-ready", "pod/fast/pod-delete")
+"""What kwok does by itself: a Node becomes ready, its pods run until they are deleted."""
+
 
 def cache_root() -> Path:
     """Return the folder outside the clone that keeps slow builds."""
@@ -134,5 +137,11 @@ def go_programs() -> tuple[GoPrograms, ...]:
             "sigs.k8s.io/node-feature-discovery",
             ("cmd/nfd-master",),
             files=("deployment/base/nfd-crds/nfd-api-crds.yaml",),
+        ),
+        GoPrograms(
+            "kwok",
+            "sigs.k8s.io/kwok",
+            ("cmd/kwok",),
+            files=tuple(f"kustomize/stage/{it}.yaml" for it in KWOK_STAGES),
         ),
     )
