@@ -50,16 +50,15 @@ def program_roots(options: RootOptions) -> tuple[Path, ...]:
 
 def library_folders(root: Path) -> Sequence[Path]:
     """Return the folders below a root that have NVML. Blocks."""
-    found = [
+    possible = dict.fromkeys(
         folder
         for name in LIBRARIES
         for folder in (
             follow_links(root, name),
             follow_links(root, f"{name}/{NVML_LIBRARY}").parent,
         )
-        if _has_library(root, folder)
-    ]
-    return list(dict.fromkeys(found))
+    )
+    return [folder for folder in possible if _has_library(root, folder)]
 
 
 def follow_links(root: Path, path: str) -> Path:
@@ -95,14 +94,18 @@ def find_hook(host: Folder) -> str:
 def _has_library(root: Path, folder: Path) -> bool:
     """Return whether the linker opens the root's own NVML in a folder."""
     library = folder / NVML_LIBRARY
+    if not library.is_file():
+        return False
     there = follow_links(root, str(library.relative_to(root)))
-    return library.is_file() and library.resolve() == there.resolve()
+    return library.resolve() == there.resolve()
 
 
 def _contents(root: Path) -> FolderContents:
+    if not root.is_dir():
+        return FolderContents()
     found = library_folders(root)
     return FolderContents(
-        exists=root.is_dir(),
+        exists=True,
         is_root=(root / "usr").is_dir(),
         library=str(found[0] / NVML_LIBRARY) if found else "",
         has_devices=any((root / "dev").glob("nvidia*")),

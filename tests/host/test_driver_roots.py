@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from metagpu.core.model.driver_roots import NVML_LIBRARY, Folder, RootOptions
+from metagpu.host import driver_roots
 from metagpu.host.driver_roots import find_hook, find_roots, follow_links
 
 
@@ -63,3 +64,20 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
 
     assert not follow_links(tmp_path, "one").exists()
     assert follow_links(tmp_path, "up/passwd") == tmp_path / "etc/passwd"
+
+
+def test_looks_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that does not exist is looked into by nobody: this repeats while a node rests."""
+    looked: list[Path] = []
+
+    def followed(root: Path, path: str) -> Path:
+        looked.append(root)
+        return follow_links(root, path)
+
+    monkeypatch.setattr(driver_roots, "follow_links", followed)
+    missing = find_roots(RootOptions(driver="/x", container_driver=str(tmp_path / "missing")))
+
+    assert missing.library == ""
+    assert tmp_path / "missing" not in looked
+    find_roots(RootOptions(driver="/x", container_driver=str(tmp_path)))
+    assert tmp_path in looked

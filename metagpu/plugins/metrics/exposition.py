@@ -4,7 +4,8 @@ Prometheus' library writes the metrics of the process, and its numbers. It needs
 of a thousand series as all the rest of a scrape: the lines of our own samples are written here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
@@ -28,14 +29,11 @@ def render_page(families: Sequence[MetricFamily], samples: Iterable[Sample]) -> 
         for it in families
     }
     for family, labels, value in samples:
-        pairs = [
-            f'{name}="{label.translate(_OF_LABELS)}"'
-            for name, label in zip(family.labels, labels, strict=True)
-        ]
         if isinstance(value, HistogramValue):
-            lines[family.name] += _histogram(family.name, pairs, value)
+            lines[family.name] += _histogram(family, labels, value)
         else:
-            lines[family.name].append(_line(family.name, pairs, value))
+            series = _label_text(family.labels, labels)
+            lines[family.name].append(f"{family.name}{series} {_number(value)}\n")
     return "".join(line for group in lines.values() for line in group).encode()
 
 
@@ -44,17 +42,20 @@ def render_process() -> bytes:
     return generate_latest(_PROCESS)
 
 
-def _line(name: str, pairs: Sequence[str], value: float) -> str:
-    labels = f"{{{','.join(pairs)}}}" if pairs else ""
-    return f"{name}{labels} {_number(value)}\n"
+@lru_cache(maxsize=2048)  # two pages: from one scrape to the next nearly all labels stay
+def _label_text(names: Sequence[str], values: Sequence[str]) -> str:
+    pairs = [
+        f'{name}="{value.translate(_OF_LABELS)}"' for name, value in zip(names, values, strict=True)
+    ]
+    return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
-def _histogram(name: str, pairs: Sequence[str], value: HistogramValue) -> list[str]:
+def _histogram(family: MetricFamily, labels: Sequence[str], value: HistogramValue) -> Iterator[str]:
     counts = list(accumulate(value.counts))
     bounds = [*map(_number, value.bounds), "+Inf"]
-    buckets = zip(bounds, counts, strict=True)
-    return [
-        *(_line(f"{name}_bucket", [*pairs, f'le="{bound}"'], count) for bound, count in buckets),
-        _line(f"{name}_count", pairs, counts[-1]),
-        _line(f"{name}_sum", pairs, value.total),
-    ]
+    for bound, count in zip(bounds, counts, strict=True):
+        bucket = _label_text((*family.labels, "le"), (*labels, bound))
+        yield f"{family.name}_bucket{bucket} {_number(count)}\n"
+    series = _label_text(family.labels, labels)
+    yield f"{family.name}_count{series} {_number(counts[-1])}\n"
+    yield f"{family.name}_sum{series} {_number(value.total)}\n"
