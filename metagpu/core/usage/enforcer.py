@@ -42,7 +42,8 @@ _TURN: Final = 32
 
 def container_guard(usage: ContainerUsage, guards: Mapping[str, Guard]) -> Guard | None:
     """Return the guard of a container's shares of a GPU; `None` when there is none."""
-    found = {guards.get(share.backend) for share in usage.shares}
+    backends = {share.backend for share in usage.shares}
+    found = {guards.get(backend) for backend in backends}
     return found.pop() if len(found) == 1 else None
 
 

@@ -57,13 +57,13 @@ def memory_limit(usage: ContainerUsage, gpu: Gpu, headroom: int) -> int | None:
     The limit is the container's part of the memory that programs can have at all, plus the
     headroom. The limit is never less than the promised amount.
     """
-    if usage.share_memory is None:
+    if (promised := usage.share_memory) is None:
         return None
     if gpu.memory is None:
-        return usage.share_memory + headroom
+        return promised + headroom
 
     usable = gpu.memory - (gpu.reserved or 0)
-    return max(usage.share_memory, usage.share_memory * usable // gpu.memory + headroom)
+    return max(promised, promised * usable // gpu.memory + headroom)
 
 
 def decide(
