@@ -40,6 +40,8 @@ from tests.rigs.mig import a_node, mig_pool, placements, pod
 NODE = "gpu-1"
 TAINT = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
 OTHER = {"key": "other", "effect": "NoSchedule"}
+LONG = 30.0
+"""Seconds for a kubelet that runs to say which pods hold shares: a machine may be busy."""
 
 
 async def uninstall(
@@ -49,6 +51,7 @@ async def uninstall(
     wanted: bool = True,
     force: bool = False,
     cluster: ClusterSettings | None = None,
+    pods_deadline: float = 0.5,
 ) -> dict[str, str]:
     """Uninstall from a node; return the result and its reason of each thing, by its kind."""
     paths = AgentPaths(
@@ -68,7 +71,7 @@ async def uninstall(
     )
     left = replace(paths, pod_dir=folder / "pod", cdi_dir=folder / "cdi")
     root, program = folder / "root", Path("/opt/metagpu")
-    job = Uninstall(agent, left, root, program, wanted, force, pods_deadline=0.5)
+    job = Uninstall(agent, left, root, program, wanted, force, pods_deadline=pods_deadline)
     report = await job.run()
     return {it.kind: f"{it.result} {it.reason}".strip() for it in report.removals}
 
@@ -128,11 +131,13 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
         await anyio.Path(specification.parent).mkdir()
         await anyio.Path(specification).touch()
 
-        found = await uninstall(tmp_path, node)
+        found = await uninstall(tmp_path, node, pods_deadline=LONG)
         assert found["CDI specification"] == "stays used by pod default/held; --force removes it"
 
         await kubelet.delete(held)
-        assert (await uninstall(tmp_path, node))["CDI specification"] == "removed"
+        assert (await uninstall(tmp_path, node, pods_deadline=LONG))[
+            "CDI specification"
+        ] == "removed"
     await anyio.Path(specification).touch()
     found = await uninstall(tmp_path, node)
     assert found["CDI specification"].startswith("stays the kubelet does not say")
@@ -158,11 +163,11 @@ async def test_claims_keep_what_their_pods_use(tmp_path: Path) -> None:
         with closing(socket.socket(socket.AF_UNIX)) as server:
             server.bind(str(sockets / "gpu.metagpu.io-reg.sock"))
             server.listen()
-            held = await uninstall(tmp_path, node)
+            held = await uninstall(tmp_path, node, pods_deadline=LONG)
             assert "socket" not in held
             assert held["CDI specification"].startswith("stays")
         listed.clear()
-        assert (await uninstall(tmp_path, node))["socket"] == "removed"
+        assert (await uninstall(tmp_path, node, pods_deadline=LONG))["socket"] == "removed"
     assert not specification.exists()
     assert list(sockets.iterdir()) == []
 
@@ -237,13 +242,13 @@ async def test_instances_that_nobody_holds_are_removed(tmp_path: Path) -> None:
         before = placements(node)
         assert len(before) == 3
 
-        assert await uninstall(tmp_path, node, wanted=False) != {}
+        assert await uninstall(tmp_path, node, wanted=False, pods_deadline=LONG) != {}
         assert placements(node) == before
-        await uninstall(tmp_path, node)
+        await uninstall(tmp_path, node, pods_deadline=LONG)
         assert len(placements(node)) == 1
 
         await kubelet.delete(held)
-        assert await uninstall(tmp_path, node) == {"MIG instance": "removed"}
+        assert await uninstall(tmp_path, node, pods_deadline=LONG) == {"MIG instance": "removed"}
         assert placements(node) == []
 
 

@@ -19,6 +19,7 @@ from metagpu.sim.machine import programs as sim_tools
 from metagpu.sim.machine.programs import SimPrograms
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.mig import until
+from tests.rigs.waiting import skip
 
 
 def program(folder: Path, text: str, name: str = "nvidia-smi") -> Path:
@@ -156,11 +157,22 @@ async def test_a_command_reads_nothing() -> None:
 
 async def test_a_command_ends_at_its_deadline_with_all_that_it_started(tmp_path: Path) -> None:
     """A command that hangs is ended with its children."""
-    script = f"sleep 3600 & echo $$ $! > {tmp_path}/pids; wait"
-    with pytest.raises(TimeoutError):
-        await run_command(["/bin/sh", "-c", script], env=dict(os.environ), deadline=1)
+    noted, ended = tmp_path / "pids", anyio.Event()
+    script = f"sleep 3600 & echo $$ $! > {noted}; wait"
 
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await run_command(["/bin/sh", "-c", script], env=dict(os.environ), deadline=600)
+        ended.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        await until(lambda: noted.exists() and noted.read_text().endswith("\n"))
+        while not ended.is_set():  # its time begins a moment after its start
+            skip(600)
+            await anyio.sleep(0.01)
+
+    pids = [int(pid) for pid in noted.read_text().split()]
     await until(lambda: not any(map(is_running, pids)))
 
 

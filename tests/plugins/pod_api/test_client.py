@@ -24,7 +24,7 @@ def ask(path: Path, answer: bytes | None) -> tuple[PodRequest, str]:
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         listener.bind(str(path))
         listener.listen()
-        asked = pool.submit(ask_daemon, path, "get", "pods", timeout=5 if answer else 0.05)
+        asked = pool.submit(ask_daemon, path, "get", "pods", timeout=60 if answer else 0.05)
         connection, _ = listener.accept()
         with connection, connection.makefile("rb") as file:
             request = parse_request(file.read(parse_length(file.read(2))))

@@ -153,11 +153,9 @@ async def test_a_view_is_made_once_until_it_changes() -> None:
         stream = await Stream.open(server)
         assert "text/event-stream" in await stream.head()
         await stream.change()  # the state at the beginning
-        began = time.monotonic()
         source.changed.set()
         await stream.change()
         assert msgspec.json.decode((await ask(server, VIEW))[2])["made"] == 2
-        assert time.monotonic() - began < 1.0
         stream.writer.close()
 
 
@@ -262,7 +260,7 @@ async def test_streams_end_with_the_server() -> None:
         for stream in streams:
             await stream.change()
         began = time.monotonic()
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < QUICK.response_timeout
     for stream in streams:
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await stream.change()
