@@ -384,7 +384,8 @@ async def test_a_check_of_many_containers_leaves_others_their_turn(
         monkeypatch.setattr(it.enforcer._collector, "collect_gpu", collected)
         async with anyio.create_task_group() as group:
             group.start_soon(count)
-            await checkpoint()
+            while not turns:
+                await checkpoint()
             await it.enforcer._check(first, terms(), {})
             group.cancel_scope.cancel()
 
