@@ -3,12 +3,11 @@
 import http.client
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import closing
-from typing import Final
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from typing import Final, NamedTuple
 
 import anyio
-import msgspec
 from anyio import to_thread
 from msgspec.structs import replace
 
@@ -31,12 +30,11 @@ PAGES: Final[Mapping[str, tuple[str, float | None]]] = {
 """The measured pages: their options, and targets in milliseconds."""
 
 
-class _Spent(msgspec.Struct, frozen=True):
-    """The memory of a daemon in MB, its CPU at rest in percent, and milliseconds by page."""
+class _Node(NamedTuple):
+    """A daemon on a node of its own, and the port of each option that opens one."""
 
-    memory: float
-    rest: float
-    pages: dict[str, float]
+    subject: daemon.Daemon
+    ports: dict[str, int]
 
 
 def scrapes(plan: Plan) -> list[Figure]:
@@ -46,37 +44,40 @@ def scrapes(plan: Plan) -> list[Figure]:
 
 async def _scrapes(plan: Plan) -> list[Figure]:
     count = plan.count(20, 2)
-    plain, serving = await _measure(plan, 0), await _measure(plan, count)
-    of_pages = [
+    options = dict.fromkeys(option for option, _ in PAGES.values())
+
+    # Side by side: other load on the machine affects both.
+    async with _node(()) as plain, _node(tuple(options)) as serving:
+        await anyio.sleep(SETTLE)
+        of_pages = [
+            await _page(plan, serving, page, target, count) for page, (_, target) in PAGES.items()
+        ]
+        plan.report("scrapes: rest")
+        rest = await _shares_at_rest((plain.subject.pid, serving.subject.pid), plan.count(30, 2))
+        memory = [machine.resident(it.subject.pid) for it in (plain, serving)]
+    requests = len(PAGES) * count
+    return [
+        *of_pages,
         Figure(
-            name=f"CPU of {page}, 8 GPUs, {PODS} pods",
-            unit="ms",
-            measured=serving.pages[page],
-            target=target,
-            calls=count,
-        )
-        for page, (_, target) in PAGES.items()
+            name=f"memory of metrics and page, after {requests} requests",
+            unit="MB",
+            measured=memory[1] - memory[0],
+            target=15,
+            calls=requests,
+        ),
+        Figure(
+            name="CPU at rest that metrics and page add",
+            unit="%",
+            measured=100 * (rest[1] - rest[0]),
+            target=0.5,
+            calls=1,
+        ),
     ]
-    memory = Figure(
-        name=f"memory of metrics and page, after {len(PAGES) * count} requests",
-        unit="MB",
-        measured=serving.memory - plain.memory,
-        target=15,
-        calls=len(PAGES) * count,
-    )
-    rest = Figure(
-        name="CPU at rest that metrics and page add",
-        unit="%",
-        measured=serving.rest - plain.rest,
-        target=0.5,
-        calls=1,
-    )
-    return [*of_pages, memory, rest]
 
 
-async def _measure(plan: Plan, count: int) -> _Spent:
-    """Return what a daemon spends that serves the pages, or none of them for no count."""
-    options = dict.fromkeys(option for option, _ in PAGES.values()) if count else {}
+@asynccontextmanager
+async def _node(options: Sequence[str]) -> AsyncIterator[_Node]:
+    """Run a daemon with these options on a node with all pods."""
     ports = {option: _free_port() for option in options}
     with daemon.folder() as folder:
         asked = folder / "pod-resources.sock"
@@ -90,17 +91,23 @@ async def _measure(plan: Plan, count: int) -> _Spent:
             )
             try:
                 await _admit(kubelet)
-                await anyio.sleep(SETTLE)
-                spent = {}
-                for page, (option, _) in PAGES.items() if count else ():
-                    plan.report(f"scrapes: {count} of {page}")
-                    cpu = await _cpu_of_a_scrape(subject.pid, ports[option], page, count)
-                    spent[page] = 1000 * cpu
-                plan.report("scrapes: rest")
-                rest = await _share_at_rest(subject.pid, plan.count(30, 2))
-                return _Spent(machine.resident(subject.pid), 100 * rest, spent)
+                yield _Node(subject, ports)
             finally:
-                await to_thread.run_sync(subject.stop)
+                with anyio.CancelScope(shield=True):
+                    await to_thread.run_sync(subject.stop)
+
+
+async def _page(plan: Plan, node: _Node, page: str, target: float | None, count: int) -> Figure:
+    plan.report(f"scrapes: {count} of {page}")
+    option, _ = PAGES[page]
+    seconds = await _cpu_of_a_scrape(node.subject.pid, node.ports[option], page, count)
+    return Figure(
+        name=f"CPU of {page}, 8 GPUs, {PODS} pods",
+        unit="ms",
+        measured=1000 * seconds,
+        target=target,
+        calls=count,
+    )
 
 
 async def _admit(kubelet: SimKubelet) -> None:
@@ -113,7 +120,7 @@ async def _admit(kubelet: SimKubelet) -> None:
 async def _cpu_of_a_scrape(pid: int, port: int, page: str, count: int) -> float:
     """Return the CPU seconds of a scrape, without those of the idle daemon meanwhile."""
     await to_thread.run_sync(_scrape, port, page)
-    idle = await _share_at_rest(pid, PERIOD * count)
+    [idle] = await _shares_at_rest([pid], PERIOD * count)
 
     began, before = time.monotonic(), machine.cpu_seconds(pid)
     for _ in range(count):
@@ -123,11 +130,12 @@ async def _cpu_of_a_scrape(pid: int, port: int, page: str, count: int) -> float:
     return spent / count
 
 
-async def _share_at_rest(pid: int, seconds: float) -> float:
-    """Return the share of a core that a daemon uses while nobody asks it."""
-    began, before = time.monotonic(), machine.cpu_seconds(pid)
+async def _shares_at_rest(pids: Sequence[int], seconds: float) -> list[float]:
+    """Return the share of a core that each daemon uses while nobody asks it."""
+    began, before = time.monotonic(), [machine.cpu_seconds(pid) for pid in pids]
     await anyio.sleep(seconds)
-    return (machine.cpu_seconds(pid) - before) / (time.monotonic() - began)
+    took = time.monotonic() - began
+    return [(machine.cpu_seconds(pid) - at) / took for pid, at in zip(pids, before, strict=True)]
 
 
 def _scrape(port: int, page: str) -> None:
