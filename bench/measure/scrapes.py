@@ -20,7 +20,7 @@ PODS: Final = 40
 SHARES: Final = 10
 """Of each GPU; each pod holds two."""
 PERIOD: Final = 1.5
-"""Seconds between two scrapes: those within one second share a page."""
+"""Seconds of a period with a scrape or without: scrapes within one second share a page."""
 SETTLE: Final = 3.0
 PAGES: Final[Mapping[str, tuple[str, float | None]]] = {
     "/metrics": ("--metrics", 20),
@@ -118,16 +118,22 @@ async def _admit(kubelet: SimKubelet) -> None:
 
 
 async def _cpu_of_a_scrape(pid: int, port: int, page: str, count: int) -> float:
-    """Return the CPU seconds of a scrape, without those of the idle daemon meanwhile."""
-    await to_thread.run_sync(_scrape, port, page)
-    [idle] = await _shares_at_rest([pid], PERIOD * count)
+    """Return the CPU seconds of a scrape, without those of the idle daemon in as much time.
 
-    began, before = time.monotonic(), machine.cpu_seconds(pid)
+    Periods with and without a scrape take turns: other load on the machine affects both.
+    """
+    await to_thread.run_sync(_scrape, port, page)
+    await anyio.sleep(PERIOD)
+    spent, took = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     for _ in range(count):
-        await anyio.sleep(PERIOD)
-        await to_thread.run_sync(_scrape, port, page)
-    spent = machine.cpu_seconds(pid) - before - idle * (time.monotonic() - began)
-    return spent / count
+        for scraped in (True, False):
+            began, before = time.monotonic(), machine.cpu_seconds(pid)
+            if scraped:
+                await to_thread.run_sync(_scrape, port, page)
+            await anyio.sleep(max(0.0, began + PERIOD - time.monotonic()))
+            spent[scraped] += machine.cpu_seconds(pid) - before
+            took[scraped] += time.monotonic() - began
+    return (spent[True] - spent[False] / took[False] * took[True]) / count
 
 
 async def _shares_at_rest(pids: Sequence[int], seconds: float) -> list[float]:
