@@ -8,7 +8,7 @@ import json
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -251,7 +251,8 @@ class SimApiServer(SimCluster):
         async def send(kind: str, it: Object) -> None:
             await response.write(json.dumps({"type": kind, "object": it}).encode() + b"\n")
 
-        with anyio.move_on_after(float(request.query["timeoutSeconds"])):
+        timeout = anyio.move_on_after(float(request.query["timeoutSeconds"]))
+        with suppress(ConnectionResetError), timeout:  # a client may go while there is a change
             while not ending.is_set():
                 changed = self._changed
                 if seen < self.store.oldest:
