@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ ACCEPTANCE = ROOT / "docs" / "development" / "acceptance.md"
 SECURITY = ROOT / "docs" / "security.md"
 
 
+@cache
 def functions_in(file: Path) -> set[str]:
     """Return the names of the test functions of a file, without running the file."""
     if not file.is_file():

@@ -19,6 +19,7 @@ from metagpu.sim.kubelet.kubelet import SimPod
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.mig import a_node, hurry, on_demand_pool, pod
+from tests.rigs.waiting import becomes
 
 NODE = "gpu-1"
 PLACE = ("kube-system", "metagpu")
@@ -201,6 +202,8 @@ async def test_a_gpu_that_leaves_mig_mode_is_pending(
         agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
     ):
         await server.until(lambda: server.labels(NODE).get(state) == "pending")
+        # It is pending before metagpu has asked for the other mode too: a reset is in vain then.
+        await becomes(lambda: not it.node.gpus[0].mig.pending)
         it.node.reset_gpu(it.node.gpus[0])
         await server.until(lambda: server.labels(NODE).get(state) == "success")
         assert not it.node.gpus[0].mig.enabled

@@ -19,6 +19,7 @@ from anyio.abc import Process
 
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.plugins.control.client import send_request
+from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from metagpu.sim.machine.spec import build_node
@@ -254,29 +255,35 @@ async def test_grants_of_a_new_daemon_that_failed_are_known(tmp_path: Path) -> N
 
 
 SLOW = """
-import anyio
+import os, anyio
 from metagpu.plugins.kubelet import device_plugin
 
 grant = device_plugin.DevicePluginService._grant
 
 async def slow(self, *arguments):
     answer = await grant(self, *arguments)
-    await anyio.sleep(9)
+    while not os.path.exists({mark!r}):
+        await anyio.sleep(0.01)
     return answer
 
 device_plugin.DevicePluginService._grant = slow
 """
-"""Python that has a daemon take 9 s for an Allocate, as for a MIG instance."""
+"""Python that has a daemon answer an Allocate late, as for a MIG instance: once a file is there."""
 
 
 async def test_call_of_the_exchange_may_last(tmp_path: Path) -> None:
     """The old daemon passes an answer on that comes long after a signal says stop."""
-    async with exchanges(tmp_path, None) as (it, old), it.daemon(SLOW) as new:
+    mark = tmp_path / "answer"
+    slow = SLOW.format(mark=str(mark))
+    async with exchanges(tmp_path, None) as (it, old), it.daemon(slow) as new:
         await old.logged("handing over")
         async with anyio.create_task_group() as group:
             group.start_soon(it.kubelet.admit, SimPod.single("slow", {METAGPU: 2}))
             await new.logged("node taken over")
             old.process.terminate()
+            await anyio.sleep(2.5 * KubeletTiming().linger)
+            assert old.process.returncode is None
+            mark.touch()
         assert await old.process.wait() == 0
 
 

@@ -413,7 +413,7 @@ async def test_a_missing_program_is_one_warning() -> None:
     assert "timeSlice needs nvidia-smi" in warning
     assert "--driver-root" in warning
     assert "looked in PATH" in warning
-    assert programs.calls == [command(where, 1) for where in rig.gpus]
+    assert sorted(programs.calls) == sorted(command(where, 1) for where in rig.gpus)
 
 
 async def test_a_failed_program_is_a_warning_for_its_gpu() -> None:
@@ -425,9 +425,10 @@ async def test_a_failed_program_is_a_warning_for_its_gpu() -> None:
     async with serving(", timeSlice: short", programs, "t4:2") as (rig, warnings):
         pass
 
-    assert all(each.id in warning for each, warning in zip(rig.gpus, warnings, strict=True))
+    assert len(warnings) == len(rig.gpus)
+    assert all(any(each.id in warning for warning in warnings) for each in rig.gpus)
     assert all("Not Supported" in warning for warning in warnings)
-    assert programs.calls == [command(where, 1) for where in rig.gpus]
+    assert sorted(programs.calls) == sorted(command(where, 1) for where in rig.gpus)
 
 
 async def test_a_failed_program_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ async def running(
 async def test_every_gpu_is_served_until_the_end(calls: CallLog) -> None:
     """A backend serves each of its GPUs once, until the agent stops."""
     async with running(A, B):
-        assert calls.lines == ["serve 0/10", "serve 1/10"]
+        assert sorted(calls.lines) == ["serve 0/10", "serve 1/10"]
 
     assert sorted(calls.lines[2:]) == ["end 0/10", "end 1/10"]
 
@@ -159,7 +159,8 @@ async def test_a_failed_backend_is_logged_and_called_again(calls: CallLog) -> No
 
     with capture_module_logs(backend_runner) as logs:
         async with running(A, B, timing=BackendRunnerTiming(first_delay=0)):
-            assert sorted(calls.lines) == ["serve 0/10", "serve 0/10", "serve 1/10", "serve 1/10"]
+            assert len(calls.lines) == 4  # whichever of them fails, or both
+            assert {*calls.lines} == {"serve 0/10", "serve 1/10"}
 
     assert [line["event"] for line in logs] == ["backend failed"] * 2
 

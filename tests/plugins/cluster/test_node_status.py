@@ -128,13 +128,15 @@ async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Node may be seen lowered, and the share be released, before the request is answered."""
-    patch, answered = NodePatcher.patch, anyio.Event()
+    patch, late = NodePatcher.patch, [1]
 
-    async def late(self: NodePatcher, subresource: str, body: Mapping[str, Any]) -> None:
+    async def first_is_late(self: NodePatcher, subresource: str, body: Mapping[str, Any]) -> None:
+        is_first = late and late.pop()
         await patch(self, subresource, body)
-        await answered.wait()
+        if is_first:
+            await anyio.sleep_forever()
 
-    monkeypatch.setattr(NodePatcher, "patch", late)
+    monkeypatch.setattr(NodePatcher, "patch", first_is_late)
     timing = ClusterTiming(raise_delay=0.0)
     server = SimApiServer()
     server.add_node(NODE)

@@ -121,7 +121,8 @@ async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
         for name in before:
             it.server.store.delete((COLLECTION, "", name))
         await it.server.until(lambda: names(it.server) == before, within=20)  # of 30 s at rest
-        assert set(writes(it.server)) == {"POST resourceslices"}
+        # The deletions may arrive one by one: then slices that are gone are updated too, in vain.
+        assert writes(it.server).count("POST resourceslices") >= 2 * len(before)
 
 
 async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) -> None:
