@@ -1,6 +1,5 @@
 """The backend `mig`: instances created on demand, or a fixed layout."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import ClassVar, Final
@@ -10,13 +9,12 @@ from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.capacity import free_capacity
-from metagpu.backends.mig.geometry import geometry_of, share_id, slot_of_instance
+from metagpu.backends.mig.geometry import geometry_of, slot_of_instance
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming
-from metagpu.backends.mig.layout import choose_least_shared, layout_name, place_layout
+from metagpu.backends.mig.layout import choose_least_shared
 from metagpu.backends.mig.leftovers import find_instances
 from metagpu.backends.mig.metrics import KINDS, capacity_metrics, instance_metrics
 from metagpu.backends.mig.mode import (
-    LEAVING,
     MigModeDisabler,
     MigModeEnabler,
     MigModePolicy,
@@ -26,9 +24,16 @@ from metagpu.backends.mig.mps_clients import check_units, choose_units, grant_un
 from metagpu.backends.mig.options import CreateAt, MigOptions
 from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
 from metagpu.backends.mig.planner import UnplaceableLayout
+from metagpu.backends.mig.possible_shares import (
+    layout_problem,
+    misfit_reason,
+    no_shares_reason,
+    placed_profiles,
+    possible_shares,
+)
 from metagpu.backends.mig.profiles import PlacedProfile
 from metagpu.backends.mig.reconciler import MigReconciler
-from metagpu.backends.mig.sharing import MigMpsOptions, with_suffix
+from metagpu.backends.mig.sharing import MigMpsOptions
 from metagpu.core.contracts.backend import Options
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
@@ -166,32 +171,11 @@ class MigBackend(
 
     def misfit_reason(self, gpu: Gpu) -> str:
         """Return why a GPU can have none of the instances, in MIG mode or not."""
-        if self._options.existing is not False or not self._options.profile_names:
-            return ""
-        if not gpu.mig_profiles:
-            # A GPU that supports MIG has profiles, which NVML may fail to list.
-            return "it does not support MIG" if gpu.mig_enabled is None else ""
-        placed = self._placed_profiles(gpu)
-        if isinstance(placed, UnplaceableLayout):
-            return self._layout_problem(placed)
-        return "" if placed else self._profiles_problem(gpu)
+        return misfit_reason(self._options, gpu)
 
     def no_shares_reason(self, gpu: Gpu) -> str:
         """Return why a GPU has no instances."""
-        if self._options.disable_mig:
-            return LEAVING if gpu.mig_enabled else "its pool has MIG mode off"
-        if not gpu.mig_profiles:
-            return "it does not support MIG, or NVML does not list its profiles"
-        if isinstance(placed := self._placed_profiles(gpu), UnplaceableLayout):
-            return self._layout_problem(placed)
-        if not self._options.profile_names:
-            return "it has no MIG instances, or under one name instances of several sizes"
-        return self._profiles_problem(gpu)
-
-    def _profiles_problem(self, gpu: Gpu) -> str:
-        has = ", ".join(profile.name for profile in gpu.mig_profiles)
-        wanted = ", ".join(self._options.profile_names)
-        return f"it has none of the MIG profiles {wanted}; it has {has}"
+        return no_shares_reason(self._options, gpu)
 
     def expected_problem(self, gpu: Gpu) -> str:
         """Return why a GPU will give no instances, such as MIG mode that stays off."""
@@ -221,31 +205,7 @@ class MigBackend(
 
         The shares are the same whether MIG mode is on or off. A layout that does not fit has none.
         """
-        if isinstance(placed_profiles := self._placed_profiles(gpu), UnplaceableLayout):
-            return ()
-
-        options = self._options
-        sharing_by_profile = options.sharing_by_profile(gpu)
-        counted = Counter[ResourceName]()
-        shares = []
-        for placed in placed_profiles:
-            profile = placed.profile.name
-            resource, sharing = options.resource_of(profile), sharing_by_profile[profile]
-            for suffix in sharing.suffixes:
-                shares.append(
-                    Share(
-                        id=share_id(gpu.id, f"{placed}{suffix}"),
-                        gpu=gpu.id,
-                        resource=resource,
-                        backend=self.name,
-                        number=counted[resource],
-                        footprint=with_suffix(placed.footprint, suffix),
-                        memory=sharing.memory,
-                        replica=sharing.replicas,
-                    )
-                )
-                counted[resource] += 1
-        return shares
+        return possible_shares(self._options, gpu, self.name)
 
     def prefer(
         self,
@@ -318,12 +278,12 @@ class MigBackend(
 
     async def serve(self, context: GpuContext) -> None:
         """Create instances for leases and remove idle ones, or keep the layout on the GPU."""
-        options, placed = self._options, self._placed_profiles(context.gpu)
+        options, placed = self._options, placed_profiles(self._options, context.gpu)
         if options.existing is not False and not placed:
             await _stay_idle(context)
             return
         if isinstance(placed, UnplaceableLayout):
-            await _stay_suspended(context, self._layout_problem(placed))
+            await _stay_suspended(context, layout_problem(options, placed))
             return
 
         self._log_limited_replicas(context.gpu)
@@ -377,20 +337,6 @@ class MigBackend(
     def _mps(self) -> MigMpsOptions:
         """The options of units; another pool may have cut them, under the same name."""
         return self._options.mps or MigMpsOptions()
-
-    def _placed_profiles(self, gpu: Gpu) -> tuple[PlacedProfile, ...] | UnplaceableLayout:
-        """Return the possible instances, or those of the layout."""
-        options = self._options
-        if options.fixed_layout is None:
-            return geometry_of(gpu.mig_profiles, frozenset(options.profile_names)).placed_profiles
-        if options.existing is not False:
-            every = geometry_of(gpu.mig_profiles).placed_profiles
-            return tuple(placed for placed in every if str(placed) in options.slots)
-        return place_layout(gpu, options.fixed_layout)
-
-    def _layout_problem(self, unplaceable: UnplaceableLayout) -> str:
-        name = layout_name(self._options.fixed_layout or {})
-        return f"the layout {name} does not fit: {unplaceable.reason}"
 
 
 async def _stay_suspended(context: GpuContext, reason: str) -> None:
