@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.errors import MetagpuError
+from metagpu.translation import affinity
 
 Object = Mapping[str, Any]
 
@@ -65,15 +66,13 @@ def demand_of(pod: Object) -> PodDemand:
         MetagpuError: an amount is no whole number.
     """
     spec, metadata = pod.get("spec") or {}, pod.get("metadata") or {}
-    node_affinity = ((spec.get("affinity") or {}).get("nodeAffinity")) or {}
-    required = node_affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     return PodDemand(
         metadata.get("namespace") or "",
         metadata.get("name") or metadata.get("generateName") or "",
         tuple(_requests(spec)),
         spec.get("nodeName") or "",
         spec.get("nodeSelector") or {},
-        tuple(required.get("nodeSelectorTerms") or ()),
+        tuple(affinity.required_terms(spec)),
         tuple(spec.get("tolerations") or ()),
         tuple(str(it.get("name")) for it in spec.get("resourceClaims") or ()),
     )
@@ -119,13 +118,7 @@ def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
 
 def missing_label(demand: PodDemand, name: str, labels: Mapping[str, str]) -> str:
     """Return what a pod's selector or affinity misses at a node, empty for nothing."""
-    for key, value in demand.selector.items():
-        if labels.get(key) != value:
-            return f"{key}={value}"
-    if demand.terms and not any(_term_holds(it, name, labels) for it in demand.terms):
-        first = demand.terms[0].get("matchExpressions") or demand.terms[0].get("matchFields") or ()
-        return " and ".join(_described(it) for it in first) or "an affinity without a term"
-    return ""
+    return affinity.missing_label(demand.selector, demand.terms, name, labels)
 
 
 def _requests(spec: Object) -> Iterator[Request]:
@@ -157,34 +150,3 @@ def _of_container(container: Object) -> Iterator[Request]:
             raise MetagpuError(f"container {name}: {resource}: {amount!r} is no whole number")
         if int(amount):
             yield Request(name, str(resource), int(amount))
-
-
-def _term_holds(term: Object, name: str, labels: Mapping[str, str]) -> bool:
-    expressions = term.get("matchExpressions") or ()
-    fields = term.get("matchFields") or ()
-    if not expressions and not fields:
-        return False
-    return all(_holds(it, labels) for it in expressions) and all(
-        _holds(it, {"metadata.name": name}) for it in fields
-    )
-
-
-def _holds(it: Object, labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(it["key"]), list(it.get("values") or ())
-    number = int(value) if value is not None and value.isdecimal() else None
-    bound = int(values[0]) if len(values) == 1 and str(values[0]).isdecimal() else 0
-    outcomes = {
-        "In": value in values,
-        "NotIn": value not in values,
-        "Exists": value is not None,
-        "DoesNotExist": value is None,
-        "Gt": number is not None and number > bound,
-        "Lt": number is not None and number < bound,
-    }
-    return outcomes.get(it["operator"], True)
-
-
-def _described(it: Object) -> str:
-    values = it.get("values") or ()
-    listed = f" ({', '.join(values)})" if values else ""
-    return f"{it['key']} {it['operator']}{listed}"

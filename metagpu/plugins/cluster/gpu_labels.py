@@ -120,7 +120,10 @@ def _of_versions(versions: Versions) -> Mapping[str, str]:
 
 
 def _of_resources(snapshot: Snapshot) -> Mapping[str, str]:
-    """Return each resource's backends, and its shares on the GPU with the most."""
+    """Return each resource's backends, GPUs, and shares on the GPU with the most.
+
+    `memory` is that of the smallest share, in MiB; replicas have none of their own.
+    """
     labels: dict[str, str] = {}
 
     for resource, offer in snapshot.offers.items():
@@ -129,6 +132,10 @@ def _of_resources(snapshot: Snapshot) -> Mapping[str, str]:
         if backends:
             labels[f"{name}.backend"] = "_".join(backends)
             labels[f"{name}.replicas"] = str(max(map(len, offer.by_gpu.values())))
+            labels[f"{name}.gpus"] = str(len(offer.by_gpu))
+            smallest = min(0 if it.replica else it.memory for it in offer.shares.values())
+            if smallest >= MIB:
+                labels[f"{name}.memory"] = str(smallest // MIB)
     return labels
 
 

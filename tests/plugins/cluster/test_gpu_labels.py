@@ -57,6 +57,8 @@ def test_labels_of_a_node_with_fractions() -> None:
         "metagpu.io/gpu.nvswitch": "false",
         "metagpu.io/cnvrg.io_metagpu.backend": "fraction",
         "metagpu.io/cnvrg.io_metagpu.replicas": "10",
+        "metagpu.io/cnvrg.io_metagpu.gpus": "2",
+        "metagpu.io/cnvrg.io_metagpu.memory": "4096",
     }
 
 
@@ -104,6 +106,16 @@ def test_links_and_numa_nodes_have_labels() -> None:
     assert found["metagpu.io/gpu.nvlink"] == "true"
     assert found["metagpu.io/gpu.nvswitch"] == "true"
     assert found["metagpu.io/gpu.numa-nodes"] == "2"
+
+
+def test_memory_of_a_share_is_that_of_the_smallest() -> None:
+    """A translation rounds up to shares of the smallest GPU; time-slices have no memory."""
+    small = gpu(1, name="Tesla T4", memory_mib=15360)
+
+    assert labels_of(A100, small)["metagpu.io/cnvrg.io_metagpu.memory"] == "1536"
+    slices = labels_of(A100, text=SLICES.format(resource="nvidia.com/gpu.shared"))
+    assert slices["metagpu.io/nvidia.com_gpu.shared.gpus"] == "1"
+    assert "metagpu.io/nvidia.com_gpu.shared.memory" not in slices
 
 
 def test_no_labels_before_the_first_offer() -> None:

@@ -1,0 +1,117 @@
+"""The choice of shares for one request on one node."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from metagpu.translation.parts import MIG, MPS, WHOLE, OfferedPart
+from metagpu.translation.requests import GpuRequest
+
+_WHOLE_INSTANCE: Final = 0.9
+"""Part of a GPU's memory from which on an instance is the whole GPU: MIG keeps some percent."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Shares that serve one request.
+
+    Attributes:
+        count: of all GPUs together.
+        waste: MiB that the container gets beyond its request.
+    """
+
+    part: OfferedPart
+    count: int
+    waste: int
+
+    @property
+    def resource(self) -> str:
+        """The resource name that the container asks for."""
+        return self.part.resource
+
+
+def choose(request: GpuRequest, technique: str, parts: Iterable[OfferedPart]) -> Choice | None:
+    """Return the smallest shares of a node that serve a request by one technique."""
+    techniques = (WHOLE, technique) if request.whole else (technique,)
+    parts = list(parts)
+    for one in techniques:
+        found = [choice for part in parts if part.technique == one
+                 if (choice := serve(request, part)) is not None]  # fmt: skip
+        if found:
+            return min(found, key=_size)
+    return None
+
+
+def serve(request: GpuRequest, part: OfferedPart) -> Choice | None:
+    """Return the shares of one resource that serve a request, `None` where none do."""
+    each = shares_on_gpu(request, part)
+    if not each:
+        return None
+    if request.count > most_gpus(part, each):
+        return None
+    wanted = needed_memory(request, part)
+    return Choice(part, each * request.count, max(0, each * part.memory - wanted) * request.count)
+
+
+def most_gpus(part: OfferedPart, each: int) -> int:
+    """Return how many GPUs one request may have, by so many shares of each."""
+    if part.technique == MPS:
+        return 1  # a container is a client of one control daemon
+    by_shares = part.most // each
+    return by_shares if part.technique == MIG else min(part.gpus, by_shares)
+
+
+def shares_on_gpu(request: GpuRequest, part: OfferedPart) -> int:
+    """Return the shares of one GPU that a request needs, 0 where no GPU has enough."""
+    if part.technique in (MIG, WHOLE):
+        if request.whole and part.technique == MIG:
+            enough = part.memory >= _WHOLE_INSTANCE * part.gpu_memory
+        else:
+            enough = part.memory >= needed_memory(request, part)
+        return int(enough)
+    if request.whole:
+        return part.per_gpu
+    if request.percentage:
+        shares = -(-request.percentage * part.per_gpu // 100)
+    else:
+        shares = -(-request.memory // part.memory)
+        if shares > part.per_gpu and request.memory <= part.room:
+            shares = part.per_gpu
+    if part.technique == MPS:
+        shares = max(shares, -(-request.cores * part.per_gpu // 100))
+    return shares if shares <= part.per_gpu else 0
+
+
+def needed_memory(request: GpuRequest, part: OfferedPart) -> int:
+    """Return the MiB of each GPU that a request asks for."""
+    if request.whole:
+        return 0 if part.technique == MIG else part.gpu_memory
+    return request.memory or -(-request.percentage * part.gpu_memory // 100)
+
+
+def _size(choice: Choice) -> tuple[int, int, str]:
+    return choice.waste, choice.part.slices, choice.resource
+
+
+def fits_together(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> bool:
+    """Return whether a node could have all containers at once, if it had nothing else."""
+    return all(total <= part.most for total, part in _totals(requests, choices))
+
+
+def copies(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> int:
+    """Return how many such pods a node counts shares for now, if all of them are free."""
+    return min(part.allocatable // total for total, part in _totals(requests, choices))
+
+
+def _totals(
+    requests: Sequence[GpuRequest], choices: Sequence[Choice]
+) -> Iterator[tuple[int, OfferedPart]]:
+    """Yield the shares of each resource that all containers need at once."""
+    for part in {choice.resource: choice.part for choice in choices}.values():
+        own = [
+            (request.alone, choice.count)
+            for request, choice in zip(requests, choices, strict=True)
+            if choice.resource == part.resource
+        ]
+        beside = sum(count for alone, count in own if not alone)
+        yield max([beside, *(count for alone, count in own if alone)]), part

@@ -1,0 +1,35 @@
+"""Models of GPUs that a pod names or refuses, by HAMi's annotations."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from metagpu.translation.parts import PRODUCT
+from metagpu.translation.values import NodeOffer, Object
+
+USE_TYPE: Final = "nvidia.com/use-gputype"
+NOUSE_TYPE: Final = "nvidia.com/nouse-gputype"
+
+
+def refused_model(annotations: Object, node: NodeOffer) -> str:
+    """Return the annotation that refuses a node's model, empty where none does.
+
+    A name is part of a product, in any case of letters, as in HAMi. A label has `-` for spaces.
+    """
+    product = node.labels.get(PRODUCT)
+    if product is None:
+        return ""
+    wanted, unwanted = _names(annotations, USE_TYPE), _names(annotations, NOUSE_TYPE)
+    if wanted and not _matches(product, wanted):
+        return f"{USE_TYPE}: {annotations[USE_TYPE]}"
+    if _matches(product, unwanted):
+        return f"{NOUSE_TYPE}: {annotations[NOUSE_TYPE]}"
+    return ""
+
+
+def _names(annotations: Object, key: str) -> Sequence[str]:
+    names = str(annotations.get(key) or "").split(",")
+    return [it.strip().replace(" ", "-").lower() for it in names if it.strip()]
+
+
+def _matches(product: str, names: Sequence[str]) -> bool:
+    return any(name in product.lower() for name in names)

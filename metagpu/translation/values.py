@@ -1,0 +1,83 @@
+"""Values of a translation: what nodes offer, how it is done, and what comes out."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+Object = Mapping[str, Any]
+
+
+class NodeOffer(msgspec.Struct, frozen=True):
+    """One Node, as far as a translation needs it.
+
+    Attributes:
+        allocatable: the extended resources of the Node alone, as counts.
+    """
+
+    name: str
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+    allocatable: Mapping[str, int] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def from_node(cls, node: Object) -> Self:
+        """Read a Node of the API."""
+        metadata = node.get("metadata") or {}
+        amounts = (node.get("status") or {}).get("allocatable") or {}
+        return cls(
+            metadata.get("name") or "",
+            dict(metadata.get("labels") or {}),
+            {
+                name: int(amount)
+                for name, amount in amounts.items()
+                if "/" in name and str(amount).isdecimal()
+            },
+        )
+
+
+class TranslationSettings(msgspec.Struct, frozen=True):
+    """The names that pods use, and the choices that a pod leaves open.
+
+    The names are HAMi's.
+
+    Attributes:
+        gpu: the resource with the number of GPUs.
+        memory: the resource with the MiB of each GPU; `memory_percentage` and `cores` are percents,
+            and `priority` is HAMi's own.
+        order: the techniques, by preference, for pods that name none: of `mig`, `hami-core`, `mps`
+            and `whole`.
+        policy: `binpack` or `spread`, for pods that name neither.
+        impossible: `warn` or `refuse`: what becomes of a pod that no node could serve.
+        claims: whether the cluster serves classes of DRA.
+    """
+
+    gpu: str = "nvidia.com/gpu"
+    memory: str = "nvidia.com/gpumem"
+    memory_percentage: str = "nvidia.com/gpumem-percentage"
+    cores: str = "nvidia.com/gpucores"
+    order: tuple[str, ...] = ("mig", "hami-core", "mps")
+    policy: str = "binpack"
+    impossible: str = "warn"
+    claims: bool = False
+    priority: str = "nvidia.com/priority"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All resource names that a translation replaces."""
+        return (self.gpu, self.memory, self.memory_percentage, self.cores, self.priority)
+
+
+class Translation(msgspec.Struct, frozen=True):
+    """The outcome for one pod.
+
+    Attributes:
+        operations: a JSON Patch (RFC 6902); empty where the pod is left untouched.
+        objects: further objects to create; none so far.
+        warnings: sentences for the pod's author.
+        impossible: why no node could serve the pod, and what would fit; `None` where one could.
+    """
+
+    operations: tuple[dict[str, Any], ...] = ()
+    objects: tuple[dict[str, Any], ...] = ()
+    warnings: tuple[str, ...] = ()
+    impossible: str | None = None

@@ -1,0 +1,284 @@
+"""The translation of requests in HAMi's terms, by cases."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from metagpu.translation.translate import translate
+from metagpu.translation.values import NodeOffer, TranslationSettings
+from tests.translation.nodes import applied, limits, node, pod, required
+
+HAMI = TranslationSettings()
+SEED = {"nvidia.com/gpu": 2, "nvidia.com/gpumem": 8000}
+"""The request of seed 004's example pods."""
+MIG = {"nvidia.com/vgpu-mode": "mig"}
+CORE = {"nvidia.com/vgpu-mode": "hami-core"}
+
+A30 = node("a30", "a30", "mig")
+A100 = node("a100", "a100-pcie-40gb", "mig")
+A100_80 = node("a100-80", "a100-80gb", "mig")
+FRACTIONS = node("fractions", "a100-40gb")
+FRACTIONS_80 = node("fractions-80", "a100-80gb")
+MPS = node("mps", "a100-40gb", "mps")
+WHOLE = node("whole", "a100-40gb", "whole", more="resource: example.com/gpu")
+
+
+@pytest.mark.parametrize(
+    ("at", "annotations", "amounts", "expected"),
+    [
+        ((A100,), {}, SEED, {"nvidia.com/mig-2g.10gb": "2"}),
+        ((A100,), MIG, SEED, {"nvidia.com/mig-2g.10gb": "2"}),
+        ((A30,), MIG, SEED, {"nvidia.com/mig-2g.12gb": "2"}),
+        ((A100_80,), MIG, SEED, {"nvidia.com/mig-1g.10gb": "2"}),
+        # the least waste: 9728, 9856 and 12032 MiB or so for 8000
+        ((A30, A100, A100_80), MIG, SEED, {"nvidia.com/mig-1g.10gb": "2"}),
+        ((FRACTIONS,), {}, SEED, {"cnvrg.io/metagpu": "40"}),
+        ((FRACTIONS,), CORE, SEED, {"cnvrg.io/metagpu": "40"}),
+        ((FRACTIONS, A100), CORE, SEED, {"cnvrg.io/metagpu": "40"}),
+        ((FRACTIONS, A100), {}, SEED, {"nvidia.com/mig-2g.10gb": "2"}),
+        # a size without a number is one GPU
+        ((FRACTIONS,), {}, {"nvidia.com/gpumem": 8000}, {"cnvrg.io/metagpu": "20"}),
+        ((FRACTIONS,), {}, {"nvidia.com/gpumem-percentage": 50}, {"cnvrg.io/metagpu": "50"}),
+        ((FRACTIONS,), {}, {"nvidia.com/gpumem": 40960}, {"cnvrg.io/metagpu": "100"}),
+        # the whole of a GPU
+        ((FRACTIONS,), {}, {"nvidia.com/gpu": 2}, {"cnvrg.io/metagpu": "200"}),
+        ((FRACTIONS, WHOLE), {}, {"nvidia.com/gpu": 2}, {"example.com/gpu": "2"}),
+        ((WHOLE,), {}, {"nvidia.com/gpumem-percentage": 100}, {"example.com/gpu": "1"}),
+        ((A100,), {}, {"nvidia.com/gpumem": 0}, {"nvidia.com/mig-7g.40gb": "1"}),
+        # threads are units of MPS
+        ((MPS,), {}, {"nvidia.com/gpumem": 8000}, {"nvidia.com/gpu.mps": "20"}),
+        (
+            (MPS,),
+            {},
+            {"nvidia.com/gpumem": 8000, "nvidia.com/gpucores": 30},
+            {"nvidia.com/gpu.mps": "30"},
+        ),
+        ((MPS,), {}, {"nvidia.com/gpumem": "8k"}, {"nvidia.com/gpu.mps": "20"}),
+    ],
+)  # fmt: skip
+def test_a_request_becomes_what_nodes_offer(
+    at: tuple[NodeOffer, ...],
+    annotations: Mapping[str, str],
+    amounts: Mapping[str, object],
+    expected: Mapping[str, str],
+) -> None:
+    """HAMi's names give way to the smallest shares of the nodes that are enough."""
+    asked = pod(amounts, annotations=annotations)
+
+    assert limits(asked, translate(asked, at, HAMI)) == expected
+
+
+def test_shares_of_several_gpus_name_their_number() -> None:
+    """20 shares on each of two GPUs are 40 shares and an annotation; instances need none."""
+    asked = pod(SEED)
+    fractions = applied(asked, translate(asked, [FRACTIONS], HAMI).operations)
+    instances = applied(asked, translate(asked, [A100], HAMI).operations)
+
+    assert fractions["metadata"]["annotations"]["gpus.metagpu.io/c0"] == "2"
+    assert [*instances["metadata"]["annotations"]] == ["metagpu.io/original-request"]
+
+
+def test_the_original_request_stays_in_an_annotation() -> None:
+    """The annotation has the amounts of each container as the pod had them."""
+    asked = pod(SEED, {"cpu": 1}, annotations={"team": "a"})
+    annotations = applied(asked, translate(asked, [A100], HAMI).operations)["metadata"][
+        "annotations"
+    ]
+
+    assert json.loads(annotations["metagpu.io/original-request"]) == {
+        "c0": {"nvidia.com/gpu": "2", "nvidia.com/gpumem": "8000"}
+    }
+    assert annotations["team"] == "a"
+
+
+@pytest.mark.parametrize(
+    "amounts",
+    [
+        {},
+        {"cpu": "1"},
+        {"cnvrg.io/metagpu": 20},
+        {"nvidia.com/mig-2g.10gb": 1},
+        {"nvidia.com/gpu": 2},  # offered by a node
+        {"nvidia.com/gpu": 0},
+    ],
+)
+def test_real_resources_pass_untouched(amounts: Mapping[str, object]) -> None:
+    """A pod that names resources of nodes alone, or none, has no operations and no warnings."""
+    whole = node("plain", "a100-40gb", "whole")
+    asked = pod(amounts, annotations=MIG)
+    outcome = translate(asked, [whole, FRACTIONS, A100], HAMI)
+
+    assert (outcome.operations, outcome.warnings, outcome.impossible) == ((), (), None)
+
+
+def test_only_the_containers_named_are_touched() -> None:
+    """Every operation is about a container that asks, the annotations or the node affinity."""
+    asked = pod({"cpu": 1}, {**SEED, "cpu": 2})
+    asked["spec"]["containers"][1]["resources"]["requests"] = {"nvidia.com/gpumem": 8000, "cpu": 2}
+    outcome = translate(asked, [FRACTIONS], HAMI)
+    patched = applied(asked, outcome.operations)["spec"]["containers"]
+
+    assert patched[0] == asked["spec"]["containers"][0]
+    assert patched[1]["resources"] == {
+        "limits": {"cpu": 2, "cnvrg.io/metagpu": "40"},
+        "requests": {"cpu": 2, "cnvrg.io/metagpu": "40"},
+    }
+
+
+def test_shares_that_mean_different_memory_are_told_apart_by_a_label() -> None:
+    """20 shares of an A100 of 40 GB are 8 GiB, and of one of 80 GB are 16: the pod goes to one."""
+    asked = pod(SEED)
+    outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
+
+    assert limits(asked, outcome) == {"cnvrg.io/metagpu": "40"}
+    assert required(asked, outcome) == [
+        {"key": "metagpu.io/cnvrg.io_metagpu.memory", "operator": "In", "values": ["409"]}
+    ]
+
+
+def test_a_resource_name_that_says_all_needs_no_affinity() -> None:
+    """Instances have the memory of their name: the pod's affinity stays as it is."""
+    asked = pod(SEED)
+
+    assert required(asked, translate(asked, [A30, A100, A100_80, FRACTIONS], HAMI)) == []
+
+
+def test_an_affinity_is_added_to_each_term() -> None:
+    """The terms of a required affinity are alternatives: each gets the expression."""
+    zone = {"key": "zone", "operator": "In", "values": ["a"]}
+    fields = {"key": "metadata.name", "operator": "NotIn", "values": ["x"]}
+    terms = [{"matchExpressions": [zone]}, {"matchFields": [fields]}]
+    affinity = {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}
+        }
+    }
+    asked = pod(SEED, affinity=affinity)
+    outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
+
+    assert [it["key"] for it in required(asked, outcome)] == [
+        "zone",
+        "metagpu.io/cnvrg.io_metagpu.memory",
+        "metagpu.io/cnvrg.io_metagpu.memory",
+    ]
+
+
+def test_policies_choose_between_resources() -> None:
+    """Bin packing takes the least waste, spread the nodes with the most room."""
+    many = node("many", "a30", "mig", gpus=8)
+    spread = {**MIG, "hami.io/node-scheduler-policy": "spread"}
+    packed, spreading = pod(SEED, annotations=MIG), pod(SEED, annotations=spread)
+
+    assert limits(packed, translate(packed, [many, A100], HAMI)) == {"nvidia.com/mig-2g.10gb": "2"}
+    assert limits(spreading, translate(spreading, [many, A100], HAMI)) == {
+        "nvidia.com/mig-2g.12gb": "2"
+    }
+
+
+def test_models_are_chosen_by_their_label() -> None:
+    """A pod that names or refuses a model goes to nodes of the others alone."""
+    for annotation in ({"nvidia.com/use-gputype": "80gb"}, {"nvidia.com/nouse-gputype": "40GB"}):
+        asked = pod(SEED, annotations={**CORE, **annotation})
+        outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
+
+        assert limits(asked, outcome) == {"cnvrg.io/metagpu": "20"}
+        assert [it["operator"] for it in required(asked, outcome)] == ["In"]
+
+
+def test_nodes_that_the_pod_refuses_are_not_its_offer() -> None:
+    """A node selector leaves the nodes whose offer counts."""
+    asked = pod(SEED, annotations=MIG, nodeSelector={"nvidia.com/gpu.product": "NVIDIA-A30"})
+
+    assert limits(asked, translate(asked, [A30, A100], HAMI)) == {"nvidia.com/mig-2g.12gb": "2"}
+
+
+def test_a_resource_of_the_gpus_own_name_is_replaced_in_place() -> None:
+    """Fractions named nvidia.com/gpu: the number becomes shares, and the size goes."""
+    own = node("own", "a100-40gb", more="resource: nvidia.com/gpu")
+    asked = pod(SEED)
+    outcome = translate(asked, [own], HAMI)
+
+    assert limits(asked, outcome) == {"nvidia.com/gpu": "40"}
+
+
+@pytest.mark.parametrize(
+    ("at", "annotations", "amounts", "sentence"),
+    [
+        ((), {}, SEED, "no Node has labels about GPUs that could serve it"),
+        ((FRACTIONS,), MIG, SEED, "without the annotation nvidia.com/vgpu-mode it gets 40 of"),
+        ((A100,), {}, {"nvidia.com/gpumem": 50000}, "ask for nvidia.com/gpumem: 40192 at most"),
+        ((FRACTIONS,), {}, {"nvidia.com/gpumem": 50000}, "for nvidia.com/gpumem: 40960 at most"),
+        ((FRACTIONS,), {}, {**SEED, "nvidia.com/gpu": 3}, "ask for nvidia.com/gpu: 2 at most"),
+        ((A100,), {}, {**SEED, "nvidia.com/gpu": 9}, "ask for nvidia.com/gpu: 6 at most"),
+        ((WHOLE,), {}, {"nvidia.com/gpu": 3}, "ask for nvidia.com/gpu: 2 at most"),
+        ((MPS,), {}, SEED, "ask for nvidia.com/gpu: 1 at most"),
+        ((A100,), {"nvidia.com/use-gputype": "H100"}, SEED, "nvidia.com/use-gputype: H100"),
+    ],
+)  # fmt: skip
+def test_an_impossible_request_says_what_would_fit(
+    at: tuple[NodeOffer, ...],
+    annotations: Mapping[str, str],
+    amounts: Mapping[str, object],
+    sentence: str,
+) -> None:
+    """No node could serve it: the pod stays as it is, and a sentence names the nearest request."""
+    outcome = translate(pod(amounts, annotations=annotations), at, HAMI)
+
+    assert outcome.impossible is not None
+    assert sentence in outcome.impossible
+    assert outcome.operations == ()
+
+
+def test_containers_that_fit_alone_and_not_together() -> None:
+    """The containers of a pod are of one node."""
+    outcome = translate(pod(SEED, SEED, SEED, SEED), [A100], HAMI)
+
+    assert "together" in (outcome.impossible or "")
+
+
+def test_an_init_container_has_what_the_others_have_later() -> None:
+    """An init container ends before the others start: its shares do not count beside theirs."""
+    asked = pod({"nvidia.com/gpu": 2})
+    asked["spec"]["initContainers"] = pod({"nvidia.com/gpu": 2})["spec"]["containers"]
+
+    assert limits(asked, translate(asked, [WHOLE], HAMI)) == {"example.com/gpu": "2"}
+
+
+@pytest.mark.parametrize(
+    ("at", "annotations", "amounts", "sentence"),
+    [
+        (A100, {}, {**SEED, "nvidia.com/gpucores": 30}, "nvidia.com/gpucores: 30 has no effect"),
+        (FRACTIONS, {}, {**SEED, "nvidia.com/gpucores": 30}, "shares of backend mps limit threads"),
+        (A100, {}, {**SEED, "nvidia.com/priority": 1}, "nvidia.com/priority has no effect"),
+        (A100, {"nvidia.com/use-gpuuuid": "GPU-1"}, SEED, "no Node label has the uuids"),
+        (A100, {"hami.io/node-scheduler-policy": "spread"}, SEED, "metagpu-spread"),
+        (A100, {"hami.io/node-scheduler-policy": "random"}, SEED, "known are binpack and spread"),
+        (A100, {}, {"nvidia.com/gpumem": "8000Mi"}, "'8000Mi' is no whole number"),
+        (A100, {}, {"nvidia.com/gpumem-percentage": 101}, "101 is more than a GPU has"),
+        (A100, {}, {**SEED, "nvidia.com/mig-2g.10gb": 1}, "ask for one of them"),
+    ],
+)
+def test_an_effect_that_is_missing_is_a_warning(
+    at: NodeOffer, annotations: Mapping[str, str], amounts: Mapping[str, object], sentence: str
+) -> None:
+    """Each thing that a pod asks for and does not get has one warning, with the reason."""
+    outcome = translate(pod(amounts, annotations=annotations), [at], HAMI)
+
+    assert [sentence in it for it in outcome.warnings] == [True]
+    assert outcome.impossible is None
+
+
+def test_names_are_those_of_the_settings() -> None:
+    """HAMi lets an operator rename its resources; the settings do too."""
+    asked = pod({"volcano.sh/vgpu-number": 1, "volcano.sh/vgpu-memory": 8000})
+    names = TranslationSettings(gpu="volcano.sh/vgpu-number", memory="volcano.sh/vgpu-memory")
+
+    assert limits(asked, translate(asked, [FRACTIONS], names)) == {"cnvrg.io/metagpu": "20"}
+
+
+def test_resources_that_a_node_counts_are_not_hamis() -> None:
+    """A node that offers nvidia.com/gpumem itself, as by another plugin, has its own pods."""
+    other = NodeOffer("other", {}, {"nvidia.com/gpumem": 100})
+
+    assert translate(pod(SEED), [other, A100], HAMI).operations == ()
