@@ -240,6 +240,32 @@ class Node:
         self.apiserver.start()
         self._await_healthy(self.apiserver, self._api_is_ready)
 
+    @contextmanager
+    def gated(self, *gates: str, apis: Sequence[str] = ()) -> Iterator[None]:
+        """Run the control plane with feature gates, and APIs that are off by default.
+
+        For the length of the block, and without objects of these APIs after it. The kubelet is
+        away meanwhile: one that was refused by an API server may wait a minute to try again.
+        """
+        enabled = f"--feature-gates={','.join(f'{it}=true' for it in gates)}"
+        served = [f"--runtime-config={','.join(f'{it}=true' for it in apis)}"] if apis else []
+        self._restart_control_plane([enabled], [enabled, *served])
+        try:
+            yield
+        finally:
+            self._restart_control_plane([], [])
+
+    def _restart_control_plane(self, options: Sequence[str], of_server: Sequence[str]) -> None:
+        """Start API server, controllers and scheduler again, with further options."""
+        self.stop_kubelet()
+        for program in (self.scheduler, self.controllers, self.apiserver):
+            program.stop()
+        self.apiserver.start(*of_server)
+        self._await_healthy(self.apiserver, self._api_is_ready)
+        self.controllers.start(*options)
+        self.scheduler.start(*options)
+        self.start_kubelet()
+
     def power_off(self) -> None:
         """Cut the power: kubelet, containerd and every container are gone at once.
 
