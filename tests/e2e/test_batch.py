@@ -1,0 +1,45 @@
+"""A Job whose pods a kubelet refuses, with the manifest of docs/batch.md."""
+
+from tests.e2e.batch import jobs
+from tests.e2e.cluster import CONFIGURATION, RESOURCE, Cluster
+from tests.e2e.instances import mig_node
+from tests.e2e.pages import manifests
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.waiting import wait_for
+
+TWO = "{model: a100-40gb, count: 2}"
+EVERYTHING = CONFIGURATION.replace("gpus: all", "gpus: all\n    offer: all")
+REFUSED_S = 60.0
+
+
+def test_a_job_completes_although_a_pod_was_refused(cluster: Cluster) -> None:
+    """Of three pods two fit; the third is refused, counted, and comes again."""
+    embed = manifests("batch.md", "Jobs that retry")["Job/embed"]
+    with mig_node(cluster, EVERYTHING, TWO), jobs(cluster) as batch:
+        cluster.await_amounts(200, 200)
+
+        batch.create(embed)
+        refused = wait_for(
+            "a pod to be refused",
+            lambda: [it for it in batch.pods("embed") if it["status"]["phase"] == "Failed"],
+            within_s=REFUSED_S,
+        )
+        first = batch.await_running("embed", 2)
+        assert [seen_by_rules(it) for it in refused] == [({}, [])]
+        assert refused[0]["status"]["reason"] == "UnexpectedAdmissionError"
+        assert RESOURCE in refused[0]["status"]["message"]
+
+        batch.finish("embed")
+        (third,) = batch.await_running("embed", 1)
+        assert third not in first
+        batch.finish("embed")
+        status = batch.await_complete("embed")
+    assert (status["succeeded"], status["completedIndexes"]) == (3, "0-2")
+    assert status["failed"] == 1, "no rule of podFailurePolicy ignores a refusal"
+
+
+def seen_by_rules(pod: Document) -> tuple[Document, list[Document]]:
+    """Return conditions and container statuses, which a podFailurePolicy reads."""
+    status = pod["status"]
+    conditions = {it["type"]: it["status"] for it in status.get("conditions", ())}
+    return conditions, status.get("containerStatuses", [])
