@@ -320,7 +320,15 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     rules = {it["resources"][0]: it["verbs"] for it in by_name["ClusterRole", "mine-dra"]["rules"]}
     assert rules["resourceslices"] == ["list", "watch", "create", "update", "delete"]
     assert (rules["resourceclaims"], rules["pods"]) == (["get"], ["list", "patch"])
-    assert ("ValidatingAdmissionPolicyBinding", "mine-slices") in by_name
+    assert rules["resourceclaims/status"] == ["patch"]
+    assert rules["resourceclaims/driver"] == ["associated-node:patch"]
+    [driver] = [it for it in by_name["ClusterRole", "mine-dra"]["rules"] if "resourceNames" in it]
+    assert driver["resourceNames"] == ["gpu.example.com"]
+    for policy in ("mine-slices", "mine-claims", "mine-claim-status"):
+        assert ("ValidatingAdmissionPolicyBinding", policy) in by_name
+    assert "== 'gpu.example.com' && d.pool" in str(
+        by_name["ValidatingAdmissionPolicy", "mine-claim-status"]
+    )
 
     container = _container(helm, f"{values},kubeletRoot=/data/kubelet")
     writable = {it["mountPath"] for it in container["volumeMounts"] if not it.get("readOnly")}

@@ -132,6 +132,7 @@ class ResourceClaims:
             backend=manager.backend,
             ensure_cdi_names=manager.cdi_file.ensure_names,
             read_claim=self._read_claim,
+            apply_status=self._apply_status,
             annotate_pod=self._annotate_pod,
             read_pending=self._read_pending,
             read_sharing=nvidia_claims.read_sharing if driver == nvidia_claims.DRIVER else None,
@@ -160,8 +161,27 @@ class ResourceClaims:
     async def _read_claim(self, claim: ResourceClaimRef) -> Mapping[str, Any]:
         if self._client is None:
             raise ClusterError(_NO_API_SERVER)
-        path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
-        return await self._client.call("GET", path)
+        return await self._client.call("GET", _path_of(claim))
+
+    async def _apply_status(
+        self, claim: ResourceClaimRef, status: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Apply a status: entries of others stay, and those that it lacks now are removed."""
+        if self._client is None:
+            raise ClusterError(_NO_API_SERVER)
+        from metagpu.plugins.cluster.node_object import FIELD_MANAGER  # noqa: PLC0415 - as said
+        from metagpu.plugins.cluster.node_patch import APPLY_PATCH  # noqa: PLC0415 - as said
+
+        metadata = {"name": claim.name, "namespace": claim.namespace, "uid": claim.uid}
+        body = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": metadata,
+            "status": status,
+        }
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        path = f"{_path_of(claim)}/status"
+        return await self._client.call("PATCH", path, query=query, body=body, content=APPLY_PATCH)
 
     async def _read_pending(self) -> Sequence[Mapping[str, Any]]:
         if self._client is None:
@@ -177,3 +197,7 @@ class ResourceClaims:
             path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
             body = {"metadata": {"annotations": {key: value}}}
             await self._client.call("PATCH", path, body=body, content=MERGE_PATCH)
+
+
+def _path_of(claim: ResourceClaimRef) -> str:
+    return f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"

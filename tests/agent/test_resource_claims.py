@@ -113,11 +113,12 @@ async def at_work(
     *,
     driver: str = DRIVER,
     programs: RecordedPrograms | None = None,
+    server: SimApiServer | None = None,
 ) -> AsyncIterator[ClaimScene]:
     """Run an agent with an API server; no control daemon of MPS is left behind."""
     if not (tmp_path / "dev").exists():
         host(tmp_path, gpus=2)
-    server = SimApiServer()
+    server = server or SimApiServer()
     server.add_node(gethostname())
     async with server.running():
         settings = ClusterSettings(

@@ -15,7 +15,10 @@ from tests.e2e.joined import ACCOUNT, EVENTS, POLICY, SYSTEM_NAMESPACE, Joined
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 
-NAMES = ("metagpu-nodes", "metagpu-objects", "metagpu-slices", "metagpu-claims")
+NAMES = (
+    *("metagpu-nodes", "metagpu-objects", "metagpu-slices", "metagpu-claims"),
+    "metagpu-claim-status",
+)
 NEIGHBOUR = "neighbour"
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 MERGE = "application/merge-patch+json"

@@ -58,6 +58,11 @@ class ClaimDevice(msgspec.Struct, frozen=True):
         return tuple(ShareId(f"{self.gpu}::{it}" if it else self.gpu) for it in self.slots)
 
     @property
+    def ranges(self) -> tuple[str, ...]:
+        """The slots, runs of numbered ones as `m00-m49`."""
+        return tuple(it.translate(_IN_SLOTS) for it in _shortened(self.slots))
+
+    @property
     def name(self) -> str:
         """The CDI name, without its kind."""
         slots = _JOINT.join(_shortened(self.slots))

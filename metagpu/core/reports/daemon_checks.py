@@ -96,6 +96,9 @@ def check_resource_claims(status: Status) -> Finding:
         return found
     if crowded := front.get("crowded"):
         return WARNING, "; ".join(crowded), "docs/backends/mps.md has the number of clients"
+    if problem := front.get("statusProblem"):
+        fix = "pods are not concerned: `status.devices` of their claims is empty"
+        return WARNING, f"the status of ResourceClaims is not written: {problem}", fix
     return OK, f"the kubelet has the DRA driver {front['driver']}, with {front['claims']} claims"
 
 

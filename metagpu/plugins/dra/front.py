@@ -21,6 +21,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.claim_status import ApplyClaimStatus, ClaimStatuses, ClaimStatusTiming
 from metagpu.plugins.dra.crowded import crowded_gpus
 from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
 from metagpu.plugins.dra.health import HealthStream
@@ -54,11 +55,13 @@ class DraFront:
         backend: finds the backend of a resource.
         ensure_cdi_names: makes names of the node's CDI specification known.
         read_claim: reads a ResourceClaim from the API server.
+        apply_status: applies the status of a ResourceClaim at the API server.
         annotate_pod: annotates a pod at the API server.
         read_pending: reads the node's pods that wait.
         read_sharing: reads the driver's opaque parameters, `None` where it has none.
         timing: of the registration.
         account_period: seconds between two looks at the kubelet's account.
+        status_timing: of the status of claims' devices.
     """
 
     registry: Registry
@@ -69,11 +72,13 @@ class DraFront:
     backend: Callable[[ResourceName], Backend]
     ensure_cdi_names: EnsureCdiNames
     read_claim: ReadResourceClaim
+    apply_status: ApplyClaimStatus
     annotate_pod: AnnotatePod
     read_pending: ReadPendingPods
     read_sharing: ReadSharing | None = None
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
     account_period: float = 60.0
+    status_timing: ClaimStatusTiming = field(default_factory=ClaimStatusTiming)
 
     def __post_init__(self) -> None:
         self._files = ClaimFiles(self.cdi_dir)
@@ -90,6 +95,14 @@ class DraFront:
         self.retries = PreparationRetries(
             self.registry, self.preparer, self.annotate_pod, self.read_pending
         )
+        self.statuses = ClaimStatuses(
+            self.registry,
+            self.driver,
+            self.preparer.prepared,
+            read=self.read_claim,
+            apply=self.apply_status,
+            timing=self.status_timing,
+        )
         self.registration = DraRegistration(
             self.driver,
             self.kubelet_root,
@@ -104,6 +117,7 @@ class DraFront:
         await self.restore()
         async with anyio.create_task_group() as group:
             group.start_soon(self.retries.run)
+            group.start_soon(self.statuses.run)
             group.start_soon(self._follow_account)
             await self.registration.run()
 
@@ -115,6 +129,7 @@ class DraFront:
             "registered": status.registered,
             "problem": status.problem or None,
             "claims": len(self.preparer.prepared),
+            "statusProblem": self.statuses.problem or None,
             "crowded": list(crowded_gpus(self.registry.snapshot)),
         }
 
@@ -137,6 +152,8 @@ class DraFront:
             return
         await self._release_others(account)
         self.preparer.prepared.update({ref.uid: it for ref, it in account.prepared.items()})
+        for ref in account.prepared:
+            self.statuses.note(ref, restored=True)
         await self._write_missing(account.prepared)
         # The kubelet may not have written the last answers yet: their files stay.
         await self._files.remove_others(account.known)
@@ -246,4 +263,4 @@ class DraFront:
 
     def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
         streams = HealthStream(self.registry, self.node).methods(calls)
-        return {**DraService(self.preparer).methods(), **streams}
+        return {**DraService(self.preparer, self.statuses.note).methods(), **streams}

@@ -28,8 +28,14 @@ log = structlog.get_logger()
 class DraService:
     """The calls of the kubelet, for one driver."""
 
-    def __init__(self, preparer: ClaimPreparer) -> None:
+    def __init__(
+        self,
+        preparer: ClaimPreparer,
+        on_prepared: Callable[[ResourceClaimRef], None] = lambda _: None,
+    ) -> None:
+        """Serve calls by a preparer; `on_prepared` gets each claim that it prepared."""
         self._preparer = preparer
+        self._on_prepared = on_prepared
 
     def methods(self) -> Mapping[str, Method]:
         """Return the service's methods by path."""
@@ -54,6 +60,7 @@ class DraService:
                 answers[claim.uid] = v1.NodePrepareResourceResponse(
                     devices=list(map(_device, devices))
                 )
+                self._on_prepared(claim)
                 lasted = f"{perf_counter() - began:.3f}s"
                 log.info("resource claim prepared", claim=str(claim), after=lasted)
 

@@ -18,6 +18,7 @@ import yaml
 from aiohttp import web
 
 from metagpu.sim.apiserver import evictions, pod_proxy, resource_slices
+from metagpu.sim.apiserver.claim_status import SimClaimStatus
 from metagpu.sim.apiserver.cluster import SimCluster
 from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
 from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection
@@ -66,6 +67,7 @@ class SimApiServer(SimCluster):
         failures: answers to the next requests of any kind.
         tokens: the tokens of ServiceAccounts.
         resource_slices: the slices of DRA drivers.
+        claim_status: the status of ResourceClaims, as DRA drivers write it.
         nfd: Node Feature Discovery's master, `None` where NFD is not installed.
         nfd_active: whether NFD's master runs.
     """
@@ -74,6 +76,7 @@ class SimApiServer(SimCluster):
         super().__init__()
         self.store.changed = self.wake
         self.resource_slices = SimResourceSlices(self.store)
+        self.claim_status = SimClaimStatus(self.store)
         self.nfd: SimNfd | None = None
         self.nfd_active = True
         self.requests: list[RecordedRequest] = []
@@ -147,6 +150,7 @@ class SimApiServer(SimCluster):
             app.router.add_get(path, self._get)
         add_routes(app, self.store)
         self.resource_slices.add_routes(app)
+        self.claim_status.add_routes(app)
         pod_proxy.add_routes(app, self.store, self.tokens)
         evictions.add_routes(app, self.store)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)

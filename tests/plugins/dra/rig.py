@@ -159,6 +159,7 @@ class DraNode(KubeletCalls):
             backend=lambda resource: self.layout.backends[resource],
             ensure_cdi_names=no_cdi,
             read_claim=self.read_claim,
+            apply_status=self.apply_status,
             annotate_pod=self.annotate_pod,
             read_pending=self.read_pending,
             read_sharing=self.read_sharing,
@@ -179,6 +180,14 @@ class DraNode(KubeletCalls):
         if found is None:
             raise ClusterError(f"the API server answers 404: {ref.name} not found", status=404)
         return found
+
+    async def apply_status(
+        self, ref: ResourceClaimRef, status: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Apply the status of a claim, as the API server would."""
+        claim = self.claims[ref.namespace, ref.name]
+        claim["status"] |= status
+        return claim
 
     async def read_pending(self) -> list[dict[str, Any]]:
         """Read the pods that wait on the node, as the API server would."""

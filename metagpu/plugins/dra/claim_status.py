@@ -1,0 +1,228 @@
+"""The writer of `status.devices`: the devices of prepared ResourceClaims.
+
+Prepare never waits for it. A claim is written once its answer is out, and again when a MIG device
+of it is created again. Server-side apply keeps the entries of other drivers.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import anyio
+import msgspec
+import structlog
+
+from metagpu.core.errors import ClusterError
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.answer import PreparedDevice
+from metagpu.plugins.dra.device_status import DeviceStatus, Entry, device_statuses, identity_of
+from metagpu.plugins.dra.resource_claim import ReadResourceClaim
+
+ApplyClaimStatus = Callable[[ResourceClaimRef, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Applies a status to a ResourceClaim, and returns the claim as it is then; raises ClusterError."""
+
+_GONE: Final = frozenset((404, 409))
+"""The claim does not exist, or has another uid."""
+_FORBIDDEN: Final = 403
+_INVALID: Final = 422
+_SYNTHETIC: Final = "resourceclaims/driver"
+"""The right that the API server looks at from 1.36 on; a missing one is a field's error."""
+_RIGHTS: Final = (
+    "the right to patch resourceclaims/status is missing, or from Kubernetes 1.36 on that to "
+    "associated-node:patch (for a daemon outside a pod arbitrary-node:patch) "
+    "resourceclaims/driver; docs/permissions.md has both"
+)
+_DROPPED: Final = (
+    "the API server drops status.devices of ResourceClaims: its feature gate "
+    "DRAResourceClaimDeviceStatus is off"
+)
+
+log = structlog.get_logger()
+
+
+class ClaimStatusTiming(msgspec.Struct, frozen=True):
+    """The delays of the writer, in seconds.
+
+    Attributes:
+        rest: before the claims of a change are written: the answers to the kubelet go out first.
+        first_retry: after the first failure; the delay doubles with each further one.
+        longest_retry: the longest of these delays.
+    """
+
+    rest: float = 0.2
+    first_retry: float = 1.0
+    longest_retry: float = 300.0
+
+
+class _WrittenStatus(msgspec.Struct, frozen=True):
+    """The status of a claim at the API server, with the times of its conditions."""
+
+    statuses: tuple[DeviceStatus, ...]
+    since: Mapping[tuple[object, ...], tuple[bool, str]]
+
+
+class ClaimStatuses:
+    """Keeps `status.devices` of the prepared claims as the snapshot has them.
+
+    Attributes:
+        claims: the claims that are prepared.
+        problem: why claims are not written, empty while they are.
+
+    Args:
+        registry: has the leases, and the MIG devices.
+        driver: the name of this driver: no other's entries are written.
+        prepared: the devices of each prepared claim, by its uid.
+        read: reads a claim, to see what an earlier daemon wrote.
+        apply: applies a status.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        driver: str,
+        prepared: Mapping[str, Sequence[PreparedDevice]],
+        *,
+        read: ReadResourceClaim,
+        apply: ApplyClaimStatus,
+        timing: ClaimStatusTiming | None = None,
+    ) -> None:
+        self.claims: dict[str, ResourceClaimRef] = {}
+        self.problem = ""
+        self._registry = registry
+        self._driver = driver
+        self._prepared = prepared
+        self._read = read
+        self._apply = apply
+        self._timing = timing or ClaimStatusTiming()
+        self._written: dict[str, _WrittenStatus] = {}
+        self._unread = set[str]()
+        self._dropped = False
+        self._failures = LogOnce()
+        self._changed = anyio.Event()
+
+    def note(self, claim: ResourceClaimRef, *, restored: bool = False) -> None:
+        """Note a claim that is prepared; one of before may have its status already."""
+        if claim.uid not in self.claims and restored:
+            self._unread.add(claim.uid)
+        self.claims[claim.uid] = claim
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Write what differs, until cancelled."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_devices)
+            timing = self._timing
+            backoff = Backoff(timing.first_retry, timing.longest_retry, jitter=True)
+            while True:
+                await self._changed.wait()
+                await anyio.sleep(timing.rest)
+                self._changed = anyio.Event()
+                failure = await self._write_changed()
+                if failure is None:
+                    backoff.reset()
+                else:
+                    await anyio.sleep(backoff.next(failure.retry_after))
+                    self._changed.set()
+
+    async def _follow_devices(self) -> None:
+        """Write claims again whose MIG devices were created again."""
+        async for _ in self._registry.watch(
+            lambda now: tuple(it.provisioned for it in now.gpus.values())
+        ):
+            self._changed.set()
+
+    async def _write_changed(self) -> ClusterError | None:
+        """Write each claim that differs; return the last failure.
+
+        One that is not the claim's own ends the round: it would be the same for the others.
+        """
+        failure = None
+        for claim in list(self.claims.values()):
+            devices = self._prepared.get(claim.uid)
+            if devices is None:
+                self._forget(claim)
+                continue
+            if self._dropped:
+                continue
+            statuses = device_statuses(devices, self._registry.snapshot)
+            try:
+                await self._write(claim, statuses)
+            except ClusterError as error:
+                if error.status in _GONE:
+                    self._forget(claim)
+                    continue
+                failure = error
+                if self._note_failure(claim, error):
+                    return failure
+        if failure is None and not self._dropped:
+            self._recovered()
+        return failure
+
+    async def _write(self, claim: ResourceClaimRef, statuses: tuple[DeviceStatus, ...]) -> None:
+        """Write one claim, unless the API server has this state of it already."""
+        if claim.uid in self._unread:
+            self._take(claim, (await self._read(claim)).get("status", {}).get("devices") or ())
+        written = self._written.get(claim.uid)
+        if not statuses or (written is not None and written.statuses == statuses):
+            return
+        before, now = (written.since if written else {}), _now()
+        entries, since = [], {}
+        for it in statuses:
+            key = identity_of(it.entry(self._driver, now))
+            known = before.get(key)
+            since[key] = known if known and known[0] == it.ready else (it.ready, now)
+            entries.append(it.entry(self._driver, since[key][1]))
+        answer = await self._apply(claim, {"devices": entries})
+        found = {identity_of(it) for it in answer.get("status", {}).get("devices") or ()}
+        if since.keys() <= found:
+            self._written[claim.uid] = _WrittenStatus(statuses, since)
+        else:
+            self._dropped, self.problem = True, _DROPPED
+            log.warning("api server drops the status of claims' devices", reason=_DROPPED)
+
+    def _take(self, claim: ResourceClaimRef, entries: Sequence[Entry]) -> None:
+        """Take in what an earlier daemon wrote."""
+        since: dict[tuple[object, ...], tuple[bool, str]] = {}
+        statuses = []
+        for it in entries:
+            conditions = it.get("conditions") or ()
+            if it.get("driver") == self._driver and conditions:
+                ready, time = conditions[0]["status"] == "True", conditions[0]["lastTransitionTime"]
+                since[identity_of(it)] = ready, time
+                place = it["pool"], it["device"], it.get("shareID")
+                statuses.append(DeviceStatus(*place, ready, it.get("data") or {}))
+        self._unread.discard(claim.uid)
+        self._written[claim.uid] = _WrittenStatus(tuple(statuses), since)
+
+    def _forget(self, claim: ResourceClaimRef) -> None:
+        self.claims.pop(claim.uid, None)
+        self._written.pop(claim.uid, None)
+        self._unread.discard(claim.uid)
+
+    def _note_failure(self, claim: ResourceClaimRef, error: ClusterError) -> bool:
+        """Report a new problem; return whether it is one of all claims."""
+        refused = error.status == _INVALID and _SYNTHETIC in error.message
+        missing = error.status == _FORBIDDEN or refused
+        self.problem = f"{_RIGHTS} ({error.message})" if missing else str(error)
+        # Texts name the claim, and are another one for each.
+        alike = _RIGHTS if missing else error.status and f"{error.status} {error.message}"
+        if self._failures.is_new(_SYNTHETIC, alike or self.problem):
+            log.warning(
+                "status of a claim's devices not written",
+                claim=str(claim),
+                error=self.problem,
+                effect="pods are not concerned; status.devices of claims stays empty",
+            )
+        return missing or error.status != _INVALID
+
+    def _recovered(self) -> None:
+        self.problem = ""
+        if self._failures.clear(_SYNTHETIC):
+            log.info("status of claims' devices written")
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

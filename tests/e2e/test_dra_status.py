@@ -1,0 +1,91 @@
+"""`status.devices` of a ResourceClaim: its content, and who may write it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.claims import ClaimsNode, claims_node, pod, resource_claim, shares
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.fake_node import DRIVER, exactly
+from tests.e2e.joined import ACCOUNT, SYSTEM_NAMESPACE
+from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.node import Node
+from tests.e2e.rig.waiting import wait_for
+from tests.e2e.test_admission_policy import MERGE, Token
+
+APPLY = "application/apply-patch+yaml"
+SOON_S = 5.0
+PROFILE = "device.attributes['gpu.metagpu.io'].profile == '2g.10gb'"
+
+
+@pytest.fixture(scope="module")
+def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[ClaimsNode]:
+    """Start the daemon with the configuration of the page."""
+    with claims_node(Cluster(node, daemon), account) as it:
+        yield it
+
+
+@pytest.fixture
+def claims(shared_node: ClaimsNode) -> Iterator[ClaimsNode]:
+    """Return the node without ResourceClaims; a test leaves it so."""
+    yield shared_node
+    shared_node.clear()
+
+
+def entries(claims: ClaimsNode, name: str) -> list[Document]:
+    """Wait until the status of a claim has devices; return them."""
+    return list(
+        wait_for(
+            f"the devices of {name}",
+            lambda: claims.claims()[name]["status"].get("devices"),
+            within_s=SOON_S,
+        )
+    )
+
+
+def test_a_claim_says_what_it_has(claims: ClaimsNode) -> None:
+    """The uuid of a MIG device that was made on demand is there, and in no ResourceSlice."""
+    here = [{"cel": {"expression": PROFILE}}]
+    claims.start(
+        *(resource_claim("mig", exactly("gpu", "mig.metagpu.io", selectors=here)),),
+        *(pod("mig", "mig"), resource_claim("part", shares(50)), pod("part", "part")),
+    )
+    [mig], [part] = entries(claims, "mig"), entries(claims, "part")
+    [instance] = claims.instances()
+    assert mig["data"]["migDevice"] in str(instance)
+    assert "migDevice" not in part["data"]
+    assert (part["data"]["shares"], part["data"]["memoryMiB"]) == (50, 20480)
+    assert part["shareID"] == results(claims, "part")[0]["shareID"]
+    for it in (mig, part):
+        [condition] = it["conditions"]
+        assert (condition["type"], condition["status"]) == ("Ready", "True")
+    assert claims.daemon.status()["dra"]["statusProblem"] is None
+
+
+def results(claims: ClaimsNode, name: str) -> list[Document]:
+    """Return the results of a claim's allocation."""
+    found: list[Document] = claims.claims()[name]["status"]["allocation"]["devices"]["results"]
+    return found
+
+
+def test_a_token_writes_the_devices_of_its_driver_and_node(claims: ClaimsNode) -> None:
+    """Neither an allocation, nor a token of another node, nor of none."""
+    claims.start(resource_claim("part", shares(1)), pod("part", "part"))
+    entries(claims, "part")
+    path = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims/part/status"
+    names = {key: results(claims, "part")[0][key] for key in ("pool", "device", "shareID")}
+    body: dict[str, Any] = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "part"},
+        "status": {"devices": [{"driver": DRIVER, **names, "data": {"by": "test"}}]},
+    }
+    query = "?fieldManager=test&force=true"
+    own = Token(claims.node.credentials(SYSTEM_NAMESPACE, ACCOUNT))
+    nowhere = Token(claims.node.credentials(SYSTEM_NAMESPACE, ACCOUNT, ""))
+    assert own.send("PATCH", path + query, body, APPLY) == ""
+    assert "of no node" in nowhere.send("PATCH", path + query, body, APPLY)
+    refused = own.send("PATCH", path, {"status": {"reservedFor": None}}, MERGE)
+    assert "allocates no ResourceClaim" in refused or "resourceclaims/binding" in refused
