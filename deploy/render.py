@@ -42,6 +42,7 @@ MANIFESTS: Final[Mapping[str, Sequence[str]]] = {
     "janitor-policy": (),
     "dra": ("dra.enabled=true",),
     "janitor": ("features.janitor=true",),
+    "webhook": ("webhook.enabled=true", "webhook.certificate.from=cert-manager"),
     "one-resource-per-container": ("oneResourcePerContainer.enabled=true",),
 }
 """Manifest -> values beside the defaults; all but `static` are one template of the same name."""

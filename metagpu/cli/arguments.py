@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
     for add in (
         *(_run, _demo, _explain, _validate, _plan, _status),
-        *(_acknowledge, _cordon, _uncordon, _install, _uninstall, _sim),
+        *(_acknowledge, _cordon, _uncordon, _install, _uninstall, _sim, _webhook),
     ):
         add(commands)
     return program
@@ -70,18 +70,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         help="the program of the CDI specification's hooks, by its path on the host (default: "
         "nvidia-cdi-hook, found there)",
     )
-    it.add_argument(
-        "--log-level",
-        default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
-        choices=_LOG_LEVELS,
-        help="the lowest level that is logged (default: %(default)s)",
-    )
-    it.add_argument(
-        "--log-format",
-        default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
-        choices=_LOG_FORMATS,
-        help="json, or console for people; auto is console on a terminal (default: %(default)s)",
-    )
+    _add_log(it)
     it.add_argument(
         "--with-kubelet",
         action="store_true",
@@ -247,6 +236,24 @@ def _sim(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_late = _add_sim_commands
 
 
+def _webhook(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "webhook",
+        "serve a mutating admission webhook: translate requests in HAMi's terms "
+        "(nvidia.com/gpumem) into what the nodes offer",
+        "metagpu webhook --certificate /etc/metagpu/webhook --metrics :9400",
+    )
+    it.add_late = _add_webhook_options
+
+
+def _add_webhook_options(it: Parser) -> None:
+    from metagpu.cli.webhook_options import add_webhook
+
+    add_webhook(it)
+    _add_log(it)
+
+
 def _add_sim_commands(it: Parser) -> None:
     from metagpu.sim.commands.arguments import add_arguments  # it loads the simulator
 
@@ -284,6 +291,21 @@ def _uninstall(commands: Any) -> None:  # noqa: ANN401 - as above
     _add_folders(it)
     add_run_dir(it)
     add_cluster(it)
+
+
+def _add_log(it: argparse.ArgumentParser) -> None:
+    it.add_argument(
+        "--log-level",
+        default=Variable(("METAGPU_LOG_LEVEL",), "info", allowed=_LOG_LEVELS),
+        choices=_LOG_LEVELS,
+        help="the lowest level that is logged (default: %(default)s)",
+    )
+    it.add_argument(
+        "--log-format",
+        default=Variable(("METAGPU_LOG_FORMAT",), "auto", allowed=_LOG_FORMATS),
+        choices=_LOG_FORMATS,
+        help="json, or console for people; auto is console on a terminal (default: %(default)s)",
+    )
 
 
 def _add_folders(it: argparse.ArgumentParser) -> None:

@@ -298,6 +298,20 @@ def _uninstall(args: argparse.Namespace) -> int:
     return 0 if report.complete or not args.yes else 1
 
 
+def _webhook(args: argparse.Namespace) -> int:
+    with _loading():
+        import anyio
+
+        from metagpu.cli.webhook_options import webhook_of
+        from metagpu.host.programs import run_command as start_program
+        from metagpu.webhook.program import Webhook
+
+        settings = webhook_of(args)
+        _configure_log(args.log_level, args.log_format)
+    anyio.run(Webhook(settings, start_program).run)
+    return 0
+
+
 def _sim(args: argparse.Namespace) -> int:
     from metagpu.sim.commands.remote import send_command
     from metagpu.sim.commands.tables import print_reply
@@ -320,6 +334,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "install": _install,
     "uninstall": _uninstall,
     "sim": _sim,
+    "webhook": _webhook,
 }
 
 

@@ -234,8 +234,8 @@ def driver_roots_of(args: argparse.Namespace) -> RootOptions:
     )
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the API server."""
+def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the credentials of the API server."""
     parser.add_argument(
         "--kubeconfig",
         type=Path,
@@ -243,6 +243,11 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         default=Variable(("METAGPU_KUBECONFIG", "KUBECONFIG"), convert=Path),
         help="address and credentials of the API server (default: the pod's service account)",
     )
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the API server."""
+    add_kubeconfig(parser)
     parser.add_argument(
         "--config-map",
         metavar="NAMESPACE/NAME",
@@ -271,7 +276,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_metrics(parser: argparse.ArgumentParser) -> None:
+def add_metrics_address(parser: argparse.ArgumentParser) -> None:
     """Add the option for the address of metrics and probes."""
     parser.add_argument(
         "--metrics",
@@ -281,6 +286,10 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
         "as 127.0.0.1:9400; :9400 is every address of the node (default: not served)",
     )
 
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the addresses of metrics, status and page."""
+    add_metrics_address(parser)
     parser.add_argument(
         "--status-api",
         metavar="ADDRESS",

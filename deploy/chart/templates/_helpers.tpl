@@ -112,6 +112,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .Values.web.port (not (include "metagpu.features" .)) }}
 {{- fail "web.port: the API server reviews the tokens of the page's users; set one of features, as features.pods=true" }}
 {{- end }}
+{{- with .Values.webhook.certificate }}
+{{- if and $.Values.webhook.enabled (eq .from "secret") (not (and .secret .caBundle)) }}
+{{- fail "webhook.certificate: with from=secret, set secret to the name of yours and caBundle to its authority" }}
+{{- end }}
+{{- end }}
 {{- if and .Values.features.janitor (index .Values.features "janitor-dry-run") }}
 {{- fail "features: janitor deletes pods and janitor-dry-run deletes none: set one of them" }}
 {{- end }}

@@ -95,9 +95,9 @@ class PageServer:
             MetagpuError: the port cannot be bound; `option` gives another one.
         """
         try:
-            self._listener = _bind(self._address, self._timing.silence)
+            self._listener = bind_address(self._address, self._timing.silence)
         except OSError as error:
-            raise MetagpuError(_bind_problem(self._address, error, option)) from error
+            raise MetagpuError(bind_problem(self._address, error, option)) from error
         self.port = self._listener.getsockname()[1]
 
     async def run(self) -> None:
@@ -107,9 +107,9 @@ class PageServer:
 
         while True:
             try:
-                listener = self._listener or _bind(self._address, self._timing.silence)
+                listener = self._listener or bind_address(self._address, self._timing.silence)
             except OSError as error:
-                problem = _bind_problem(self._address, error, f"--{self._name}")
+                problem = bind_problem(self._address, error, f"--{self._name}")
                 if logged.is_new(self, problem):
                     log.error(
                         "http port unavailable",
@@ -128,7 +128,8 @@ class PageServer:
 
     async def run_if_free(self) -> None:
         """Serve until cancelled, or return at once where the port cannot be bound."""
-        with suppress(OSError), closing(_bind(self._address, self._timing.silence)) as listener:
+        silence = self._timing.silence
+        with suppress(OSError), closing(bind_address(self._address, silence)) as listener:
             await self._serve(listener)
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -267,7 +268,7 @@ async def _close(connection: socket.socket) -> None:
             pass
 
 
-def _bind(address: ListenAddress, silence: int) -> socket.socket:
+def bind_address(address: ListenAddress, silence: int) -> socket.socket:
     """Listen on an address; "all" means IPv6 and IPv4, or IPv4 alone.
 
     A client that sends nothing waits in the kernel for about `silence` seconds, out of the way of
@@ -301,7 +302,8 @@ def _listen(host: str, port: int, silence: int, *, v6: bool) -> socket.socket:
     return listener
 
 
-def _bind_problem(address: ListenAddress, error: OSError, option: str) -> str:
+def bind_problem(address: ListenAddress, error: OSError, option: str) -> str:
+    """Return why an address cannot be bound, and the fix: another one by `option`."""
     match error.errno:
         case errno.EADDRINUSE:
             reason = f"another program has this port; stop it, or give {option} another port"

@@ -297,14 +297,14 @@ async def test_a_port_in_use_is_logged_once_and_bound_when_it_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A taken port is logged once and served when free."""
-    tries, bind = 0, http._bind
+    tries, bind = 0, http.bind_address
 
     def counted(address: ListenAddress, silence: int) -> socket.socket:
         nonlocal tries
         tries += 1
         return bind(address, silence)
 
-    monkeypatch.setattr(http, "_bind", counted)
+    monkeypatch.setattr(http, "bind_address", counted)
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as other,
         capture_module_logs(http) as logs,

@@ -10,12 +10,14 @@ from metagpu.core.contracts.capabilities import metric_kinds_of
 from metagpu.plugins.metrics.exposition import render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.samples import MetricFamily, MetricType
+from metagpu.webhook.metrics import FAMILIES as OF_WEBHOOK
 from tests.plugins.metrics.rig import Page
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 ALL = (
     *FAMILIES,
     *backend_families(metric_kinds_of(installed_backends().values())),
+    *OF_WEBHOOK,
 )
 SUFFIXES = ("_bytes", "_seconds", "_ratio", "_info", "_shares", "_slices", "_total", "_instances")
 """Units, of which shares, slices and instances are ours; and what is no unit but belongs last."""

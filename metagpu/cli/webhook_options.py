@@ -1,0 +1,114 @@
+"""The options of `metagpu webhook`, and the settings that they make."""
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from metagpu.cli.options import Variable, add_kubeconfig, add_metrics_address, metrics_of
+from metagpu.core.errors import ConfigError
+from metagpu.plugins.http.address import parse_address
+from metagpu.translation.parts import TECHNIQUES
+from metagpu.translation.values import TranslationSettings
+from metagpu.webhook.settings import WebhookSettings
+
+_DEFAULTS: Final = TranslationSettings()
+_POLICIES: Final = ("binpack", "spread")
+_IMPOSSIBLE: Final = ("warn", "refuse")
+_NAMES: Final = (
+    ("--resource-name", "gpu", "the resource that counts GPUs"),
+    ("--resource-mem", "memory", "the resource of MiB on each GPU"),
+    ("--resource-mem-percentage", "memory_percentage", "the resource of percent of its memory"),
+    ("--resource-cores", "cores", "the resource of percent of its multiprocessors"),
+    ("--resource-priority", "priority", "the resource of HAMi's priorities, which is removed"),
+)
+"""Options of HAMi's own names, and the settings that they set."""
+
+
+def add_webhook(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the webhook."""
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        default=Variable(("METAGPU_WEBHOOK_ADDRESS",), ":8443"),
+        help="the address of the reviews, by TLS (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--certificate",
+        metavar="DIR",
+        type=Path,
+        default=Variable(
+            ("METAGPU_WEBHOOK_CERTIFICATE",), Path("/etc/metagpu/webhook"), convert=Path
+        ),
+        help="the folder with tls.crt and tls.key, as of a mounted Secret; they are read again "
+        "when they change (default: %(default)s)",
+    )
+    _add_translation(parser)
+    add_kubeconfig(parser)
+    add_metrics_address(parser)
+
+
+def _add_translation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--order",
+        metavar="TECHNIQUES",
+        default=Variable(("METAGPU_WEBHOOK_ORDER",), ",".join(_DEFAULTS.order)),
+        help="the techniques for pods that name none, the preferred one first, of "
+        f"{', '.join(sorted(set(TECHNIQUES.values())))} (default: %(default)s)",
+    )
+    for option, setting, allowed, help_text in (
+        ("--policy", "policy", _POLICIES, "the choice of nodes for pods that name no policy"),
+        (
+            "--impossible",
+            "impossible",
+            _IMPOSSIBLE,
+            "admit pods that no node could serve with a warning, or refuse them",
+        ),
+    ):
+        parser.add_argument(
+            option,
+            choices=allowed,
+            default=Variable(
+                (f"METAGPU_WEBHOOK_{setting.upper()}",),
+                getattr(_DEFAULTS, setting),
+                allowed=allowed,
+            ),
+            help=f"{help_text} (default: %(default)s)",
+        )
+    for option, setting, help_text in _NAMES:
+        variable = f"METAGPU_WEBHOOK_{option.strip('-').replace('-', '_').upper()}"
+        parser.add_argument(
+            option,
+            dest=setting,
+            metavar="NAME",
+            default=Variable((variable,), getattr(_DEFAULTS, setting)),
+            help=f"{help_text} (default: %(default)s)",
+        )
+
+
+def webhook_of(args: argparse.Namespace) -> WebhookSettings:
+    """Return the settings in resolved arguments.
+
+    Raises:
+        ConfigError: an address or a technique is none.
+    """
+    return WebhookSettings(
+        parse_address(args.address, "--address"),
+        args.certificate,
+        metrics_of(args),
+        args.kubeconfig,
+        TranslationSettings(
+            order=_order_of(args.order),
+            policy=args.policy,
+            impossible=args.impossible,
+            **{setting: getattr(args, setting) for _, setting, _ in _NAMES},
+        ),
+    )
+
+
+def _order_of(text: str) -> tuple[str, ...]:
+    names = tuple(it for part in text.split(",") if (it := part.strip()))
+    known = sorted(set(TECHNIQUES.values()))
+    if not names or set(names) - set(known):
+        problem = f"{text!r} is no order of techniques; write some of {', '.join(known)}"
+        raise ConfigError(problem, file="--order")
+    return names

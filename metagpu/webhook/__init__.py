@@ -1,0 +1,4 @@
+"""The admission webhook: pods of other projects get resources of the nodes.
+
+`server` alone knows aiohttp; `reviews` and `translator` are pure, and answer from memory.
+"""

@@ -1,0 +1,92 @@
+"""The webhook put together: nodes, certificate, reviews and metrics."""
+
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import structlog
+
+from metagpu.core.contracts.programs import RunCommand
+from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.serve import serve
+from metagpu.plugins.cluster.client import open_client
+from metagpu.plugins.metrics.samples import Sample
+from metagpu.webhook import metrics
+from metagpu.webhook.certificate import ServingCertificate
+from metagpu.webhook.metrics import ReviewStats, WebhookExporter
+from metagpu.webhook.nodes import NodeOffers
+from metagpu.webhook.server import ReviewServer
+from metagpu.webhook.settings import WebhookSettings
+from metagpu.webhook.translator import Translator
+
+log = structlog.get_logger()
+
+
+class Webhook:
+    """A webhook that runs until a signal.
+
+    Attributes:
+        server: the server of the reviews.
+        exporter: the server of metrics and probes, `None` without an address.
+    """
+
+    server: ReviewServer
+    exporter: WebhookExporter | None
+    _nodes: NodeOffers
+
+    def __init__(self, settings: WebhookSettings, run_command: RunCommand) -> None:
+        self._settings = settings
+        self._run_command = run_command
+        self._certificate = ServingCertificate(settings.certificate)
+        self._stats = ReviewStats()
+        self._started = anyio.Event()
+
+    async def run(self) -> None:
+        """Serve until a signal; SIGHUP reads the certificate again.
+
+        Raises:
+            MetagpuError: the port cannot be bound.
+        """
+        settings, timing = self._settings, self._settings.timing
+        async with open_client(settings.kubeconfig, self._run_command, timing.cluster) as client:
+            self._nodes = nodes = NodeOffers(client)
+            self.server = ReviewServer(
+                settings.address,
+                self._certificate.context,
+                Translator(nodes, settings.translation).answer,
+                record=self._stats.record,
+                timing=timing,
+                limits=settings.limits,
+            )
+            self.exporter = None
+            tasks: list[Callable[[], Coroutine[Any, Any, None]]] = [
+                partial(run_with_restart, nodes.run, "watch of nodes"),
+                partial(run_with_restart, self._certificate.run, "watch of the certificate"),
+                self.server.run,
+            ]
+            if settings.metrics is not None:
+                self.exporter = WebhookExporter(
+                    settings.metrics, self._stats, self._gauges, self.problems, timing
+                )
+                tasks.append(partial(run_with_restart, self.exporter.run, "metrics server"))
+            self._started.set()
+            await serve(*tasks, reload=self._certificate.reload)
+
+    async def started(self) -> None:
+        """Wait until the parts exist."""
+        await self._started.wait()
+
+    def problems(self) -> list[str]:
+        """Return what keeps the webhook from answering, nothing while it is ready."""
+        found = [it for it in (self._certificate.problem,) if it]
+        if not self._nodes.known:
+            reason = f": {self._nodes.problem}" if self._nodes.problem else ""
+            found.append(f"the nodes have not been read yet{reason}")
+        return found
+
+    def _gauges(self) -> Iterator[Sample]:
+        yield Sample(metrics.NODES, (), len(self._nodes.offers))
+        yield Sample(metrics.NODES_KNOWN, (), float(self._nodes.known and not self._nodes.problem))
+        yield Sample(metrics.EXPIRES, (), self._certificate.expires)
+        yield Sample(metrics.CONNECTIONS, (), self.server.connections)

@@ -1,0 +1,119 @@
+"""Answers to reviews: from memory, without a wait, whatever the request holds."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+import structlog
+
+from metagpu.translation.translate import translate
+from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
+from metagpu.webhook import reviews
+
+CACHED: Final = 512
+"""Translations that are remembered, until the nodes change."""
+CACHED_KEY: Final = 16 * 1024
+"""Bytes of the largest request that is remembered."""
+UNREADY: Final = "metagpu has not read the nodes yet; the pod's GPU request is unchanged"
+FAILED: Final = "metagpu failed, as its log says; the pod's GPU request is unchanged"
+
+log = structlog.get_logger()
+
+
+class Outcome(StrEnum):
+    """The result of a review."""
+
+    TRANSLATED = "translated"
+    UNTOUCHED = "untouched"
+    IMPOSSIBLE = "impossible"
+    REFUSED = "refused"
+    UNREADY = "unready"
+    FAILED = "failed"
+    MALFORMED = "malformed"
+
+
+class KnownNodes(Protocol):
+    """The nodes as they are known now.
+
+    Attributes:
+        known: whether all nodes have been read once.
+        version: a number that changes with the offers.
+    """
+
+    known: bool
+    version: int
+
+    @property
+    def offers(self) -> Sequence[NodeOffer]:
+        """The offers of all nodes with extended resources."""
+        ...
+
+
+class ReviewAnswer(NamedTuple):
+    """A result, and the review to send; its body is empty for a malformed request."""
+
+    outcome: Outcome
+    body: bytes
+    problem: str = ""
+
+
+class _Remembered(NamedTuple):
+    translation: Translation
+    patch: str
+
+
+class Translator:
+    """Answers reviews with translations; equal requests are translated once.
+
+    A fault of metagpu's own lets a pod pass as it is: a webhook stands in nobody's way.
+    """
+
+    def __init__(self, nodes: KnownNodes, settings: TranslationSettings) -> None:
+        self._nodes = nodes
+        self._settings = settings
+        self._version = -1
+        self._cache: dict[bytes, _Remembered] = {}
+
+    def answer(self, body: bytes) -> ReviewAnswer:
+        """Return the answer to the body of a request."""
+        try:
+            request = reviews.decode_request(body)
+            key = reviews.pod_key(request) if request.creates_pod else b""
+        except (msgspec.DecodeError, ValueError) as error:
+            return ReviewAnswer(Outcome.MALFORMED, b"", str(error))
+        if not key:
+            return ReviewAnswer(Outcome.UNTOUCHED, reviews.allow(request.uid))
+        if not self._nodes.known:
+            return ReviewAnswer(Outcome.UNREADY, reviews.allow(request.uid, warnings=[UNREADY]))
+        try:
+            found = self._translate(key)
+        except Exception:
+            log.exception("translation failed", namespace=request.namespace)
+            return ReviewAnswer(Outcome.FAILED, reviews.allow(request.uid, warnings=[FAILED]))
+        return self._judge(request.uid, found)
+
+    def _translate(self, key: bytes) -> _Remembered:
+        if self._version != self._nodes.version:
+            self._cache.clear()
+            self._version = self._nodes.version
+        if (found := self._cache.get(key)) is not None:
+            return found
+        translation = translate(reviews.decode_key(key), self._nodes.offers, self._settings)
+        found = _Remembered(translation, reviews.encode_patch(translation.operations))
+        if len(key) <= CACHED_KEY:
+            if len(self._cache) >= CACHED:
+                del self._cache[next(iter(self._cache))]
+            self._cache[key] = found
+        return found
+
+    def _judge(self, uid: str, found: _Remembered) -> ReviewAnswer:
+        translation, patch = found
+        if translation.impossible is None:
+            outcome = Outcome.TRANSLATED if patch else Outcome.UNTOUCHED
+            return ReviewAnswer(outcome, reviews.allow(uid, patch, translation.warnings))
+        if self._settings.impossible == "refuse":
+            body = reviews.refuse(uid, translation.impossible, translation.warnings)
+            return ReviewAnswer(Outcome.REFUSED, body)
+        warnings = list(dict.fromkeys((translation.impossible, *translation.warnings)))
+        return ReviewAnswer(Outcome.IMPOSSIBLE, reviews.allow(uid, patch, warnings))

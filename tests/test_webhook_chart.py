@@ -1,0 +1,163 @@
+"""The webhook in the chart: who reaches it, what it may, and where its certificate comes from."""
+
+import base64
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from anyio import to_thread
+
+from metagpu.cli.arguments import parser
+from metagpu.cli.options import Variable, resolve_environment
+from metagpu.cli.webhook_options import webhook_of
+from metagpu.translation.values import TranslationSettings
+from metagpu.webhook.certificate import ServingCertificate
+from tests.test_chart import helm as helm  # noqa: PLC0414 - a fixture
+from tests.test_chart import script
+
+SERVICE = "metagpu-webhook.kube-system.svc"
+
+
+def objects(helm: str, *values: str, version: str = "1.36.0") -> dict[str, Any]:
+    """Return what the chart renders with a webhook, by kind; of each kind its own alone."""
+    options = [part for it in ("webhook.enabled=true", *values) for part in ("--set", it)]
+    text = script.render(helm, *options, "--show-only", "templates/webhook.yaml")
+    if version != "1.36.0":
+        text = script.render(helm, *options, "--kube-version", version)
+    documents = [it for it in yaml.safe_load_all(text) if it]
+    return {it["kind"]: it for it in documents if it["metadata"]["name"].startswith("metagpu-webh")}
+
+
+def test_there_is_no_webhook_by_default(helm: str) -> None:
+    """Without the value nothing stands in the way of pods."""
+    assert "metagpu-webhook" not in script.render(helm)
+
+
+def test_its_failure_is_nobody_elses(helm: str) -> None:
+    """Only namespaces with the label, only creations of pods, never a failure."""
+    [webhook] = objects(helm)["MutatingWebhookConfiguration"]["webhooks"]
+
+    assert webhook["failurePolicy"] == "Ignore"
+    assert webhook["timeoutSeconds"] == 2
+    assert webhook["sideEffects"] == "None"
+    assert webhook["reinvocationPolicy"] == "IfNeeded"
+    assert webhook["namespaceSelector"] == {"matchLabels": {"metagpu.io/translate": "enabled"}}
+    [rule] = webhook["rules"]
+    assert (rule["operations"], rule["resources"]) == (["CREATE"], ["pods"])
+    [condition] = webhook["matchConditions"]
+    assert all(f"'{name}'" in condition["expression"] for name in TranslationSettings().names)
+
+
+def test_an_older_api_server_gets_no_conditions(helm: str) -> None:
+    """Before Kubernetes 1.28 all pods of the labelled namespaces are reviewed."""
+    [webhook] = objects(helm, version="1.27.0")["MutatingWebhookConfiguration"]["webhooks"]
+    assert "matchConditions" not in webhook
+
+
+def test_it_reads_nodes_and_nothing_else(helm: str) -> None:
+    """The account has one rule; the pods have no privilege."""
+    found = objects(helm)
+    assert found["ClusterRole"]["rules"] == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}
+    ]
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert found["Deployment"]["spec"]["replicas"] == 2
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"] == {
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_its_pods_are_no_daemons(helm: str) -> None:
+    """Selectors of the DaemonSet, its NetworkPolicy and its monitors do not select them."""
+    labels = objects(helm)["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    documents = list(yaml.safe_load_all(script.render(helm, "--set=webhook.enabled=true")))
+    [daemons] = [it["spec"]["selector"] for it in documents if it and it["kind"] == "DaemonSet"]
+    assert not daemons["matchLabels"].items() <= labels.items()
+
+
+def test_the_values_reach_the_program(helm: str) -> None:
+    """Each variable of the Deployment is one of an option, and its value is a good one."""
+    names = {"gpu": "g", "memory": "m", "memoryPercentage": "p", "cores": "c", "priority": "r"}
+    found = objects(
+        helm,
+        "webhook.order={mps,hami-core}",
+        "webhook.policy=spread",
+        "webhook.impossible=refuse",
+        *(f"webhook.names.{key}=example.com/{value}" for key, value in names.items()),
+    )
+    [container] = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    environment = {it["name"]: it["value"] for it in container["env"]}
+    args = parser().parse_args(["webhook"])
+    read = {name for it in vars(args).values() if isinstance(it, Variable) for name in it.names}
+    assert environment.keys() <= read
+
+    resolve_environment(args, environment)
+    settings = webhook_of(args)
+    assert settings.translation == TranslationSettings(
+        gpu="example.com/g",
+        memory="example.com/m",
+        memory_percentage="example.com/p",
+        cores="example.com/c",
+        priority="example.com/r",
+        order=("mps", "hami-core"),
+        policy="spread",
+        impossible="refuse",
+    )
+    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    assert settings.metrics is not None
+    assert (settings.address.port, settings.metrics.port) == (ports["reviews"], ports["metrics"])
+    assert str(settings.certificate) == container["volumeMounts"][0]["mountPath"]
+
+
+async def test_the_charts_certificate_is_that_of_the_service(helm: str, tmp_path: Path) -> None:
+    """The API server trusts it by the caBundle, and the webhook puts it in force."""
+    found = await to_thread.run_sync(objects, helm)
+    for name, text in found["Secret"]["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(text))
+    [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
+    certificate = ServingCertificate(tmp_path)
+    await certificate.reload()
+    assert certificate.problem == ""
+
+    authority = base64.b64decode(webhook["clientConfig"]["caBundle"]).decode()
+    trusting = ssl.create_default_context(cadata=authority)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = certificate.context.wrap_bio(to_server, to_client, server_side=True)
+    client = trusting.wrap_bio(to_client, to_server, server_hostname=SERVICE)
+    for _ in range(4):
+        for side in (client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    shown = client.getpeercert()
+    assert shown is not None
+    assert ("DNS", SERVICE) in shown["subjectAltName"]
+
+
+def test_cert_manager_and_secrets_of_others(helm: str) -> None:
+    """The other two ways render no key, and the webhook trusts their authority."""
+    found = objects(helm, "webhook.certificate.from=cert-manager")
+    assert "Secret" not in found
+    assert found["Certificate"]["spec"]["issuerRef"] == {
+        "name": "metagpu-webhook",
+        "kind": "Issuer",
+    }
+    annotations = found["MutatingWebhookConfiguration"]["metadata"]["annotations"]
+    assert annotations == {"cert-manager.io/inject-ca-from": "kube-system/metagpu-webhook"}
+
+    own = ("webhook.certificate.from=secret", "webhook.certificate.secret=mine")
+    with pytest.raises(ValueError, match="caBundle"):
+        objects(helm, *own)
+    found = objects(helm, *own, "webhook.certificate.caBundle=QUJD")
+    assert "Secret" not in found
+    [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
+    assert webhook["clientConfig"]["caBundle"] == "QUJD"
+    [volume] = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    assert volume["secret"]["secretName"] == "mine"
