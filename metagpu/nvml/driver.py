@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from metagpu.core.contracts.driver import (
     ComputeMode,
     DriverEvent,
+    GpuActivity,
     GpuCondition,
     GpuProcess,
     Survey,
@@ -56,7 +57,7 @@ from metagpu.nvml.session import NvmlSession
 from metagpu.nvml.session_gpu import SessionGpu
 from metagpu.nvml.timing import TIMING, NvmlTiming
 from metagpu.nvml.topology import TopologyReader
-from metagpu.nvml.utilization import read_utilization
+from metagpu.nvml.utilization import read_activity
 from metagpu.nvml.worker import NvmlWorker
 
 __all__ = ["NvmlDriver"]
@@ -220,10 +221,10 @@ class NvmlDriver:
         known = self._known(gpu)
         return await known.worker.call(partial(read_processes, known.handle), self._deadline)
 
-    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
-        """Return processes' recent shares of one GPU's processors, in percent, by pid."""
+    async def activity(self, gpu: GpuId) -> GpuActivity:
+        """Read the processes of one GPU, and their utilization."""
         known = self._known(gpu)
-        return await known.worker.call(partial(read_utilization, known.handle), self._deadline)
+        return await known.worker.call(partial(read_activity, known.handle), self._deadline)
 
     async def sensors(self, gpu: GpuId) -> GpuSensors:
         """Read the sensors and error counters of one GPU."""

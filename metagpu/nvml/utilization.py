@@ -10,14 +10,20 @@ from typing import Final
 
 import pynvml
 
+from metagpu.core.contracts.driver import GpuActivity
 from metagpu.nvml.errors import FAILURES, NOT_REPORTED, error_code
-from metagpu.nvml.queries import Handle
+from metagpu.nvml.queries import Handle, read_processes
 
 WINDOW: Final = 3.0
 """Seconds of samples: in each second the driver takes several of a busy process."""
 
 _IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
 """NVML's codes for no samples; pynvml raises a success that fills no sample."""
+
+
+def read_activity(handle: Handle) -> GpuActivity:
+    """Read the processes on a GPU, and their shares of multiprocessor time."""
+    return GpuActivity(read_processes(handle), read_utilization(handle))
 
 
 def read_utilization(handle: Handle) -> Mapping[int, int] | None:

@@ -36,7 +36,8 @@ class NvmlWorker:
         self.name = name
         self._whole = whole
         self._others_work = others_work
-        self._lock = anyio.Lock()
+        # Without a turn of the loop for a lock that is free: a scrape has some 20 calls.
+        self._lock = anyio.Lock(fast_acquire=True)
         self._limiter = anyio.CapacityLimiter(1)
         self._idle = threading.Event()
         self._idle.set()

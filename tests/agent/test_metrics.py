@@ -15,7 +15,7 @@ from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.http import single_flight
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.http.timing import HttpTiming
-from metagpu.plugins.metrics import exporter
+from metagpu.plugins.metrics.exposition import PageRenderer
 from metagpu.plugins.metrics.families import FAMILIES
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
@@ -270,7 +270,7 @@ async def test_a_fault_in_a_page_is_no_reason_to_restart(
     async with agent_at_work(tmp_path, metrics=ANY) as it:
         port = await port_of(it)
         with monkeypatch.context() as broken, capture_module_logs(single_flight):
-            broken.setattr(exporter, "render_page", fail)
+            broken.setattr(PageRenderer, "render", fail)
             assert (await asked(port))[::2] == (
                 500,
                 "metagpu failed to render the page; its log has the details\n",

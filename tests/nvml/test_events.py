@@ -390,7 +390,7 @@ async def test_a_gpu_that_hangs_while_it_is_lost_leaves_the_set() -> None:
         return pynvml.NVML_ERROR_GPU_IS_LOST if held else real(event_set, data, patience)
 
     real, lost = library.nvmlEventSetWait_v2, False
-    library.nvmlDeviceGetMemoryInfo_v2 = hang  # type: ignore[method-assign, assignment]
+    library.nvmlDeviceGetMemoryInfo_v2 = hang
     library.nvmlEventSetWait_v2 = wait  # type: ignore[method-assign, assignment]
     nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
@@ -450,7 +450,7 @@ async def test_a_gpu_with_a_call_under_way_is_registered_again_too() -> None:
         released.wait()
         return memory(*arguments)
 
-    library.nvmlDeviceGetMemoryInfo_v2 = slow  # type: ignore[method-assign, assignment]
+    library.nvmlDeviceGetMemoryInfo_v2 = slow
     nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
         gpu = (await nvml.survey()).gpus[0].id

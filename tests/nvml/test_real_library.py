@@ -74,7 +74,7 @@ async def test_functions_that_a_driver_lacks(real: ctypes.CDLL, tmp_path: Path) 
         assert not survey.unreadable
         for gpu in survey.gpus:
             await nvml.condition(gpu.id)
-            await nvml.utilization(gpu.id)
+            await nvml.activity(gpu.id)
             await nvml.sensors(gpu.id)
             await nvml.compute_mode(gpu.id)
             assert await nvml.mig.instances(gpu.id) == ()

@@ -88,6 +88,19 @@ class GpuProcess(msgspec.Struct, frozen=True):
     compute_instance: int | None = None
 
 
+class GpuActivity(msgspec.Struct, frozen=True):
+    """The processes on a GPU, and how busy they keep it.
+
+    Attributes:
+        processes: those with memory on the GPU.
+        utilization: their recent shares of the multiprocessors, in percent, by pid. A process that
+            is missing was idle; `None` where the driver does not report it, as in MIG mode.
+    """
+
+    processes: Sequence[GpuProcess]
+    utilization: Mapping[int, int] | None
+
+
 class Xid(msgspec.Struct, frozen=True):
     """An XID error; the instance ids are set for an error inside a MIG instance.
 
@@ -303,12 +316,8 @@ class Driver(Protocol):
         """
         ...
 
-    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
-        """Read the recent utilization of one GPU by its processes, in percent, by pid.
-
-        A process that is missing was idle; `None` where the driver does not report it, as in MIG
-        mode.
-        """
+    async def activity(self, gpu: GpuId) -> GpuActivity:
+        """Read the processes of one GPU and their utilization, in one job of its thread."""
         ...
 
     async def sensors(self, gpu: GpuId) -> GpuSensors:

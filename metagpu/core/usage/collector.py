@@ -7,7 +7,7 @@ import anyio
 import msgspec
 import structlog
 
-from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.driver import Driver, GpuProcess
 from metagpu.core.contracts.host import Container, Host, ProcessDetails, ProcessIdentity
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
@@ -65,7 +65,9 @@ class UsageCollector:
         Raises:
             DriverError: NVML cannot read the processes.
         """
-        processes = await self._driver.processes(gpu)
+        return await self._attribute(gpu, await self._driver.processes(gpu))
+
+    async def _attribute(self, gpu: GpuId, processes: Sequence[GpuProcess]) -> GpuUsage:
         pids = {process.pid for process in processes}
         listed = self._listed_since(gpu, pids)
         identities = {
@@ -92,13 +94,13 @@ class UsageCollector:
 
         async def collect_one(gpu: GpuId) -> None:
             try:
-                gpu_usages[gpu] = await self.collect_gpu(gpu)
-                busy = await self._driver.utilization(gpu)
+                activity = await self._driver.activity(gpu)
+                gpu_usages[gpu] = await self._attribute(gpu, activity.processes)
             except DriverError as error:
                 usage.failures[gpu] = str(error)
             else:
-                if busy is not None:
-                    usage.utilization[gpu] = busy
+                if activity.utilization is not None:
+                    usage.utilization[gpu] = activity.utilization
 
         async with anyio.create_task_group() as group:
             for gpu in gpus:

@@ -22,7 +22,7 @@ from metagpu.plugins.metrics import dcgm
 from metagpu.plugins.metrics.daemon import daemon_samples
 from metagpu.plugins.metrics.dcgm import dcgm_samples
 from metagpu.plugins.metrics.event_counters import EventCounters
-from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page, render_process
+from metagpu.plugins.metrics.exposition import CONTENT_TYPE, PageRenderer, render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import snapshot_samples
 from metagpu.plugins.metrics.namespaces import NamespaceMeter, namespace_samples
@@ -58,7 +58,8 @@ class Exporter:
         self._sources = sources
         self._timing = timing
         self._http_timing = http_timing
-        self._families = (*FAMILIES, *backend_families(sources.kinds))
+        self._renderer = PageRenderer((*FAMILIES, *backend_families(sources.kinds)))
+        self._dcgm_renderer = PageRenderer(dcgm.FAMILIES)
         self._counters = EventCounters()
         self._namespaces = NamespaceMeter()
         self._lag_probe = LoopLagProbe()
@@ -130,7 +131,7 @@ class Exporter:
             samples += sensor_samples(snapshot, readings or {})
             if usage is not None:
                 samples += usage_samples(snapshot, usage, rules)
-            return _page(render_page(self._families, samples) + render_process())
+            return _page(self._renderer.render(samples) + render_process())
 
         return await to_thread.run_sync(render)
 
@@ -144,7 +145,7 @@ class Exporter:
             samples = dcgm_samples(
                 snapshot, readings or {}, instances or {}, last_xids, self._sources.node
             )
-            return _page(render_page(dcgm.FAMILIES, samples))
+            return _page(self._dcgm_renderer.render(samples))
 
         return await to_thread.run_sync(render)
 

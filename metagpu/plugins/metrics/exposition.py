@@ -16,25 +16,42 @@ from prometheus_client.utils import floatToGoString
 from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, Sample
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
-_number: Callable[[float], str] = floatToGoString
+_float: Callable[[float], str] = floatToGoString
 _PROCESS: Final = ProcessCollector(registry=None)
 _OF_LABELS: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _OF_HELP: Final = str.maketrans({"\\": r"\\", "\n": r"\n"})
+_WITHOUT_EXPONENT: Final = 1_000_000
+"""Whole numbers below it need no look at their digits."""
 
 
-def render_page(families: Sequence[MetricFamily], samples: Iterable[Sample]) -> bytes:
-    """Render all families, also those without a series."""
-    lines = {
-        it.name: [f"# HELP {it.name} {it.help.translate(_OF_HELP)}\n# TYPE {it.name} {it.type}\n"]
-        for it in families
-    }
-    for family, labels, value in samples:
-        if isinstance(value, HistogramValue):
-            lines[family.name] += _histogram(family, labels, value)
-        else:
-            series = _label_text(family.labels, labels)
-            lines[family.name].append(f"{family.name}{series} {_number(value)}\n")
-    return "".join(line for group in lines.values() for line in group).encode()
+class PageRenderer:
+    """Renders pages of the same families: one page at a time.
+
+    From one page to the next nearly all series stay: their names with labels are kept.
+    """
+
+    def __init__(self, families: Sequence[MetricFamily]) -> None:
+        self._heads = {
+            it.name: f"# HELP {it.name} {it.help.translate(_OF_HELP)}\n# TYPE {it.name} {it.type}\n"
+            for it in families
+        }
+        self._series: dict[str, dict[Sequence[str], str]] = {name: {} for name in self._heads}
+
+    def render(self, samples: Iterable[Sample]) -> bytes:
+        """Render all families, also those without a series."""
+        lines = {name: [head] for name, head in self._heads.items()}
+        known = self._series
+        shown: dict[str, dict[Sequence[str], str]] = {name: {} for name in lines}
+        for family, labels, value in samples:
+            name = family.name
+            if isinstance(value, HistogramValue):
+                lines[name] += _histogram(family, labels, value)
+                continue
+            series = known[name].get(labels) or f"{name}{_label_text(family.labels, labels)} "
+            shown[name][labels] = series
+            lines[name].append(f"{series}{_number(value)}\n")
+        self._series = shown
+        return "".join([line for group in lines.values() for line in group]).encode()
 
 
 def render_process() -> bytes:
@@ -42,7 +59,14 @@ def render_process() -> bytes:
     return generate_latest(_PROCESS)
 
 
-@lru_cache(maxsize=2048)  # two pages: from one scrape to the next nearly all labels stay
+def _number(value: float) -> str:
+    """Return a number as Prometheus' library writes it."""
+    if isinstance(value, int) and 0 <= value < _WITHOUT_EXPONENT:
+        return f"{value:d}.0"
+    return _float(value)
+
+
+@lru_cache(maxsize=512)  # for the buckets of histograms: other series are kept by the renderer
 def _label_text(names: Sequence[str], values: Sequence[str]) -> str:
     pairs = [
         f'{name}="{value.translate(_OF_LABELS)}"' for name, value in zip(names, values, strict=True)

@@ -6,8 +6,9 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import pynvml
 
@@ -21,14 +22,6 @@ Argument: TypeAlias = Any
 
 SelfT = TypeVar("SelfT", bound="SimLibraryBase")
 ParametersT = ParamSpec("ParametersT")
-
-_SINCE: Final = {
-    "nvmlDeviceGetMemoryInfo_v2": 510,
-    "nvmlDeviceGetComputeRunningProcesses_v3": 510,
-    "nvmlDeviceGetGraphicsRunningProcesses_v3": 510,
-    "nvmlDeviceSetMemoryLimits_v1": 615,
-    "nvmlDeviceGetMemoryLimits_v1": 615,
-}  # the branch of the driver whose library has the function first
 
 
 class NvmlReturn(Exception):
@@ -53,6 +46,31 @@ def c_function(
         return int(pynvml.NVML_SUCCESS)
 
     return function
+
+
+class FunctionSince:
+    """A C function that the library has from a branch of the driver on.
+
+    Attributes:
+        function: the function, for a second name that is older.
+    """
+
+    def __init__(self, branch: int, function: Callable[..., int]) -> None:
+        self.function = function
+        self._branch = branch
+
+    def __get__(self, library: "SimLibraryBase | None", _: type) -> Callable[..., int]:
+        """Return the function of a library, and hide it while the driver is older."""
+        if library is None:
+            return self.function
+        if library.node.driver_branch < self._branch:
+            raise AttributeError(self.function.__name__)
+        return MethodType(self.function, library)
+
+
+def since(branch: int) -> Callable[[Callable[..., int]], FunctionSince]:
+    """Return a decorator for C functions that came with a branch of the driver."""
+    return partial(FunctionSince, branch)
 
 
 def read_number(argument: Argument) -> int:
@@ -117,14 +135,6 @@ class SimLibraryBase:
         self.nvmlErrorString = _ErrorString()
         self._initialised = 0
         self._load = 0
-
-    def __getattribute__(self, name: str) -> Any:  # noqa: ANN401 - as of any object
-        """Hide the functions that this driver's library does not have yet."""
-        value = super().__getattribute__(name)
-
-        if name in _SINCE and self.node.driver_branch < _SINCE[name]:
-            raise AttributeError(name)
-        return value
 
     @c_function
     def nvmlInitWithFlags(self, _flags: Argument) -> None:
@@ -210,9 +220,9 @@ class SimLibraryBase:
     @contextmanager
     def _gpu(self, handle: Argument) -> Iterator[SimGpu]:
         """Hold the node's lock and yield the GPU of a handle, if the GPU answers."""
-        with self._ready():
-            gpu = self._answering(self._gpu_at(read_address(handle)))
-            yield gpu
+        with self.node.changed:
+            self._check()
+            yield self._answering(self._gpu_at(read_address(handle)))
 
     def _gpu_at(self, address: int) -> SimGpu:
         for gpu in self.node.all_gpus:

@@ -13,12 +13,14 @@ from metagpu.sim.nvml.base import (
     SimLibraryBase,
     c_function,
     dereference,
+    since,
 )
 
 
 class MemoryLimitFunctions(SimLibraryBase):
     """Memory limits of cgroups; not supported in MIG mode."""
 
+    @since(615)
     @c_function
     def nvmlDeviceSetMemoryLimits_v1(self, device: Argument, limits: Argument) -> None:
         """Set the memory limit of an existing cgroup; only root may."""
@@ -33,6 +35,7 @@ class MemoryLimitFunctions(SimLibraryBase):
             else:
                 gpu.memory_limits[cgroup] = wanted.hardLimit
 
+    @since(615)
     @c_function
     def nvmlDeviceGetMemoryLimits_v1(self, device: Argument, limits: Argument) -> None:
         """Return the limit of a cgroup or its nearest parent, and the memory in use."""

@@ -22,6 +22,7 @@ from metagpu.sim.nvml.base import (
     dereference,
     read_address,
     read_number,
+    since,
     write_number,
     write_pci_address,
     write_pointer,
@@ -112,6 +113,7 @@ class QueryFunctions(SimLibraryBase):
             answer.used = reserved + used
             answer.free = answer.total - answer.used
 
+    @since(510)
     @c_function
     def nvmlDeviceGetMemoryInfo_v2(self, device: Argument, memory: Argument) -> None:
         """Return total, reserved, used and free bytes; `used` excludes the reserved bytes."""
@@ -236,6 +238,7 @@ class QueryFunctions(SimLibraryBase):
             dereference(rates).gpu = 100 if gpu.processes else 0
             dereference(rates).memory = 100 * gpu.used // (gpu.model.memory * MIB)
 
+    @since(510)
     @c_function
     def nvmlDeviceGetComputeRunningProcesses_v3(
         self, device: Argument, count: Argument, entries: Argument
@@ -245,6 +248,7 @@ class QueryFunctions(SimLibraryBase):
             found = [process for process in _processes(gpu, part) if not process.graphics]
             _list_processes(found, count, entries)
 
+    @since(510)
     @c_function
     def nvmlDeviceGetGraphicsRunningProcesses_v3(
         self, device: Argument, count: Argument, entries: Argument
@@ -255,8 +259,8 @@ class QueryFunctions(SimLibraryBase):
             _list_processes(found, count, entries)
 
     # The same entries under the names that a library before 510 has.
-    nvmlDeviceGetComputeRunningProcesses_v2 = nvmlDeviceGetComputeRunningProcesses_v3
-    nvmlDeviceGetGraphicsRunningProcesses_v2 = nvmlDeviceGetGraphicsRunningProcesses_v3
+    nvmlDeviceGetComputeRunningProcesses_v2 = nvmlDeviceGetComputeRunningProcesses_v3.function
+    nvmlDeviceGetGraphicsRunningProcesses_v2 = nvmlDeviceGetGraphicsRunningProcesses_v3.function
 
     def _hand_out(self, gpu: SimGpu, handle: Argument) -> None:
         write_pointer(handle, self._answering(gpu).handle)

@@ -16,6 +16,7 @@ from metagpu.core.contracts.driver import (
     ComputeMode,
     DriverEvent,
     EccError,
+    GpuActivity,
     GpuCondition,
     GpuProcess,
     MigDriver,
@@ -98,9 +99,9 @@ class ScriptedDriver:
         """Return no processes."""
         return ()
 
-    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
-        """Return no utilization."""
-        return None
+    async def activity(self, gpu: GpuId) -> GpuActivity:  # noqa: ARG002
+        """Return no processes, and no utilization."""
+        return GpuActivity((), None)
 
     async def sensors(self, gpu: GpuId) -> GpuSensors:  # noqa: ARG002
         """Return no reading."""

@@ -15,7 +15,7 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.model.mig import MigProfile
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ShareId
 from metagpu.plugins.metrics import dcgm
-from metagpu.plugins.metrics.exposition import render_page
+from metagpu.plugins.metrics.exposition import PageRenderer
 from metagpu.plugins.metrics.samples import MetricType
 from metagpu.plugins.metrics.sensors import sensor_samples
 from tests.core.usage.test_report import A, B, node
@@ -43,7 +43,7 @@ def page(**changes: object) -> Page:
     snapshot, _ = node()
     readings = {A.id: replace(READING, **changes)}
     samples = dcgm.dcgm_samples(snapshot, readings, {}, {A.id: 79}, "gpu-1")
-    return Page(render_page(dcgm.FAMILIES, samples).decode())
+    return Page(PageRenderer(dcgm.FAMILIES).render(samples).decode())
 
 
 def test_units_are_those_of_dcgm() -> None:
@@ -77,7 +77,7 @@ def test_a_gpu_of_one_container_names_it() -> None:
     """A container that alone holds a GPU is in the labels of all values."""
     snapshot, _ = node()
     samples = dcgm.dcgm_samples(snapshot, {B.id: READING}, {}, {}, "gpu-1")
-    it = Page(render_page(dcgm.FAMILIES, samples).decode())
+    it = Page(PageRenderer(dcgm.FAMILIES).render(samples).decode())
     labels = it.labels("DCGM_FI_DEV_POWER_USAGE")
     assert (labels["namespace"], labels["pod"], labels["container"]) == ("team", "alice", "main")
 
@@ -96,7 +96,7 @@ def test_each_mig_instance_has_its_memory_and_its_container() -> None:
     samples = dcgm.dcgm_samples(
         replace(snapshot, gpus={A.id: state}), {A.id: READING}, {A.id: instances}, {}, "gpu-1"
     )
-    it = Page(render_page(dcgm.FAMILIES, samples).decode())
+    it = Page(PageRenderer(dcgm.FAMILIES).render(samples).decode())
 
     assert it.values("DCGM_FI_DEV_FB_FREE", GPU_I_PROFILE="1g.5gb") == [2, 2, 2]
     assert it.values("DCGM_FI_DEV_FB_USED", GPU_I_ID="") == []

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from metagpu.plugins.metrics.exposition import render_page, render_process
+from metagpu.plugins.metrics.exposition import PageRenderer, render_process
 from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, MetricType, Sample
 from tests.plugins.metrics.rig import Page
 
@@ -21,7 +21,7 @@ ALL = (THINGS, TIMES, WAITS)
 
 def page(*samples: Sample) -> Page:
     """Write a page, and parse the text."""
-    return Page(render_page(ALL, samples).decode())
+    return Page(PageRenderer(ALL).render(samples).decode())
 
 
 def test_values_and_labels_arrive() -> None:
@@ -59,7 +59,7 @@ def test_lines_are_those_of_the_library(values: list[tuple[str, str, float]]) ->
     sorted_labels = replace(THINGS, labels=("kind", "of"))
     samples = [Sample(sorted_labels, (kind, of), value) for of, kind, value in values]
 
-    assert render_page([sorted_labels], samples) == generate_latest(registry)
+    assert PageRenderer([sorted_labels]).render(samples) == generate_latest(registry)
 
 
 class _Fixed(Collector):
