@@ -15,7 +15,7 @@ from metagpu.plugins.http.messages import HttpRequest, HttpResponse
 from metagpu.plugins.http.server import Page, PageServer
 from metagpu.plugins.http.single_flight import SingleFlight
 from metagpu.plugins.http.timing import HttpTiming
-from metagpu.plugins.metrics.exposition import CONTENT_TYPE, render_page, render_process
+from metagpu.plugins.metrics.exposition import CONTENT_TYPE, PageRenderer, render_process
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems
 from metagpu.plugins.metrics.samples import (
     FamilyFactory,
@@ -96,6 +96,7 @@ class WebhookExporter:
         problems: Callable[[], list[str]],
         timing: WebhookTiming,
     ) -> None:
+        self._renderer = PageRenderer(FAMILIES)
         self._stats = stats
         self._gauges = gauges
         self._problems = problems
@@ -117,7 +118,7 @@ class WebhookExporter:
                 group.start_soon(part.run)
 
     async def _render(self) -> HttpResponse:
-        text = render_page(FAMILIES, [*self._stats.samples(), *self._gauges()])
+        text = self._renderer.render([*self._stats.samples(), *self._gauges()])
         process = await to_thread.run_sync(render_process)
         return HttpResponse(HTTPStatus.OK, text + process, CONTENT_TYPE)
 
