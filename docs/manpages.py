@@ -111,7 +111,8 @@ def pages() -> Sequence[Page]:
             kubectl.parser(),
             {
                 **_DONE,
-                1: f"{_DONE[1]}; also a pod that does not fit, or a doctor's error",
+                1: f"{_DONE[1]}; also a pod that does not fit, or that no node could serve, "
+                "or a doctor's error",
                 **_ENDED,
             },
             _NO_COLOR,

@@ -7,12 +7,10 @@ from typing import Final
 from metagpu.cli.options import Variable, add_kubeconfig, add_metrics_address, metrics_of
 from metagpu.core.errors import ConfigError
 from metagpu.plugins.http.address import parse_address
-from metagpu.translation.parts import TECHNIQUES
-from metagpu.translation.values import TranslationSettings
+from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
 from metagpu.webhook.settings import WebhookSettings
 
 _DEFAULTS: Final = TranslationSettings()
-_POLICIES: Final = ("binpack", "spread")
 _IMPOSSIBLE: Final = ("warn", "refuse")
 _NAMES: Final = (
     ("--resource-name", "gpu", "the resource that counts GPUs"),
@@ -53,10 +51,10 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
         metavar="TECHNIQUES",
         default=Variable(("METAGPU_WEBHOOK_ORDER",), ",".join(_DEFAULTS.order)),
         help="the techniques for pods that name none, the preferred one first, of "
-        f"{', '.join(sorted(set(TECHNIQUES.values())))} (default: %(default)s)",
+        f"{', '.join(sorted(TECHNIQUES))} (default: %(default)s)",
     )
     for option, setting, allowed, help_text in (
-        ("--policy", "policy", _POLICIES, "the choice of nodes for pods that name no policy"),
+        ("--policy", "policy", POLICIES, "the choice of nodes for pods that name no policy"),
         (
             "--impossible",
             "impossible",
@@ -107,7 +105,7 @@ def webhook_of(args: argparse.Namespace) -> WebhookSettings:
 
 def _order_of(text: str) -> tuple[str, ...]:
     names = tuple(it for part in text.split(",") if (it := part.strip()))
-    known = sorted(set(TECHNIQUES.values()))
+    known = sorted(TECHNIQUES)
     if not names or set(names) - set(known):
         problem = f"{text!r} is no order of techniques; write some of {', '.join(known)}"
         raise ConfigError(problem, file="--order")

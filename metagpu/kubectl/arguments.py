@@ -12,6 +12,7 @@ from metagpu.cli.options import Variable, add_page_address
 from metagpu.cli.parser import Parser, add_command, add_reason
 from metagpu.display.encoding import WIDE_FORMATS
 from metagpu.display.options import add_output, add_sort_by, add_watch
+from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
 
 SHORTEST_INTERVAL: Final = 0.5
 """Seconds between two looks of `web`: the page takes no more changes than two a second."""
@@ -22,6 +23,7 @@ OBJECTS: Final = {
     "namespaces": ("namespace", "ns"),
 }
 """The objects of `get` and `top`, and their other names."""
+DEFAULTS: Final = TranslationSettings()
 SHORTEST_TIMEOUT: Final = 0.1
 """Seconds: in less, no node answers through the API server."""
 ANSWER_TIMEOUT: Final = 5.0
@@ -51,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for add in (
         *(_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu),
-        *(_explain, _web),
+        *(_explain, _translate, _web),
     ):
         add(commands)
     return program
@@ -206,6 +208,67 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
     add_output(it)
     _add_connection(it)
+
+
+def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "translate",
+        "print a manifest whose pods ask for resources of the nodes, and no more in HAMi's terms "
+        "(nvidia.com/gpumem and the like); nothing is created",
+        "kubectl metagpu translate -f pod.yaml | kubectl apply -f -",
+    )
+    it.add_argument(
+        "-f",
+        "--filename",
+        required=True,
+        metavar="FILE",
+        help="a manifest with Pods, workloads such as a Deployment, and other objects, which stay; "
+        "- is stdin",
+    )
+    it.add_argument(
+        "--nodes",
+        type=Path,
+        metavar="FILE",
+        help="the nodes, as `kubectl get nodes -o json` or `-o yaml` prints them (default: those "
+        "of the cluster)",
+    )
+    it.add_argument(
+        "--order",
+        metavar="NAMES",
+        type=_techniques,
+        default=DEFAULTS.order,
+        help="the techniques by preference, for pods that name none (default: "
+        f"{','.join(DEFAULTS.order)})",
+    )
+    it.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default=DEFAULTS.policy,
+        help="between resources that would serve a pod: the one with the least waste, or the one "
+        "with the most room (default: %(default)s)",
+    )
+    it.add_argument(
+        "--explain", action="store_true", help="show what each node would give, not the manifest"
+    )
+    it.add_argument(
+        "-o",
+        "--output",
+        metavar="FORMAT",
+        choices=("yaml", "json"),
+        default="yaml",
+        help="one of yaml, json (default: %(default)s)",
+    )
+    _add_connection(it, timeout=False)
+
+
+def _techniques(text: str) -> tuple[str, ...]:
+    """Read the names of techniques, divided by commas."""
+    names = tuple(it.strip() for it in text.split(","))
+    if unknown := [it for it in names if it not in TECHNIQUES]:
+        known = ", ".join(TECHNIQUES)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no technique; give some of {known}")
+    return names
 
 
 def _web(commands: Any) -> None:  # noqa: ANN401 - as above

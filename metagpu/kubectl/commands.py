@@ -107,6 +107,17 @@ def _explain(args: argparse.Namespace) -> int:
     return _run(args, lambda viewer: explain(args, viewer))
 
 
+def _translate(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.translation import print_translation, read_nodes
+
+    if args.nodes is not None:
+        return print_translation(args, read_nodes(args.nodes))
+
+    with connect(args) as (runner, viewer):
+        nodes = runner.run(viewer.items("/api/v1/nodes"))
+    return print_translation(args, nodes)
+
+
 COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "top": _top,
     "get": _get,
@@ -117,6 +128,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "uncordon": _uncordon,
     "drain-gpu": _drain_gpu,
     "explain": _explain,
+    "translate": _translate,
     "web": _web,
 }
 

@@ -1,9 +1,7 @@
 """`why` and `fit`: facts about a pod and the nodes, and their judgement."""
 
 import argparse
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +18,7 @@ from metagpu.kubectl.judgement import (
     exceeded_quota,
     judge_all,
 )
+from metagpu.kubectl.manifests import read_documents
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
@@ -203,15 +202,7 @@ def _waiting(status: Object) -> list[str]:
 
 def _read_manifest(name: str) -> Sequence[Object]:
     """Read the pods of a file, or of stdin for `-`; blocks."""
-    import yaml
-
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        return pods_in(yaml.safe_load_all(text), name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise MetagpuError(f"{name}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise MetagpuError(f"{name}: no YAML: {' '.join(str(error).split())}") from error
+    return pods_in(read_documents(name), name)
 
 
 def _fits_nowhere(answer: PodAnswer) -> bool:

@@ -7,16 +7,11 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.manifests import objects_in, pod_at, template_path
 from metagpu.translation import affinity
 
 Object = Mapping[str, Any]
 
-_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
-    "Pod": (),
-    "PodTemplate": ("template",),
-    "CronJob": ("spec", "jobTemplate", "spec", "template"),
-}
-"""Where the pod of a manifest is, by its kind; elsewhere it is `spec.template`."""
 _KUBERNETES: Final = ("kubernetes.io", "k8s.io")
 """Domains of Kubernetes' own resources."""
 
@@ -78,22 +73,16 @@ def demand_of(pod: Object) -> PodDemand:
     )
 
 
-def pods_in(documents: Iterable[Any], file: str) -> Sequence[Object]:
+def pods_in(documents: Sequence[Any], file: str) -> Sequence[Object]:
     """Return the pods of a manifest: Pods, and the templates of workloads.
 
     Raises:
         MetagpuError: a document has no pod.
     """
     found = []
-    for document in documents:
-        if document is None:
-            continue
-        if not isinstance(document, Mapping) or "kind" not in document:
-            raise MetagpuError(f"{file}: no Kubernetes object; write one with apiVersion and kind")
-        pod: Any = document
-        for key in _TEMPLATES.get(document["kind"], ("spec", "template")):
-            pod = pod.get(key) if isinstance(pod, Mapping) else None
-        if not isinstance(pod, Mapping) or not isinstance(pod.get("spec"), Mapping):
+    for document in objects_in(documents, file):
+        pod = pod_at(document, template_path(document))
+        if pod is None:
             kind = document["kind"]
             raise MetagpuError(f"{file}: a {kind} has no pod; give a Pod, or a workload with one")
         own, outer = pod.get("metadata") or {}, document.get("metadata") or {}

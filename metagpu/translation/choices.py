@@ -8,8 +8,8 @@ import msgspec
 from metagpu.translation.parts import MIG, MPS, WHOLE, OfferedPart
 from metagpu.translation.requests import GpuRequest
 
-_WHOLE_INSTANCE: Final = 0.9
-"""Part of a GPU's memory from which on an instance is the whole GPU: MIG keeps some percent."""
+_USABLE: Final = 0.95
+"""Part of its percents of a GPU that an instance has: MIG keeps the rest of the memory."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -64,11 +64,11 @@ def most_gpus(part: OfferedPart, each: int) -> int:
 def shares_on_gpu(request: GpuRequest, part: OfferedPart) -> int:
     """Return the shares of one GPU that a request needs, 0 where no GPU has enough."""
     if part.technique in (MIG, WHOLE):
-        if request.whole and part.technique == MIG:
-            enough = part.memory >= _WHOLE_INSTANCE * part.gpu_memory
-        else:
-            enough = part.memory >= needed_memory(request, part)
-        return int(enough)
+        nominal = not request.memory
+        if nominal and part.technique == WHOLE:
+            return 1
+        wanted = needed_memory(request, part) * (_USABLE if nominal else 1)
+        return int(part.memory >= wanted)
     if request.whole:
         return part.per_gpu
     if request.percentage:
@@ -85,7 +85,7 @@ def shares_on_gpu(request: GpuRequest, part: OfferedPart) -> int:
 def needed_memory(request: GpuRequest, part: OfferedPart) -> int:
     """Return the MiB of each GPU that a request asks for."""
     if request.whole:
-        return 0 if part.technique == MIG else part.gpu_memory
+        return part.gpu_memory
     return request.memory or -(-request.percentage * part.gpu_memory // 100)
 
 

@@ -28,7 +28,8 @@ def refused_model(annotations: Object, node: NodeOffer) -> str:
 
 def _names(annotations: Object, key: str) -> Sequence[str]:
     names = str(annotations.get(key) or "").split(",")
-    return [it.strip().replace(" ", "-").lower() for it in names if it.strip()]
+    plain = [it.strip().replace(" ", "-").lower().removeprefix("nvidia-") for it in names]
+    return [it for it in plain if it]
 
 
 def _matches(product: str, names: Sequence[str]) -> bool:

@@ -12,8 +12,8 @@ MIG: Final = "mig"
 FRACTION: Final = "hami-core"
 MPS: Final = "mps"
 WHOLE: Final = "whole"
-TECHNIQUES: Final = {"mig": MIG, "fraction": FRACTION, "mps": MPS, "whole": WHOLE}
-"""HAMi's modes, and whole GPUs, by the backend that serves them. Time-slices have no memory."""
+_BACKENDS: Final = {"mig": MIG, "fraction": FRACTION, "mps": MPS, "whole": WHOLE}
+"""The technique of each backend. Time-slices have no memory of their own."""
 PRODUCT: Final = "nvidia.com/gpu.product"
 GPU_COUNT: Final = "nvidia.com/gpu.count"
 _GPU_MEMORY: Final = "nvidia.com/gpu.memory"
@@ -71,7 +71,7 @@ def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
     for resource, allocatable in node.allocatable.items():
         gpus = _number(node, label_of(resource, "gpus")) or _number(node, GPU_COUNT)
         backend = node.labels.get(label_of(resource, "backend"), "")
-        technique = TECHNIQUES.get(backend) if backend else _of_others(resource, node)
+        technique = _BACKENDS.get(backend) if backend else _of_others(resource, node)
         if technique is None or not gpus:
             continue
         per_gpu = 1

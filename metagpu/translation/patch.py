@@ -1,7 +1,8 @@
 """The JSON Patch that replaces a request."""
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from metagpu.translation.choices import Choice
@@ -112,3 +113,24 @@ def _escaped(key: str) -> str:
 
 def _add(path: str, value: object) -> Operation:
     return {"op": "add", "path": path, "value": value}
+
+
+def apply_patch(document: Object, operations: Iterable[Operation]) -> dict[str, Any]:
+    """Return a copy of a document with operations of a translation applied to it."""
+    patched: Any = copy.deepcopy(dict(document))
+    for operation in operations:
+        *way, last = map(_unescaped, operation["path"].split("/")[1:])
+        at = patched
+        for key in way:
+            at = at[int(key)] if isinstance(at, list) else at[key]
+        if operation["op"] == "remove":
+            del at[last]
+        elif isinstance(at, list):
+            at.append(copy.deepcopy(operation["value"]))  # its only index is `-`
+        else:
+            at[last] = copy.deepcopy(operation["value"])
+    return dict(patched)
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("~1", "/").replace("~0", "~")

@@ -1,6 +1,7 @@
 """The choice between nodes that would serve a pod by different resources."""
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -9,11 +10,10 @@ from metagpu.translation.choices import Choice, choose, copies, fits_together
 from metagpu.translation.models import refused_model
 from metagpu.translation.parts import OfferedPart, parts_of
 from metagpu.translation.requests import GpuRequest
-from metagpu.translation.values import NodeOffer, Object, TranslationSettings
+from metagpu.translation.values import POLICIES, NodeOffer, Object, TranslationSettings
 
-MODE: str = "nvidia.com/vgpu-mode"
-NODE_POLICY: str = "hami.io/node-scheduler-policy"
-POLICIES = ("binpack", "spread")
+MODE: Final = "nvidia.com/vgpu-mode"
+NODE_POLICY: Final = "hami.io/node-scheduler-policy"
 
 
 class NodeParts(msgspec.Struct, frozen=True):

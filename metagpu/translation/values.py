@@ -1,11 +1,15 @@
 """Values of a translation: what nodes offer, how it is done, and what comes out."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 
 Object = Mapping[str, Any]
+
+TECHNIQUES: Final = ("mig", "hami-core", "mps", "whole")
+"""HAMi's modes, and whole GPUs."""
+POLICIES: Final = ("binpack", "spread")
 
 
 class NodeOffer(msgspec.Struct, frozen=True):

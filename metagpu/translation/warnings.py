@@ -3,12 +3,21 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from metagpu.translation.parts import MPS
-from metagpu.translation.plans import NODE_POLICY, POLICIES, Plan, annotations_of
+from metagpu.translation.choices import Choice
+from metagpu.translation.parts import FRACTION, MIG, MPS
+from metagpu.translation.plans import NODE_POLICY, Plan, annotations_of
 from metagpu.translation.requests import GpuRequest
-from metagpu.translation.values import Object, TranslationSettings
+from metagpu.translation.values import POLICIES, Object, TranslationSettings
 
 _UUID: Final = ("nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid")
+_INDEX: Final = "an index means another GPU on each node; name uuids"
+_NO_EFFECT: Final = {
+    "nvidia.com/use-gpuindexes": _INDEX,
+    "nvidia.com/nouse-gpuindexes": _INDEX,
+    "nvidia.com/mig-profile-preference": "the smallest profile with the memory is taken; ask for "
+    "more, or for the profile by its resource name",
+    "nvidia.com/numa-bind": "the kubelet aligns GPUs and CPUs, by its topologyManagerPolicy",
+}
 _HAMI_SCHEDULER: Final = "hami-scheduler"
 
 
@@ -17,16 +26,30 @@ def warnings_for(
 ) -> Iterator[str]:
     """Yield what a pod asks for and does not get, each with the reason."""
     for request, choice in zip(requests, plan.choices, strict=True):
-        name = f"container {request.container}: "
-        if request.cores and choice.part.technique != MPS and not request.whole:
+        for sentence in _of_container(request, choice, settings):
+            yield f"container {request.container}: {sentence}"
+    yield from _of_annotations(pod)
+
+
+def _of_container(
+    request: GpuRequest, choice: Choice, settings: TranslationSettings
+) -> Iterator[str]:
+    technique = choice.part.technique
+    if request.cores and technique != MPS and not request.whole:
+        has = "limits memory alone; shares of backend mps limit threads too"
+        if technique == MIG:
             has = "has the multiprocessors of its profile"
-            if not choice.resource.startswith("nvidia.com/mig-"):
-                has = "limits memory alone; shares of backend mps limit threads too"
-            yield (
-                f"{name}{settings.cores}: {request.cores} has no effect: {choice.resource} {has}"
-            )
-        if settings.priority in request.names:
-            yield f"{name}{settings.priority} has no effect: metagpu stops no pod for another"
+        yield f"{settings.cores}: {request.cores} has no effect: {choice.resource} {has}"
+    if request.count > 1 and technique == FRACTION and not request.whole:
+        yield (
+            f"its shares come from {request.count} GPUs where the pool has `split: accept`, and "
+            "from one elsewhere (docs/placement.md)"
+        )
+    if settings.priority in request.names:
+        yield f"{settings.priority} has no effect: metagpu stops no pod for another"
+
+
+def _of_annotations(pod: Object) -> Iterator[str]:
     annotations, spec = annotations_of(pod), pod.get("spec") or {}
     for key in _UUID:
         if annotations.get(key):
@@ -34,6 +57,9 @@ def warnings_for(
                 f"{key} does not choose a node, as no Node label has the uuids of GPUs: the node "
                 "that the scheduler chooses honours it, or refuses the pod"
             )
+    for key in _NO_EFFECT:
+        if annotations.get(key):
+            yield f"{key} has no effect: {_NO_EFFECT[key]}"
     scheduler = str(spec.get("schedulerName") or "")
     if scheduler == _HAMI_SCHEDULER:
         yield f"schedulerName: {scheduler} stays: without that scheduler the pod waits for ever"

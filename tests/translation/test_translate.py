@@ -12,6 +12,7 @@ from tests.translation.nodes import applied, limits, node, pod, required
 HAMI = TranslationSettings()
 SEED = {"nvidia.com/gpu": 2, "nvidia.com/gpumem": 8000}
 """The request of seed 004's example pods."""
+HALF = {"nvidia.com/gpumem-percentage": 50}
 MIG = {"nvidia.com/vgpu-mode": "mig"}
 CORE = {"nvidia.com/vgpu-mode": "hami-core"}
 
@@ -46,6 +47,11 @@ WHOLE = node("whole", "a100-40gb", "whole", more="resource: example.com/gpu")
         ((FRACTIONS, WHOLE), {}, {"nvidia.com/gpu": 2}, {"example.com/gpu": "2"}),
         ((WHOLE,), {}, {"nvidia.com/gpumem-percentage": 100}, {"example.com/gpu": "1"}),
         ((A100,), {}, {"nvidia.com/gpumem": 0}, {"nvidia.com/mig-7g.40gb": "1"}),
+        # percents of an instance are those of its slices: MIG keeps some of the memory
+        ((A100,), {}, {"nvidia.com/gpumem-percentage": 50}, {"nvidia.com/mig-3g.20gb": "1"}),
+        ((A100,), {}, {"nvidia.com/gpumem-percentage": 26}, {"nvidia.com/mig-3g.20gb": "1"}),
+        ((A30,), {}, {"nvidia.com/gpumem-percentage": 25}, {"nvidia.com/mig-1g.6gb": "1"}),
+        ((MPS,), {}, {"nvidia.com/gpumem-percentage": 50}, {"nvidia.com/gpu.mps": "50"}),
         # threads are units of MPS
         ((MPS,), {}, {"nvidia.com/gpumem": 8000}, {"nvidia.com/gpu.mps": "20"}),
         (
@@ -249,7 +255,8 @@ def test_an_init_container_has_what_the_others_have_later() -> None:
     ("at", "annotations", "amounts", "sentence"),
     [
         (A100, {}, {**SEED, "nvidia.com/gpucores": 30}, "nvidia.com/gpucores: 30 has no effect"),
-        (FRACTIONS, {}, {**SEED, "nvidia.com/gpucores": 30}, "shares of backend mps limit threads"),
+        (FRACTIONS, {}, {**HALF, "nvidia.com/gpucores": 30}, "shares of backend mps limit threads"),
+        (FRACTIONS, {}, SEED, "from 2 GPUs where the pool has `split: accept`"),
         (A100, {}, {**SEED, "nvidia.com/priority": 1}, "nvidia.com/priority has no effect"),
         (A100, {"nvidia.com/use-gpuuuid": "GPU-1"}, SEED, "no Node label has the uuids"),
         (A100, {"hami.io/node-scheduler-policy": "spread"}, SEED, "metagpu-spread"),

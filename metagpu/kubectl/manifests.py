@@ -1,0 +1,66 @@
+"""Manifests in files: their documents, and the pods in them."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from metagpu.core.errors import MetagpuError
+
+_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
+    "Pod": (),
+    "PodTemplate": ("template",),
+    "CronJob": ("spec", "jobTemplate", "spec", "template"),
+}
+"""Where the pod of a manifest is, by its kind; elsewhere it is `spec.template`."""
+
+
+def read_documents(name: str) -> Sequence[Any]:
+    """Read the documents of a YAML or JSON file, or of stdin for `-`; blocks.
+
+    Raises:
+        MetagpuError: the file cannot be read.
+    """
+    import yaml
+
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        with suppress(ValueError):  # a list of nodes as JSON takes YAML a hundred times as long
+            return [json.loads(text)]
+        return [it for it in yaml.safe_load_all(text) if it is not None]
+    except (OSError, UnicodeDecodeError) as error:
+        raise MetagpuError(f"{name}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise MetagpuError(f"{name}: no YAML: {' '.join(str(error).split())}") from error
+
+
+def objects_in(documents: Sequence[Any], file: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a manifest, those of its Lists too.
+
+    Raises:
+        MetagpuError: a document is no object of Kubernetes.
+    """
+    for document in documents:
+        if not isinstance(document, Mapping) or "kind" not in document:
+            raise MetagpuError(f"{file}: no Kubernetes object; write one with apiVersion and kind")
+        if document["kind"].endswith("List") and isinstance(document.get("items"), list):
+            yield from objects_in(document["items"], file)
+        else:
+            yield document
+
+
+def template_path(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the way to the pod of an object that has one, by its kind."""
+    return _TEMPLATES.get(document["kind"], ("spec", "template"))
+
+
+def pod_at(document: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return the pod or pod template of an object, `None` where it has none."""
+    pod: Any = document
+    for key in path:
+        pod = pod.get(key) if isinstance(pod, Mapping) else None
+    if not isinstance(pod, Mapping) or not isinstance(pod.get("spec"), Mapping):
+        return None
+    return pod

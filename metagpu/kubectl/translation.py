@@ -1,0 +1,126 @@
+"""`translate`: what the webhook would do with the pods of a manifest."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from metagpu.cli.live import print_text
+from metagpu.display.encoding import encode
+from metagpu.display.table import Cell, TextTable, render, stdout_terminal
+from metagpu.kubectl.manifests import objects_in, pod_at, read_documents, template_path
+from metagpu.translation.explanation import NodeWay, explain
+from metagpu.translation.patch import apply_patch
+from metagpu.translation.translate import translate
+from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
+
+Object = Mapping[str, Any]
+
+
+class TranslatedObject(msgspec.Struct):
+    """One object of a manifest, and its translation where it has a pod.
+
+    Attributes:
+        name: kind and name, for sentences.
+        document: the object as it is to be applied.
+        ways: what each node would give, for `--explain`.
+    """
+
+    name: str
+    document: Object
+    outcome: Translation | None = None
+    ways: Sequence[NodeWay] = ()
+
+
+def read_nodes(file: Path) -> Sequence[Object]:
+    """Read the Nodes of a file; blocks.
+
+    Raises:
+        MetagpuError: the file cannot be read, or has no objects of Kubernetes.
+    """
+    found = objects_in(read_documents(str(file)), str(file))
+    return [it for it in found if it["kind"] == "Node"]
+
+
+def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
+    """Print a translated manifest; return 1 where no node could serve a pod.
+
+    Raises:
+        MetagpuError: the file cannot be read, or has no objects of Kubernetes.
+    """
+    offers = [NodeOffer.from_node(it) for it in nodes]
+    settings = TranslationSettings(order=args.order, policy=args.policy)
+    objects = objects_in(read_documents(args.filename), args.filename)
+    found = [_translated(it, offers, settings) for it in objects]
+    if args.explain:
+        _print_ways(found)
+    else:
+        print_text(_encoded([it.document for it in found], args.output))
+    for it in found:
+        for sentence in _sentences(it):
+            print(f"kubectl metagpu: {it.name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+    return int(any(it.outcome is not None and it.outcome.impossible for it in found))
+
+
+def _translated(
+    document: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
+) -> TranslatedObject:
+    metadata = document.get("metadata") or {}
+    name = f"{document['kind']} {metadata.get('name') or metadata.get('generateName') or ''}"
+    path = template_path(document)
+    pod = pod_at(document, path)
+    if pod is None:
+        return TranslatedObject(name.strip(), document)
+    outcome = translate(pod, nodes, settings)
+    changed = _with_pod(document, path, apply_patch(pod, outcome.operations))
+    return TranslatedObject(name.strip(), changed, outcome, explain(pod, nodes, settings))
+
+
+def _with_pod(document: Object, path: Sequence[str], pod: Object) -> Object:
+    """Return a copy of an object with another pod at a path."""
+    if not path:
+        return pod
+    outer = [reduce(lambda at, key: at[key], path[:depth], document) for depth in range(len(path))]
+    inner = pod
+    for at, key in zip(reversed(outer), reversed(path), strict=True):
+        inner = {**at, key: inner}
+    return inner
+
+
+def _encoded(documents: Sequence[Object], form: str) -> str:
+    if form == "json":
+        if len(documents) == 1:
+            return encode(documents[0], form)
+        return encode({"apiVersion": "v1", "kind": "List", "items": list(documents)}, form)
+    return "---\n".join(encode(it, form) for it in documents)
+
+
+def _sentences(it: TranslatedObject) -> Iterator[str]:
+    if it.outcome is None:
+        return
+    yield from it.outcome.warnings
+    if it.outcome.impossible:
+        yield it.outcome.impossible
+
+
+def _print_ways(found: Iterable[TranslatedObject]) -> None:
+    """Print what each node would give to each pod."""
+    parts: list[Cell | TextTable] = []
+    for it in found:
+        if it.outcome is None:
+            continue
+        if not it.ways:
+            parts.append(Cell(f"{it.name}: nothing to translate, it stays as it is"))
+            continue
+        columns = ("NODE", "BY", "RESOURCES", "MEMORY", "BEYOND", "CHOSEN")
+        table = TextTable(columns, folded=frozenset({"RESOURCES"}))
+        for way in it.ways:
+            chosen = Cell("yes", "green") if way.chosen else "no"
+            sizes = [f"{amount} MiB" if way.memory else "-" for amount in (way.memory, way.waste)]
+            table.add(way.node, way.technique or "-", way.text, *sizes, chosen)
+        parts += [Cell(it.name, "bold"), table]
+    print_text(render(parts, stdout_terminal()))

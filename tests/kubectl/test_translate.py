@@ -1,0 +1,191 @@
+"""`kubectl metagpu translate`: manifests, nodes from a file and from the API server."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from metagpu.kubectl.program import main
+from metagpu.translation.values import NodeOffer
+from tests.kubectl.test_program import cluster
+from tests.rigs.agent import METAGPU
+from tests.translation.nodes import node, pod
+
+SEED = {"nvidia.com/gpu": 2, "nvidia.com/gpumem": 8000}
+MIG = node("a100", "a100-pcie-40gb", "mig")
+CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "settings"}}
+
+
+def node_object(offer: NodeOffer) -> Mapping[str, object]:
+    """Return a Node as the API has it."""
+    amounts = {"cpu": "8", "memory": "64Gi"} | {
+        key: str(count) for key, count in offer.allocatable.items()
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": offer.name, "labels": dict(offer.labels)},
+        "status": {"allocatable": amounts},
+    }
+
+
+def workload(kind: str) -> dict[str, Any]:
+    """Return a workload with the seed's pod as its template."""
+    template = {key: it for key, it in pod(SEED).items() if key in ("metadata", "spec")}
+    spec = {"replicas": 3, "template": template}
+    if kind == "CronJob":
+        spec = {"schedule": "@daily", "jobTemplate": {"spec": spec}}
+    return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": "work"}, "spec": spec}
+
+
+def written(folder: Path, *documents: object) -> Path:
+    """Write a manifest of several documents."""
+    file = folder / "manifest.yaml"
+    file.write_text(yaml.safe_dump_all(documents), encoding="utf-8")
+    return file
+
+
+def nodes_file(folder: Path, *offers: NodeOffer, form: str = "json") -> Path:
+    """Write what `kubectl get nodes -o` prints."""
+    file, items = folder / f"nodes.{form}", [node_object(it) for it in offers]
+    listed = {"apiVersion": "v1", "kind": "List", "items": items}
+    text = json.dumps(listed) if form == "json" else yaml.safe_dump(listed)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], manifest: Path, nodes: Path, *more: str
+) -> tuple[int, str, str]:
+    """Run the command without a cluster; return its status and its output."""
+    status = main(["translate", "-f", str(manifest), "--nodes", str(nodes), *more])
+    return status, *capsys.readouterr()
+
+
+def containers(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the containers of an object with a pod."""
+    spec = document["spec"]
+    if "jobTemplate" in spec:
+        spec = spec["jobTemplate"]["spec"]
+    found = spec.get("template", document)["spec"]["containers"]
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_every_pod_of_a_manifest_is_translated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Pods and the templates of workloads ask for instances; other objects stay."""
+    kinds = ("Deployment", "Job", "StatefulSet", "CronJob")
+    documents = [pod(SEED), CONFIG_MAP, *map(workload, kinds)]
+    status, out, err = run(
+        capsys, written(tmp_path, *documents), nodes_file(tmp_path, MIG, form=form)
+    )
+    found = list(yaml.safe_load_all(out))
+
+    assert (status, err) == (0, "")
+    assert [it["kind"] for it in found] == ["Pod", "ConfigMap", *kinds]
+    assert found[1] == CONFIG_MAP
+    for it in (found[0], *found[2:]):
+        assert containers(it)[0]["resources"] == {"limits": {"nvidia.com/mig-2g.10gb": "2"}}
+    assert found[2]["spec"]["replicas"] == 3
+
+
+def test_the_output_translates_to_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON comes out as one object or a List, and goes in again by stdin, unchanged."""
+    nodes = nodes_file(tmp_path, MIG)
+    manifest = written(tmp_path, pod(SEED), CONFIG_MAP)
+    _, once, _ = run(capsys, manifest, nodes, "-o", "json")
+    monkeypatch.setattr("sys.stdin", io.StringIO(once))
+    _, twice, _ = run(capsys, Path("-"), nodes, "-o", "json")
+
+    assert json.loads(once)["kind"] == "List"
+    assert once == twice
+    _, single, _ = run(capsys, written(tmp_path, pod(SEED)), nodes, "-o", "json")
+    assert json.loads(single)["kind"] == "Pod"
+
+
+def test_an_impossible_pod_fails_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is 1, stderr has what would fit, and the pod is printed as it was."""
+    asked = pod({"nvidia.com/gpumem": 90000})
+    status, out, err = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG))
+
+    assert status == 1
+    assert err.startswith("kubectl metagpu: Pod gpu-pod1: container c0: 90000 MiB of one GPU")
+    assert yaml.safe_load(out) == asked
+
+
+def test_warnings_are_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning does not fail the command, nor come between the documents."""
+    asked = pod({**SEED, "nvidia.com/gpucores": 30})
+    status, out, err = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG))
+
+    assert status == 0
+    assert "nvidia.com/gpucores: 30 has no effect" in err
+    assert containers(yaml.safe_load(out))
+
+
+def test_order_and_policy_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The order of techniques decides where a pod names none; an unknown one is refused."""
+    manifest = written(tmp_path, pod(SEED))
+    nodes = nodes_file(tmp_path, MIG, node("b", "a100-40gb"), node("c", "a30", "mig", gpus=8))
+    _, fractions, _ = run(capsys, manifest, nodes, "--order", "hami-core,mig")
+    _, spread, _ = run(capsys, manifest, nodes, "--policy", "spread")
+
+    assert "cnvrg.io/metagpu: '40'" in fractions
+    assert "nvidia.com/mig-2g.12gb: '2'" in spread
+    with pytest.raises(SystemExit, match="2"):
+        main(["translate", "-f", str(manifest), "--order", "vgpu"])
+    assert "'vgpu' is no technique" in capsys.readouterr().err
+
+
+def test_explain_shows_what_each_node_would_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each node and technique: the resources, their memory, and which was chosen."""
+    asked = pod(SEED, nodeSelector={"nvidia.com/gpu.product": "NVIDIA-A100-PCIE-40GB"})
+    nodes = nodes_file(tmp_path, MIG, node("t", "a30"), NodeOffer("plain"))
+    status, out, _ = run(capsys, written(tmp_path, asked, CONFIG_MAP), nodes, "--explain")
+    lines = out.splitlines()
+
+    assert status == 0
+    assert [it.split() for it in lines if it.startswith(" a100 ")] == [
+        ["a100", "mig", "2", "of", "nvidia.com/mig-2g.10gb", "19712", "MiB", "3712", "MiB", "yes"]
+    ]
+    assert any("may not go there" in it for it in lines if it.startswith(" t "))
+    assert "apiVersion" not in out
+
+
+def test_a_file_without_objects_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the file."""
+    nodes = nodes_file(tmp_path, MIG)
+    status, _, err = run(capsys, written(tmp_path, "text"), nodes)
+
+    assert (status, "manifest.yaml: no Kubernetes object" in err) == (1, True)
+    assert run(capsys, tmp_path / "missing.yaml", nodes)[0] == 1
+
+
+async def test_nodes_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a file of nodes, the user's kubeconfig reads them; nothing is created."""
+    async with cluster(tmp_path, capsys) as it:
+        fractions = node("gpu-1", "a100-40gb")
+        content = {key: part for key, part in node_object(fractions).items() if key != "kind"}
+        it.scene.server.store.put(("nodes", "", "gpu-1"), content)
+        asked = pod({"nvidia.com/gpumem": 8000})
+        status, out, err = await it.run("translate", "-f", str(written(tmp_path, asked)))
+
+        assert (status, err) == (0, "")
+        text = out[out.index("apiVersion:") :]  # the daemon of the test logs before it
+        assert containers(yaml.safe_load(text))[0]["resources"]["limits"] == {METAGPU: "20"}
+        assert "gpu-pod1" not in json.dumps(it.scene.server.store.dump())
