@@ -46,6 +46,8 @@ class KnownPod(msgspec.Struct, frozen=True):
         claims: the requests of ResourceClaims that each container names: the name of the claim,
             and the request, empty for the whole claim.
         arriving: whether the pod is bound to the node, and the kubelet has not admitted it yet.
+        gpu_annotations: its annotations about its GPUs (`core/model/gpu_preference.py`).
+        containers: the shares of each resource that each container requests, init containers first.
     """
 
     uid: str
@@ -61,6 +63,8 @@ class KnownPod(msgspec.Struct, frozen=True):
     requests: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: bool = False
     claims: Mapping[str, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
+    gpu_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
+    containers: Mapping[str, Mapping[str, int]] = msgspec.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -79,6 +83,7 @@ class PodIndex(msgspec.Struct, frozen=True):
         requested: the shares that all pods request which have not ended.
         arriving: those that pods request which are bound to the node and not admitted yet.
         listed: whether the API server has answered.
+        preferring: whether any of the pods names the GPUs that it prefers.
     """
 
     by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
@@ -87,6 +92,7 @@ class PodIndex(msgspec.Struct, frozen=True):
     requested: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
     listed: bool = False
+    preferring: bool = False
 
     @classmethod
     def from_pods(cls, pods: Iterable[KnownPod]) -> "PodIndex":
@@ -100,6 +106,7 @@ class PodIndex(msgspec.Struct, frozen=True):
             _sum_requests(it for it in known if not it.ended),
             _sum_requests(it for it in known if it.arriving),
             listed=True,
+            preferring=any(it.gpu_annotations for it in known),
         )
 
     @property

@@ -148,6 +148,33 @@ class AnnotationRejected(msgspec.Struct, frozen=True):
     at: float
 
 
+class PreferenceMissed(msgspec.Struct, frozen=True):
+    """A preference of GPUs was not followed at the kubelet's request for shares.
+
+    Attributes:
+        containers: the pods' uids and the containers that it may have been asked for.
+        reason: why, and what would help.
+    """
+
+    containers: tuple[tuple[str, str], ...]
+    reason: str
+
+
+class PreferenceNotMet(msgspec.Struct, frozen=True):
+    """A container's shares are not on the GPUs that its pod prefers.
+
+    One event for each container.
+
+    Attributes:
+        reason: the shares, the annotation, and why.
+    """
+
+    pod: KnownPod
+    container: str
+    reason: str
+    at: float
+
+
 class DevicesLost(msgspec.Struct, frozen=True):
     """A container's MIG devices no longer exist: one event for each container.
 
@@ -198,6 +225,8 @@ Event = (
     | CheckpointRequested
     | PodEnded
     | AnnotationRejected
+    | PreferenceMissed
+    | PreferenceNotMet
     | DevicesLost
     | AllocationRefused
 )

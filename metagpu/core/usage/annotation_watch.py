@@ -1,23 +1,39 @@
-"""Watch on pod annotations: a rejected annotation is reported once."""
+"""Watches on pod annotations: what is rejected, or not met, is reported once."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from time import time
+from typing import Final
 
+import anyio
 import structlog
 
 from metagpu.core.config.memory import MemoryEnforcement
 from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.gpu_preference import parse_preference, unmet
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, Share
+from metagpu.core.model.shares import Holder, ResourceName, Share, holders_of
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.state.events import AnnotationRejected
+from metagpu.core.runtime.event_bus import Subscription
+from metagpu.core.state.events import (
+    AnnotationRejected,
+    Event,
+    PreferenceMissed,
+    PreferenceNotMet,
+)
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import ContainerUsage
 from metagpu.core.usage.annotations import effective_limit, limited_resources
 
+_LATE: Final = (
+    "metagpu heard of the pod after the kubelet had asked, or its annotations were changed later; "
+    "create the pod again"
+)
+_CLAIM: Final = (
+    "the scheduler chooses the devices of a ResourceClaim: name the GPU in a selector of the claim"
+)
 log = structlog.get_logger()
 
 
@@ -51,6 +67,80 @@ class AnnotationWatch:
                     log.warning("annotation rejected", pod=str(pod), reason=reason)
                     self._registry.events.publish(AnnotationRejected(pod, reason, at=time()))
             reported = rejected.keys()
+
+
+class UnmetPreferenceWatch:
+    """A watch on the GPUs that pods prefer, and on those that they got.
+
+    The kubelet does not say for which pod it asks, and may choose other shares: what a pod got is
+    known once the kubelet lists it.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._reasons: dict[tuple[str, str], str] = {}
+
+    async def run(self) -> None:
+        """Report each container once whose preference is not met, until cancelled."""
+        with self._registry.events.subscribe(PreferenceMissed) as missed:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._remember, missed)
+                await self._watch()
+
+    async def _remember(self, missed: Subscription[Event]) -> None:
+        async for event in missed:
+            if isinstance(event, PreferenceMissed):
+                self._reasons |= dict.fromkeys(event.containers, event.reason)
+
+    async def _watch(self) -> None:
+        reported: AbstractSet[tuple[str, str, str]] = frozenset()
+        async for pods, _ in self._registry.watch(_preferring):
+            known = {pod.uid for pod in pods}
+            self._reasons = {key: why for key, why in self._reasons.items() if key[0] in known}
+            found = {
+                (pod.uid, container, words): (pod, why)
+                for pod in pods
+                for container, words, why in unmet_preferences(pod, self._registry.snapshot)
+            }
+            for key in found.keys() - reported:
+                (pod, why), (uid, container, words) = found[key], key
+                why = why or self._reasons.get((uid, container), _LATE)
+                reason = f"container {container} {words}: {why}"
+                log.warning("gpu preference not met", pod=str(pod), reason=reason)
+                event = PreferenceNotMet(pod, container, reason, at=time())
+                self._registry.events.publish(event)
+            reported = found.keys()
+
+
+def unmet_preferences(pod: KnownPod, snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
+    """Yield containers whose shares their pod does not prefer.
+
+    Of each the name, how the shares differ, and why. The last is empty where the shares do not show
+    it. An annotation that is not followed is such a difference too.
+    """
+    gpus = {gpu: state.gpu for gpu, state in snapshot.gpus.items()}
+    held: dict[tuple[str, ResourceName, bool], dict[GpuId, int]] = {}
+    for state in snapshot.gpus.values():
+        for lease in state.leases.values():
+            for it in holders_of(lease):
+                if (it.namespace, it.pod) == (pod.namespace, pod.name) and it.container:
+                    of_claim = lease.resource_claim is not None
+                    counts = held.setdefault((it.container, lease.share.resource, of_claim), {})
+                    counts[lease.share.gpu] = counts.get(lease.share.gpu, 0) + 1
+    for (container, _, of_claim), counts in held.items():
+        preference = parse_preference(pod.gpu_annotations, container)
+        for problem in preference.problems:
+            yield container, "has an annotation without effect", problem
+        if words := unmet(preference, container, counts, gpus):
+            yield container, words, _CLAIM if of_claim else ""
+
+
+def _preferring(snapshot: Snapshot) -> tuple[tuple[KnownPod, ...], object]:
+    """Return the data that a preference depends on; no leases if no pod prefers GPUs."""
+    if not snapshot.pods.preferring:
+        return (), ()
+    pods = tuple(it for it in snapshot.pods.by_uid.values() if it.gpu_annotations and not it.ended)
+    return pods, tuple(state.leases for state in snapshot.gpus.values()) if pods else ()
 
 
 def rejected_annotations(

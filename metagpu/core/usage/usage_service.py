@@ -15,7 +15,7 @@ from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.absent_containers import AbsentContainerWatch, RunningHolders
 from metagpu.core.usage.accounting import PromisedMemory
-from metagpu.core.usage.annotation_watch import AnnotationWatch
+from metagpu.core.usage.annotation_watch import AnnotationWatch, UnmetPreferenceWatch
 from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
 from metagpu.core.usage.driver_limits import DriverLimits
 from metagpu.core.usage.enforcement_stats import enforcement_report
@@ -79,6 +79,7 @@ class UsageService:
         self._unauthorized = UnauthorizedUseWatch(self._collector, host, registry, timing)
         self._absent = AbsentContainerWatch(registry, running, timing)
         self._annotations = AnnotationWatch(registry, settings, guards)
+        self._preferences = UnmetPreferenceWatch(registry)
         self._lost = LostDeviceWatch(driver, registry, read_allocated, timing)
         self._mixed = MixedRequestWatch(registry, shows_one_answer, timing)
 
@@ -90,6 +91,7 @@ class UsageService:
             partial(run_with_restart, self._unauthorized.run, "watch for unauthorized use"),
             partial(run_with_restart, self._absent.run, "watch for absent containers"),
             partial(run_with_restart, self._annotations.run, "watch for annotations"),
+            partial(run_with_restart, self._preferences.run, "watch for preferences of GPUs"),
             partial(run_with_restart, self._lost.run, "watch for lost devices"),
             partial(run_with_restart, self._mixed.run, "watch for mixed requests"),
         )

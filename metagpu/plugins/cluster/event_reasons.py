@@ -22,6 +22,7 @@ class EventReason(StrEnum):
     GPU_MEMORY_ANNOTATION_REJECTED = "GPUMemoryAnnotationRejected"
     GPU_MEMORY_EXCEEDED = "GPUMemoryExceeded"
     GPU_NOT_VISIBLE = "GPUNotVisible"
+    GPU_PREFERENCE_NOT_MET = "GPUPreferenceNotMet"
     GPU_PROCESS_SIGNALED = "GPUProcessSignaled"
     GPU_RECOVERED = "GPURecovered"
     GPU_REQUEST_REFUSED = "GPURequestRefused"

@@ -12,6 +12,7 @@ from metagpu.core.state.events import (
     Event,
     MemoryExceeded,
     MixedRequestFound,
+    PreferenceNotMet,
     ProcessSignalled,
     UnauthorizedUseFound,
 )
@@ -31,6 +32,7 @@ POD_EVENT_KINDS: Final = (
     UnauthorizedUseFound,
     ContainerAbsent,
     AnnotationRejected,
+    PreferenceNotMet,
     DevicesLost,
     MixedRequestFound,
 )
@@ -69,19 +71,28 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
             )
         case UnauthorizedUseFound():
             return _unauthorized_use(event, snapshot)
-        case AnnotationRejected():
-            pod = event.pod
-            return EventData(
-                _pod(pod.namespace, pod.name, pod.uid),
-                EventReason.GPU_MEMORY_ANNOTATION_REJECTED,
-                event.reason,
-                "Configure",
-                warning=True,
-                minor=True,
-            )
+        case AnnotationRejected() | PreferenceNotMet():
+            return _annotation_event(event)
         case ContainerAbsent() | DevicesLost() | MixedRequestFound():
             return _holder_event(event, snapshot)
     return None
+
+
+def _annotation_event(event: AnnotationRejected | PreferenceNotMet) -> EventData:
+    pod = event.pod
+    reason = (
+        EventReason.GPU_PREFERENCE_NOT_MET
+        if isinstance(event, PreferenceNotMet)
+        else EventReason.GPU_MEMORY_ANNOTATION_REJECTED
+    )
+    return EventData(
+        _pod(pod.namespace, pod.name, pod.uid),
+        reason,
+        event.reason,
+        "Configure",
+        warning=True,
+        minor=True,
+    )
 
 
 def _holder_event(

@@ -9,6 +9,7 @@ import anyio
 import msgspec
 from msgspec.structs import replace
 
+from metagpu.core.model.gpu_preference import gpu_annotations
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
@@ -139,7 +140,15 @@ def known_pod(item: KubeObject) -> KnownPod:
         requests=_requests(item.get("spec") or {}),
         arriving=_is_arriving(item.get("status") or {}),
         claims=requests_by_container(item),
+        gpu_annotations=gpu_annotations(metadata.get("annotations") or {}),
+        containers=_container_requests(item.get("spec") or {}),
     )
+
+
+def _container_requests(spec: KubeObject) -> Mapping[str, Mapping[str, int]]:
+    """Return the extended resources that containers request, init containers first."""
+    containers = *(spec.get("initContainers") or ()), *(spec.get("containers") or ())
+    return {str(it.get("name")): limits for it in containers if (limits := _limits(it))}
 
 
 def _requests(spec: KubeObject) -> Mapping[str, int]:

@@ -5,10 +5,10 @@ as a MIG instance, is awaited in Allocate or at the container's start, and then 
 specification.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import structlog
@@ -37,6 +37,7 @@ from metagpu.plugins.kubelet.availability import Claim, find_shares, refuse_unav
 from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares, no_cdi
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
+from metagpu.plugins.kubelet.preference import ShareChooser
 from metagpu.plugins.kubelet.provisioning import is_provisioned, wait_reprovisioned
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
@@ -53,6 +54,7 @@ class DevicePluginService:
 
     Attributes:
         record: counts the kubelet's calls; one of its own unless given.
+        chooser: chooses shares before the kubelet asks for them.
 
     Args:
         resource: the resource's name.
@@ -85,6 +87,7 @@ class DevicePluginService:
         self._flush_deadline = timing.flush_deadline
         self._calls_before_start = False
         self.record = record or ResourceCallStats()
+        self.chooser = ShareChooser(resource, registry, backend, clock, timing)
         self._list = messages.DeviceList(resource)
         # For each open list, how to send it, and its last flush that was late.
         self._list_senders: dict[Callable[[anyio.Event], None], anyio.Event] = {}
@@ -125,7 +128,7 @@ class DevicePluginService:
                 ("ListAndWatch", list_and_watch, streaming),
                 (
                     KubeletCall.PREFERRED,
-                    self._counted(KubeletCall.PREFERRED, self._preferred),
+                    self._counted(KubeletCall.PREFERRED, self.chooser.answer),
                     unary,
                 ),
                 (KubeletCall.ALLOCATE, self._counted(KubeletCall.ALLOCATE, self._allocate), unary),
@@ -259,40 +262,6 @@ class DevicePluginService:
         await self._ensure_cdi_names(cdi.device_names(await backend.grant(shares, snapshot)))
         return snapshot
 
-    async def _preferred(self, request: bytes) -> bytes:
-        return fast_codec.encode_preferred_response(
-            map(self._choice, fast_codec.decode_preferred_request(request))
-        )
-
-    def _choice(self, asked: fast_codec.PreferredAllocation) -> Sequence[str]:
-        """Choose exactly as many ids as requested, with the required ones.
-
-        This never fails: an error would fail the pod, and a preference is only a hint.
-        """
-        chosen: list[str] = []
-        snapshot = self._registry.snapshot
-        offer = snapshot.plugin_offer(self.resource)
-
-        if offer is not None:
-            known = cast("Mapping[str, Share]", offer.shares).get
-            available = list(filter(None, map(known, asked.available)))
-            # What the kubelet takes for free and is not is the last choice: Allocate refuses it.
-            free = [it for it in available if not _is_unconfirmed(it, snapshot)]
-            available = free if len(free) >= asked.size else available
-            required = list(filter(None, map(known, asked.required)))
-            try:
-                backend = self._backend(self.resource)
-                preferred = backend.prefer(available, required, asked.size, snapshot)
-                chosen = [share.id for share in preferred]
-            except Exception:  # noqa: BLE001 - no error here may fail the pod
-                self._log.exception(
-                    "preferred allocation failed", effect="the kubelet's order is used"
-                )
-
-        if len(chosen) == asked.size:
-            return chosen
-        return list(dict.fromkeys([*asked.required, *chosen, *asked.available]))[: asked.size]
-
     async def _allocate(self, request: bytes) -> bytes:
         """Grant all containers their requested shares, or none of them any."""
         claims: list[Claim] = []
@@ -341,11 +310,6 @@ class DevicePluginService:
         # Also when the kubelet lists a holder meanwhile, it is still to provision.
         self._registry.apply(SharesPending(claimed, self._clock()))
         return await backend.grant(shares, snapshot)
-
-
-def _is_unconfirmed(share: Share, snapshot: Snapshot) -> bool:
-    lease = snapshot.gpus[share.gpu].leases.get(share.id)
-    return lease is not None and lease.unconfirmed
 
 
 def _provisions_at_start(backend: Backend) -> bool:

@@ -45,6 +45,9 @@ class KubeletTiming(msgspec.Struct, frozen=True):
             from a difference that stays to the second registration.
         comparison_retry: from a difference to the comparison that confirms it.
         longest_comparison_delay: the longest delay between two registrations for a difference.
+        pod_wait: the longest time that a preference of shares waits to know its pod, in a cluster
+            whose pods name GPUs: the kubelet may hear of a pod a few milliseconds sooner.
+        preferring: the time since the last pod that named a GPU in which there is such a wait.
     """
 
     connect_delay: float = 0.002
@@ -72,6 +75,8 @@ class KubeletTiming(msgspec.Struct, frozen=True):
     comparison_period: float = 10.0
     comparison_retry: float = 2.0
     longest_comparison_delay: float = 300.0
+    pod_wait: float = 0.02
+    preferring: float = 600.0
 
 
 TIMING: Final = KubeletTiming()

@@ -12,6 +12,7 @@ from metagpu.core.state.events import (
     AnnotationRejected,
     Event,
     MemoryExceeded,
+    PreferenceNotMet,
     ProcessSignalled,
     UnauthorizedUseFound,
 )
@@ -81,6 +82,11 @@ def unauthorized_use(holder: Holder | None, memory: int | None = 300 * MIB) -> U
             AnnotationRejected(KnownPod("u-1", "team", "alice"), "gpu-mem-limit.x: no", at=1),
             "GPUMemoryAnnotationRejected",
             "gpu-mem-limit.x: no",
+        ),
+        (
+            PreferenceNotMet(KnownPod("u-1", "team", "alice"), "main", "container main: no", at=1),
+            "GPUPreferenceNotMet",
+            "container main: no",
         ),
     ],
 )

@@ -267,7 +267,7 @@ class Offers(RuleBasedStateMachine):
             available_deviceIDs=available, allocation_size=size
         )
         request = v1beta1.PreferredAllocationRequest(container_requests=[wanted])
-        answer = self.loop.run(service._preferred(bytes(request)))
+        answer = self.loop.run(service.chooser.answer(bytes(request)))
         [preferred] = v1beta1.PreferredAllocationResponse.parse(answer).container_responses
         ids = preferred.device_i_ds
         assert len(set(ids)) == size

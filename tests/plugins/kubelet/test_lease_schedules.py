@@ -382,7 +382,7 @@ class Schedules(RuleBasedStateMachine):
         free = [i for i in self.kubelet.free(resource) if i in healthy]
         if len(free) < size:
             return None
-        chosen = tuple(map(ShareId, service._choice(PreferredAllocation(free, (), size))))
+        chosen = tuple(map(ShareId, service.chooser.choose(PreferredAllocation(free, (), size))))
         container = v1beta1.ContainerAllocateRequest(devices_ids=list(chosen))
         request = bytes(v1beta1.AllocateRequest(container_requests=[container]))
         try:

@@ -1,0 +1,68 @@
+"""The whole agent with an API server and pods that name GPUs."""
+
+from pathlib import Path
+from typing import Final
+
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.rigs.agent import METAGPU, Scene, agent_at_work
+
+NODE: Final = "gpu-1"
+UUID: Final = "nvidia.com/use-gpuuuid"
+POOL: Final = """
+version: metagpu/v1
+pools:
+  - {name: all, backends: [{backend: fraction, sharesPerGpu: 10, offer: all}]}
+"""
+
+
+def settings(server: SimApiServer, tmp_path: Path) -> ClusterSettings:
+    """Return cluster settings that use the running server for pods alone."""
+    uses = frozenset({Feature.PODS, Feature.POD_EVENTS})
+    return ClusterSettings(NODE, server.kubeconfig(tmp_path), features=uses)
+
+
+async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -> SimPod:
+    """Bind a pod that names a GPU, as the scheduler does, and admit it."""
+    admitted = SimPod.single(name, {METAGPU: size})
+    server.add_pod(
+        "default",
+        name,
+        NODE,
+        {UUID: gpu},
+        uid=admitted.uid,
+        phase="Pending",
+        requests={METAGPU: size},
+    )
+    await it.wait_snapshot(lambda now: admitted.uid in now.pods.by_uid)
+    await it.kubelet.admit(admitted)
+    return admitted
+
+
+async def test_a_pod_on_another_gpu_has_an_event(tmp_path: Path) -> None:
+    """A pod runs on the GPU that it names; one that finds it full has an Event with the reason."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, "a100-40gb:3", POOL, cluster_settings=settings(server, tmp_path)
+        ) as it,
+    ):
+        await it.until(30, 30)
+        gpu = list(it.agent.registry.snapshot.gpus)[2]
+        first = await run(it, server, "first", 8, gpu)
+        second = await run(it, server, "second", 3, gpu)
+        await server.until(lambda: len(server.events()) > 0)
+        [event] = server.events()
+        held = [
+            {share.partition("::")[0] for share in it.kubelet.devices(pod)["main"][METAGPU]}
+            for pod in (first, second)
+        ]
+
+    assert held[0] == {gpu}
+    assert gpu not in held[1]
+    assert (event["reason"], event["type"]) == ("GPUPreferenceNotMet", "Warning")
+    assert event["regarding"]["name"] == "second"
+    assert "which nvidia.com/use-gpuuuid does not name: they have 2 of 3 shares" in event["note"]
