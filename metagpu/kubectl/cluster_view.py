@@ -33,11 +33,31 @@ _LEFT_OUT: Final = "feature.node.kubernetes.io/"
 
 
 class _Objects(msgspec.Struct, frozen=True):
-    """Objects of the API server; `until` is when they are listed again."""
+    """Objects of the API server.
+
+    Attributes:
+        until: when they are listed again.
+        lacking: the right that is missing to look for daemons again, empty for none.
+    """
 
     until: float
     agents: Sequence[AgentPod]
     nodes: Sequence[Object]
+    lacking: str = ""
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    """Pods that wait; `refusal` is that of the API server to list them."""
+
+    pods: Sequence[Object] = ()
+    refusal: ClusterError | None = None
+
+    @property
+    def lacking(self) -> str:
+        """Name the right that is missing in one line, empty for none."""
+        if self.refusal is None:
+            return ""
+        return f"pods that wait are not shown: {self.refusal.message}"
 
 
 class ClusterView(PolledView):
@@ -72,14 +92,10 @@ class ClusterView(PolledView):
                 ask for what `namespaces` has alone.
         """
         self._objects = await self._list_objects()
-        try:
-            await self._list_pods()
-        except ClusterError as error:
-            if error.status != _FORBIDDEN or self._pods_are_wanted:
-                raise
-            self._namespaces = []
-            return f"pods that wait are not shown: {error.message}"
-        return ""
+        pods = await self._list_waiting()
+        if pods.refusal is not None and self._pods_are_wanted:
+            raise pods.refusal
+        return pods.lacking
 
     async def _compose_view(self) -> tuple[Object, bytes]:
         try:
@@ -89,7 +105,7 @@ class ClusterView(PolledView):
             statuses, usages, pods = await in_parallel(
                 partial(self._viewer.ask, STATUS, objects.agents),
                 partial(self._viewer.ask, USAGE, objects.agents),
-                self._list_pods,
+                self._list_waiting,
             )
             # In a thread: 500 nodes have some megabytes, and each pod is judged for each node.
             look = partial(_compose, objects, statuses, usages, pods)
@@ -98,17 +114,39 @@ class ClusterView(PolledView):
             names = [it.node for it in self._objects.agents] if self._objects else []
             silent = [NodeAnswer(it, problem=str(error)) for it in names]
             nothing = _Objects(0, (), ())
-            return _compose(nothing, silent, silent, ())
+            return _compose(nothing, silent, silent, _Waiting())
 
     async def _list_objects(self) -> _Objects:
         query = {"labelSelector": self._selector} if self._selector else {}
-        nodes, agents = await in_parallel(
-            partial(self._viewer.items, "/api/v1/nodes", **query), self._viewer.agents
+        nodes, (agents, lacking) = await in_parallel(
+            partial(self._viewer.items, "/api/v1/nodes", **query), self._list_agents
         )
         if self._selector:
             names = {it["metadata"]["name"] for it in nodes}
             agents = [it for it in agents if it.node in names]
-        return _Objects(anyio.current_time() + OBJECTS_AGE, agents, nodes)
+        return _Objects(anyio.current_time() + OBJECTS_AGE, agents, nodes, lacking)
+
+    async def _list_agents(self) -> tuple[Sequence[AgentPod], str]:
+        """Find the daemons, or return those found before while they are refused."""
+        try:
+            return await self._viewer.agents(), ""
+        except ClusterError as error:
+            if error.status != _FORBIDDEN or self._objects is None:
+                raise
+            return self._objects.agents, f"new nodes are not looked for: {error.message}"
+
+    async def _list_waiting(self) -> _Waiting:
+        """List pods that wait; a right that is missing costs no node its row.
+
+        Raises:
+            ClusterError: the API server does not answer.
+        """
+        try:
+            return _Waiting(await self._list_pods())
+        except ClusterError as error:
+            if error.status != _FORBIDDEN:
+                raise
+            return _Waiting(refusal=error)
 
     async def _list_pods(self) -> Sequence[Object]:
         """List pods that wait, where the user may; remember where that is.
@@ -116,7 +154,7 @@ class ClusterView(PolledView):
         Raises:
             ClusterError: the API server does not answer, or refuses it in the last namespace too.
         """
-        while self._namespaces:
+        while True:
             where = f"/namespaces/{self._namespaces[0]}" if self._namespaces[0] else ""
             try:
                 return await self._viewer.items(
@@ -126,14 +164,13 @@ class ClusterView(PolledView):
                 if error.status != _FORBIDDEN or len(self._namespaces) == 1:
                     raise
                 self._namespaces.pop(0)
-        return ()
 
 
 def _compose(
     objects: _Objects,
     statuses: Sequence[NodeAnswer],
     usages: Sequence[NodeAnswer],
-    pods: Sequence[Object],
+    waiting: _Waiting,
 ) -> tuple[dict[str, Any], bytes]:
     """Return the view, and a digest of all in it that is no time of a look."""
     labels = {it["metadata"]["name"]: it["metadata"].get("labels") or {} for it in objects.nodes}
@@ -154,7 +191,8 @@ def _compose(
         steady.append((row, _steady(status), _timeless(usage.report)))
     shown = {
         "events": sorted(events, key=lambda it: str(it["at"]), reverse=True)[:EVENTS],
-        "waiting": waiting_pods(pods, cluster_nodes(objects.nodes, statuses)),
+        "waiting": waiting_pods(waiting.pods, cluster_nodes(objects.nodes, statuses)),
+        "lacking": "; ".join(filter(None, (objects.lacking, waiting.lacking))),
     }
     view = {"kind": "cluster", "at": iso_time(time.time()), "nodes": rows, **shown}
     return view, digest_of([steady, shown])

@@ -134,7 +134,7 @@ class ClusterViewer:
         except ClusterError as error:
             if error.status == _FORBIDDEN and not where:
                 problem = f"{error.message}; name the namespace of metagpu by --agent-namespace"
-                raise MetagpuError(problem) from error
+                raise ClusterError(problem, message=problem, status=_FORBIDDEN) from error
             raise
         found = choose_agents(pods)
         if not found:

@@ -12,6 +12,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
+from metagpu.kubectl import cluster_view
 from metagpu.kubectl.arguments import parser
 from metagpu.kubectl.cluster_view import ClusterView
 from metagpu.kubectl.obstacles import ClusterNode
@@ -141,8 +142,49 @@ async def test_the_page_of_a_user_with_few_rights(
         assert "cannot get /api/v1/namespaces/default/pods" in await view.check()
         shown = await view.read()
         assert (shown["waiting"], shown["nodes"][0]["problem"]) == ([], "")
+        assert METAGPU in shown["nodes"][0]["status"]["offers"]
+        assert "cannot get /api/v1/namespaces/default/pods" in shown["lacking"]
         status, _, err = await it.run("web", "-n", "default", "--agent-namespace", "kube-system")
         assert (status, "cannot get" in err, err.count("\n")) == (1, True, 1)
+
+
+async def test_a_right_that_is_withdrawn_costs_no_node_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While Pods may not be listed, all nodes are shown with one line; then the pods again."""
+    async with cluster(tmp_path, capsys) as it:
+        it.add_pod("large", 21)
+        denied, viewer = it.scene.server.denied, ClusterViewer(it.scene.client, "kube-system")
+        view = ClusterView(viewer, namespaces=["default"], interval=0)
+        assert await view.check() == ""
+        right = ("GET", "/api/v1/namespaces/default/pods")
+        denied.append(right)
+        shown = await view.read()
+        [row] = shown["nodes"]
+        assert (row["problem"], METAGPU in row["status"]["offers"]) == ("", True)
+        assert shown["waiting"] == []
+        assert shown["lacking"].startswith("pods that wait are not shown: ")
+        assert "cannot get /api/v1/namespaces/default/pods" in shown["lacking"]
+
+        denied.remove(right)
+        shown = await view.read()
+        assert ([w["pod"] for w in shown["waiting"]], shown["lacking"]) == (["large"], "")
+
+
+async def test_daemons_that_may_not_be_listed_again_still_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Daemons that were found are asked, while one line says that no others are looked for."""
+    monkeypatch.setattr(cluster_view, "OBJECTS_AGE", 0.0)
+    async with cluster(tmp_path, capsys) as it:
+        view = ClusterView(ClusterViewer(it.scene.client), namespaces=["default"], interval=0)
+        assert await view.check() == ""
+        it.scene.server.denied.append(("GET", "/api/v1/pods"))
+        shown = await view.read()
+        [row] = shown["nodes"]
+        assert (row["name"], row["problem"], METAGPU in row["status"]["offers"]) == (NODE, "", True)
+        assert shown["lacking"].startswith("new nodes are not looked for: ")
+        assert "cannot get /api/v1/pods" in shown["lacking"]
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ function updateFigures(nodes, isCluster, allNodes) {
     ...(isOfPod() ? [] : [['Idle GPUs', String(gpus.filter((it) => it.healthy && !it.leases.length).length), 'nobody holds a share']]),
     ['Memory held', percent(held, total), `${gib(held)} of ${gib(total)} GiB`],
     ['Memory used', percent(used, usable), `${gib(used)} of ${gib(usable)} GiB`],
-    ...(isOfPod() ? [] : [['Pods', String(pods.size), isCluster ? `${(state.view.waiting ?? []).length} wait` : 'hold shares']]),
+    ...(isOfPod() ? [] : [['Pods', String(pods.size), isCluster && !state.view.lacking ? `${(state.view.waiting ?? []).length} wait` : 'hold shares']]),
   ];
   keyed($('figures'), figures, ([name]) => name,
     ([name]) => element('div', {}, element('dt', {}, name), element('dd', {}, element('b'), ' ', element('small'))),
@@ -118,10 +118,13 @@ function updateEvents(events, isCluster) {
   }, () => {});
 }
 
-function updateWaiting(waiting) {
+function updateWaiting(waiting, lacking) {
   const wanted = asked().namespace;
   const shown = waiting.filter((it) => !wanted || it.namespace === wanted);
-  $('waiting-part').hidden = !shown.length;
+  $('waiting-part').hidden = !shown.length && !lacking;
+  $('waiting-table').hidden = !shown.length;
+  $('lacking').hidden = !lacking;
+  setText($('lacking'), lacking);
   keyed($('waiting'), shown, (it) => `${it.namespace}/${it.pod}`,
     () => element('tr', {}, element('th', { scope: 'row' }), element('td', {}, element('b'), ' ', element('span')), element('td')),
     (it, row) => {
@@ -157,7 +160,7 @@ export function draw() {
   if (one) keyed($('gpus'), one.gpus, (it) => `${one.name} ${it.uuid}`, makeGpu, updateGpu);
   else keyed($('nodes'), nodes, (it) => it.name, makeNode, updateNode);
   setText($('nodes-title'), nodes.length === all.length ? plural(all.length, 'node') : `${nodes.length} of ${plural(all.length, 'node')}`);
-  updateWaiting(isCluster && !one ? state.view.waiting ?? [] : []);
+  updateWaiting(isCluster && !one ? state.view.waiting ?? [] : [], isCluster && !one ? state.view.lacking ?? '' : '');
   updatePods(nodes, isCluster && !one);
   updateOffers(nodes);
   updateEvents((state.view.events ?? []).filter((it) => !one || it.node === one.name || !it.node), isCluster && !one);
