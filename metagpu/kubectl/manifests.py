@@ -29,7 +29,7 @@ def read_documents(name: str) -> Sequence[Any]:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         with suppress(ValueError):  # a list of nodes as JSON takes YAML a hundred times as long
             return [json.loads(text)]
-        return [it for it in yaml.safe_load_all(text) if it is not None]
+        return list(yaml.safe_load_all(text))
     except (OSError, UnicodeDecodeError) as error:
         raise MetagpuError(f"{name}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
@@ -43,6 +43,8 @@ def objects_in(documents: Sequence[Any], file: str) -> Iterator[Mapping[str, Any
         MetagpuError: a document is no object of Kubernetes.
     """
     for document in documents:
+        if document is None:  # between two `---`
+            continue
         if not isinstance(document, Mapping) or "kind" not in document:
             raise MetagpuError(f"{file}: no Kubernetes object; write one with apiVersion and kind")
         if document["kind"].endswith("List") and isinstance(document.get("items"), list):

@@ -22,6 +22,7 @@ from metagpu.kubectl.manifests import read_documents
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
+from metagpu.translation.quantities import whole_number
 
 Object = Mapping[str, Any]
 
@@ -171,7 +172,11 @@ def _node_of(it: Object, answer: NodeAnswer | None) -> ClusterNode:
         metadata.get("labels") or {},
         tuple(spec.get("taints") or ()),
         bool(spec.get("unschedulable")),
-        {name: int(count) for name, count in amounts.items() if str(count).isdecimal()},
+        {
+            name: count
+            for name, amount in amounts.items()
+            if (count := whole_number(amount)) is not None
+        },
         answer.report if answer else None,
         answer.problem if answer else "",
     )

@@ -9,6 +9,7 @@ import msgspec
 from metagpu.core.errors import MetagpuError
 from metagpu.kubectl.manifests import objects_in, pod_at, template_path
 from metagpu.translation import affinity
+from metagpu.translation.quantities import whole_number
 
 Object = Mapping[str, Any]
 
@@ -135,7 +136,8 @@ def _of_container(container: Object) -> Iterator[Request]:
         domain, slash, _ = str(resource).partition("/")
         if not slash or domain.endswith(_KUBERNETES):
             continue
-        if not str(amount).isdecimal():
+        count = whole_number(amount)
+        if count is None:
             raise MetagpuError(f"container {name}: {resource}: {amount!r} is no whole number")
-        if int(amount):
-            yield Request(name, str(resource), int(amount))
+        if count:
+            yield Request(name, str(resource), count)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from metagpu.translation.quantities import whole_number
 from metagpu.translation.values import NodeOffer, Object, TranslationSettings
 
 _WHOLE = 100
@@ -104,7 +105,7 @@ def _request(
 
 
 def _whole_number(name: str, text: str) -> int:
-    digits, thousand = (text[:-1], 1000) if text.endswith("k") else (text, 1)
-    if not digits.isdecimal():
+    number = whole_number(text)
+    if number is None:
         raise ValueError(f"{name}: {text!r} is no whole number")
-    return int(digits) * thousand
+    return number

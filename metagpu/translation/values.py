@@ -5,6 +5,8 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from metagpu.translation.quantities import whole_number
+
 Object = Mapping[str, Any]
 
 TECHNIQUES: Final = ("mig", "hami-core", "mps", "whole")
@@ -32,9 +34,9 @@ class NodeOffer(msgspec.Struct, frozen=True):
             metadata.get("name") or "",
             dict(metadata.get("labels") or {}),
             {
-                name: int(amount)
+                name: count
                 for name, amount in amounts.items()
-                if "/" in name and str(amount).isdecimal()
+                if "/" in name and (count := whole_number(amount)) is not None
             },
         )
 

@@ -276,6 +276,20 @@ def test_an_effect_that_is_missing_is_a_warning(
     assert outcome.impossible is None
 
 
+def test_amounts_are_those_of_the_api_server() -> None:
+    """The API server writes 8000 as 8k and 1000 as 1k, in pods and in Nodes."""
+    amounts = {"cpu": "8", "cnvrg.io/metagpu": "1k", "memory": "64Gi", "other.io/x": "10m"}
+    read = NodeOffer.from_node(
+        {
+            "metadata": {"name": "n", "labels": {"a": "b"}},
+            "status": {"allocatable": amounts},
+        }
+    )
+
+    assert (read.name, read.labels) == ("n", {"a": "b"})
+    assert read.allocatable == {"cnvrg.io/metagpu": 1000}
+
+
 def test_names_are_those_of_the_settings() -> None:
     """HAMi lets an operator rename its resources; the settings do too."""
     asked = pod({"volcano.sh/vgpu-number": 1, "volcano.sh/vgpu-memory": 8000})
