@@ -16,7 +16,7 @@ def refused_model(annotations: Object, node: NodeOffer) -> str:
     A name is part of a product, in any case of letters, as in HAMi. A label has `-` for spaces.
     """
     product = node.labels.get(PRODUCT)
-    if product is None:
+    if product is None or not annotations.keys() & {USE_TYPE, NOUSE_TYPE}:
         return ""
     wanted, unwanted = _names(annotations, USE_TYPE), _names(annotations, NOUSE_TYPE)
     if wanted and not _matches(product, wanted):

@@ -115,13 +115,13 @@ def best_plan(
     The techniques go before the policy, and a way that a Node counts enough shares for goes before
     one that waits for the end of pods.
     """
-    ways = [plans_of(requests, surveyed, technique) for technique in techniques]
-    for now in (True, False):
-        for plans in ways:
-            fitting = [it for it in plans if it.copies > 0 or not now]
-            if fitting:
-                return min(fitting, key=lambda it: _rank(it, policy))
-    return None
+    waiting: Sequence[Plan] = ()
+    for technique in techniques:
+        plans = plans_of(requests, surveyed, technique)
+        if now := [it for it in plans if it.copies > 0]:
+            return min(now, key=lambda it: _rank(it, policy))
+        waiting = waiting or plans
+    return min(waiting, key=lambda it: _rank(it, policy), default=None)
 
 
 def _rank(plan: Plan, policy: str) -> tuple[int, int, tuple[tuple[str, int], ...]]:
