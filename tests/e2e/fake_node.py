@@ -89,13 +89,14 @@ class FakeNode:
         *requests: Mapping[str, Any],
         constraints: Sequence[Document] = (),
         config: Sequence[Document] = (),
+        group: str = "",
     ) -> None:
-        """Create a claim and the pod that waits for it."""
+        """Create a claim and the pod that waits for it, in a PodGroup or in none."""
         lists = {"constraints": list(constraints), "config": list(config)}
         devices: Document = {"requests": list(requests), **lists}
         claim = {"metadata": {"name": name}, "spec": {"devices": devices}}
         self._api.call("POST", self._claims, claim)
-        self._api.create(self._namespace, _pod(name))
+        self._api.create(self._namespace, _pod(name, group))
 
     def settled(self, name: str) -> tuple[Allocation, ...]:
         """Wait for the scheduler's decision; return the devices, none where it found none."""
@@ -190,7 +191,7 @@ def capacity(**amounts: object) -> Document:
     return {"requests": {name: str(amount) for name, amount in amounts.items()}}
 
 
-def _pod(name: str) -> Document:
+def _pod(name: str, group: str) -> Document:
     main = {"name": "main", "image": BUSYBOX_IMAGE, "resources": {"claims": [{"name": "gpu"}]}}
     return {
         "metadata": {"name": name},
@@ -199,6 +200,7 @@ def _pod(name: str) -> Document:
             "nodeSelector": MARK,
             "tolerations": [{"operator": "Exists"}],
             "resourceClaims": [{"name": "gpu", "resourceClaimName": name}],
+            **({"schedulingGroup": {"podGroupName": group}} if group else {}),
         },
     }
 

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from tests.e2e.batch import Batch, jobs, renamed
+from tests.e2e.claims import shares
 from tests.e2e.cluster import NAMESPACE, Cluster, idle_pod
+from tests.e2e.fake_node import fake_node
 from tests.e2e.instances import held_shares, mig_node
 from tests.e2e.pages import manifests
 from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.tools import REPOSITORY
+from tests.e2e.test_dra_scheduler import FRACTIONS, slices
 from tests.e2e.test_mig import ON_DEMAND
+from tests.rigs.build import gpu
 
 PAGE = "batch.md"
 API = "scheduling.k8s.io/v1alpha2"
@@ -78,6 +82,28 @@ def test_a_gang_of_mig_instances(batch: Batch) -> None:
         batch.finish("tune")
         batch.await_complete("tune")
         batch.await_running("next", FEW)
+
+
+def test_a_gang_of_claims_waits_for_gpus_and_not_for_shares(node: Node) -> None:
+    """Eight pods of 60 shares wait whole on seven GPUs, and have one each of eight."""
+    group = manifests(PAGE, "Priorities and preemption")["PodGroup/patient"]
+    names = [f"member-{it}" for it in range(GANG)]
+    with fake_node(node) as fake:
+        specs = slices(*map(gpu, range(GANG - 1)), text=FRACTIONS)
+        fake.publish(specs)
+        node.kubectl.apply(group)
+        try:
+            for name in names:
+                fake.ask(name, shares(60), group=group["metadata"]["name"])
+            assert [fake.settled(name) for name in names] == [()] * GANG
+            assert not any(fake.devices(name) for name in names)
+
+            fake.publish(slices(gpu(GANG - 1), text=FRACTIONS), first=len(specs))
+            held = [fake.await_allocated(name) for name in names]
+            assert len({device.pool for devices in held for device in devices}) == GANG
+        finally:
+            fake.clear()
+            node.kubectl("delete", "podgroups", "--all", f"--namespace={NAMESPACE}", "--wait")
 
 
 def test_priority_evicts_a_gang_whole_that_says_so(batch: Batch) -> None:
