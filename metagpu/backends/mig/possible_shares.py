@@ -56,7 +56,7 @@ def possible_shares(options: MigOptions, gpu: Gpu, backend: str) -> Sequence[Sha
 
 
 def misfit_reason(options: MigOptions, gpu: Gpu) -> str:
-    """Return why a GPU can have none of the instances, in MIG mode or not; empty if it can."""
+    """Return why a GPU can have none of the instances; its MIG mode plays no part."""
     if options.existing is not False or not options.profile_names:
         return ""
     if not gpu.mig_profiles:
