@@ -282,6 +282,31 @@ async def test_a_pod_sees_its_own_part(browser: "Browser") -> None:
         assert await it.page.inner_text("h1") == "Pod lab/notebook-ana"
 
 
+async def test_a_pod_sees_the_slices_of_its_own_mig_device(browser: "Browser") -> None:
+    """The slices of the pod's MIG device are at their place; the others are blank."""
+    async with served(views.mig_pod_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        texts = await it.page.locator("#gpu-0 .slices > li").all_inner_texts()
+        assert texts == ["", "", "", "", "2g.20gb notebook-ana", "", ""]
+        cut = await it.page.locator("#gpu-0 button.cut").bounding_box()
+        whole = await it.page.locator("#gpu-0 .slices").bounding_box()
+        assert cut
+        assert whole
+        assert abs((cut["x"] - whole["x"]) / whole["width"] - 0.5) < 0.02
+        assert abs(cut["width"] / whole["width"] - 0.25) < 0.02
+
+
+async def test_a_missing_right_is_one_line(browser: "Browser") -> None:
+    """Without the right to list Pods, one line stands in place of the pods that wait."""
+    lacking = "pods that wait are not shown: pods is forbidden"
+    shown = {**views.cluster_view(), "waiting": [], "lacking": lacking}
+    async with served(shown) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        assert await it.page.inner_text("#waiting-part p") == lacking
+        assert not await it.page.locator("#waiting-table").is_visible()
+        assert await it.page.locator("#nodes h3").count() == 9
+
+
 async def test_the_cluster_is_filtered(browser: "Browser") -> None:
     """Filters leave the nodes that have such a GPU, stay in the address, and open a node."""
     async with served(views.cluster_view()) as server, opened(browser, server.server.port) as it:

@@ -373,6 +373,26 @@ def pod_view() -> View:
     return view("pod", [row])
 
 
+def mig_pod_view() -> View:
+    """Return the view of a pod that holds one MIG device of a GPU of eight slices."""
+    node = NodeView("gpu-node-01")
+    held = [("2g.20gb@4", "lab/notebook-ana")]
+    node.gpu(H100, mig=held, backends=("mig",), offers=MIG_OFFERS)
+    device = {
+        "container": "main",
+        "device": "MIG-4",
+        "profile": "2g.20gb",
+        "placement": {"start": 4, "size": 2},
+    }
+    gpus = [{**it, "devices": [device], "slices": 8} for it in node.usage["gpus"]]
+    containers = [
+        {**it, "gpus": [{**part, "limitMiB": None, "processes": []} for part in it["gpus"]]}
+        for it in node.usage["containers"]
+    ]
+    devices = {"node": node.name, "gpus": gpus}
+    return view("pod", [node_of_pod(devices, {"containers": containers, "unauthorized": []})])
+
+
 def cluster_view(count: int = 9) -> View:
     """Return a cluster of nodes of several models; one does not answer."""
     nodes = [busy_node("gpu-a-01").as_node()]

@@ -13,8 +13,9 @@ import msgspec
 from metagpu.core.config.memory import MemoryEnforcement
 from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.model.gpu import MIB, GpuId
+from metagpu.core.model.mig import profile_of
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, ResourceName, Share, ShareId
+from metagpu.core.model.shares import HardwareDevice, Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.usage.accounting import (
     ContainerUsage,
@@ -91,7 +92,7 @@ def pod_report(
                 process["pid"] = process["containerPid"]
     return {
         "gpus": [
-            _gpu_report_for_pod(state, _pod_totals(state, its, node_usage), node_usage, rules)
+            _gpu_report_for_pod(state, its, node_usage, rules)
             for gpu, state in snapshot.gpus.items()
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],
@@ -170,16 +171,39 @@ def _gpu_report(
 
 
 def _gpu_report_for_pod(
-    state: GpuState, use: _GpuTotals, node_usage: NodeUsage, rules: ReportRules
+    state: GpuState, usages: Sequence[ContainerUsage], node_usage: NodeUsage, rules: ReportRules
 ) -> dict[str, Any]:
     """Return a GPU's report for a pod, without cordon and without other pods' devices."""
-    provisioned = [
-        item for backend in state.provisioned.values() for item in backend.devices.items()
-    ]
-    own = {it.device for share, it in provisioned if share in use.held}
-    details = _gpu_report(state, use, node_usage, rules)
-    faults = {device: reason for device, reason in details["faults"].items() if device in own}
-    return {**details, "cordon": None, "faults": faults}
+    provisioned = {
+        share: device
+        for backend in state.provisioned.values()
+        for share, device in backend.devices.items()
+    }
+    own = {
+        share.id: (usage.holder, provisioned[share.id])
+        for usage in usages
+        for share in usage.shares
+        if share.id in provisioned
+    }
+    devices = [_device_report(share, *of_share) for share, of_share in own.items()]
+    names = {it["device"] for it in devices}
+    details = _gpu_report(state, _pod_totals(state, usages, node_usage), node_usage, rules)
+    faults = {device: reason for device, reason in details["faults"].items() if device in names}
+    ends = [it.start + it.size for profile in state.gpu.mig_profiles for it in profile.placements]
+    slices = max(ends, default=0) if devices else 0
+    return {**details, "cordon": None, "faults": faults, "devices": devices, "slices": slices}
+
+
+def _device_report(share: ShareId, holder: Holder, it: HardwareDevice) -> dict[str, Any]:
+    """Return a MIG device that a container holds, or holds a part of."""
+    place = it.placement
+    return {
+        "share": share,
+        "container": holder.container,
+        "device": it.device,
+        "profile": profile_of(share),
+        "placement": {"start": place.start, "size": place.size} if place else None,
+    }
 
 
 def _resources_report(state: GpuState, held: Container[ShareId]) -> list[dict[str, Any]]:

@@ -86,15 +86,24 @@ def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
         "pod": pods[0] if pods else None,
         "problem": "",
         "labels": {},
-        "status": {"gpus": [_gpu(it) for it in devices["gpus"]], "leases": leases},
+        "status": {
+            "gpus": [_gpu(it, pods[0] if pods else "") for it in devices["gpus"]],
+            "leases": leases,
+        },
         "usage": without_processes({**devices, **processes}),
     }
 
 
-def _gpu(report: Object) -> dict[str, Any]:
+def _gpu(report: Object, pod: str) -> dict[str, Any]:
     shown = ("index", "uuid", "product", "memoryMiB", "healthy", "reason")
+    devices = [
+        {**it, "holder": f"{pod} ({it['container']})"}
+        for it in report.get("devices", ())  # a daemon of an earlier version has none
+    ]
     return {
         **{name: report[name] for name in shown},
         "faults": [{"device": it, "reason": why} for it, why in report["faults"].items()],
+        "devices": devices,
+        "slices": report.get("slices", 0),
         "shares": {it["resource"]: {"capacity": it["capacity"]} for it in report["shares"]},
     }

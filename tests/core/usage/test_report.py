@@ -11,6 +11,7 @@ from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import ProcessDetails, ProcessIdentity
 from metagpu.core.model.gpu import MIB
+from metagpu.core.model.mig import Placement
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import HardwareDevice, Holder, ProvisionedState
 from metagpu.core.model.snapshot import Snapshot
@@ -210,6 +211,29 @@ def test_a_pod_gets_faults_of_its_own_devices_alone() -> None:
     own = pod_report(snapshot, findings, RULES, pod(ALICE))["gpus"][0]
     assert whole["faults"] == {"MIG-mine": "XID 94", "MIG-bobs": "XID 94"}
     assert own["faults"] == {"MIG-mine": "XID 94"}
+
+
+def test_a_pod_gets_its_own_mig_devices_alone() -> None:
+    """A pod gets profile and slices of the MIG devices of which it holds shares, of no others."""
+    snapshot, findings = node()
+    mine, bobs = (
+        next(i for i, lease in snapshot.gpus[A.id].leases.items() if lease.holder == holder)
+        for holder in (ALICE, BOB)
+    )
+    devices = {
+        mine: HardwareDevice("MIG-mine", 1, 0, placement=Placement(0, 4)),
+        bobs: HardwareDevice("MIG-bobs", 2, 0, placement=Placement(4, 1)),
+    }
+    stock = ProvisionedState(devices)
+    snapshot = after(ProvisioningReported(A.id, "fraction", stock, at=4), since=snapshot)
+
+    on_a, on_b = pod_report(snapshot, findings, RULES, pod(ALICE))["gpus"]
+    [device] = on_a["devices"]
+    assert (device["device"], device["share"], device["container"]) == ("MIG-mine", mine, "main")
+    assert device["placement"] == {"start": 0, "size": 4}
+    assert on_b["devices"] == []
+    [of_bob] = pod_report(snapshot, findings, RULES, pod(BOB))["gpus"]
+    assert "MIG-mine" not in str(of_bob)
 
 
 def test_a_pod_gets_its_own_pids() -> None:

@@ -56,7 +56,7 @@ function cutsOfMig({ slices, devices }) {
   });
   for (let slice = 0; slice < slices; slice += 1) {
     if (!devices.some((it) => it.start <= slice && slice < it.start + it.size)) {
-      cuts.push({ kind: 'slot', key: `slot ${slice}`, shares: 1, start: slice, size: 1, label: String(slice) });
+      cuts.push({ kind: isOfPod() ? 'beyond' : 'slot', key: `slot ${slice}`, shares: 1, start: slice, size: 1, label: isOfPod() ? '' : String(slice) });
     }
   }
   return cuts.sort((a, b) => a.start - b.start);

@@ -29,7 +29,7 @@ function readMig(gpu, leases) {
     found.fault ??= (gpu.faults ?? []).find((fault) => fault.device === it.device) ?? null;
   }
   const devices = [...bySlot.values()].sort((a, b) => a.start - b.start);
-  return { slices: Math.max(gpu.freeCapacity?.slices ?? 8, ...devices.map((it) => it.start + it.size)), devices };
+  return { slices: Math.max(gpu.freeCapacity?.slices ?? (gpu.slices || 8), ...devices.map((it) => it.start + it.size)), devices };
 }
 
 function readBars(gpu, leases) {
