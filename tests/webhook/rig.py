@@ -53,13 +53,13 @@ class Authority:
             "/CN=authority", self._key, self.certificate, "basicConstraints=critical,CA:TRUE"
         )
 
-    def issue(self, folder: Path, *, name: str = NAME, days: int = 7) -> None:
+    def issue(self, folder: Path, *, name: str = f"DNS:{NAME}", days: int = 7) -> None:
         """Write `tls.crt` and `tls.key` for a name, expired with a negative number of days."""
         folder.mkdir(exist_ok=True)
         request, certificate = folder / "tls.csr", folder / "tls.crt"
         self._make("/CN=webhook", folder / "tls.key", request)
         extensions = folder / "extensions"
-        extensions.write_text(f"subjectAltName=DNS:{name}\nextendedKeyUsage=serverAuth\n")
+        extensions.write_text(f"subjectAltName={name}\nextendedKeyUsage=serverAuth\n")
         _openssl(
             *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key),
             *("-CAcreateserial", "-days", days, "-extfile", extensions, "-out", certificate),
