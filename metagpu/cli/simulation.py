@@ -49,6 +49,10 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
     args.kubelet_dir = simulated.kubelet_dir(args.run_dir)
     args.pod_resources = simulated.pod_resources(args.run_dir)
     args.kubeconfig = simulated.kubeconfig(args.run_dir)
+    if not args.dev_root:
+        args.dev_root = str(simulated.host_root(args.run_dir))
+    if args.cdi_dir == paths.CDI_DIR:
+        args.cdi_dir = simulated.cdi_dir(args.run_dir)
     args.node_name = args.node_name or simulated.NODE_NAME
 
 

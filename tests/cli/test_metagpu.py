@@ -289,6 +289,18 @@ def test_demo_shows_exact_offers_beside_those_of_all_free_shares() -> None:
     ] == [("all", [(60, "is refused")]), ("exact", [(30, "waits"), (130, "runs")])]
 
 
+def test_demo_allocates_claims() -> None:
+    """In the demo a claim of alternatives gets MIG devices while there are some, then shares."""
+    gets = {it["name"]: (it["state"], it["gets"]) for it in demo()["claims"]["claims"]}
+    assert gets == {
+        "notebook": ("Prepared", "fraction (shares=50) of GPU 0"),
+        "serve": ("Prepared", "mig-3g40gb-4 of GPU 1"),
+        "train": ("Prepared", "mig-3g40gb-0 of GPU 1"),
+        "tune": ("Prepared", "fraction (shares=25) of GPU 0"),
+        "batch": ("Pending", "waits"),
+    }
+
+
 def test_demo_creates_and_removes_instances() -> None:
     """Each pod gets an instance where it costs others least; ended pods free slices."""
     steps = demo()["mig"]["steps"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from metagpu.cli.metagpu import main
+from metagpu.sim.allocation.pools import gather_pools
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 METAGPU = "cnvrg.io/metagpu"
@@ -89,7 +90,7 @@ def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
     try:
         show = f"metagpu sim --run-dir {run_dir} node show"
         until(lambda: command(show)[0] == 0 or process.poll() is not None)
-        until(node.allocatable)
+        until(lambda: node.allocatable() or "dra driver registered" in node.log.read_text())
         yield node
     finally:
         process.terminate()
@@ -227,3 +228,100 @@ def test_a_simulated_kubelet_stands_alone(
     err = capsys.readouterr().err
     assert problem in err
     assert err.count("\n") == 1
+
+
+DRA_PAGE = PAGE.with_name("dra.md")
+DRA_NODE = """\
+gpus:
+  - {model: a100-40gb, count: 5}
+  - {model: a100-40gb, mig: true}
+"""
+
+
+def blocks_of(page: Path) -> list[str]:
+    """Return the YAML blocks of a page."""
+    return re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def claims(node: Node) -> dict[str, tuple[str, list[tuple[str, int]]]]:
+    """Return the state and the devices of each claim, by its pods."""
+    return {
+        "+".join(it["pods"]): (it["state"], [(its["part"], its["gpu"]) for its in it["devices"]])
+        for it in node.json("claim list")
+    }
+
+
+def are_published(node: Node, count: int) -> bool:
+    """Return whether the ResourceSlices of so many GPUs are written, and nothing is tainted."""
+    objects = json.loads((node.run_dir / "cluster" / "objects.json").read_text())["objects"]
+    found = gather_pools([it for kind, _, _, it in objects if kind == "resourceslices"], "sim")
+    tainted = any(it.spec.get("taints") for it in found.devices)
+    return not (found.problems or tainted) and len({it.id.pool for it in found.devices}) == count
+
+
+def test_the_claims_of_the_page(tmp_path: Path) -> None:
+    """The five claims of the page get their devices, and keep them over restarts."""
+    config, *manifests = blocks_of(DRA_PAGE)
+    (tmp_path / "metagpu.yaml").write_text(config.replace("      - {backend: mps}\n", ""))
+    (tmp_path / "node.yaml").write_text(DRA_NODE)
+    options = (
+        "--config",
+        f"{tmp_path / 'metagpu.yaml'}",
+        "--simulate",
+        f"{tmp_path / 'node.yaml'}",
+    )
+    with daemon(tmp_path, *options) as node:
+        until(lambda: are_published(node, 6))
+        for number, manifest in enumerate(manifests[:5]):
+            file = tmp_path / f"claim-{number}.yaml"
+            file.write_text(manifest)
+            assert node.sim(f"claim add -f {file}").startswith("created ")
+        until(lambda: {state for state, _ in claims(node).values()} == {"Prepared"})
+        before = claims(node)
+        assert sorted(before) == ["first+second", "half", "pair", "small", "ten"]
+        [[half], [ten], [small], [shared]] = (
+            before[it][1] for it in ("half", "ten", "small", "first+second")
+        )
+        assert (half[0], shared[0]) == ("fraction", "timeslice")
+        assert ten == ("fraction", 4)
+        assert small[0].startswith("mig-2g10gb-")
+        assert small[1] == 5
+        assert {part for part, _ in before["pair"][1]} == {"gpu"}
+        assert len({gpu for _, gpu in (half, shared, *before["pair"][1])}) == 4
+        until(lambda: all(f"default/{it} (main)" in node.status() for it in ("half", "pair")))
+
+        assert node.sim("kubelet restart") == "the kubelet was restarted"
+        assert claims(node) == before
+
+    with daemon(tmp_path, *options) as node:
+        assert claims(node) == before
+        until(lambda: "default/pair (main)" in node.status())
+        assert node.sim("pod end first") == "pod first has ended"
+        assert claims(node)["second"] == before["first+second"]
+        assert node.sim("claim end together") == "claim together has ended"
+        assert node.sim("pod end pair") == "pod pair has ended"
+        until(lambda: claims(node).keys() == {"half", "ten", "small"})
+        until(lambda: "default/pair (main)" not in node.status())
+
+
+def test_a_claim_waits_for_the_end_of_another(tmp_path: Path) -> None:
+    """The commands tell what became of a claim, and a claim that waits gets what another had."""
+    (tmp_path / "metagpu.yaml").write_text(
+        "version: metagpu/v1\npools: [{name: all, fronts: [dra], backends: [{backend: whole}, "
+        "{backend: fraction}]}]\n"
+    )
+    options = ("--config", f"{tmp_path / 'metagpu.yaml'}", "--simulate", "t4:1")
+    with daemon(tmp_path, *options) as node:
+        half = "--class fraction.metagpu.io --capacity shares=50"
+        until(lambda: are_published(node, 1))
+        prepared = "is Prepared: fraction (shares=50) of GPU 0"
+        for name in "ac":
+            assert node.sim(f"claim add {name} {half}") == f"claim {name} {prepared}"
+        waits = "is Pending: 0/1 nodes are available: 1 cannot allocate all claims."
+        assert node.sim("claim add b --class gpu.metagpu.io") == f"claim b {waits}"
+        assert "a exists in resourceclaims" in node.fails(f"claim add a {half}")
+        assert "no claim d in namespace default; there are: a, c, b" in node.fails("claim end d")
+        for name in "ac":
+            assert node.sim(f"claim end {name}") == f"claim {name} has ended"
+        until(lambda: claims(node) == {"b": ("Prepared", [("gpu", 0)])})
+        assert "all of GPU 0" in node.sim("claim list")

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from metagpu.sim.machine.device_nodes import make_device_nodes
+
 VERSIONS: Final = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _CLASS: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -86,23 +88,7 @@ def resolve_nodes(folder: Path, *names: str, kind: str = "metagpu.io/gpu") -> li
 
 def host(root: Path, gpus: int = 1) -> None:
     """Create NVIDIA's nodes below a root, as plain files, and the driver's list of MIG minors."""
-    caps = root / "dev/nvidia-caps"
-    caps.mkdir(parents=True)
-    paths = ["nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(gpus))]
-    for path in paths:
-        (root / "dev" / path).touch()
-
-    lines = ["config 1", "monitor 2"]
-    minor = 2
-    for gpu in range(gpus):
-        for instance in range(15):
-            for part in ("access", *(f"ci{number}/access" for number in range(8))):
-                minor += 1
-                lines.append(f"gpu{gpu}/gi{instance}/{part} {minor}")
-                (caps / f"nvidia-cap{minor}").touch()
-    minors = root / "proc/driver/nvidia-caps/mig-minors"
-    minors.parent.mkdir(parents=True)
-    minors.write_text("\n".join(lines) + "\n")
+    make_device_nodes(root, gpus)
 
 
 def _check(edits: Mapping[str, Any]) -> None:

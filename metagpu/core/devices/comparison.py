@@ -26,9 +26,17 @@ def comparable(spec: Any) -> Any:  # noqa: ANN401 - any JSON
         return {key: comparable(it) for key, it in spec.items() if key not in _OF_THE_SERVER}
     if isinstance(spec, list | tuple):
         return [comparable(it) for it in spec]
-    if isinstance(spec, str) and (found := _QUANTITY.fullmatch(spec)) and found[2] in _SUFFIXES:
-        return int(found[1]) * _SUFFIXES[found[2]]
+    if isinstance(spec, str) and (amount := quantity_value(spec)) is not None:
+        return amount
     return spec
+
+
+def quantity_value(text: str) -> Fraction | None:
+    """Return the amount of a Quantity of whole units, `None` for any other text."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None or found[2] not in _SUFFIXES:
+        return None
+    return int(found[1]) * _SUFFIXES[found[2]]
 
 
 def dropped_fields(sent: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:

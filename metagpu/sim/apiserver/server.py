@@ -142,6 +142,7 @@ class SimApiServer(SimCluster):
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
         app.router.add_delete(_POD, self._delete_pod)
+        app.router.add_patch(_POD, self._patch)
         app.router.add_post(_EVENTS, self._create)
         app.router.add_patch(_EVENTS + "/{name}", self._patch)
         for path in _LISTED:
@@ -275,7 +276,7 @@ class SimApiServer(SimCluster):
 
     async def _patch(self, request: web.Request) -> web.StreamResponse:
         info, body = request.match_info, json.loads(await request.read())
-        collection = "events" if "events.k8s.io" in request.path else "nodes"
+        collection = request.path.removesuffix("/status").split("/")[-2]
         key = (collection, info.get("namespace", ""), info["name"])
         status, manager = "part" in info, request.query.get("fieldManager", "metagpu")
 

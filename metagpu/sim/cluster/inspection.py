@@ -2,11 +2,14 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from metagpu.core.devices.devices import gpu_of_pool
 from metagpu.plugins.cluster.node_object import parse_quantity
 from metagpu.sim.apiserver.objects import Object
 from metagpu.sim.cluster.pod_objects import is_unschedulable, node_of, phase_of, requests_of
 from metagpu.sim.cluster.scheduler import requested_on
 from metagpu.sim.cluster.views import (
+    ClaimedDeviceView,
+    ClaimView,
     ClusterNodeView,
     ConditionView,
     EventView,
@@ -46,6 +49,47 @@ def view_pod(pod: Object, held: Mapping[str, Collection[str]], gpus: Mapping[str
         annotations=metadata.get("annotations") or {},
         reason=reason,
         message=message,
+    )
+
+
+def view_claim(
+    claim: Object, pods: Sequence[Object], gpus: Mapping[str, int], *, is_prepared: bool
+) -> ClaimView:
+    """Return the view of a ResourceClaim.
+
+    Args:
+        claim: the object.
+        pods: the pods that use it.
+        gpus: the indices of the node's GPUs by uuid.
+        is_prepared: whether its node has prepared it.
+    """
+    metadata, allocation = claim["metadata"], (claim.get("status") or {}).get("allocation")
+    results = allocation["devices"]["results"] if allocation else ()
+    nodes = {node_of(it) for it in pods} - {""}
+    messages = (str(it["status"].get("message") or _unschedulable(it)) for it in pods)
+    return ClaimView(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        state="Prepared" if is_prepared else "Allocated" if allocation else "Pending",
+        node=", ".join(sorted(nodes)) if allocation else "",
+        devices=tuple(_claimed_device(it, gpus) for it in results),
+        pods=tuple(it["metadata"]["name"] for it in pods),
+        message=next(filter(None, messages), ""),
+    )
+
+
+def _unschedulable(pod: Object) -> str:
+    return str(pod["status"]["conditions"][0]["message"]) if is_unschedulable(pod) else ""
+
+
+def _claimed_device(result: Object, gpus: Mapping[str, int]) -> ClaimedDeviceView:
+    gpu, device = result["pool"].rpartition("/")[2], result["device"]
+    return ClaimedDeviceView(
+        request=result["request"],
+        gpu=gpus.get(gpu_of_pool(result["pool"])),
+        part=device.removeprefix(gpu).removeprefix("-") or "gpu",
+        consumed=result.get("consumedCapacity") or {},
     )
 
 

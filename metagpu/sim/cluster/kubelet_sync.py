@@ -13,7 +13,9 @@ from anyio.abc import TaskGroup
 from metagpu.sim.apiserver.objects import Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
-from metagpu.sim.cluster.pod_objects import CONTAINER, key_of, kubelet_pod, phase_of
+from metagpu.sim.cluster.pod_claims import pod_claims
+from metagpu.sim.cluster.pod_objects import key_of, kubelet_pod, phase_of
+from metagpu.sim.kubelet.claims import ClaimManager, ClaimPrepareError
 from metagpu.sim.kubelet.kubelet import (
     AdmissionError,
     ContainerStartError,
@@ -27,7 +29,9 @@ STATUS_PERIOD: Final = 10.0
 READMIT_AFTER: Final = 0.1
 """Seconds from a kubelet's start to the admission of its earlier pods."""
 RETRY_START: Final = 1.0
-"""Seconds between two tries to start a container."""
+"""Seconds between two tries to start a container, or to end a pod with claims."""
+RETRY_PREPARE: Final = 60.0
+"""Seconds to the next try to prepare refused claims, unless the pod is annotated before."""
 
 
 @dataclass(eq=False)
@@ -35,11 +39,13 @@ class KubeletSync:
     """Keeps a kubelet's pods as the API server has them, and the Node up to date.
 
     Attributes:
+        claims: prepares the claims of pods.
         record: writes a warning about a Pod: its reason and note.
     """
 
     api: SimApiServer
     kubelet: SimKubelet
+    claims: ClaimManager
     node: str
     record: Callable[[Object, str, str], None]
     _pods: dict[str, SimPod] = field(default_factory=dict)
@@ -52,12 +58,16 @@ class KubeletSync:
             if pod_objects.node_of(it) == self.node and phase_of(it) == "Running":
                 pod = self._pods[it["metadata"]["uid"]] = kubelet_pod(it)
                 self.kubelet.resume(pod)
+                with suppress(ClaimPrepareError):
+                    self.claims.track(pod_claims(it, self.api.store.objects))
                 self._set_end(it)
 
     async def run(self) -> None:
         """Follow the API server until cancelled; without a kubelet nothing happens."""
+        self._delete_slices()
         async with anyio.create_task_group() as group:
             group.start_soon(self._report)
+            group.start_soon(self.claims.run)
             await self._readmit()
             while True:
                 changed = self.api.next_change()
@@ -83,10 +93,12 @@ class KubeletSync:
         await self.kubelet.crash()  # before the lock: an admission may wait for a plugin
         async with self._syncing:
             await self.kubelet.restart(forget=forget, reboot=reboot)
+            self.claims.forget_drivers()
+            self._delete_slices()
             await self._readmit()
             for pod in self.kubelet.pods if reboot else ():
                 with suppress(ContainerStartError, KubeletDownError):
-                    await self.kubelet.start_container(pod, CONTAINER)
+                    await self._start_containers(pod)
         self.api.wake()
 
     def held_devices(self, uid: str) -> Mapping[str, frozenset[str]]:
@@ -94,7 +106,18 @@ class KubeletSync:
         pod = self._pods.get(uid)
         if pod is None or not self.kubelet.is_up:
             return {}
-        return self.kubelet.devices(pod).get(CONTAINER, {})
+        held: dict[str, frozenset[str]] = {}
+        for devices in self.kubelet.devices(pod).values():
+            for resource, ids in devices.items():
+                held[resource] = held.get(resource, frozenset()) | ids
+        return held
+
+    def _delete_slices(self) -> None:
+        """Delete the node's ResourceSlices: a kubelet that starts has no driver yet."""
+        objects = self.api.store.objects
+        for key in [key for key in objects if key[0] == "resourceslices"]:
+            if objects[key]["spec"].get("nodeName") == self.node:
+                self.api.store.delete(key)
 
     async def _readmit(self) -> None:
         """Admit the earlier pods at a kubelet that has just started and lives on."""
@@ -115,11 +138,11 @@ class KubeletSync:
         for it in bound:
             uid = it["metadata"]["uid"]
             if "deletionTimestamp" in it["metadata"]:
-                await self._end(uid)
-                self.api.store.delete(key_of(it))
+                if await self._end(it):
+                    self.api.store.delete(key_of(it))
             elif self._ends.get(uid, now + 1) <= now:
-                await self._end(uid)
-                self._set(it, pod_objects.phase("Succeeded"))
+                if await self._end(it):
+                    self._set(it, pod_objects.phase("Succeeded"))
             elif uid not in self._pods and phase_of(it) == "Pending":
                 await self._admit(it, group)
 
@@ -138,7 +161,13 @@ class KubeletSync:
         """Start a pod's container, again and again: PreStartContainer may take its time."""
         while pod.uid in self._pods:
             try:
-                await self.kubelet.start_container(pod, CONTAINER)
+                await self.claims.prepare(pod_claims(it, self.api.store.objects))
+                await self._start_containers(pod)
+            except ClaimPrepareError as error:
+                self._set(it, pod_objects.waiting("ContainerCreating", str(error)))
+                self.record(it, "FailedPrepareDynamicResources", str(error))
+                await self._wait_annotation(it)
+                continue
             except ContainerStartError as error:
                 self._set(it, pod_objects.waiting(error.reason, error.message))
             except KubeletDownError:
@@ -150,16 +179,41 @@ class KubeletSync:
                 return
             await anyio.sleep(RETRY_START)
 
+    async def _start_containers(self, pod: SimPod) -> None:
+        for container in pod.containers:
+            await self.kubelet.start_container(pod, container.name)
+
+    async def _wait_annotation(self, it: Object) -> None:
+        """Wait until somebody annotates a pod, as a real kubelet waits for its next sync."""
+        key, before = key_of(it), it["metadata"].get("annotations")
+        objects = self.api.store.objects
+
+        def has_changed() -> bool:
+            now = objects.get(key)
+            return now is None or now["metadata"].get("annotations") != before
+
+        with suppress(TimeoutError):
+            await self.api.until(has_changed, within=RETRY_PREPARE)
+
     def _set_end(self, it: Object) -> None:
         """Note when a running pod's container ends by itself, if it does."""
         left = pod_objects.remaining_time(it, time.time())
         if left is not None:
             self._ends[it["metadata"]["uid"]] = anyio.current_time() + left
 
-    async def _end(self, uid: str) -> None:
+    async def _end(self, it: Object) -> bool:
+        """End a pod; return whether it could: its claims are released before."""
+        uid = it["metadata"]["uid"]
         self._ends.pop(uid, None)
+        try:
+            await self.claims.release(uid)
+        except ClaimPrepareError as error:
+            self.record(it, "FailedUnprepareDynamicResources", str(error))
+            self._ends[uid] = anyio.current_time() + RETRY_START
+            return False
         if pod := self._pods.pop(uid, None):
             await self.kubelet.delete(pod)
+        return True
 
     def _reject(self, pod: SimPod, error: AdmissionError) -> None:
         self._pods.pop(pod.uid, None)

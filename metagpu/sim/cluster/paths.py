@@ -22,6 +22,16 @@ def pod_resources(run_dir: Path) -> Path:
     return cluster_folder(run_dir) / "pod-resources.sock"
 
 
+def cdi_dir(run_dir: Path) -> Path:
+    """Return the folder of CDI specifications."""
+    return cluster_folder(run_dir) / "cdi"
+
+
+def host_root(run_dir: Path) -> Path:
+    """Return the folder with the simulated host's device nodes, as plain files."""
+    return cluster_folder(run_dir) / "host"
+
+
 def objects_file(run_dir: Path) -> Path:
     """Return the path of the API server's objects, which outlive the daemon."""
     return cluster_folder(run_dir) / "objects.json"

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import msgspec
-
 from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.cluster.pod_manifest import PodManifest
-from metagpu.sim.kubelet.pods import SimPod
+from metagpu.sim.kubelet.pods import SimContainer, SimPod
 
 Patch = Mapping[str, Any]
 """A merge patch of an object, or of its status."""
 CONTAINER: Final = "main"
 """The name of a simulated pod's only container."""
+_SLEEP: Final = ("sleep", "infinity")
 ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
@@ -34,7 +33,7 @@ def pod_object(request: PodManifest, created: str) -> Object:
     seconds = "infinity" if request.seconds is None else f"{request.seconds:g}"
     container = {
         "name": CONTAINER,
-        "command": ["sleep", seconds],
+        "command": [*_SLEEP[:1], seconds],
         "resources": {"limits": counts, "requests": counts},
     }
     return {
@@ -55,7 +54,10 @@ def requests_of(pod: Object) -> Mapping[str, int]:
 
 def remaining_time(pod: Object, now: float) -> float | None:
     """Return the seconds until a running Pod ends by itself; `None` for never."""
-    seconds = pod["spec"]["containers"][0]["command"][1]
+    command: list[str] = pod["spec"]["containers"][0].get("command") or []
+    if len(command) != len(_SLEEP) or command[0] != _SLEEP[0]:
+        return None  # a pod of a file: nothing of it runs
+    seconds = command[1]
     started = datetime.fromisoformat(pod["status"]["startTime"]).timestamp()
     return None if seconds == "infinity" else max(0.0, started + float(seconds) - now)
 
@@ -67,9 +69,18 @@ def timestamp(at: float) -> str:
 
 def kubelet_pod(pod: Object) -> SimPod:
     """Return a Pod as its kubelet admits it."""
-    metadata, resources = pod["metadata"], requests_of(pod)
-    single = SimPod.single(metadata["name"], resources)
-    return msgspec.structs.replace(single, namespace=metadata["namespace"], uid=metadata["uid"])
+    metadata = pod["metadata"]
+    containers = tuple(
+        SimContainer(
+            it["name"],
+            {
+                name: int(count)
+                for name, count in (it.get("resources", {}).get("requests") or {}).items()
+            },
+        )
+        for it in pod["spec"]["containers"]
+    )
+    return SimPod(metadata["name"], metadata["namespace"], metadata["uid"], containers)
 
 
 def node_of(pod: Object) -> str:
@@ -89,7 +100,7 @@ def is_unschedulable(pod: Object) -> bool:
 
 def is_settled(pod: Object) -> bool:
     """Return whether scheduler and kubelet have decided what becomes of a Pod for now."""
-    return phase_of(pod) != "Pending" or is_unschedulable(pod)
+    return phase_of(pod) != "Pending" or is_unschedulable(pod) or bool(pod["status"].get("message"))
 
 
 def binding(node: str) -> Patch:

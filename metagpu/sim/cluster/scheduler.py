@@ -2,7 +2,8 @@
 
 It counts as kube-scheduler's NodeResourcesFit: for each resource name, the Node's allocatable minus
 the requests of the pods that are bound and have not ended. It knows no device, no GPU and no health
-of either. Before it, the taints are checked. A pod is tried again whenever an object changes.
+of either. Before it, the taints are checked; after it, ResourceClaims get their devices. A pod is
+tried again whenever an object changes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,18 +12,33 @@ import msgspec
 
 from metagpu.plugins.cluster.node_object import parse_quantity
 from metagpu.sim.apiserver.objects import Key, Object
-from metagpu.sim.cluster.pod_objects import ENDED, key_of, node_of, phase_of, requests_of
+from metagpu.sim.cluster.claim_scheduler import ClaimFit, ClaimScheduler
+from metagpu.sim.cluster.pod_objects import (
+    ENDED,
+    Patch,
+    key_of,
+    node_of,
+    phase_of,
+    requests_of,
+)
 
 
 class SchedulingDecision(msgspec.Struct, frozen=True):
-    """The decision on one pod: its node, or why there is none for it."""
+    """The decision on one pod: its node, or why there is none for it.
+
+    Attributes:
+        claims: how its ResourceClaims change.
+    """
 
     pod: Key
     node: str = ""
     message: str = ""
+    claims: Mapping[Key, Patch] = {}
 
 
-def schedule(node: Object, pods: Sequence[Object]) -> Sequence[SchedulingDecision]:
+def schedule(
+    node: Object, pods: Sequence[Object], claims: ClaimScheduler
+) -> Sequence[SchedulingDecision]:
     """Decide on every pod without a node, in order; the next pod sees the rest."""
     free = free_on(node, pods)
     found = []
@@ -31,14 +47,16 @@ def schedule(node: Object, pods: Sequence[Object]) -> Sequence[SchedulingDecisio
         if node_of(pod) or phase_of(pod) in ENDED or "deletionTimestamp" in pod["metadata"]:
             continue
         requests = requests_of(pod)
-        if reasons := blockers(node, requests, free):
+        reasons = blockers(node, requests, free)
+        fit = ClaimFit() if reasons else claims.fit(pod)
+        if reasons := [*reasons, *([fit.problem] if fit.problem else ())]:
             text = ", ".join(f"1 {reason}" for reason in reasons)
             message = f"0/1 nodes are available: {text}."
             found.append(SchedulingDecision(key_of(pod), message=message))
             continue
         for resource, count in requests.items():
             free[resource] -= count
-        found.append(SchedulingDecision(key_of(pod), node=node["metadata"]["name"]))
+        found.append(SchedulingDecision(key_of(pod), node["metadata"]["name"], claims=fit.changes))
     return found
 
 

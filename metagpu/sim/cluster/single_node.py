@@ -15,15 +15,25 @@ from anyio import to_thread
 from metagpu.sim.apiserver.objects import ApiError, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
+from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
+from metagpu.sim.cluster.claims import ClusterClaims
 from metagpu.sim.cluster.inspection import view_events, view_node, view_pod
 from metagpu.sim.cluster.kubelet_sync import KubeletSync
-from metagpu.sim.cluster.paths import NODE_NAME, kubelet_dir, objects_file, pod_resources
+from metagpu.sim.cluster.paths import (
+    NODE_NAME,
+    host_root,
+    kubelet_dir,
+    objects_file,
+    pod_resources,
+)
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.cluster.pod_objects import is_settled, key_of, title
 from metagpu.sim.cluster.scheduler import schedule
 from metagpu.sim.cluster.views import ClusterNodeView, EventView, PodView
+from metagpu.sim.kubelet.claims import ClaimManager
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.kubelet.other_plugin import other_plugin
+from metagpu.sim.machine.device_nodes import make_device_nodes
 from metagpu.sim.machine.gpu import SimError
 from metagpu.sim.machine.node import SimNode
 
@@ -41,6 +51,7 @@ class SingleNodeCluster:
     Attributes:
         api: the API server, with the Node and all Pods.
         kubelet: the node's kubelet.
+        claims: the ResourceClaims.
         started: set once all of it runs.
     """
 
@@ -48,13 +59,19 @@ class SingleNodeCluster:
         self.name = name
         self.api = SimApiServer(secrets.token_hex())
         numa_nodes = sorted({gpu.numa for gpu in node.gpus}) or (0,)
+        manager = ClaimManager(run_dir)
         self.kubelet = SimKubelet(
-            kubelet_dir(run_dir), pod_resources=pod_resources(run_dir), numa_nodes=numa_nodes
+            kubelet_dir(run_dir),
+            pod_resources=pod_resources(run_dir),
+            numa_nodes=numa_nodes,
+            claimed=manager.dynamic_resources,
         )
+        self.claims = ClusterClaims(self.api, manager, self._gpus)
         self.started = anyio.Event()
         self._machine = node
         self._objects_file = objects_file(run_dir)
-        self._sync = KubeletSync(self.api, self.kubelet, name, self._record)
+        self._host_root = host_root(run_dir)
+        self._sync = KubeletSync(self.api, self.kubelet, manager, name, self._record)
         self._plugin: AsyncExitStack | None = None
         self._bursts = 0
 
@@ -69,7 +86,9 @@ class SingleNodeCluster:
             self.api.store.load(content)
         if ("nodes", "", self.name) not in self.api.store.objects:
             self.api.add_node(self.name, {"kubernetes.io/hostname": self.name})
+        self.claims.add_classes()
         self._sync.resume()
+        await to_thread.run_sync(make_device_nodes, self._host_root, len(self._machine.gpus))
         async with self.api.running(), self.kubelet.running():
             await to_thread.run_sync(self.api.kubeconfig, self._objects_file.parent)
             async with anyio.create_task_group() as group:
@@ -225,9 +244,13 @@ class SingleNodeCluster:
         """Bind pods; try those that wait again at each change."""
         while True:
             changed = self.api.next_change()
+            self.claims.keep()
             pods = {key_of(it): it for it in self.api.pods()}
-            for decision in schedule(self.api.node(self.name), list(pods.values())):
+            plugin = ClaimScheduler(self.name, self.api.store.objects)
+            for decision in schedule(self.api.node(self.name), list(pods.values()), plugin):
                 status = pod_objects.scheduled(decision.message)
+                for claim, change in decision.claims.items():
+                    self.api.store.merge(claim, change, status=True, manager="kube-scheduler")
                 if decision.node:
                     patch = pod_objects.binding(decision.node)
                     self.api.store.merge(
@@ -280,9 +303,12 @@ class SingleNodeCluster:
         self.api.store.put(key, {**event, "series": {"count": count}})
 
     def _view(self, pod: Object) -> PodView:
-        gpus: dict[str, int] = {gpu.id: index for index, gpu in enumerate(self._machine.gpus)}
         held = self._sync.held_devices(pod["metadata"]["uid"])
-        return view_pod(pod, held, gpus)
+        return view_pod(pod, held, self._gpus())
+
+    def _gpus(self) -> Mapping[str, int]:
+        """Return the indices of the GPUs by uuid."""
+        return {gpu.id: index for index, gpu in enumerate(self._machine.gpus)}
 
 
 def _load(file: Path) -> Object | None:

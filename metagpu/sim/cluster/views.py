@@ -33,6 +33,51 @@ class PodView(msgspec.Struct, frozen=True, rename="camel"):
         return self.name if self.namespace == "default" else f"{self.namespace}/{self.name}"
 
 
+class ClaimedDeviceView(msgspec.Struct, frozen=True):
+    """A device that a claim has.
+
+    Attributes:
+        request: the request of the claim, `request/alternative` for one of several.
+        gpu: the index of its GPU, `None` for one of no GPU here.
+        part: what it is of the GPU: `gpu` for all of it, `fraction`, `mig-1g5gb-4`.
+        consumed: the amount of each capacity that the claim consumes.
+    """
+
+    request: str
+    gpu: int | None
+    part: str
+    consumed: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        amounts = ", ".join(f"{name}={amount}" for name, amount in self.consumed.items())
+        amount = f" ({amounts})" if amounts else ""
+        what = "all" if self.part == "gpu" else f"{self.part}{amount}"
+        return f"{what} of GPU {'?' if self.gpu is None else self.gpu}"
+
+
+class ClaimView(msgspec.Struct, frozen=True, rename="camel"):
+    """A ResourceClaim.
+
+    Attributes:
+        state: `Pending`, `Allocated` by the scheduler, or `Prepared` on its node.
+        node: the node of its devices, empty without some.
+        pods: the names of the pods that use it.
+        message: why it waits.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    state: str
+    node: str
+    devices: tuple[ClaimedDeviceView, ...]
+    pods: tuple[str, ...]
+    message: str = ""
+
+    def __str__(self) -> str:
+        return self.name if self.namespace == "default" else f"{self.namespace}/{self.name}"
+
+
 class ResourceView(msgspec.Struct, frozen=True):
     """A resource on the Node; `requested` is that of bound pods which have not ended."""
 
@@ -76,5 +121,6 @@ class ClusterReply(msgspec.Struct, frozen=True):
 
     message: str
     pods: tuple[PodView, ...] | None = None
+    claims: tuple[ClaimView, ...] | None = None
     node: ClusterNodeView | None = None
     events: tuple[EventView, ...] | None = None

@@ -1,17 +1,21 @@
 """The command line of `metagpu sim` about a simulated cluster."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from metagpu.core.config.units import Duration
 from metagpu.core.errors import ConfigError, describe_error
 from metagpu.display.options import add_output
+from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.commands.cluster_commands import (
     AnyClusterCommand,
     BurstCommand,
+    ClaimAddCommand,
+    ClaimEndCommand,
+    ClaimListCommand,
     ConfigMapCommand,
     EventListCommand,
     KubeletCommand,
@@ -31,7 +35,7 @@ _REQUEST: Final = "RESOURCE=N"
 
 def add_cluster_arguments(subparsers: SubParsers) -> None:
     """Add one parser per command; `args.build(args)` of their results is the command."""
-    for add in (_pod, _burst, _kubelet, _node, _event, _config_map, _plugin):
+    for add in (_pod, _claim, _burst, _kubelet, _node, _event, _config_map, _plugin):
         add(subparsers)
 
 
@@ -67,18 +71,71 @@ def _pod(subparsers: SubParsers) -> None:
 
 def _pod_add(args: argparse.Namespace) -> PodAddCommand:
     counts = dict(_request(text) for text in args.requests)
-    annotations = {}
-    for text in args.annotation:
-        key, separator, value = text.partition("=")
-        if not (key and separator):
-            raise ConfigError(f"{text!r} is no annotation; write KEY=VALUE")
-        annotations[key] = value
+    annotations = dict(_pair(text, "annotation", "KEY=VALUE") for text in args.annotation)
     seconds = None if args.seconds is None else _seconds(args.seconds)
     return PodAddCommand(PodManifest(args.name, counts, args.namespace, annotations, seconds))
 
 
 def _pod_end(args: argparse.Namespace) -> PodEndCommand:
     return PodEndCommand(args.name, args.namespace)
+
+
+def _claim(subparsers: SubParsers) -> None:
+    commands = _group(subparsers, "claim", "Create, end and list ResourceClaims.")
+
+    example = "claim add half --class fraction.metagpu.io --capacity shares=50"
+    add = _command(commands, "claim add", ClaimAddCommand, _claim_add, example)
+    add.add_argument("name", metavar="NAME", nargs="?", help="name of the claim and of its pod")
+    add.add_argument("--class", dest="device_class", metavar="CLASS", help="the DeviceClass")
+    for option, metavar, help_text in (
+        ("--capacity", "NAME=AMOUNT", "an amount of a capacity, such as shares=50 or memory=10Gi"),
+        ("--selector", "CEL", "a condition that the devices fulfil"),
+    ):
+        text = f"{help_text}; repeat the option for more"
+        add.add_argument(option, metavar=metavar, action="append", default=[], help=text)
+    add.add_argument(
+        "--count", metavar="N", type=int, default=1, help="number of devices (default: 1)"
+    )
+    add.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        type=Path,
+        help="in place of all this: a YAML file with ResourceClaims, ResourceClaimTemplates, "
+        "DeviceClasses and Pods",
+    )
+    _namespace(add)
+
+    end = _command(commands, "claim end", ClaimEndCommand, _claim_end, "claim end half")
+    end.add_argument("name", metavar="NAME", help="name of the claim")
+    _namespace(end)
+
+    every = ClaimListCommand()
+    _output(_command(commands, "claim list", ClaimListCommand, lambda _: every, "claim list"))
+
+
+def _claim_add(args: argparse.Namespace) -> ClaimAddCommand:
+    if (args.file is None) == (args.name is None):
+        raise ConfigError("give either a name with --class, or a file with -f")
+    if args.file is not None:
+        return ClaimAddCommand(documents=_documents(args.file))
+    if args.device_class is None:
+        raise ConfigError("a claim needs a DeviceClass; add --class, as fraction.metagpu.io")
+    amounts = dict(_pair(text, "amount", "NAME=AMOUNT") for text in args.capacity)
+    return ClaimAddCommand(
+        ClaimManifest(
+            args.name,
+            args.device_class,
+            args.count,
+            amounts,
+            tuple(args.selector),
+            args.namespace,
+        )
+    )
+
+
+def _claim_end(args: argparse.Namespace) -> ClaimEndCommand:
+    return ClaimEndCommand(args.name, args.namespace)
 
 
 def _burst(subparsers: SubParsers) -> None:
@@ -237,11 +294,30 @@ def _request(text: str) -> tuple[str, int]:
     return resource, int(count)
 
 
+def _pair(text: str, kind: str, form: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not (key and separator):
+        raise ConfigError(f"{text!r} is no {kind}; write {form}")
+    return key, value
+
+
 def _seconds(text: str) -> float:
     try:
         return float(Duration.parse(text))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _documents(file: Path) -> tuple[Mapping[str, Any], ...]:
+    import yaml  # noqa: PLC0415 - for this one option
+
+    try:
+        found = [it for it in yaml.safe_load_all(_text(file)) if it is not None]
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {describe_error(error)}") from error
+    if not found or not all(isinstance(it, dict) for it in found):
+        raise ConfigError(f"{file} has no objects")
+    return tuple(found)
 
 
 def _text(file: Path) -> str:

@@ -6,13 +6,14 @@ itself is loaded where it runs, and not by the command line.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from metagpu.core.config.resource_names import name_problem
+from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import MAX_DEVICES, PodManifest
-from metagpu.sim.cluster.views import ClusterReply, PodView
+from metagpu.sim.cluster.views import ClaimView, ClusterReply, PodView
 from metagpu.sim.machine.bounds import check_name, check_range
 from metagpu.sim.machine.gpu import SimError
 
@@ -66,6 +67,44 @@ class PodListCommand(ClusterCommand, frozen=True, tag="pod-list"):
 
     async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
         return ClusterReply("", pods=tuple(cluster.pods()))
+
+
+class ClaimAddCommand(ClusterCommand, frozen=True, tag="claim-add"):
+    """Create a ResourceClaim with its pod, or a file's objects, and wait for devices."""
+
+    claim: ClaimManifest | None = None
+    documents: tuple[Mapping[str, Any], ...] = ()
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        if self.claim is not None:
+            await cluster.claims.create(self.claim.documents())
+            found = [
+                it
+                for it in cluster.claims.views()
+                if (it.name, it.namespace) == (self.claim.name, self.claim.namespace)
+            ]
+            return ClusterReply("\n".join(map(describe_claim, found)), claims=tuple(found))
+        created = await cluster.claims.create(self.documents)
+        return ClusterReply(f"created {', '.join(created)}", claims=tuple(cluster.claims.views()))
+
+
+class ClaimEndCommand(ClusterCommand, frozen=True, tag="claim-end"):
+    """Delete a ResourceClaim with its pods, and wait until its devices are free."""
+
+    name: str
+    namespace: str = "default"
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        if await cluster.claims.end(self.name, self.namespace):
+            return ClusterReply(f"claim {self.name} has ended")
+        return ClusterReply(f"claim {self.name} is deleted, and ends when its pods have ended")
+
+
+class ClaimListCommand(ClusterCommand, frozen=True, tag="claim-list"):
+    """List the ResourceClaims: state, devices, node, pods, and why a claim waits."""
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        return ClusterReply("", claims=tuple(cluster.claims.views()))
 
 
 class BurstCommand(ClusterCommand, frozen=True, tag="burst"):
@@ -169,6 +208,9 @@ AnyClusterCommand: TypeAlias = (
     PodAddCommand
     | PodEndCommand
     | PodListCommand
+    | ClaimAddCommand
+    | ClaimEndCommand
+    | ClaimListCommand
     | BurstCommand
     | KubeletCommand
     | NodeLabelCommand
@@ -187,6 +229,12 @@ def describe_pod(pod: PodView) -> str:
         gpus = "GPU" if len(pod.gpus) == 1 else "GPUs"
         why = why or f"{counted(pod.resources)} on {gpus} {', '.join(map(str, pod.gpus))}"
     return f"pod {pod} is {pod.phase}{f': {why}' if why else ''}"
+
+
+def describe_claim(claim: ClaimView) -> str:
+    """Return what became of a claim, in one line."""
+    found = ", ".join(map(str, claim.devices)) or claim.message
+    return f"claim {claim} is {claim.state}{f': {found}' if found else ''}"
 
 
 def counted(resources: Mapping[str, int]) -> str:

@@ -9,7 +9,13 @@ from metagpu.core.model.gpu import MIB
 from metagpu.display.encoding import encode
 from metagpu.display.status import show, table
 from metagpu.display.table import Cell
-from metagpu.sim.cluster.views import ClusterNodeView, ClusterReply, EventView, PodView
+from metagpu.sim.cluster.views import (
+    ClaimView,
+    ClusterNodeView,
+    ClusterReply,
+    EventView,
+    PodView,
+)
 from metagpu.sim.commands.cluster_commands import counted
 from metagpu.sim.commands.node_commands import SimReply
 from metagpu.sim.commands.view import NodeView
@@ -23,7 +29,10 @@ def print_reply(reply: SimReply | ClusterReply, form: str, *, as_table: bool) ->
     if isinstance(reply, SimReply):
         shown: object = reply.node
     else:
-        shown = next((it for it in (reply.pods, reply.node, reply.events) if it is not None), None)
+        shown = next(
+            (it for it in (reply.pods, reply.claims, reply.node, reply.events) if it is not None),
+            None,
+        )
 
     if form != "table":
         print(encode(msgspec.to_builtins(shown), form), end="")  # noqa: T201 - the output of a command
@@ -35,6 +44,8 @@ def print_reply(reply: SimReply | ClusterReply, form: str, *, as_table: bool) ->
         show_cluster_node(shown)
     elif isinstance(reply, ClusterReply) and reply.events is not None:
         show_events(reply.events)
+    elif isinstance(reply, ClusterReply) and reply.claims is not None:
+        show_claims(reply.claims)
     elif isinstance(reply, ClusterReply):
         show_pods(reply.pods or ())
 
@@ -54,6 +65,23 @@ def show_pods(pods: Sequence[PodView]) -> None:
         )
     if not pods:
         rows.add("no pod", "", "", "", "", "")
+    show(rows)
+
+
+def show_claims(claims: Sequence[ClaimView]) -> None:
+    """Print ResourceClaims, with the reason of each that waits."""
+    rows = table("CLAIM", "STATE", "DEVICES", "NODE", "PODS", "REASON")
+    for it in claims:
+        rows.add(
+            str(it),
+            it.state,
+            [Cell(str(device)) for device in it.devices] or "-",
+            it.node or "-",
+            ", ".join(it.pods) or "-",
+            it.message,
+        )
+    if not claims:
+        rows.add("no claim", "", "", "", "", "")
     show(rows)
 
 

@@ -2,7 +2,8 @@
 
 Fractions: pods start, and one GPU fails. A mixed pool: an idle GPU belongs to the backend of the
 first request. MIG: pods' requests create instances, which stay for a while after the pods. Offers:
-a pod waits where no GPU has its shares, and is refused where all free shares are on offer.
+a pod waits where no GPU has its shares, and is refused where all free shares are on offer. Claims:
+the scheduler chooses the device.
 
 Only the hardware and the cluster are simulated: metagpu's agent, pynvml over the simulated NVML,
 and gRPC over unix sockets are real.
@@ -32,6 +33,7 @@ from metagpu.core.state.events import PodEnded
 from metagpu.display.encoding import encode
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.sim.demo.claims import run_claims
 from metagpu.sim.demo.script import (
     FAULTY_GPU,
     MIG,
@@ -184,6 +186,7 @@ def run(form: str) -> int:
             **anyio.run(_run_fractions, Path(folder)),
             "pool": anyio.run(_run_scenario, Path(folder) / "pool", POOL),
             "mig": anyio.run(_run_scenario, Path(folder) / "mig", MIG),
+            "claims": anyio.run(run_claims, Path(folder) / "claims"),
             "offers": [anyio.run(_run_offer, Path(folder), it) for it in OFFER_POLICIES],
         }
 

@@ -9,7 +9,7 @@ from metagpu.display.table import Cell, TextTable
 
 def show_demo(story: Mapping[str, Any]) -> None:
     """Print what happened in the demo."""
-    node, fault = story["node"], story["fault"]
+    node, fault, claims = story["node"], story["fault"], story["claims"]
     show(
         "metagpu on simulated nodes. Only the GPUs and the cluster are simulated.",
         *_heading(f"1. Fractions: {node['gpus']} offers {node['capacity']} shares, 100 per GPU"),
@@ -38,6 +38,10 @@ def show_demo(story: Mapping[str, Any]) -> None:
         _offers(story["offers"]),
         "The scheduler counts the shares of a node. With `offer: exact`, the default, it counts as "
         "many as one request can get: the pod waits for the end of another, and then runs.",
+        *_heading(f"6. ResourceClaims (DRA): pods describe what they need of {claims['gpus']}"),
+        _claims(claims["claims"]),
+        "A claim names a class of devices and an amount, or alternatives in order. The scheduler "
+        "chooses the device, and metagpu prepares it. A GPU has one backend at a time here too.",
     )
 
 
@@ -64,6 +68,15 @@ def _offers(policies: Sequence[Mapping[str, Any]]) -> TextTable:
     for policy in policies:
         cells = [it for each in policy["outcomes"] for it in (str(each["free"]), each["outcome"])]
         rows.add(policy["offer"], *cells, *["-"] * (4 - len(cells)))
+    return rows
+
+
+def _claims(claims: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Return a table of what each claim asks for, and gets."""
+    rows = table("CLAIM", "ASKS FOR", "GETS")
+    for claim in claims:
+        waits = claim["state"] == "Pending"
+        rows.add(claim["name"], claim["asks"], Cell(claim["gets"], "yellow" if waits else ""))
     return rows
 
 

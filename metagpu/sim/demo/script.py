@@ -1,7 +1,7 @@
 """The demo's scenarios: nodes, configurations, pods, and the fault."""
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -86,4 +86,56 @@ pools:
         ("serve", "", 0),
         ("finetune", HALF, 1),
     ),
+)
+
+
+class DemoClaim(msgspec.Struct, frozen=True):
+    """A ResourceClaim of the demo.
+
+    Attributes:
+        asks: its request in words.
+        request: its request as ResourceClaims have it, without a name.
+    """
+
+    name: str
+    asks: str
+    request: Mapping[str, Any]
+
+
+_FRACTION: Final = "fraction.metagpu.io"
+_HALF_OF_MIG: Final = "device.attributes['gpu.metagpu.io'].profile == '3g.40gb'"
+_MIG_OR_ELSE: Final = {
+    "firstAvailable": [
+        {
+            "name": "mig",
+            "deviceClassName": "mig.metagpu.io",
+            "selectors": [{"cel": {"expression": _HALF_OF_MIG}}],
+        },
+        {
+            "name": "fraction",
+            "deviceClassName": _FRACTION,
+            "capacity": {"requests": {"shares": "25"}},
+        },
+    ]
+}
+_HALF: Final = {"deviceClassName": _FRACTION, "capacity": {"requests": {"shares": "50"}}}
+CLAIMS_NODE: Final = "h100-80gb:2"
+CLAIMS_CONFIG: Final = """\
+version: metagpu/v1
+pools:
+  - name: shared
+    gpus: {index: 0}
+    fronts: [dra]
+    backends: [{backend: whole}, {backend: fraction}]
+  - name: mig
+    fronts: [dra]
+    backends: [{backend: mig, profiles: [3g.40gb], enableMig: true}]
+"""
+CLAIMS: Final = (
+    DemoClaim("notebook", "half a GPU", {"exactly": _HALF}),
+    *(
+        DemoClaim(it, "3g.40gb, or else 25 shares", _MIG_OR_ELSE)
+        for it in ("serve", "train", "tune")
+    ),
+    DemoClaim("batch", "a whole GPU", {"exactly": {"deviceClassName": "gpu.metagpu.io"}}),
 )

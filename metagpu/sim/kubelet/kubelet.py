@@ -16,6 +16,7 @@ from typing import Self
 
 import anyio
 
+from metagpu.sim.kubelet.pod_resources import Claimed
 from metagpu.sim.kubelet.pods import (
     AdmissionError,
     ContainerRunOptions,
@@ -53,8 +54,9 @@ class SimKubelet:
 
     `directory` stands for /var/lib/kubelet/device-plugins, `pod_resources` is the path of the
     PodResources socket. `clock` measures the grace period of stopped endpoints and the rate limit,
-    so that tests may set it; `sync_node_status` is one round of the node-status loop. Pods, the
-    last reported resources and the statistics outlive a process; devices and endpoints do not.
+    so that tests may set it; `sync_node_status` is one round of the node-status loop; `claimed`
+    returns what a container has by claims. Pods, the last reported resources and the statistics
+    outlive a process; devices and endpoints do not.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class SimKubelet:
         fixed_clashes: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        claimed: Claimed = lambda _uid, _container: (),
     ) -> None:
         self.directory = directory
         self.socket = directory / SOCKET
@@ -85,6 +88,7 @@ class SimKubelet:
             fixed_clashes=fixed_clashes,
             clock=clock,
             rng=rng or random.Random(),  # noqa: S311  it stands for Go's map order
+            claimed=claimed,
         )
         self._stats = KubeletStats()
         self._pods: dict[str, SimPod] = {}

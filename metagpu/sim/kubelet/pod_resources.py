@@ -16,11 +16,16 @@ RATE: Final = 100
 """Calls at once and calls per second, of all clients and methods together."""
 
 
+Claimed = Callable[[str, str], Iterable[v1.DynamicResource]]
+"""Returns the devices of claims of a container, by the uid of its pod and its name."""
+
+
 class PodResourcesSource:
     """The data of both API versions: pods with their devices, and allocatable devices.
 
     `active` returns the listed pods. `free` runs before each list, since listing is one of the two
-    occasions on which the kubelet releases the devices of ended pods.
+    occasions on which the kubelet releases the devices of ended pods. `claimed` returns what
+    containers have by claims.
     """
 
     def __init__(
@@ -30,11 +35,13 @@ class PodResourcesSource:
         active: Callable[[], Iterable[SimPod]],
         free: Callable[[], None],
         clock: Callable[[], float],
+        claimed: Claimed = lambda _uid, _container: (),
     ) -> None:
         self._state = state
         self.active = active
         self.release_ended_pods = free
         self._clock = clock
+        self._claimed = claimed
         self._rate = TokenBucket(burst=BURST, rate=RATE)
 
     def check_rate(self) -> None:
@@ -50,7 +57,9 @@ class PodResourcesSource:
         """Return a pod's entry, without ordinary init containers."""
         containers = [
             v1.ContainerResources(
-                name=container.name, devices=list(self._held(pod.uid, container.name))
+                name=container.name,
+                devices=list(self._held(pod.uid, container.name)),
+                dynamic_resources=list(self._claimed(pod.uid, container.name)),
             )
             for container in pod.listed()
         ]

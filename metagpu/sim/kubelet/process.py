@@ -13,6 +13,7 @@ from anyio import to_thread
 from metagpu.sim.kubelet.admission import PodAdmission
 from metagpu.sim.kubelet.device_manager import DeviceManagerState
 from metagpu.sim.kubelet.pod_resources import (
+    Claimed,
     PodResourcesSource,
     PodResourcesV1,
     PodResourcesV1Alpha1,
@@ -39,6 +40,7 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
     fixed_clashes: bool
     clock: Callable[[], float]
     rng: random.Random
+    claimed: Claimed
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ async def _open_doors(
             active=pods.values,
             free=process.admission.release_ended_pods,
             clock=settings.clock,
+            claimed=settings.claimed,
         )
         lister = AbortableServer([PodResourcesV1(resources), PodResourcesV1Alpha1(resources)])
         await lister.open(settings.pod_resources)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from metagpu.sim.apiserver.objects import Object
+from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.cluster.pod_objects import pod_object
 from metagpu.sim.cluster.scheduler import free_on, schedule
@@ -33,7 +34,8 @@ def pod(name: str, *, bound: bool = False, phase: str = "Pending", **counts: int
 
 def decided(node: Object, *pods: Object) -> list[tuple[str, str]]:
     """Return each pod that was decided on, with its node or the message."""
-    return [(it.pod[2], it.node or it.message) for it in schedule(node, pods)]
+    decisions = schedule(node, pods, ClaimScheduler("n", {}))
+    return [(it.pod[2], it.node or it.message) for it in decisions]
 
 
 def test_bound_pods_count_until_they_end() -> None:

@@ -7,11 +7,13 @@ import msgspec
 import pytest
 
 from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.commands.arguments import add_arguments, command_from
 from metagpu.sim.commands.cluster_commands import (
     AnyClusterCommand,
     BurstCommand,
+    ClaimAddCommand,
     NodeLabelCommand,
     PodAddCommand,
 )
@@ -20,6 +22,7 @@ from metagpu.sim.machine.spec import build_node
 
 COMMANDS = (
     *("pod add", "pod end", "pod list", "burst", "kubelet", "node label", "node show"),
+    *("claim add", "claim end", "claim list"),
     *("event list", "config-map", "plugin"),
 )
 
@@ -58,6 +61,19 @@ def test_a_pod_is_read() -> None:
     )
 
 
+def test_a_claim_is_read(tmp_path: Path) -> None:
+    """A claim has its class, amounts, number and selectors; or a file has the objects."""
+    line = "claim add a --class b.c --capacity shares=5 --count 2 --selector true -n team"
+    assert command(line) == ClaimAddCommand(
+        ClaimManifest("a", "b.c", 2, {"shares": "5"}, ("true",), "team")
+    )
+    file = tmp_path / "claim.yaml"
+    file.write_text("kind: Pod\n---\nkind: ResourceClaim\n---\n")
+    assert command(f"claim add -f {file}") == ClaimAddCommand(
+        documents=({"kind": "Pod"}, {"kind": "ResourceClaim"})
+    )
+
+
 def test_labels_are_set_and_removed() -> None:
     """`KEY=VALUE` sets a label, `KEY-` removes it, and a value may be empty."""
     assert command("node label a/b=c d- e=") == NodeLabelCommand({"a/b": "c", "d": None, "e": ""})
@@ -77,6 +93,11 @@ def test_sizes_replace_the_number() -> None:
         ("pod add a x.y/z", "'x.y/z' is no request; write RESOURCE=N"),
         ("pod add a x.y/z=-1", "'x.y/z=-1' is no request"),
         ("pod add a x.y/z=1 --annotation k", "'k' is no annotation; write KEY=VALUE"),
+        ("claim add a", "a claim needs a DeviceClass; add --class"),
+        ("claim add a --class b --capacity shares", "'shares' is no amount; write NAME=AMOUNT"),
+        ("claim add", "give either a name with --class, or a file with -f"),
+        ("claim add a -f x.yaml", "give either a name with --class, or a file with -f"),
+        ("claim add -f missing.yaml", "cannot read missing.yaml"),
         ("pod add a x.y/z=1 --for soon", "'soon' is no duration"),
         ("node label k", "'k' is no label; write KEY=VALUE, or KEY- to remove it"),
         ("burst 3 x.y/z=1 --sizes 5", "'5' is no range of sizes; write one like 10..150"),
