@@ -132,7 +132,7 @@ def test_only_the_containers_named_are_touched() -> None:
     }
 
 
-def test_shares_that_mean_different_memory_are_told_apart_by_a_label() -> None:
+def test_shares_that_mean_different_memory_are_distinguished_by_a_label() -> None:
     """20 shares of an A100 of 40 GB are 8 GiB, and of one of 80 GB are 16: the pod goes to one."""
     asked = pod(SEED)
     outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
