@@ -109,7 +109,7 @@ class LayoutManager:
             check_fit(new, layout)
         try:
             injection = config.root.injection(self._injection(nodes))
-            by_claims = any(pool.front is Front.DRA for pool in config.root.pools)
+            by_claims = any(Front.DRA in pool.fronts for pool in config.root.pools)
             await self.cdi_file.update(injection.by_own_cdi if by_claims else injection)
         except CdiError as error:
             problem, path = str(error), "pools" if by_claims else "deviceListStrategy"

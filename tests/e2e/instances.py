@@ -167,7 +167,7 @@ def _slices(share: str) -> tuple[str, set[int]]:
 
 def held_shares() -> dict[str, list[str]]:
     """Return the pods that hold each share, by the kubelet's PodResources."""
-    answer = anyio.run(_list_pod_resources)
+    answer = anyio.run(list_pod_resources)
     held: dict[str, list[str]] = defaultdict(list)
     for pod in answer.pod_resources:
         for container in pod.containers:
@@ -178,7 +178,8 @@ def held_shares() -> dict[str, list[str]]:
     return dict(held)
 
 
-async def _list_pod_resources() -> v1.ListPodResourcesResponse:
+async def list_pod_resources() -> v1.ListPodResourcesResponse:
+    """Return what the kubelet's PodResources lists."""
     socket = KUBELET_HOME / "pod-resources" / "kubelet.sock"
     try:
         async with Channel(path=str(socket)) as channel:

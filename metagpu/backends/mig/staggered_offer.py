@@ -44,7 +44,7 @@ class OfferStagger:
         its end. The largest profile comes first: smaller ones find room more often. With the front
         DRA nothing is delayed: the scheduler itself allocates the places one by one.
         """
-        if state.front is Front.DRA:
+        if Front.DRA in state.fronts:
             return provisioned
         mine = [share for share in state.shares if share.backend == backend]
         leases = state.leases

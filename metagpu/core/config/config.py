@@ -17,11 +17,12 @@ from metagpu.core.config.resource_names import driver_problem, name_problem
 from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
+from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.errors import ConfigError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import Front, OfferPolicy
+from metagpu.core.model.offers import PLUGIN_ALONE, Front, Fronts, OfferPolicy
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.xid import Severity
 
@@ -78,7 +79,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     turns in offering an idle GPU, and each has the option `offer` where nothing else is given.
 
     Attributes:
-        fronts: the API of Kubernetes by which pods get the shares; one.
+        fronts: the APIs of Kubernetes by which pods get the shares.
     """
 
     name: str
@@ -92,19 +93,19 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise ValueError("a pool needs a name; messages about its GPUs show it")
-        if len(self.fronts) != 1:
-            allowed = " or ".join(f"[{front}]" for front in Front)
-            raise ValueError(f"fronts: write {allowed}, and a second pool for other GPUs")
+        if not self.fronts or len(self.front_set) != len(self.fronts):
+            allowed = " or ".join(Front)
+            raise ValueError(f"fronts: write {allowed}, or each of them once")
 
     @property
-    def front(self) -> Front:
-        """Return the API by which pods get the shares."""
-        return self.fronts[0]
+    def front_set(self) -> Fronts:
+        """Return the APIs by which pods get the shares, in no order."""
+        return frozenset(self.fronts)
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether its backends take turns; with DRA the scheduler keeps them apart."""
-        return self.offer is OfferPolicy.EXACT and self.front is Front.DEVICE_PLUGIN
+        """Return whether its backends take turns: by DRA alone they need none."""
+        return self.offer is OfferPolicy.EXACT and Front.DEVICE_PLUGIN in self.fronts
 
     def exclusion_reason(self, gpu: Gpu) -> str | None:
         """Return why a GPU is not in this pool, `None` for a GPU that is."""
@@ -240,16 +241,18 @@ class Config:
                 resource name is not valid.
         """
         built = []
-        names: dict[ResourceName, tuple[str, Front]] = {}
+        names: dict[ResourceName, tuple[str, Fronts]] = {}
 
         for number, pool in enumerate(self.root.pools):
             backends = []
-            in_pool = injection if pool.front is Front.DEVICE_PLUGIN else injection.by_own_cdi
+            # ResourceClaims give a container its GPU by CDI: the pods beside them get it so too.
+            in_pool = injection if pool.front_set == PLUGIN_ALONE else injection.by_own_cdi
             for place, options in enumerate(self.options[pool.name]):
                 try:
                     backend = self._backends[options.backend].configured(options, in_pool)
+                    _check_fronts(backend, pool)
                     for resource in backend.resources:
-                        _reserve_name(resource, backend.name, pool.front, names)
+                        _reserve_name(resource, backend.name, pool.front_set, names)
                 except ValueError as error:
                     path = f"pools[{number}].backends[{place}]"
                     key = ".resource" if isinstance(error, _NameError) else ""
@@ -273,20 +276,30 @@ class _NameError(ValueError):
     """Raised when a resource cannot be offered under its name."""
 
 
+def _check_fronts(backend: Backend, pool: Pool) -> None:
+    """Refuse a backend of which a pool cannot have both fronts."""
+    if len(pool.fronts) > 1 and isinstance(backend, Provisions):
+        raise ValueError(
+            f"{backend.name} creates a device for each share, and has one front; write "
+            f"[{Front.DEVICE_PLUGIN}] or [{Front.DRA}] in `fronts`"
+        )
+
+
 def _reserve_name(
     resource: ResourceName,
     backend: str,
-    front: Front,
-    names: dict[ResourceName, tuple[str, Front]],
+    fronts: Fronts,
+    names: dict[ResourceName, tuple[str, Fronts]],
 ) -> None:
     if problem := name_problem(resource):
         raise _NameError(f"{resource!r} is no resource name: {problem}")
 
-    first, its_front = names.setdefault(resource, (backend, front))
-    if its_front is not front:
+    first, its_fronts = names.setdefault(resource, (backend, fronts))
+    if its_fronts != fronts:
         raise _NameError(
-            f"{resource} is offered by the front {its_front} already and cannot be offered by "
-            f"{front} too; give it another `resource`"
+            f"{resource} is offered by a pool with fronts [{', '.join(sorted(its_fronts))}] "
+            f"already and cannot be offered with [{', '.join(sorted(fronts))}] too; give it "
+            "another `resource`, or both pools the same fronts"
         )
     if first != backend:
         raise _NameError(

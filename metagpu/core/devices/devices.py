@@ -62,9 +62,9 @@ def pool_name(node: str, gpu: GpuId) -> str:
 def devices_of(state: GpuState) -> tuple[Device, ...]:
     """Return the devices of a GPU, in the order in which the scheduler tries them.
 
-    A GPU of a pool with another front has none.
+    A GPU of a pool without the front DRA has none.
     """
-    return _devices(state.shares) if state.front is Front.DRA else ()
+    return _devices(state.shares) if Front.DRA in state.fronts else ()
 
 
 def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device:

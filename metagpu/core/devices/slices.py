@@ -13,6 +13,7 @@ from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quant
 from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE, Device, devices_of, pool_name
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import share_suffix
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import Share, ShareId, count_containers
 from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -24,6 +25,7 @@ UNHEALTHY: Final = "metagpu.io/unhealthy"
 CORDONED: Final = "metagpu.io/cordoned"
 SUSPENDED: Final = "metagpu.io/suspended"
 HELD: Final = "metagpu.io/held"
+OUT_OF_TURN: Final = "metagpu.io/out-of-turn"
 """The keys of taints; the effect is NoSchedule: metagpu ends no pod."""
 
 _COUNTER_SET: Final = "gpu"
@@ -67,7 +69,7 @@ def gpu_slices(
     *,
     plain: bool = False,
 ) -> tuple[SliceSpec, ...]:
-    """Return the wanted slices of one GPU; none where its pool has another front."""
+    """Return the wanted slices of one GPU; none without the front DRA."""
     state = snapshot.gpus[gpu]
     devices = devices_of(state)
     if plain:
@@ -139,7 +141,13 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
         if lease.resource_claim is not None and offered.get(share_id) == lease.share
     }
     counted = unavailable_shares(state.shares, known)
-    return (state.unavailable_shares - counted) | (state.leases.keys() - known.keys())
+    others = {i: lease for i, lease in state.leases.items() if i not in known}
+    of_others = set(others)
+    if state.has_both_fronts:
+        of_others |= state.allocated - state.leases.keys()  # those of init containers
+        # Also what a claim excludes today: the scheduler sees its end before the next slice.
+        of_others |= unavailable_shares(state.shares, others) & state.unavailable_shares
+    return (state.unavailable_shares - counted) | of_others
 
 
 def _capacity(
@@ -183,6 +191,8 @@ def _taints(device: Device, state: GpuState, busy: frozenset[ShareId]) -> list[M
         found[SUSPENDED] = device.backend
     if _all_in(device.shares, busy):
         found[HELD] = state.owner or ""
+    elif not state.open_to_claims:
+        found[OUT_OF_TURN] = str(Front.DEVICE_PLUGIN)
     return [
         {"key": key, **({"value": value} if value else {}), "effect": "NoSchedule"}
         for key, value in found.items()

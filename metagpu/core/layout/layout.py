@@ -24,7 +24,7 @@ from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance
-from metagpu.core.model.offers import Front, RequestRule
+from metagpu.core.model.offers import Front, Fronts, RequestRule
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesOffered
@@ -87,7 +87,7 @@ class Layout(msgspec.Struct, frozen=True):
         backend_assignments: each GPU with each backend of its pool.
         unused_pools: the pools without a GPU, each with the reason.
         misfits: the pools with GPUs that can have none of their shares.
-        dra: the resources of pools with the front DRA.
+        fronts: the fronts of each resource, where a pool has the front DRA.
     """
 
     pool_assignments: tuple[PoolAssignment, ...]
@@ -96,7 +96,7 @@ class Layout(msgspec.Struct, frozen=True):
     backend_assignments: tuple[BackendAssignment, ...] = ()
     unused_pools: Mapping[str, str] = {}
     misfits: tuple[PoolMisfit, ...] = ()
-    dra: frozenset[ResourceName] = frozenset()
+    fronts: Mapping[ResourceName, Fronts] = {}
 
     @property
     def offer_fact(self) -> SharesOffered:
@@ -109,11 +109,13 @@ class Layout(msgspec.Struct, frozen=True):
             resource: offer_rule(backend, gpus.get(resource, {}).values())
             for resource, backend in self.backends.items()
         }
-        # The scheduler itself counts by GPU: nothing is held back.
+        # By DRA alone the scheduler itself counts by GPU: nothing is held back.
         rules.update(
-            (it, replace(rules[it], requests=RequestRule.ANY)) for it in self.dra & rules.keys()
+            (it, replace(rules[it], requests=RequestRule.ANY))
+            for it, fronts in self.fronts.items()
+            if it in rules and Front.DEVICE_PLUGIN not in fronts
         )
-        return SharesOffered(tuple(self.backends), self.shares, rules, self.dra)
+        return SharesOffered(tuple(self.backends), self.shares, rules, self.fronts)
 
     def gpus_in_turns(self, config: Config) -> Sequence[Sequence[GpuId]]:
         """Return the GPUs of each pool whose backends take turns with idle GPUs."""
@@ -202,7 +204,7 @@ def build_layout(
         tuple(backend_assignments),
         _unused_pools([pool for pool, _ in pools], pool_assignments),
         tuple(_misfits(pools, pool_assignments)),
-        _dra_resources(config, pools, pool_assignments, shares),
+        _fronts_by_resource(config, pools, pool_assignments, shares),
     )
 
 
@@ -280,36 +282,39 @@ def _answering_backends(
     return found
 
 
-def _dra_resources(
+def _fronts_by_resource(
     config: Config,
     pools: Iterable[tuple[Pool, list[Backend]]],
     assignments: Iterable[PoolAssignment],
     shares: Iterable[Share],
-) -> frozenset[ResourceName]:
-    """Return the resources of pools with the front DRA."""
-    fronts = {pool.name: pool.front for pool, _ in pools}
-    if Front.DRA not in fronts.values():
-        return frozenset()
+) -> Mapping[ResourceName, Fronts]:
+    """Return the fronts of each resource, nothing where no pool has the front DRA."""
+    fronts = {pool.name: pool.front_set for pool, _ in pools}
+    if not any(Front.DRA in it for it in fronts.values()):
+        return {}
     named = {
-        resource: pool.front
+        resource: pool.front_set
         for pool, backends in pools
         for backend in backends
         for resource in backend.resources
     }
     of_gpu = {each.gpu.id: fronts[each.pool] for each in assignments if each.pool is not None}
     for share in shares:
-        front = of_gpu[share.gpu]
-        if named.setdefault(share.resource, front) is not front:
-            problem = f"{share.resource} would be offered by two fronts; give it another `resource`"
+        its = of_gpu[share.gpu]
+        if named.setdefault(share.resource, its) != its:
+            problem = (
+                f"{share.resource} would be offered by pools of different fronts; give it another "
+                "`resource`"
+            )
             raise config.error("", problem)
-    return frozenset(it for it, front in named.items() if front is Front.DRA)
+    return named
 
 
 def _with_allocation_order(
     pool: Pool, gpu: Gpu, backends: Iterable[Backend], shares: Sequence[Share]
 ) -> Sequence[Share]:
     """Return a GPU's shares, for DRA in the order of their allocation."""
-    if pool.front is not Front.DRA:
+    if Front.DRA not in pool.fronts:
         return shares
     from metagpu.core.layout.allocation_order import (  # noqa: PLC0415 - only with that front
         in_allocation_order,

@@ -1,17 +1,19 @@
-"""Turns of a pool's backends in offering its idle GPUs: decisions alone.
+"""Turns of a pool's backends and fronts in offering its GPUs: decisions alone.
 
 The scheduler counts each resource by itself. An idle GPU that several backends offer counts several
-times, and of the pods that are bound for it in the same moment all but one fail.
+times, and of the pods that are bound for it in the same moment all but one fail. It counts
+ResourceClaims by GPU, apart from all other pods: a free share that both fronts offer counts twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import OfferTurn
+from metagpu.core.model.shares import BY_CLAIMS, OfferTurn
 
 _PHASES: Final = 4
 """Of a round. In the last one a single backend has all idle GPUs, for requests of several."""
@@ -27,11 +29,33 @@ class TurnTiming(msgspec.Struct, frozen=True):
             the Node.
         grace: the end of a turn, in which bound pods are still admitted and no others are bound:
             the Node's number is lower already, the kubelet's list is not.
+        claims_grace: the end of a turn of ResourceClaims: those that are allocated are still
+            prepared, and the ResourceSlices say that no others are. The kubelet asks for a claim
+            a second after its pod is bound.
+        longest_arrival: the longest time by which a turn that ends is prolonged while pods that
+            were bound in it arrive, in pools with both fronts; `arrival_poll` between two looks.
     """
 
     turn: float = 2.0
     longest_turn: float = 6.0
     grace: float = 0.5
+    claims_grace: float = 2.0
+    longest_arrival: float = 5.0
+    arrival_poll: float = 0.25
+
+    @property
+    def between_fronts(self) -> "TurnTiming":
+        """The times where a pool has both fronts: each turn writes ResourceSlices too.
+
+        A claim that loses waits for the end of another pod, so its end has more time as well.
+        """
+        return replace(
+            self, turn=3 * self.turn, longest_turn=3 * self.longest_turn, grace=4 * self.grace
+        )
+
+    def grace_of(self, backend: str) -> float:
+        """Return the time that the end of a turn takes."""
+        return self.claims_grace if backend == BY_CLAIMS else self.grace
 
 
 class TurnCandidate(msgspec.Struct, frozen=True):
@@ -39,7 +63,8 @@ class TurnCandidate(msgspec.Struct, frozen=True):
 
     Attributes:
         backends: those that could grant its shares now, in the pool's order.
-        owner: the backend that has the GPU, `None` while it is idle.
+        owner: the backend that has the GPU, `None` while it is idle. With both fronts a GPU in use
+            has turns as an idle one, of its backend and of ResourceClaims, and no owner here.
     """
 
     gpu: GpuId
@@ -70,10 +95,18 @@ class TurnSchedule:
     _quiet_phases: int = 0
     _idle: tuple[GpuId, ...] = ()
 
-    def apply(self, gpus: Sequence[TurnCandidate], now: float) -> Mapping[GpuId, OfferTurn]:
+    def apply(
+        self, gpus: Sequence[TurnCandidate], now: float, arriving: Collection[str] = ()
+    ) -> Mapping[GpuId, OfferTurn]:
         """Return the turn of each GPU; of one in use its owner's.
 
         A GPU that no pod can have keeps its turn.
+
+        Args:
+            gpus: those of the pool.
+            now: the event loop's time.
+            arriving: the backends for which pods are bound that have not arrived yet: their turns
+                end a little later.
         """
         idle = [it for it in gpus if it.owner is None and it.backends]
         self._advance(idle, now)
@@ -87,6 +120,9 @@ class TurnSchedule:
                 began = known.since if known and known.backend == it.owner else now
                 turns[it.gpu] = OfferTurn(it.owner, began)
             elif it.gpu in wanted:
+                if known is not None and self._waits(known, now, arriving):
+                    turns[it.gpu] = known
+                    continue
                 known = _started(it, known, wanted[it.gpu], now)
                 turns[it.gpu] = self._turn(known, wanted[it.gpu], following[it.gpu], now)
             elif known is not None:
@@ -112,22 +148,30 @@ class TurnSchedule:
         doubled = (self._quiet_phases - 1) // round_of_all
         self.phase_ends = now + min(timing.longest_turn, timing.turn * 2.0 ** min(doubled, 10))
 
+    def _waits(self, known: OfferTurn, now: float, arriving: Collection[str]) -> bool:
+        """Return whether a turn that would be over waits for pods that were bound in it."""
+        over = known.withdrawn and now >= known.until
+        if not over or known.backend not in arriving:
+            return False
+        if now >= known.until + self.timing.longest_arrival:
+            return False
+        self.next_at = min(self.next_at, now + self.timing.arrival_poll)
+        return True
+
     def _turn(self, known: OfferTurn, wanted: str, following: str, now: float) -> OfferTurn:
         """Return the turn of an idle GPU: as it is, at its end, or the next one."""
-        timing = self.timing
+        timing, grace = self.timing, self.timing.grace_of(known.backend)
         if known.withdrawn:
             self.next_at = min(self.next_at, known.until)
             return known
         if known.backend == wanted:
-            return OfferTurn(
-                wanted, known.since, next=following, until=self.phase_ends + timing.grace
-            )
+            return OfferTurn(wanted, known.since, next=following, until=self.phase_ends + grace)
 
-        due = known.since + timing.turn - timing.grace
+        due = known.since + timing.turn - grace
         if now < due:
             self.next_at = min(self.next_at, due)
-            return OfferTurn(known.backend, known.since, next=wanted, until=due + timing.grace)
-        until = now + timing.grace
+            return OfferTurn(known.backend, known.since, next=wanted, until=due + grace)
+        until = now + grace
         self.next_at = min(self.next_at, until)
         return OfferTurn(known.backend, known.since, withdrawn=True, next=wanted, until=until)
 

@@ -6,6 +6,7 @@ are free on each of two GPUs, it would send a request of 40 that no GPU can take
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -21,6 +22,11 @@ class Front(StrEnum):
 
     DEVICE_PLUGIN = "device-plugin"
     DRA = "dra"
+
+
+Fronts = frozenset[Front]
+"""The fronts of a pool, and so of its resources and of its GPUs."""
+PLUGIN_ALONE: Final[Fronts] = frozenset((Front.DEVICE_PLUGIN,))
 
 
 class OfferPolicy(StrEnum):

@@ -139,7 +139,7 @@ def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int | str]:
         "heldBack": sum(it.free for it in parts if resource in snapshot.gpus[it.gpu].held_back),
         "largestRequest": largest_request(offer.rule.requests, parts),
         "requestRule": str(offer.rule.requests),
-        **({"freeDevices": _free_devices(snapshot, offer)} if offer.front is Front.DRA else {}),
+        **({"freeDevices": _free_devices(snapshot, offer)} if offer.fronts == {Front.DRA} else {}),
     }
 
 
@@ -199,7 +199,8 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
         "recovery": _recovery_report(state.verdict.recovery),
         "backends": list(dict.fromkeys(share.backend for share in state.shares)),
         "owner": state.owner,
-        "turn": _turn_report(state.idle_turn) if state.idle_turn else None,
+        "fronts": sorted(map(str, state.fronts)),
+        "turn": _turn_report(turn) if (turn := _shown_turn(state)) else None,
         "cleaning": {it: iso_time(_time_of_day(at)) for it, at in state.cleaning.items()},
         "suspended": {backend: _pause_report(pause) for backend, pause in state.suspended.items()},
         "cordon": _pause_report(state.cordon) if state.cordon else None,
@@ -223,6 +224,12 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
         "paused": sorted(set(state.paused_shares.values())),
         "waitsFor": unavailable_reason(state) if state.waiting_shares != frozenset() else None,
     }
+
+
+def _shown_turn(state: GpuState) -> OfferTurn | None:
+    """Return the present turn of a GPU, `None` for one without free shares."""
+    taken = state.refused_shares | state.leases.keys()
+    return state.present_turn if any(it.id not in taken for it in state.shares) else None
 
 
 def _turn_report(it: OfferTurn) -> Mapping[str, str | float | bool]:

@@ -7,7 +7,7 @@ import msgspec
 from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, ResourceName
+from metagpu.core.model.shares import Holder, ResourceClaimRef, ResourceName
 from metagpu.core.state.facts import Fact
 
 
@@ -175,6 +175,17 @@ class PreferenceNotMet(msgspec.Struct, frozen=True):
     at: float
 
 
+class ResourceClaimRefused(msgspec.Struct, frozen=True):
+    """A ResourceClaim was not prepared when the kubelet asked for it.
+
+    Attributes:
+        cause: the class of the error.
+    """
+
+    claim: ResourceClaimRef
+    cause: type[RequestError]
+
+
 class DevicesLost(msgspec.Struct, frozen=True):
     """A container's MIG devices no longer exist: one event for each container.
 
@@ -229,5 +240,6 @@ Event = (
     | PreferenceNotMet
     | DevicesLost
     | AllocationRefused
+    | ResourceClaimRefused
 )
 """Everything that the bus carries."""

@@ -9,7 +9,7 @@ import msgspec
 
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
-from metagpu.core.model.offers import OfferRule
+from metagpu.core.model.offers import Fronts, OfferRule
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
     CordonSource,
@@ -169,13 +169,13 @@ class SharesOffered(msgspec.Struct, frozen=True):
         resources: every resource, also those without a share.
         rules: the rule by which free shares of a resource are held back; nothing is held back of a
             resource without one.
-        dra: the resources of pools with the front DRA; the device plugin API serves all others.
+        fronts: the APIs that serve a resource; of one without them the device plugin API alone.
     """
 
     resources: tuple[ResourceName, ...]
     shares: tuple[Share, ...]
     rules: Mapping[ResourceName, OfferRule] = msgspec.field(default_factory=dict)
-    dra: frozenset[ResourceName] = frozenset()
+    fronts: Mapping[ResourceName, Fronts] = msgspec.field(default_factory=dict)
 
 
 class TurnsChanged(msgspec.Struct, frozen=True):

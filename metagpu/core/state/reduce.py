@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId, Topology
 from metagpu.core.model.held_back import with_held_back
-from metagpu.core.model.offers import Front, OfferRule
+from metagpu.core.model.offers import PLUGIN_ALONE, Fronts, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
@@ -211,15 +211,15 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
 
     for state in snapshot.gpus.values():
         shares = tuple(share for share in offered if share.gpu == state.gpu.id)
-        front = _front_of(shares, fact.dra)
+        fronts = _fronts_of(shares, fact)
         leases = _with_known_shares(state.leases, shares)
         states.append(
             state
-            if shares == state.shares and front is state.front
+            if shares == state.shares and fronts == state.fronts
             else replace(
                 state,
                 shares=shares,
-                front=front,
+                fronts=fronts,
                 leases=leases,
                 # Leased shares that are not on offer any more still conflict with others.
                 can_conflict=can_conflict(list(dict.fromkeys([*shares, *_held(leases)]))),
@@ -270,9 +270,9 @@ def _with_known_shares(
     return MappingProxyType({**leases, **recognized}) if recognized else leases
 
 
-def _front_of(shares: Iterable[Share], dra: frozenset[ResourceName]) -> Front:
-    """Return the front of a GPU: that of its pool, and so of any of its shares."""
-    return Front.DRA if any(share.resource in dra for share in shares) else Front.DEVICE_PLUGIN
+def _fronts_of(shares: Iterable[Share], fact: SharesOffered) -> Fronts:
+    """Return the fronts of a GPU: those of its pool, and so of any of its shares."""
+    return next((fact.fronts.get(it.resource, PLUGIN_ALONE) for it in shares), PLUGIN_ALONE)
 
 
 def _offer(resource: ResourceName, shares: Iterable[Share], fact: SharesOffered) -> Offer:
@@ -289,5 +289,5 @@ def _offer(resource: ResourceName, shares: Iterable[Share], fact: SharesOffered)
         own,
         ids,
         fact.rules.get(resource, OfferRule()),
-        Front.DRA if resource in fact.dra else Front.DEVICE_PLUGIN,
+        fact.fronts.get(resource, PLUGIN_ALONE),
     )

@@ -289,5 +289,5 @@ class SlicePublisher:
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
     states: Iterable[GpuState] = snapshot.gpus.values()
-    dra = tuple(it for it in states if it.front is Front.DRA)
+    dra = tuple(it for it in states if Front.DRA in it.fronts)
     return dra, snapshot.versions, bool(snapshot.offers), bool(snapshot.unreadable_gpus)

@@ -28,6 +28,7 @@ from metagpu.plugins.dra.health import HealthStream
 from metagpu.plugins.dra.parts import with_settings
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
+from metagpu.plugins.dra.reservations import ClaimReservations
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
 from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries, ReadPendingPods
 from metagpu.plugins.dra.service import SERVICE, DraService
@@ -103,6 +104,7 @@ class DraFront:
             apply=self.apply_status,
             timing=self.status_timing,
         )
+        self.reservations = ClaimReservations(self.registry, self.preparer)
         self.registration = DraRegistration(
             self.driver,
             self.kubelet_root,
@@ -118,6 +120,7 @@ class DraFront:
         async with anyio.create_task_group() as group:
             group.start_soon(self.retries.run)
             group.start_soon(self.statuses.run)
+            group.start_soon(self.reservations.run)
             group.start_soon(self._follow_account)
             await self.registration.run()
 
@@ -192,7 +195,7 @@ class DraFront:
         suspected = frozenset[ResourceClaimRef]()
         while True:
             await anyio.sleep(self.account_period)
-            held = self._leased_claims()
+            held = self._leased_claims() - self.preparer.reserved
             if not held and not self.preparer.prepared:
                 continue
             account = await to_thread.run_sync(read_account, self.kubelet_root, self.driver)
@@ -263,4 +266,5 @@ class DraFront:
 
     def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
         streams = HealthStream(self.registry, self.node).methods(calls)
-        return {**DraService(self.preparer, self.statuses.note).methods(), **streams}
+        service = DraService(self.preparer, self.registry.events, self.statuses.note)
+        return {**service.methods(), **streams}

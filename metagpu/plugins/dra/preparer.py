@@ -11,7 +11,13 @@ import anyio
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions, SharesClaims
-from metagpu.core.devices.devices import Device, find_device, pool_name, shared_device
+from metagpu.core.devices.devices import (
+    Device,
+    find_device,
+    gpu_of_pool,
+    pool_name,
+    shared_device,
+)
 from metagpu.core.errors import (
     ClusterError,
     DeviceOccupied,
@@ -20,6 +26,7 @@ from metagpu.core.errors import (
     RequestError,
 )
 from metagpu.core.model.claim_sharing import ReadSharing
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
@@ -54,6 +61,7 @@ class ClaimPreparer:
         refused: the allocations of claims that could not be prepared for a reason that may end.
         prepared: the devices of each prepared claim, by its uid; after a start, as the kubelet's
             account has them.
+        reserved: the claims with leases that the kubelet has not asked for yet.
 
     Args:
         registry: has the leases.
@@ -82,6 +90,7 @@ class ClaimPreparer:
     ) -> None:
         self.prepared: dict[str, tuple[PreparedDevice, ...]] = {}
         self.refused: dict[ResourceClaimRef, Allocation] = {}
+        self.reserved: set[ResourceClaimRef] = set()
         self._registry = registry
         self._driver = driver
         self._node = node
@@ -123,7 +132,35 @@ class ClaimPreparer:
                 self._release(fresh)
                 raise
             self.prepared[claim.uid] = devices
+            self.reserved.discard(claim)
             return devices
+
+    async def reserve(self, namespace: str, name: str) -> None:
+        """Lease what a claim was allocated, before the kubelet asks for it.
+
+        Only of GPUs with both fronts: from the time that its pod is bound, others could be granted
+        the same shares. What cannot be leased now is left to the kubelet's call, which says why.
+
+        Raises:
+            ClusterError: the API server does not answer.
+        """
+        found = await self._read_claim(ResourceClaimRef(namespace, name, ""))
+        claim = ResourceClaimRef(namespace, name, str(found["metadata"]["uid"]))
+        async with self._turns[claim.uid]:
+            if claim.uid in self.prepared:
+                return
+            try:
+                allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
+                if self._is_of_both_fronts(allocation):
+                    self._lease(claim, allocation.results)
+                    self.reserved.add(claim)
+            except RequestError:
+                return
+
+    def _is_of_both_fronts(self, allocation: Allocation) -> bool:
+        snapshot = self._registry.snapshot
+        gpus = (snapshot.gpus.get(gpu_of_pool(it.pool)) for it in allocation.results)
+        return any(it is not None and it.has_both_fronts for it in gpus)
 
     async def find_unprepared(self, namespace: str, name: str) -> ResourceClaimRef | None:
         """Return a claim that has devices of this driver and is not prepared, else `None`.
@@ -168,6 +205,7 @@ class ClaimPreparer:
             self._release(self._leased(claim.uid, self._registry.snapshot))
             self.prepared.pop(claim.uid, None)
             self.refused.pop(claim, None)
+            self.reserved.discard(claim)
             await self._files.remove(claim.uid)
         if not turn.locked():
             self._turns.pop(claim.uid, None)
@@ -266,15 +304,17 @@ class ClaimPreparer:
         left = [it for it in device.shares if it.id not in taken]
         kept = [it for it in left if it.id in own][:wanted]
         free = [it for it in left if it.id not in state.leases]
+        if state.has_both_fronts:
+            free = [it for it in free if it.id not in state.allocated]
         open_shares = [it for it in free if it.id not in state.refused_shares]
         if len(kept) + len(open_shares) < wanted:
-            refuse_unavailable((free or device.shares)[:wanted], snapshot)
+            refuse_unavailable((free or device.shares)[:wanted], snapshot, Front.DRA)
             free_count = len(kept) + len(open_shares)
             raise DeviceOccupied(str(state.gpu), device.name, wanted, free_count)
 
         backend = self._backend(device.resource)
         shares = tuple(backend.prefer([*kept, *open_shares], kept, wanted, snapshot))
-        refuse_unavailable(shares, snapshot)
+        refuse_unavailable(shares, snapshot, Front.DRA)
         if result.sharing is None or not is_shared(result, device):
             backend.check(shares, snapshot)
         elif isinstance(backend, SharesClaims):

@@ -11,8 +11,10 @@ import anyio
 import structlog
 from grpclib.const import Handler as Method
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import MetagpuError, RequestError
 from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.runtime.event_bus import EventBus
+from metagpu.core.state.events import Event, ResourceClaimRefused
 from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.grpc_server import unary_method
@@ -26,15 +28,22 @@ log = structlog.get_logger()
 
 
 class DraService:
-    """The calls of the kubelet, for one driver."""
+    """The calls of the kubelet, for one driver.
+
+    Args:
+        preparer: prepares and unprepares claims.
+        events: carries what was refused.
+        on_prepared: gets each claim that was prepared.
+    """
 
     def __init__(
         self,
         preparer: ClaimPreparer,
+        events: EventBus[Event],
         on_prepared: Callable[[ResourceClaimRef], None] = lambda _: None,
     ) -> None:
-        """Serve calls by a preparer; `on_prepared` gets each claim that it prepared."""
         self._preparer = preparer
+        self._events = events
         self._on_prepared = on_prepared
 
     def methods(self) -> Mapping[str, Method]:
@@ -54,6 +63,8 @@ class DraService:
                 devices = await self._preparer.prepare(claim)
             except Exception as error:  # noqa: BLE001 - one claim's error is its own
                 problem = _describe(error)
+                if isinstance(error, RequestError):
+                    self._events.publish(ResourceClaimRefused(claim, type(error)))
                 answers[claim.uid] = v1.NodePrepareResourceResponse(error=problem)
                 log.warning("resource claim refused", claim=str(claim), error=problem)
             else:

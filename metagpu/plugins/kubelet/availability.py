@@ -44,8 +44,15 @@ def find_shares(resource: ResourceName, ids: Iterable[str], snapshot: Snapshot) 
         raise UnknownShare(resource, error.args[0]) from None
 
 
-def refuse_unavailable(shares: Sequence[Share], snapshot: Snapshot) -> None:
+def refuse_unavailable(
+    shares: Sequence[Share], snapshot: Snapshot, front: Front = Front.DEVICE_PLUGIN
+) -> None:
     """Refuse unavailable shares of one resource; the kubelet may have an older list.
+
+    Args:
+        shares: those that are asked for.
+        snapshot: everything known.
+        front: the API that asks for them.
 
     Raises:
         RequestError: the message names the share or GPU, and the reason.
@@ -60,7 +67,7 @@ def refuse_unavailable(shares: Sequence[Share], snapshot: Snapshot) -> None:
             lease = state.leases.get(share.id)
             if lease is not None and lease.unconfirmed:
                 raise ShareTaken(share.id, reasons.unconfirmed_reason(lease))
-            if state.front is Front.DEVICE_PLUGIN and share.id in state.shares_of_resource_claims:
+            if front is Front.DEVICE_PLUGIN and share.id in state.shares_of_resource_claims:
                 holder = state.leases[share.id].resource_claim
                 raise ShareTaken(share.id, f"the ResourceClaim {holder} holds it")
         if state.faulty_shares or state.unavailable_shares or state.paused_shares:

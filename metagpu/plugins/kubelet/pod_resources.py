@@ -244,7 +244,7 @@ class LeaseFollower:
         states = snapshot.gpus.values()
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
-        contended = any(it.unavailable_shares for it in states if it.front is Front.DEVICE_PLUGIN)
+        contended = any(it.unavailable_shares for it in states if Front.DEVICE_PLUGIN in it.fronts)
         longest = timing.contended_period if contended else timing.poll_period
         if any(_has_ended_pod(state, snapshot.pods) for state in states):
             return min(max(2 * delay, timing.after_end), longest)

@@ -10,6 +10,7 @@ from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid import Severity, rule_for
@@ -129,6 +130,9 @@ def reason_of(kind: type[RequestError]) -> str:
 def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
     """Yield all counters of all GPUs, also those at 0: `increase` needs a first value."""
     gpu_labels = _all_gpu_labels(snapshot)
+    if snapshot.offers_of(Front.DRA):
+        for kind in RequestError.__subclasses__():
+            yield Sample(d.CLAIM_REFUSALS, (reason_of(kind),), counts.refused_claims[kind])
     yield Sample(f.ANNOTATIONS_REJECTED, (), counts.rejected_annotations)
     for gpu, labels in gpu_labels.items():
         for fault in Fault:

@@ -20,6 +20,11 @@ REFUSALS: Final = _counter(
     "Calls for pods that metagpu refused, by reason.",
     *("resource", "reason"),
 )
+CLAIM_REFUSALS: Final = _counter(
+    "kubelet_claim_refusals_total",
+    "Calls for ResourceClaims that metagpu refused, by reason.",
+    "reason",
+)
 REGISTRATIONS: Final = _resource_counter(
     "kubelet_registrations_total", "Registrations of the resource that the kubelet accepted."
 )

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.runtime.event_bus import EventBus
@@ -12,6 +13,7 @@ from metagpu.core.state.events import (
     MemoryErrorReported,
     MemoryExceeded,
     ProcessSignalled,
+    ResourceClaimRefused,
     UnauthorizedUseFound,
     XidReported,
 )
@@ -30,6 +32,7 @@ class EventCounters:
         unauthorized_containers: containers that used a GPU without a share, by GPU.
         mig_device_faults: faults of MIG devices, by their GPU.
         rejected_annotations: rejected annotations of pods about their memory.
+        refused_claims: calls to prepare a ResourceClaim that were refused, by the error's class.
     """
 
     faults: Counter[tuple[GpuId, Fault | None]] = field(default_factory=Counter)
@@ -42,6 +45,7 @@ class EventCounters:
     unauthorized_containers: Counter[GpuId] = field(default_factory=Counter)
     mig_device_faults: Counter[GpuId] = field(default_factory=Counter)
     rejected_annotations: int = 0
+    refused_claims: Counter[type[RequestError]] = field(default_factory=Counter)
 
     async def run(self, events: EventBus[Event]) -> None:
         """Count until cancelled."""
@@ -53,13 +57,14 @@ class EventCounters:
                 UnauthorizedUseFound,
                 InstanceFaulted,
                 AnnotationRejected,
+                ResourceClaimRefused,
             ),
         )
         with events.subscribe(*kinds) as subscription:
             async for event in subscription:
                 self.count(event)
 
-    def count(self, event: Event) -> None:
+    def count(self, event: Event) -> None:  # noqa: C901 - one case for each kind
         """Count one event."""
         match event:
             case GpuFaulted():
@@ -81,3 +86,5 @@ class EventCounters:
                 self.mig_device_faults[event.gpu] += 1
             case AnnotationRejected():
                 self.rejected_annotations += 1
+            case ResourceClaimRefused():
+                self.refused_claims[event.cause] += 1

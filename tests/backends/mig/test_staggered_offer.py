@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
 from metagpu.backends.mig.staggered_offer import OfferStagger
+from metagpu.core.model.offers import Front
 from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import GpuState
@@ -38,7 +39,9 @@ class Node:
         self.idle = True
         offered = offer(*SHARES.values())
         if dra:
-            offered = replace(offered, dra=frozenset(offered.resources))
+            offered = replace(
+                offered, fronts=dict.fromkeys(offered.resources, frozenset((Front.DRA,)))
+            )
         self._known = after(GpusFound((GPU,), at=0), offered)
         self._there = set[str]()
         self.report(0)

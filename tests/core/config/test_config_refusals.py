@@ -36,10 +36,18 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         # fronts
         (
-            backend("{backend: fraction}") + "    fronts: [device-plugin, dra]\n",
+            backend("{backend: fraction}") + "    fronts: []\n",
+            "3: pools[0]: fronts: write device-plugin or dra, or each of them once",
+        ),
+        (
+            backend("{backend: fraction}") + "    fronts: [dra, dra]\n",
+            "3: pools[0]: fronts: write device-plugin or dra, or each of them once",
+        ),
+        (
+            backend("{backend: mig, profiles: [1g.5gb]}") + "    fronts: [device-plugin, dra]\n",
             (
-                "3: pools[0]: fronts: write [device-plugin] or [dra], and a second pool for other "
-                "GPUs"
+                "5: pools[0].backends[0]: mig creates a device for each share, and has one front; "
+                "write [device-plugin] or [dra] in `fronts`"
             ),
         ),
         (
@@ -47,8 +55,9 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
             + "    fronts: [dra]\n"
             + "  - name: other\n    backends: [{backend: fraction}]\n",
             (
-                "8: pools[1].backends[0].resource: cnvrg.io/metagpu is offered by the front dra "
-                "already and cannot be offered by device-plugin too; give it another `resource`"
+                "8: pools[1].backends[0].resource: cnvrg.io/metagpu is offered by a pool with "
+                "fronts [dra] already and cannot be offered with [device-plugin] too; give it "
+                "another `resource`, or both pools the same fronts"
             ),
         ),
         (

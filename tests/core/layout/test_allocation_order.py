@@ -53,10 +53,10 @@ def test_the_resources_of_existing_instances_have_the_front_of_their_pool() -> N
     made = {gpus[0].id: [instance(gpus[0], "2g.10gb@0")]}
     layout = build_layout(config(EXISTING), gpus, Injection(), made)
     snapshot = after(GpusFound(gpus, at=0), layout.offer_fact)
-    assert snapshot.gpus[gpus[0].id].front is Front.DRA
+    assert snapshot.gpus[gpus[0].id].fronts == {Front.DRA}
 
     made[gpus[1].id] = [instance(gpus[1], "2g.10gb@2")]
-    with pytest.raises(ConfigError, match="would be offered by two fronts"):
+    with pytest.raises(ConfigError, match="would be offered by pools of different fronts"):
         build_layout(config(EXISTING), gpus, Injection(), made)
 
 

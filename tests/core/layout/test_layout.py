@@ -285,10 +285,10 @@ pools:
     offers = after(GpusFound((gpu(0), gpu(1)), at=0), layout.offer_fact)
 
     assert layout.gpus_in_turns(config(text)) == [[gpu(1).id]]
-    assert {name: (it.front, it.rule.requests) for name, it in offers.offers.items()} == {
-        "example.com/mps": (Front.DRA, RequestRule.ANY),
-        "nvidia.com/gpu.shared": (Front.DRA, RequestRule.ANY),
-        "nvidia.com/gpu.mps": (Front.DEVICE_PLUGIN, RequestRule.ONE_GPU),
+    assert {name: (set(it.fronts), it.rule.requests) for name, it in offers.offers.items()} == {
+        "example.com/mps": ({Front.DRA}, RequestRule.ANY),
+        "nvidia.com/gpu.shared": ({Front.DRA}, RequestRule.ANY),
+        "nvidia.com/gpu.mps": ({Front.DEVICE_PLUGIN}, RequestRule.ONE_GPU),
     }
     assert offers.offers[ResourceName("example.com/mps")].rule.max_containers == {gpu(0).id: 3}
-    assert [it.front for it in offers.gpus.values()] == [Front.DRA, Front.DEVICE_PLUGIN]
+    assert [set(it.fronts) for it in offers.gpus.values()] == [{Front.DRA}, {Front.DEVICE_PLUGIN}]

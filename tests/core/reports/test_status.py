@@ -46,6 +46,7 @@ HEALTHY = {
     "devices": [],
     "blocked": [],
     "paused": [],
+    "fronts": ["device-plugin"],
     "waitsFor": None,
     "nvlinkPeers": [],
     "pool": "all",

@@ -9,13 +9,18 @@ from msgspec.structs import replace
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.contracts.sensors import GpuSensors
-from metagpu.core.errors import FractionSplit, RequestError
+from metagpu.core.errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Fault, ResourceName
+from metagpu.core.model.shares import Fault, ResourceClaimRef, ResourceName
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.call_stats import BUCKET_BOUNDS, CallOutcome, KubeletCall, KubeletCallStats
-from metagpu.core.state.events import AnnotationRejected, MemoryErrorReported, XidReported
+from metagpu.core.state.events import (
+    AnnotationRejected,
+    MemoryErrorReported,
+    ResourceClaimRefused,
+    XidReported,
+)
 from metagpu.core.state.facts import CompetingPluginFound, DriverRead, GpusFound, SharesOffered
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
@@ -98,6 +103,7 @@ def test_every_counter_begins_at_zero() -> None:
     absent = {it for it in f.FAMILIES if it.type is MetricType.COUNTER} - there
 
     assert absent == {
+        d.CLAIM_REFUSALS,  # where a pool has the front dra
         d.EVENTS_DROPPED,  # where no API server is used
         f.GPU_XIDS,  # by number: from the first one on
         *sensor_families.FAMILIES,
@@ -163,6 +169,20 @@ def test_what_was_done_about_memory() -> None:
 
     assert values["metagpu_enforcement_driver_limits",] == 2
     assert values["metagpu_enforcement_annotations_rejected_total",] == 1
+
+
+def test_refused_claims_are_counted_where_a_pool_has_the_front_dra() -> None:
+    """Each reason has a series before the first refusal."""
+    counts, name = EventCounters(), "metagpu_kubelet_claim_refusals_total"
+    counts.count(ResourceClaimRefused(ResourceClaimRef("team", "half", "u"), DeviceOccupied))
+    text = "version: metagpu/v1\npools: [{name: a, fronts: [dra], backends: [{backend: whole}]}]\n"
+    by_claims = sources()
+    by_claims.registry.apply(layout_of(A, text=text).offer_fact)
+    values = measured(by_claims, counts)
+
+    assert values[name, "device_occupied"] == 1
+    assert values[name, "share_taken"] == 0
+    assert not any(name in it for it in measured(counts=counts))
 
 
 def test_api_server() -> None:

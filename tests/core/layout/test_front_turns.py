@@ -1,0 +1,213 @@
+"""A pool with both fronts: what pods of the device plugin API see, and what ResourceClaims see."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from metagpu.core.devices.slices import HELD, OUT_OF_TURN, slices_of
+from metagpu.core.layout.offer_turns import TurnTiming
+from metagpu.core.layout.turn_runner import TurnRunner
+from metagpu.core.model.offers import Front
+from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.shares import BY_CLAIMS, Holder, OfferTurn, ResourceClaimRef, Share
+from metagpu.core.state.facts import (
+    GpusFound,
+    LeasesObserved,
+    PodsListed,
+    SharesClaimed,
+    TurnsChanged,
+)
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.node_object import allocatable_of
+from tests.rigs.build import METAGPU, config, gpu, layout_of
+from tests.rigs.waiting import becomes, skip
+
+TEXT = """
+version: metagpu/v1
+pools:
+  - name: all
+    fronts: [device-plugin, dra]{more}
+    backends: [{{backend: fraction}}]
+"""
+CLAIM = ResourceClaimRef("team", "half", "uid-1")
+TIMING = TurnTiming().between_fronts
+
+
+class BothFronts:
+    """GPUs in fractions under both fronts, and the runner of the turns."""
+
+    def __init__(self, count: int = 1, more: str = "", text: str = TEXT) -> None:
+        gpus, text = [gpu(index) for index in range(count)], text.format(more=more)
+        self.registry = Registry()
+        self.registry.apply(GpusFound(tuple(gpus), at=0))
+        layout, read = layout_of(*gpus, text=text), config(text)
+        self.shares = layout.shares
+        self.registry.apply(layout.offer_fact)
+        self.runner = TurnRunner(self.registry, lambda: layout.gpus_in_turns(read))
+
+    @property
+    def allocatable(self) -> int:
+        """The number of the Node."""
+        return allocatable_of(self.registry.snapshot)[METAGPU]
+
+    @property
+    def healthy(self) -> int:
+        """The shares that the kubelet's list has as Healthy."""
+        states = self.registry.snapshot.gpus.values()
+        return sum(it.id not in state.unhealthy_shares for state in states for it in state.shares)
+
+    def device(self, index: int = 0) -> tuple[int, set[str]]:
+        """Return the capacity of a GPU's device of fractions, and its taints."""
+        *_, spec = slices_of(self.registry.snapshot, "n1", "gpu.metagpu.io")[gpu(index).id]
+        (device,) = spec["devices"]
+        value = int(device["capacity"]["shares"]["value"])
+        return value, {it["key"] for it in device.get("taints", ())}
+
+    @property
+    def open_to_claims(self) -> list[int]:
+        """The GPUs of which ResourceClaims can be allocated, by index."""
+        return [it for it in range(len(self.registry.snapshot.gpus)) if not self.device(it)[1]]
+
+    def hold(self, shares: int, by: ResourceClaimRef | None = None, at: int = 0) -> None:
+        """Begin leases, of a claim or of a pod."""
+        chosen = self.shares[at : at + shares]
+        self.registry.apply(SharesClaimed(tuple(chosen), at=1, resource_claim=by))
+
+    def give(self, turn: OfferTurn | None) -> None:
+        """Begin a turn of the first GPU."""
+        self.registry.apply(TurnsChanged({gpu(0).id: turn}))
+
+
+@asynccontextmanager
+async def taking_turns(pool: BothFronts) -> AsyncIterator[BothFronts]:
+    """Run the turns until the block ends."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(pool.runner.run)
+        await anyio.wait_all_tasks_blocked()
+        yield pool
+        group.cancel_scope.cancel()
+
+
+async def test_idle_gpus_are_divided_between_the_fronts() -> None:
+    """Each front has a part of the idle GPUs at once, and no GPU counts for both."""
+    async with taking_turns(BothFronts(4)) as pool:
+        assert pool.allocatable == 200
+        assert len(pool.open_to_claims) == 2
+
+
+async def test_a_single_gpu_goes_from_one_front_to_the_other() -> None:
+    """Between the two nothing new is bound, and what was bound before is still granted."""
+    async with taking_turns(BothFronts()) as pool:
+        for _ in range(4):
+            await becomes(lambda: pool.allocatable == 100)
+            assert pool.open_to_claims == []
+            skip(TIMING.longest_turn)
+            await becomes(lambda: pool.allocatable == 0)
+            assert pool.open_to_claims == []
+            assert pool.healthy == 100
+            skip(TIMING.grace)
+            await becomes(lambda: pool.open_to_claims == [0])
+            assert pool.healthy == 0
+            skip(TIMING.longest_turn)
+            await becomes(lambda: pool.open_to_claims == [])
+            assert pool.healthy == 0
+            skip(TIMING.claims_grace)
+
+
+async def test_the_rest_of_a_gpu_in_use_has_turns_and_a_full_gpu_has_none() -> None:
+    """Shares of pods stay Healthy and leave the capacity; those of claims leave the list."""
+    async with taking_turns(BothFronts()) as pool:
+        pool.hold(30)
+        pool.hold(20, CLAIM, at=30)
+        await becomes(lambda: (pool.allocatable, pool.device()[1]) == (80, {OUT_OF_TURN}))
+        skip(TIMING.longest_turn)
+        await becomes(lambda: (pool.allocatable, pool.healthy) == (30, 80))
+        skip(TIMING.grace)
+        await becomes(lambda: pool.device() == (70, set()))
+        assert (pool.allocatable, pool.healthy) == (30, 30)
+
+        pool.hold(50, CLAIM, at=50)
+        before = pool.registry.snapshot.gpus[gpu(0).id].turn
+        skip(10 * TIMING.longest_turn)
+        await anyio.wait_all_tasks_blocked()
+        assert pool.registry.snapshot.gpus[gpu(0).id].turn == before
+
+
+async def test_without_turns_both_fronts_see_what_is_free() -> None:
+    """With `offer: all` the lease decides: each side is told what the other one holds."""
+    async with taking_turns(BothFronts(more="\n    offer: all")) as pool:
+        pool.hold(30)
+        pool.hold(20, CLAIM, at=30)
+        assert (pool.allocatable, pool.device()) == (80, (70, set()))
+
+
+def test_a_gpu_that_pods_hold_in_full_is_tainted() -> None:
+    """No value says that nothing is left."""
+    pool = BothFronts()
+    pool.hold(100)
+    assert pool.device()[1] == {HELD}
+
+
+def test_what_pods_exclude_stays_tainted_beside_a_claim() -> None:
+    """Of a GPU with pods and a claim the claim may end first: nothing else is allocated then."""
+    text = TEXT.replace("{{backend: fraction}}", "{{backend: fraction}}, {{backend: whole}}")
+    pool = BothFronts(text=text)
+    pool.hold(30)
+    pool.hold(20, CLAIM, at=30)
+    *_, spec = slices_of(pool.registry.snapshot, "n1", "gpu.metagpu.io")[gpu(0).id]
+    keys = [{it["key"] for it in device.get("taints", ())} for device in spec["devices"]]
+    assert keys == [set(), {HELD}]
+
+
+def test_shares_of_init_containers_are_in_no_capacity() -> None:
+    """The kubelet's checkpoint has them while no lease does."""
+    pool = BothFronts()
+    ids = dict.fromkeys((it.id for it in pool.shares[:10]), METAGPU)
+    observed = LeasesObserved({}, at=5, admission_timeout=0, allocated=ids, kubelet_ready=True)
+    pool.registry.apply(observed)
+    assert pool.device() == (90, set())
+
+
+def test_shares_of_a_pod_that_ends_are_not_counted_for_the_next_pod() -> None:
+    """Once they are free it may be the turn of claims: nobody is bound for them before."""
+    pool = BothFronts(more="\n    offer: all")
+    pool.hold(30)
+    names = {it.id: Holder("team", "a", "main") for it in pool.shares[:30]}
+    kinds = dict.fromkeys(names, METAGPU)
+    pool.registry.apply(LeasesObserved(names, at=5, admission_timeout=0, resources=kinds))
+    pool.give(OfferTurn(BY_CLAIMS, 0))
+    assert pool.allocatable == 30
+    pool.registry.apply(PodsListed((KnownPod("u", "team", "a", terminating=True),)))
+    assert pool.allocatable == 0
+
+
+def test_a_resource_of_both_fronts_is_in_the_offers_of_each() -> None:
+    """The endpoints serve it, and slices have its devices."""
+    snapshot = BothFronts().registry.snapshot
+    assert [list(snapshot.offers_of(it)) for it in Front] == [[METAGPU], [METAGPU]]
+    shares: list[Share] = list(snapshot.gpus[gpu(0).id].shares)
+    assert len(shares) == 100
+
+
+async def test_a_turn_waits_for_pods_that_were_bound_in_it() -> None:
+    """A busy kubelet may admit a pod, or start a claim's pod, long after it was bound."""
+    limited = KnownPod("u", "team", "a", requests={METAGPU: 10}, arriving=True)
+    claiming = KnownPod("v", "team", "b", claims={"main": frozenset([("x", "")])}, arriving=True)
+    async with taking_turns(BothFronts()) as pool:
+        pool.registry.apply(PodsListed((limited,)))
+        skip(TIMING.longest_turn)
+        await becomes(lambda: pool.registry.snapshot.gpus[gpu(0).id].withdrawn_shares)
+        skip(TIMING.grace)
+        await anyio.wait_all_tasks_blocked()
+        assert (pool.healthy, pool.open_to_claims) == (100, [])
+        pool.registry.apply(PodsListed((claiming,)))
+        await becomes(lambda: pool.open_to_claims == [0])
+
+        skip(TIMING.longest_turn)
+        await becomes(lambda: pool.open_to_claims == [])
+        skip(TIMING.claims_grace)
+        await anyio.wait_all_tasks_blocked()
+        assert pool.healthy == 0
+        skip(TIMING.longest_arrival)  # it waits for no pod for ever
+        await becomes(lambda: pool.healthy == 100)
