@@ -1,0 +1,72 @@
+"""Pods that name GPUs by annotations, at a real kubelet, with a real API server."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.e2e.cluster import RESOURCE, Holding, idle_pod
+from tests.e2e.joined import SOON_S, Joined
+from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.waiting import wait_for
+
+PROFILE = f"""\
+version: metagpu/v1
+health: {{quietPeriod: 1s}}
+pools:
+  - name: all
+    backends:
+      - backend: fraction
+        resource: {RESOURCE}
+        sharesPerGpu: 60
+        split: accept
+        metagpuEnv: true
+"""
+PODS = 24
+UUID = "nvidia.com/use-gpuuuid"
+NOT_MET = "GPUPreferenceNotMet"
+LATE = "metagpu heard of the pod after the kubelet had asked"
+MOST_LATE = 2
+"""Pods of which metagpu may hear too late.
+
+Kubelet and metagpu each watch the pods, and the kubelet may have a pod sooner. metagpu waits for
+20 ms then, which a busy machine may exceed; a preference is worth no longer wait.
+"""
+
+
+@pytest.fixture
+def with_parts(member: Joined) -> Iterator[Joined]:
+    """Offer 60 shares of each of eight GPUs, and grant parts of several."""
+    member.profiles(parts=PROFILE)
+    member.label("parts")
+    member.cluster.await_amounts(480, 480)
+    yield member
+    member.cluster.clear()
+    member.label(None)
+
+
+def named(name: str, shares: int, uuid: str) -> Document:
+    """Return an idle pod that names a GPU."""
+    found = idle_pod(name, shares)
+    found["metadata"]["annotations"] = {UUID: uuid}
+    return found
+
+
+def test_pods_at_once_run_on_the_gpus_that_they_name(with_parts: Joined) -> None:
+    """Each of 24 pods has the GPU that it names; metagpu says which it knew too late."""
+    cluster = with_parts.cluster
+    gpus = [gpu["uuid"] for gpu in with_parts.daemon.status()["gpus"]]
+    wanted = {f"pod-{n}": gpus[-1 - n % len(gpus)] for n in range(PODS)}
+    cluster.start(named("earlier", 10, uuid=gpus[0]))
+
+    # Pods of one size and different wishes look alike: their sizes differ.
+    cluster.start(*(named(it, 1 + n, uuid=wanted[it]) for n, it in enumerate(wanted)))
+
+    held: dict[str, Holding] = {it: cluster.inspect_container(it) for it in wanted}
+    missed = [it for it, gpu in wanted.items() if held[it].visible_gpus != (gpu,)]
+    for name in missed:
+        events = partial(cluster.event_messages, name, NOT_MET)
+        note = wait_for(f"an Event of {name}", events, within_s=SOON_S)
+        assert LATE in note
+    assert len(missed) <= MOST_LATE
+    assert not [it for it in wanted if it not in missed and cluster.event_messages(it, NOT_MET)]
