@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import anyio
@@ -27,7 +28,7 @@ from metagpu.sim.nvml.library import SimLibrary
 async def run_claims(folder: Path) -> dict[str, Any]:
     """Create ResourceClaims one after the other; return what becomes of each."""
     node = build_node(CLAIMS_NODE)
-    cluster = SingleNodeCluster(node, folder)
+    cluster = SingleNodeCluster(node, folder, gethostname())
     await anyio.Path(folder).mkdir()
     file = folder / "metagpu.yaml"
     await anyio.Path(file).write_text(CLAIMS_CONFIG)
@@ -51,8 +52,7 @@ async def run_claims(folder: Path) -> dict[str, Any]:
     async with cluster.running(), anyio.create_task_group() as group:
         for task in agent.tasks:
             group.start_soon(task)
-        await cluster.api.until(lambda: _are_published(cluster, len(node.gpus)))
-        claims = [await _add(cluster, it) for it in CLAIMS]
+        claims = [await _add(cluster, it, len(node.gpus)) for it in CLAIMS]
         for it in CLAIMS:
             await cluster.claims.end(it.name, "default")
         group.cancel_scope.cancel()
@@ -68,9 +68,15 @@ def _are_published(cluster: SingleNodeCluster, gpus: int) -> bool:
     return len(ready) == len(found.devices) and len({it.id.pool for it in ready}) == gpus
 
 
-async def _add(cluster: SingleNodeCluster, claim: DemoClaim) -> Mapping[str, Any]:
+async def _add(cluster: SingleNodeCluster, claim: DemoClaim, gpus: int) -> Mapping[str, Any]:
+    def view_now() -> ClaimView:
+        return next(it for it in cluster.claims.views() if it.name == claim.name)
+
+    # A pool whose slices are being written is passed over, and an alternative would be taken.
+    await cluster.api.until(lambda: _are_published(cluster, gpus))
     await cluster.claims.create(claim_with_pod(claim.name, claim.request))
-    view = next(it for it in cluster.claims.views() if it.name == claim.name)
+    await cluster.api.until(lambda: claim.waits or view_now().state == "Prepared")
+    view = view_now()
     return {"asks": claim.asks, "gets": _gets(view), **msgspec.to_builtins(view)}
 
 

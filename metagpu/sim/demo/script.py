@@ -95,11 +95,13 @@ class DemoClaim(msgspec.Struct, frozen=True):
     Attributes:
         asks: its request in words.
         request: its request as ResourceClaims have it, without a name.
+        waits: whether no device is left for it.
     """
 
     name: str
     asks: str
     request: Mapping[str, Any]
+    waits: bool = False
 
 
 _FRACTION: Final = "fraction.metagpu.io"
@@ -137,5 +139,7 @@ CLAIMS: Final = (
         DemoClaim(it, "3g.40gb, or else 25 shares", _MIG_OR_ELSE)
         for it in ("serve", "train", "tune")
     ),
-    DemoClaim("batch", "a whole GPU", {"exactly": {"deviceClassName": "gpu.metagpu.io"}}),
+    DemoClaim(
+        "batch", "a whole GPU", {"exactly": {"deviceClassName": "gpu.metagpu.io"}}, waits=True
+    ),
 )
