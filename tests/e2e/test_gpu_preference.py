@@ -23,7 +23,8 @@ pools:
         metagpuEnv: true
 """
 PODS = 24
-UUID = "nvidia.com/use-gpuuuid"
+UUID, TYPE = "nvidia.com/use-gpuuuid", "nvidia.com/use-gputype"
+PARTS = "gpus.metagpu.io/main"
 NOT_MET = "GPUPreferenceNotMet"
 LATE = "metagpu heard of the pod after the kubelet had asked"
 MOST_LATE = 2
@@ -45,10 +46,10 @@ def with_parts(member: Joined) -> Iterator[Joined]:
     member.label(None)
 
 
-def named(name: str, shares: int, uuid: str) -> Document:
-    """Return an idle pod that names a GPU."""
+def annotated(name: str, shares: int, annotations: dict[str, str]) -> Document:
+    """Return an idle pod with annotations."""
     found = idle_pod(name, shares)
-    found["metadata"]["annotations"] = {UUID: uuid}
+    found["metadata"]["annotations"] = annotations
     return found
 
 
@@ -57,10 +58,10 @@ def test_pods_at_once_run_on_the_gpus_that_they_name(with_parts: Joined) -> None
     cluster = with_parts.cluster
     gpus = [gpu["uuid"] for gpu in with_parts.daemon.status()["gpus"]]
     wanted = {f"pod-{n}": gpus[-1 - n % len(gpus)] for n in range(PODS)}
-    cluster.start(named("earlier", 10, uuid=gpus[0]))
+    cluster.start(annotated("earlier", 10, {UUID: gpus[0]}))
 
     # Pods of one size and different wishes look alike: their sizes differ.
-    cluster.start(*(named(it, 1 + n, uuid=wanted[it]) for n, it in enumerate(wanted)))
+    cluster.start(*(annotated(it, 1 + n, {UUID: wanted[it]}) for n, it in enumerate(wanted)))
 
     held: dict[str, Holding] = {it: cluster.inspect_container(it) for it in wanted}
     missed = [it for it, gpu in wanted.items() if held[it].visible_gpus != (gpu,)]
@@ -70,3 +71,15 @@ def test_pods_at_once_run_on_the_gpus_that_they_name(with_parts: Joined) -> None
         assert LATE in note
     assert len(missed) <= MOST_LATE
     assert not [it for it in wanted if it not in missed and cluster.event_messages(it, NOT_MET)]
+
+
+def test_shares_come_in_equal_parts_and_of_a_model(with_parts: Joined) -> None:
+    """40 shares of two GPUs are 20 on each; a model that is not there is told."""
+    cluster = with_parts.cluster
+    cluster.start(annotated("train", 40, {PARTS: "2", TYPE: "a100"}))
+    cluster.start(annotated("nowhere", 2, {TYPE: "b200"}))
+
+    assert sorted(cluster.inspect_container("train").shares_by_gpu.values()) == [20, 20]
+    events = partial(cluster.event_messages, "nowhere", NOT_MET)
+    note = wait_for("an Event", events, within_s=SOON_S)
+    assert f"{TYPE} does not name: no GPU of this node" in note

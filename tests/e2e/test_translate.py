@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.cluster import NAMESPACE, RESOURCE, Cluster
 from tests.e2e.instances import MigNode, mig_node
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.waiting import wait_for
@@ -41,6 +42,13 @@ pools:
   - name: mig
     backends:
       - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 7g.40gb], keepWarm: 1s}
+"""
+FRACTIONS = """\
+version: metagpu/v1
+pools:
+  - name: fractions
+    backends:
+      - {backend: fraction, split: accept, metagpuEnv: true}
 """
 
 
@@ -109,3 +117,21 @@ def test_an_example_pod_runs_with_two_instances(empty_a100: MigNode, annotations
     assert [it.partition("::")[2].partition("@")[0] for it in seen.held] == ["2g.10gb"] * 2
     devices = cluster.inspect_container("gpu-pod1").visible_gpus
     assert sorted(seen.devices[it] for it in devices) == sorted(seen.held)
+
+
+@pytest.fixture
+def fractions(cluster: Cluster) -> Iterator[Cluster]:
+    """Start four A100s of 40 GB with 100 shares each."""
+    gpus = "{model: a100-pcie-40gb, count: 4}"
+    with offering(cluster, FRACTIONS, gpus):
+        cluster.await_amounts(400, 400)
+        await_label(cluster, RESOURCE, "fraction")
+        yield cluster
+
+
+def test_the_same_pod_runs_with_shares_of_two_gpus(fractions: Cluster) -> None:
+    """Where the pool offers fractions, it has 20 shares on each of two GPUs."""
+    fractions.start(translated(fractions, example("gpu-pod1")))
+    holding = fractions.inspect_container("gpu-pod1")
+
+    assert Counter(holding.shares_by_gpu.values()) == {20: 2}
