@@ -48,8 +48,8 @@ def page_documents() -> dict[str, list[Document]]:
 
 
 def page_configuration() -> str:
-    """Return the configuration of the page, for GPUs that recover within seconds."""
-    (text,) = re.findall(
+    """Return the page's first configuration, for GPUs that recover within seconds."""
+    text, *_ = re.findall(
         r"^```yaml\n(version: metagpu/v1\n.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )
     return f"{text}health: {{quietPeriod: 1s}}\n"
