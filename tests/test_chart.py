@@ -311,7 +311,7 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
     classes = [it for it in documents if it["kind"] == "DeviceClass"]
     assert {it["metadata"]["name"].partition(".")[0] for it in classes} == {
-        *("gpu", "fraction", "timeslice", "mps", "mig")
+        *("gpu", "fraction", "timeslice", "mps", "mig", "monitor")
     }
     [selector] = by_name["DeviceClass", "mps.metagpu.io"]["spec"]["selectors"]
     assert selector["cel"]["expression"] == (

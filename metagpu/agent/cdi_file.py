@@ -17,6 +17,7 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from metagpu.agent.driver_edits import DriverEdits
+from metagpu.agent.monitor_file import MonitorFile
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.mig_reading import read_instances
@@ -83,6 +84,9 @@ class CdiFile:
     _problem: str = ""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
 
+    def __post_init__(self) -> None:
+        self._monitors = MonitorFile(self.folder)
+
     async def update(self, injection: Injection) -> None:
         """Write the file for this injection, and keep it up to date from now on.
 
@@ -129,6 +133,24 @@ class CdiFile:
         if not names <= self._names:
             raise CdiNameMissing(wanted, "not all of its device nodes are on this machine")
 
+    async def ensure_monitored(self, gpus: frozenset[GpuId]) -> None:
+        """Wait until containers can look at these GPUs by their CDI names.
+
+        Raises:
+            CdiNameMissing: if they cannot; the text reaches the pod.
+        """
+        if self._injection is None or not gpus:
+            return
+        self._monitors.wanted = True
+        wanted = ", ".join(sorted(gpus))
+        try:
+            await self._write()
+        except CdiError as error:
+            raise CdiNameMissing(wanted, str(error)) from error
+        if missing := sorted(gpus - self._monitors.names):
+            reason = "it has no device node on this machine"
+            raise CdiNameMissing(", ".join(missing), reason)
+
     async def run(self) -> None:
         """Follow the GPUs and MIG devices until cancelled; log failures, and retry."""
         async with anyio.create_task_group() as group:
@@ -164,7 +186,7 @@ class CdiFile:
                 self._text = ""
             if missing := bool(self.driver_edits.problem):
                 await self.driver_edits.read(self.registry.snapshot.versions.driver)
-            if missing or self._problem or not self._text:
+            if missing or self._problem or not self._text or self._monitors.wanted:
                 await self._try()
 
     async def _try(self, *, rescan: bool = True) -> None:
@@ -266,6 +288,7 @@ class CdiFile:
             injection, device_nodes_present=present, capabilities=capabilities, dev_root=root
         )
 
+        self._monitors.replace((it for it, _ in found.values()), injection, self.driver_edits.edits)
         named = {
             name: nodes
             for gpu, devices in found.values()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CLIENT: Final = "metagpu.plugins.cluster.client"
 _ACCOUNT: Final = "dra_manager_state"
-_OUR_CLAIM: Final = b"metagpu.io/claim="
+_OUR_CLAIMS: Final = b"metagpu.io/claim=", b"metagpu.io/monitor="
 _REGISTRATION: Final = 10.0
 """The longest wait for the kubelet before the first slice, in seconds."""
 _POLL: Final = 0.05
@@ -108,7 +108,8 @@ class ResourceClaims:
     def _wanted(self) -> bool:
         snapshot = self.layout_manager.registry.snapshot
         leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
-        self._held = self._held or any(it.resource_claim is not None for it in leases)
+        prepared = self._front is not None and bool(self._front.preparer.prepared)
+        self._held = self._held or prepared or any(it.resource_claim is not None for it in leases)
         return bool(snapshot.offers_of(Front.DRA)) or (self._held and bool(snapshot.offers))
 
     def _has_claims(self) -> bool:
@@ -116,7 +117,7 @@ class ResourceClaims:
             account = (self.layout_manager.paths.kubelet_root / _ACCOUNT).read_bytes()
         except OSError:
             return False
-        return _OUR_CLAIM in account
+        return any(it in account for it in _OUR_CLAIMS)
 
     def _build(self, driver: str) -> "DraFront":
         from metagpu.compat import nvidia_claims  # noqa: PLC0415 - behind the switch
@@ -131,6 +132,7 @@ class ResourceClaims:
             cdi_dir=manager.paths.cdi_dir or CDI_DIR,
             backend=manager.backend,
             ensure_cdi_names=manager.cdi_file.ensure_names,
+            ensure_monitored=manager.cdi_file.ensure_monitored,
             read_claim=self._read_claim,
             apply_status=self._apply_status,
             annotate_pod=self._annotate_pod,

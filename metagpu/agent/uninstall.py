@@ -171,7 +171,8 @@ class Uninstall:
         found += on_host.find_dead_socket(root / "plugins_registry" / f"{driver}-reg.sock")
         found += on_host.find_dead_socket(root / "plugins" / driver / "dra.sock")
         if cdi_dir is not None:
-            for file in (cdi_dir / cdi.FILE_NAME, *cdi_dir.glob(cdi.CLAIM_FILES)):
+            own = cdi_dir / cdi.FILE_NAME, cdi_dir / cdi.MONITOR_FILE
+            for file in (*own, *cdi_dir.glob(cdi.CLAIM_FILES)):
                 found += on_host.find_file("CDI specification", file, node.used_by)
         if pod_dir is not None:
             found += on_host.find_folder(

@@ -26,6 +26,8 @@ from tests.e2e.rig.waiting import wait_for
 
 PAGE = REPOSITORY / "docs" / "dra.md"
 KINDS = "resourceclaimtemplates,resourceclaims"
+ADMIN_ACCESS = "resource.kubernetes.io/admin-access=true"
+"""The label of namespaces in which claims may look at devices of others."""
 PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
 SETTLED_S = 90.0
 SLICES_S = 20.0
@@ -200,13 +202,13 @@ class ClaimsNode:
         return {it["metadata"]["name"]: it for it in found if it["spec"]["driver"] == DRIVER}
 
     def taints(self, gpu: int) -> dict[str, set[str]]:
-        """Return the keys of the taints of each device of a GPU."""
+        """Return the keys of the taints of each device of a GPU that can be held."""
         uuid = self.daemon.status()["gpus"][gpu]["uuid"].lower()
         return {
             device["name"]: {it["key"] for it in device.get("taints", ())}
             for it in self.slices().values()
             for device in it["spec"].get("devices", ())
-            if device["name"].startswith(uuid)
+            if device["name"].startswith(uuid) and not device["name"].endswith("-monitor")
         }
 
     def await_slices(self, within_s: float = SLICES_S) -> dict[str, Document]:
@@ -259,6 +261,7 @@ def claims_node(cluster: Cluster, options: tuple[str, ...]) -> Iterator[ClaimsNo
     node_file.write_text(f"gpus: [{', '.join(GPUS)}]\nstateFile: {state_file}\n")
     make_mig_device_files(daemon.device_root, [MIG_GPU])
     daemon.configure(page_configuration())
+    cluster.kubectl("label", "--overwrite", "namespace", NAMESPACE, ADMIN_ACCESS)
     try:
         with dra_objects(cluster.kubectl):
             before = it.registrations()  # the log may be that of an earlier module too

@@ -126,6 +126,7 @@ class Crowd:
             backend=layout.backends.__getitem__,
             files=ClaimFiles(self.folder),
             ensure_cdi_names=no_cdi,
+            ensure_monitored=no_cdi,
         )
 
     async def _read(self, ref: ResourceClaimRef) -> Mapping[str, Any]:

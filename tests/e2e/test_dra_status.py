@@ -1,11 +1,11 @@
-"""`status.devices` of a ResourceClaim: its content, and who may write it."""
+"""`status.devices` of ResourceClaims, and claims that look at GPUs with `adminAccess`."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.claims import ClaimsNode, claims_node, pod, resource_claim, shares
+from tests.e2e.claims import MIG_GPU, ClaimsNode, claims_node, pod, resource_claim, shares
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.fake_node import DRIVER, exactly
 from tests.e2e.joined import ACCOUNT, SYSTEM_NAMESPACE
@@ -17,6 +17,10 @@ from tests.e2e.test_admission_policy import MERGE, Token
 
 APPLY = "application/apply-patch+yaml"
 SOON_S = 5.0
+LOOK: dict[str, Any] = {
+    "allocationMode": "All",
+    "adminAccess": True,
+}
 PROFILE = "device.attributes['gpu.metagpu.io'].profile == '2g.10gb'"
 
 
@@ -62,6 +66,35 @@ def test_a_claim_says_what_it_has(claims: ClaimsNode) -> None:
         [condition] = it["conditions"]
         assert (condition["type"], condition["status"]) == ("Ready", "True")
     assert claims.daemon.status()["dra"]["statusProblem"] is None
+
+
+def test_a_monitor_sees_what_another_pod_holds(claims: ClaimsNode) -> None:
+    """Two monitors have the node of every GPU and none to compute with, and hold nothing."""
+    whole = exactly("gpu", "gpu.metagpu.io")
+    claims.start(resource_claim("held", whole), pod("held", "held"))
+    leases = claims.leases()
+    claims.daemon.request("cordon", gpu="1", reason="fan")
+    try:
+        wait_for("the taint", lambda: any(claims.taints(1).values()), within_s=SOON_S)
+        everything = {"name": "gpus", "exactly": {"deviceClassName": "monitor.metagpu.io", **LOOK}}
+        claims.start(
+            *(resource_claim("look", everything), pod("look", "look")),
+            *(resource_claim("look-too", everything), pod("look-too", "look-too")),
+        )
+        for name in ("look", "look-too"):
+            seen = claims.inspect(name)
+            assert seen.gpu_devices == {f"nvidia{index}" for index in range(MIG_GPU + 1)}
+            assert "nvidiactl" in seen.devices
+            assert "nvidia-uvm" not in seen.devices
+            assert seen.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
+        assert claims.leases() == leases
+        gpus = {it["uuid"] for it in claims.daemon.status()["gpus"]}
+        assert {it["data"]["gpu"] for it in entries(claims, "look")} == gpus
+        claims.cluster.delete("look")
+        assert claims.leases() == leases
+        claims.start(resource_claim("next", whole), pod("next", "next"))
+    finally:
+        claims.daemon.request("uncordon", gpu="1")
 
 
 def results(claims: ClaimsNode, name: str) -> list[Document]:

@@ -23,6 +23,9 @@ SLICES: Final = "slices"
 MEMORY: Final = "memory"
 WHOLE_TYPE: Final = "gpu"
 MIG_TYPE: Final = "mig"
+MONITOR_TYPE: Final = "monitor"
+"""Of the device by which claims with adminAccess look at a GPU: the scheduler counts counters and
+capacity for them too, and this device has none."""
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -65,6 +68,12 @@ def devices_of(state: GpuState) -> tuple[Device, ...]:
     A GPU of a pool without the front DRA has none.
     """
     return _devices(state.shares) if Front.DRA in state.fronts else ()
+
+
+def monitor_device(gpu: GpuId) -> Device:
+    """Return the device by which claims look at a GPU: it has no share."""
+    name = f"{gpu.lower()}-{MONITOR_TYPE}"
+    return Device(name, gpu, MONITOR_TYPE, "", ResourceName(""), ())
 
 
 def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device:

@@ -10,7 +10,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quantity
-from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE, Device, devices_of, pool_name
+from metagpu.core.devices.devices import (
+    MIG_TYPE,
+    WHOLE_TYPE,
+    Device,
+    devices_of,
+    monitor_device,
+    pool_name,
+)
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import share_suffix
 from metagpu.core.model.offers import Front
@@ -102,6 +109,10 @@ def _contents(
         if taints := _taints(device, state, busy):
             part["taints"] = taints
         rendered.append(part)
+    looking = monitor_device(state.gpu.id)
+    attributes = attributes_of(looking, state.gpu, snapshot.versions, pcie_root)
+    amounts = fixed_capacity(looking, state.gpu)
+    rendered.append({"name": looking.name, "attributes": attributes, "capacity": amounts})
 
     shared = [{"sharedCounters": [{"name": _COUNTER_SET, "counters": _ones(counters)}]}]
     starts = range(0, len(rendered), _MAX_DEVICES)

@@ -30,6 +30,10 @@ FILE_NAME: Final = "metagpu.io-gpu.json"
 ANNOTATION_PREFIX: Final = "cdi.k8s.io/"
 """The prefix of the annotations that name devices to a runtime."""
 
+MONITOR_KIND: Final = "metagpu.io/monitor"
+MONITOR_FILE: Final = "metagpu.io-monitor.json"
+"""GPUs for who looks at them alone: ResourceClaims with `adminAccess`."""
+
 _OLDEST: Final = (0, 3, 0)
 """The oldest version of CDI that its library accepts."""
 _HOST_PATH: Final = (0, 5, 0)
@@ -134,7 +138,10 @@ def with_host_paths(edits: ContainerEdits, folders: Sequence[Folder]) -> Contain
 
 
 def build_spec(
-    devices: Mapping[str, Sequence[DeviceNode]], common: Sequence[DeviceNode], edits: ContainerEdits
+    devices: Mapping[str, Sequence[DeviceNode]],
+    common: Sequence[DeviceNode],
+    edits: ContainerEdits,
+    kind: str = KIND,
 ) -> str:
     """Build the JSON text of a specification.
 
@@ -143,6 +150,7 @@ def build_spec(
             device, or with a device without a node.
         common: device nodes of all devices.
         edits: further edits of a container with any of the devices.
+        kind: vendor and class of the names.
     """
     nodes = [*common, *(node for those in devices.values() for node in those)]
     host_paths = any(node.host_path != node.container_path for node in nodes)
@@ -153,7 +161,7 @@ def build_spec(
         "cdiVersion": ".".join(
             map(str, max(edits.version, _HOST_PATH if host_paths else _OLDEST)),
         ),
-        "kind": KIND,
+        "kind": kind,
         "devices": [
             {"name": name, "containerEdits": {"deviceNodes": list(map(_node, those))}}
             for name, those in devices.items()
@@ -161,6 +169,22 @@ def build_spec(
         "containerEdits": {**edits.edits, "deviceNodes": [*map(_node, common), *others]},
     }
     return json.dumps(spec, indent=2) + "\n"
+
+
+def build_monitor_spec(
+    devices: Mapping[str, Sequence[DeviceNode]],
+    common: Sequence[DeviceNode],
+    edits: ContainerEdits,
+    variables: Mapping[str, str],
+) -> str:
+    """Build the JSON text of the specification of GPUs for monitoring.
+
+    Of the driver's edits it has libraries and hooks, and no device node: those are for programs
+    that compute.
+    """
+    env = [*(edits.edits.get("env") or ()), *(f"{key}={it}" for key, it in variables.items())]
+    changed = {**edits.edits, "deviceNodes": [], "env": env}
+    return build_spec(devices, common, replace(edits, edits=changed), MONITOR_KIND)
 
 
 def _node(it: DeviceNode) -> Mapping[str, str]:

@@ -37,7 +37,9 @@ POD_SOCKET: Final = "METAGPU_SOCKET"
 
 _VOLUME_MOUNTS: Final = "/var/run/nvidia-container-devices"
 """The folder whose mounts name GPUs to NVIDIA's container runtime."""
-_NO_DEVICES: Final = "void"
+_MIG_MONITOR: Final = "monitor"
+"""The driver's name of the right to read all MIG devices."""
+NO_DEVICES: Final = "void"
 """The value that makes NVIDIA's container runtime add nothing: CDI adds the devices."""
 
 
@@ -150,6 +152,20 @@ class Injection(msgspec.Struct, frozen=True):
         """Return the device nodes that belong to all GPUs."""
         return self._present(CONTROL_NODES)
 
+    def monitor_common_nodes(self) -> tuple[DeviceNode, ...]:
+        """Return the device node that NVML opens whatever it is asked about."""
+        return self._present(CONTROL_NODES[:1])
+
+    def monitor_nodes(self, gpu: Gpu) -> tuple[DeviceNode, ...]:
+        """Return the device nodes by which NVML reads a GPU; none without the GPU's own.
+
+        In MIG mode they include the right to read all MIG devices, where the driver has it.
+        """
+        own = self._present(_gpu_paths(gpu))
+        number = self.capabilities.get(_MIG_MONITOR) if gpu.mig_enabled else None
+        rights = [] if number is None else [f"/dev/nvidia-caps/nvidia-cap{number}"]
+        return (*own, *self._present(rights)) if own else ()
+
     def device_nodes(
         self, gpu: Gpu, device: HardwareDevice | None = None
     ) -> tuple[DeviceNode, ...]:
@@ -181,7 +197,7 @@ class Injection(msgspec.Struct, frozen=True):
         elif chosen.volume_mounts:
             envs[VISIBLE_DEVICES] = _VOLUME_MOUNTS
         else:
-            envs[VISIBLE_DEVICES] = _NO_DEVICES
+            envs[VISIBLE_DEVICES] = NO_DEVICES
 
         if chosen.volume_mounts:
             mounts = tuple(Mount(f"{_VOLUME_MOUNTS}/{gpu_id}", "/dev/null") for gpu_id in ids)

@@ -13,6 +13,7 @@ from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.mig import is_mig
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.plugins.dra.admin_access import monitored_gpu
 from metagpu.plugins.dra.answer import PreparedDevice
 
 READY: Final = "Ready"
@@ -59,9 +60,11 @@ def device_statuses(
     """Return the state of each device of a claim; of one that is named twice, once."""
     found: dict[tuple[str, str, str | None], DeviceStatus] = {}
     for it in devices:
+        key = it.pool, it.device, it.share_id
         if (own := it.claimed) is not None:
-            status = _status(it, own, snapshot)
-            found.setdefault((it.pool, it.device, it.share_id), status)
+            found.setdefault(key, _status(it, own, snapshot))
+        elif (gpu := monitored_gpu(it)) is not None:
+            found.setdefault(key, DeviceStatus(*key, ready=True, data={"gpu": gpu}))
     return tuple(found.values())
 
 

@@ -18,6 +18,7 @@ from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.admin_access import EnsureMonitored, all_monitored
 from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
 from metagpu.plugins.dra.claim_files import ClaimFiles
@@ -55,6 +56,7 @@ class DraFront:
         cdi_dir: the folder of CDI specifications.
         backend: finds the backend of a resource.
         ensure_cdi_names: makes names of the node's CDI specification known.
+        ensure_monitored: makes GPUs for monitoring known to the container runtime.
         read_claim: reads a ResourceClaim from the API server.
         apply_status: applies the status of a ResourceClaim at the API server.
         annotate_pod: annotates a pod at the API server.
@@ -72,6 +74,7 @@ class DraFront:
     cdi_dir: Path
     backend: Callable[[ResourceName], Backend]
     ensure_cdi_names: EnsureCdiNames
+    ensure_monitored: EnsureMonitored
     read_claim: ReadResourceClaim
     apply_status: ApplyClaimStatus
     annotate_pod: AnnotatePod
@@ -91,6 +94,7 @@ class DraFront:
             backend=self.backend,
             files=self._files,
             ensure_cdi_names=self.ensure_cdi_names,
+            ensure_monitored=self.ensure_monitored,
             read_sharing=self.read_sharing,
         )
         self.retries = PreparationRetries(
@@ -132,6 +136,7 @@ class DraFront:
             "registered": status.registered,
             "problem": status.problem or None,
             "claims": len(self.preparer.prepared),
+            "monitored": sorted(all_monitored(self.preparer.prepared)),
             "statusProblem": self.statuses.problem or None,
             "crowded": list(crowded_gpus(self.registry.snapshot)),
         }
@@ -158,6 +163,10 @@ class DraFront:
         for ref in account.prepared:
             self.statuses.note(ref, restored=True)
         await self._write_missing(account.prepared)
+        try:
+            await self.ensure_monitored(all_monitored(self.preparer.prepared))
+        except MetagpuError as error:
+            log.error("cdi names of monitored gpus not written again", error=str(error))
         # The kubelet may not have written the last answers yet: their files stay.
         await self._files.remove_others(account.known)
 
@@ -167,7 +176,8 @@ class DraFront:
         """Write the CDI specifications of claims that have none."""
         offered = self._shares_of_claims()
         for ref, devices in prepared.items():
-            if not await self._files.exists(ref.uid):
+            held = any(it.claimed for it in devices)
+            if held and not await self._files.exists(ref.uid):
                 try:
                     await self._write_again(ref, devices, offered)
                 except MetagpuError as error:

@@ -31,6 +31,7 @@ from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, Sha
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.admin_access import EnsureMonitored, monitor_devices, monitored_gpus
 from metagpu.plugins.dra.answer import PreparedDevice, shares_by_request, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.parts import Part, is_shared, with_settings
@@ -71,6 +72,7 @@ class ClaimPreparer:
         backend: finds the backend of a resource.
         files: the CDI specifications of claims.
         ensure_cdi_names: makes names of the node's CDI specification known.
+        ensure_monitored: makes GPUs for monitoring known to the container runtime.
         read_sharing: reads the driver's opaque parameters, `None` where it has none.
         clock: returns the event loop's time.
     """
@@ -85,6 +87,7 @@ class ClaimPreparer:
         backend: Callable[[ResourceName], Backend],
         files: ClaimFiles,
         ensure_cdi_names: EnsureCdiNames,
+        ensure_monitored: EnsureMonitored,
         read_sharing: ReadSharing | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
@@ -98,6 +101,7 @@ class ClaimPreparer:
         self._backend = backend
         self._files = files
         self._ensure_cdi_names = ensure_cdi_names
+        self._ensure_monitored = ensure_monitored
         self._read_sharing = read_sharing
         self._clock = clock
         # A claim's calls come one after the other: the kubelet repeats those that it gave up.
@@ -117,6 +121,8 @@ class ClaimPreparer:
             allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
             self.refused.pop(claim, None)
             try:
+                looking = monitor_devices(allocation.admin, self._registry.snapshot, self._node)
+                await self._ensure_monitored(monitored_gpus(looking))
                 parts, fresh = await self._lease_soon(
                     claim, allocation.results, until - self._clock()
                 )
@@ -124,7 +130,7 @@ class ClaimPreparer:
                 self.refused[claim] = allocation
                 raise
             try:
-                devices = await self._grant(claim, parts, until - self._clock())
+                devices = looking + await self._grant(claim, parts, until - self._clock())
             except ProvisioningLasts:
                 self.refused[claim] = allocation
                 raise  # the leases stay: the next call finds the hardware made
@@ -178,12 +184,14 @@ class ClaimPreparer:
             raise
         except RequestError:
             return None  # it is of no use; the kubelet's call will say why
-        return claim if allocation.results and claim.uid not in self.prepared else None
+        wanted = allocation.results or allocation.admin
+        return claim if wanted and claim.uid not in self.prepared else None
 
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
         """Return whether a refused claim would be prepared now."""
         snapshot = self._registry.snapshot
         try:
+            monitor_devices(allocation.admin, snapshot, self._node)
             parts, _ = self._plan(claim, allocation.results)
         except RequestError:
             return False
@@ -353,6 +361,8 @@ class ClaimPreparer:
                 name = part.claim_device(claim.uid).name
                 grants[name] = grant
                 base[name] = grant.cdi_names
+        if not parts:
+            return ()
         names = {part.claim_device(claim.uid).name: part.result.main_request for part in parts}
         await self._files.write(claim.uid, with_joint_variables(claim.uid, grants, names))
         devices = [self._prepared_device(claim.uid, part, base) for part in parts]

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.config.units import Bytes
-from metagpu.core.devices.devices import gpu_of_pool, type_of
+from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_pool, type_of
 from metagpu.core.errors import ConfigError, ResourceClaimUnusable
 from metagpu.core.model.claim_sharing import (
     AllocatedPart,
@@ -100,10 +100,16 @@ class _ResourceClaim(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The results of a claim that are this driver's, and the pods that may use them."""
+    """The results of a claim that are this driver's, and the pods that may use them.
+
+    Attributes:
+        results: devices that the claim holds.
+        admin: devices that it looks at, and that others may hold.
+    """
 
     results: tuple[AllocatedDevice, ...]
     pods: tuple[str, ...] = ()
+    admin: tuple[AllocatedDevice, ...] = ()
 
 
 def parse_allocation(
@@ -137,17 +143,45 @@ def parse_allocation(
     if claim.status.allocation is None:
         raise ResourceClaimUnusable(str(ref), "it is not allocated")
     devices = claim.status.allocation.devices
-    results = tuple(it for it in devices.results if it.driver == driver)
-    if any(it.admin_access for it in results):
-        raise ResourceClaimUnusable(str(ref), f"{driver} serves no adminAccess; remove it")
+    ours = [it for it in devices.results if it.driver == driver]
+    results = tuple(it for it in ours if not it.admin_access)
+    admin = tuple(it for it in ours if it.admin_access)
+    if any(type_of(it.pool, it.device) == MONITOR_TYPE for it in results):
+        reason = (
+            "it has a device that only shows its GPU: set `adminAccess: true` in the request, in a "
+            "namespace with the label resource.kubernetes.io/admin-access"
+        )
+        raise ResourceClaimUnusable(str(ref), reason)
     _check_amounts(ref, results)
     if configs := [it for it in devices.config if it.opaque.driver == driver]:
         if read_sharing is None:
             reason = f"it has opaque parameters for {driver}, which has none; remove them"
             raise ResourceClaimUnusable(str(ref), reason)
+        _refuse_for_admin(ref, admin, configs, alone=not results)
         results = _with_sharing(ref, results, configs, read_sharing)
     pods = tuple(it.name for it in claim.status.reserved_for if it.resource == "pods")
-    return Allocation(results, pods)
+    return Allocation(results, pods, admin)
+
+
+def _refuse_for_admin(
+    ref: ResourceClaimRef,
+    admin: Sequence[AllocatedDevice],
+    configs: Sequence[_Config],
+    *,
+    alone: bool,
+) -> None:
+    """Refuse the claim's own parameters for requests with adminAccess.
+
+    ALONE says that the claim has no other requests of this driver.
+    """
+    looking = {it.main_request for it in admin}
+    own = [it for it in configs if it.source != "FromClass"]
+    if looking and any(looking.intersection(it.requests) or alone for it in own):
+        reason = (
+            f"it has opaque parameters for {', '.join(sorted(looking))} with adminAccess, which "
+            "only looks at a GPU; remove them"
+        )
+        raise ResourceClaimUnusable(str(ref), reason)
 
 
 def _with_sharing(

@@ -87,7 +87,7 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
 
     assert counters == {**common, "sharedCounters": [{"name": "gpu", "counters": one}]}
     assert devices == {**common, "devices": devices["devices"]}
-    whole, fraction, timeslice, mps = devices["devices"]
+    whole, fraction, timeslice, mps, monitor = devices["devices"]
     attributes = {
         "type": {"string": "gpu"},
         "resource": {"string": "nvidia.com/gpu"},
@@ -121,6 +121,12 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
         "consumesCounters": consumes,
     }
     assert timeslice["capacity"] == {"slices": {"value": "4", "requestPolicy": policy}}
+    kind = {"type": {"string": "monitor"}}
+    assert monitor == {
+        "name": f"{uuid}-monitor",
+        "attributes": {key: it for key, it in {**attributes, **kind}.items() if key != "resource"},
+        "capacity": {"memory": {"value": "40960Mi"}},
+    }
     assert mps["capacity"] == {"shares": {"value": "10", "requestPolicy": policy}}
 
 
@@ -137,13 +143,14 @@ def test_a_plain_cluster_gets_whole_gpus_alone() -> None:
     """Without counters the scheduler would allocate a fraction beside the whole GPU."""
     [[only]] = slices_of(_after(), "n1", "gpu.metagpu.io", plain=True).values()
 
-    assert [it["name"] for it in only["devices"]] == [gpu(0).id.lower()]
+    uuid = gpu(0).id.lower()
+    assert [it["name"] for it in only["devices"]] == [uuid, f"{uuid}-monitor"]
     assert slices_of(_after(text=SIZED), "n1", "gpu.metagpu.io", plain=True) == {}
 
 
 def test_memory_is_consumed_in_units() -> None:
     """Fractions of a size have the capacity `memory`; one unit is the least that anybody takes."""
-    [device] = _devices(_after(text=SIZED)).values()
+    device = _devices(_after(text=SIZED))["fraction"]
 
     assert device["capacity"] == {
         "memory": {
@@ -174,6 +181,7 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
     consumed = {
         name: set(it["consumesCounters"][0]["counters"])
         for name, it in _devices(snapshot, of).items()
+        if name != "monitor"
     }
 
     assert set(shared["counters"]) == {*(f"s{n}" for n in range(8)), "s-plus-me"}
@@ -214,6 +222,8 @@ def test_every_model_stays_within_the_limits_of_the_api(model: str) -> None:
         for device in devices:
             assert LABEL.fullmatch(device["name"])
             assert all(map(QUALIFIED.fullmatch, {**device["attributes"], **device["capacity"]}))
+            if device["name"].endswith("-monitor"):
+                continue
             [consumed] = device["consumesCounters"]
             assert counters.keys() >= consumed["counters"].keys() > set()
 
@@ -224,7 +234,7 @@ def test_the_shares_of_an_instance_are_one_device() -> None:
     of = replace(mig_gpu(0), mig_enabled=True)
     devices = _devices(offered(of, text=text)[1], of)
 
-    assert devices.keys() == {"mig-3g20gb-0", "mig-3g20gb-4"}
+    assert devices.keys() == {"mig-3g20gb-0", "mig-3g20gb-4", "monitor"}
     one = devices["mig-3g20gb-0"]
     assert _value(one) == "3"
     assert set(one["consumesCounters"][0]["counters"]) == {"s0", "s1", "s2", "s3"}
@@ -263,9 +273,12 @@ def test_a_full_gpu_offers_what_is_consumed() -> None:
 
 
 def test_taints_say_why_nothing_is_allocated() -> None:
-    """A fault and a cordon taint every device of the GPU, a suspended backend its own."""
+    """A fault and a cordon taint every device but the monitor's, a suspended backend its own."""
     uuid = gpu(0).id
-    faulted = _devices(_after(GpuFaulted(uuid, "XID 79", 1, Fault.XID), GpuCordoned(uuid, "x", 1)))
+    faulted = dict(
+        _devices(_after(GpuFaulted(uuid, "XID 79", 1, Fault.XID), GpuCordoned(uuid, "x", 1)))
+    )
+    assert _taints(faulted.pop("monitor")) == {}
     assert all(_taints(it) == {UNHEALTHY: "xid", CORDONED: ""} for it in faulted.values())
 
     suspended = _devices(_after(BackendSuspended(uuid, "mps", "no daemon", 1)))

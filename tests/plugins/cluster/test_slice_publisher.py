@@ -77,7 +77,7 @@ async def test_each_gpu_gets_a_pool_of_the_nodes_own(tmp_path: Path) -> None:
     async with publishing(tmp_path) as it:
         counters, devices = slices(it.server, 0)
         assert counters["sharedCounters"]
-        assert len(devices["devices"]) == 4
+        assert len(devices["devices"]) == 5
         assert devices["devices"][0]["attributes"]["resource.kubernetes.io/pcieRoot"]
         assert generations(it.server, 0) == generations(it.server, 1) == [1, 1]
 
@@ -138,7 +138,7 @@ async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) ->
         assert len(slices(it.server, 0)[1]["devices"]) == 1
 
         skip(31)
-        await becomes(lambda: len(slices(it.server, 0)[1]["devices"]) == 4)
+        await becomes(lambda: len(slices(it.server, 0)[1]["devices"]) == 5)
         assert generations(it.server, 0) == [2, 2]
 
 
@@ -191,7 +191,10 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
     async with publishing(tmp_path, server=server) as it:
         await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
         [only] = slices(server, 0)
-        assert [device["name"] for device in only["devices"]] == [UUIDS[0].lower()]
+        assert [device["name"] for device in only["devices"]] == [
+            UUIDS[0].lower(),
+            f"{UUIDS[0].lower()}-monitor",
+        ]
         problem = it.cluster.report()["resourceSlices"]["problem"]
         assert problem.startswith(
             "the API server dropped sharedCounters, devices[].consumesCounters, "

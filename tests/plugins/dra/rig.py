@@ -21,7 +21,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.claim_sharing import ReadSharing
-from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry
@@ -140,6 +140,7 @@ class DraNode(KubeletCalls):
     annotated: list[str] = field(default_factory=list)
     pending: list[dict[str, Any]] = field(default_factory=list)
     denied: bool = False
+    monitored: set[GpuId] = field(default_factory=set)
     read_sharing: ReadSharing | None = None
     reads: int = 0
     unanswered: int = 0
@@ -158,6 +159,7 @@ class DraNode(KubeletCalls):
             cdi_dir=self.root / "cdi",
             backend=lambda resource: self.layout.backends[resource],
             ensure_cdi_names=no_cdi,
+            ensure_monitored=self.ensure_monitored,
             read_claim=self.read_claim,
             apply_status=self.apply_status,
             annotate_pod=self.annotate_pod,
@@ -188,6 +190,10 @@ class DraNode(KubeletCalls):
         claim = self.claims[ref.namespace, ref.name]
         claim["status"] |= status
         return claim
+
+    async def ensure_monitored(self, gpus: frozenset[GpuId]) -> None:
+        """Note GPUs that containers look at."""
+        self.monitored |= gpus
 
     async def read_pending(self) -> list[dict[str, Any]]:
         """Read the pods that wait on the node, as the API server would."""

@@ -271,9 +271,10 @@ class BothFronts(RuleBasedStateMachine):
         return found
 
     def devices(self, of: Gpu) -> Sequence[dict[str, Any]]:
-        """Return the published devices of a GPU."""
+        """Return the published devices of a GPU that can be held."""
         specs = slices_of(self.node.registry.snapshot, NODE, DRIVER)[of.id]
-        return [it for spec in specs for it in spec.get("devices", ())]
+        found = (it for spec in specs for it in spec.get("devices", ()))
+        return [it for it in found if it["attributes"]["type"]["string"] != "monitor"]
 
 
 def _sent(device: PreparedDevice) -> v1.Device:

@@ -216,14 +216,12 @@ async def test_one_claims_error_is_its_own_and_leaves_no_lease(node: DraNode) ->
     ill = node.allocate("ill", node.fraction(gpu(1), 10, "a"), node.fraction(gpu(0), 10, "b"))
     unknown = node.allocate("unknown", {**node.fraction(gpu(0), 1), "device": "gpu-other"})
     other = ResourceClaimRef("default", "good", "another-uid")
-    looks = node.allocate("looks", {**node.fraction(gpu(0), 1), "adminAccess": True})
     node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
     async with node.running():
-        answers = await node.prepare(good, ill, unknown, looks)
+        answers = await node.prepare(good, ill, unknown)
         assert not answers[good.uid].error
         assert "is unhealthy: XID 79" in answers[ill.uid].error
         assert "gpu-other" in answers[unknown.uid].error
-        assert "adminAccess" in answers[looks.uid].error
         refused = (await node.prepare(other))["another-uid"].error
         assert "another-uid" in refused
         assert good.uid in refused
