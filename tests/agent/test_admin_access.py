@@ -13,7 +13,7 @@ from metagpu.core.devices.devices import devices_of, monitor_device, pool_name
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.state.facts import GpuFaulted
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
-from tests.agent.test_resource_claims import CLAIMS, MANY, MIG, NVIDIA, ClaimScene, at_work
+from tests.agent.test_resource_claims import CLAIMS, MIG, NVIDIA, ClaimScene, at_work
 from tests.plugins.dra.rig import DRIVER
 from tests.rigs.cdi import host
 from tests.rigs.mig import a_node, hurry, placements, until
@@ -126,7 +126,7 @@ async def test_a_mig_device_stands_for_its_gpu(
 async def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     """Parameters for sharing, a GPU of another node, one without a device node."""
     sharing = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
-    text = f"{MANY}dra: {{driver: {NVIDIA}}}\n"
+    text = f"{CLAIMS}dra: {{driver: {NVIDIA}}}\n"
     async with at_work(tmp_path, text, driver=NVIDIA) as it:
         claim = look(it, parameters=sharing, driver=NVIDIA)
         refusal = (await it.prepare(claim))[claim.uid].error
