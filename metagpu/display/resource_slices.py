@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from metagpu.core.devices.devices import MONITOR_TYPE
 from metagpu.display.status import table
 from metagpu.display.table import TextTable
 
@@ -33,6 +34,8 @@ def _class_of(device: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _claimed(device: Mapping[str, Any]) -> str:
+    if device["attributes"]["type"]["string"] == MONITOR_TYPE:
+        return "nothing, by adminAccess"
     capacity = device.get("capacity", {})
     if not device.get("allowMultipleAllocations"):
         memory = capacity.get("memory", {}).get("value", "")

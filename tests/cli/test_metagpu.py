@@ -153,7 +153,8 @@ def test_explain_has_the_resource_slices(
     assert main([*options, "--config", str(file), "--json"]) == 0
     counters, devices = json.loads(capsys.readouterr().out)["resourceSlices"]
     assert counters["driver"] == devices["driver"] == "gpu.metagpu.io"
-    assert len(devices["devices"]) == 2
+    kinds = [it["attributes"]["type"]["string"] for it in devices["devices"]]
+    assert kinds == ["fraction", "gpu", "monitor"]
 
     assert main([*options, "--json"]) == 0
     assert "resourceSlices" not in json.loads(capsys.readouterr().out)

@@ -17,7 +17,7 @@ from metagpu.cli.parser import run_command
 
 ALL = (
     "run, demo, explain, validate, plan, status, acknowledge, cordon, uncordon, install, "
-    "uninstall, sim"
+    "uninstall, sim, webhook"
 )
 
 

@@ -130,7 +130,7 @@ def fractions(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_the_same_pod_runs_with_shares_of_two_gpus(fractions: Cluster) -> None:
-    """Where the pool offers fractions, it has 20 shares on each of two GPUs."""
+    """A pool of fractions gives it 20 shares on each of two GPUs."""
     fractions.start(translated(fractions, example("gpu-pod1")))
     holding = fractions.inspect_container("gpu-pod1")
 

@@ -47,7 +47,7 @@ def test_what_waits_has_the_sentence_of_why() -> None:
         pod("large", 50),
         pod("bound", 50, nodeName="gpu-1"),
         pod("other", 1, "intel.com/qat"),
-        pod("unread", "1k"),
+        pod("unread", "many"),
         pod("misspelled", 1, "cnvrg.io/metagpus"),
     ]
     rows = {it["pod"]: it for it in waiting_pods(pods, nodes)}

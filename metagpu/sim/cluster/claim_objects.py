@@ -10,7 +10,7 @@ from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.cluster.pod_objects import ENDED, Patch, phase_of
 
 DRIVER: Final = "gpu.metagpu.io"
-_TYPES: Final = ("gpu", "fraction", "timeslice", "mps", "mig")
+_TYPES: Final = ("gpu", "fraction", "timeslice", "mps", "mig", "monitor")
 _POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
 
 

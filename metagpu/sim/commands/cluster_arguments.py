@@ -89,7 +89,7 @@ def _claim(subparsers: SubParsers) -> None:
     add.add_argument("--class", dest="device_class", metavar="CLASS", help="the DeviceClass")
     for option, metavar, help_text in (
         ("--capacity", "NAME=AMOUNT", "an amount of a capacity, such as shares=50 or memory=10Gi"),
-        ("--selector", "CEL", "a condition that the devices fulfil"),
+        ("--cel", "EXPRESSION", "a condition that the devices fulfil"),
     ):
         text = f"{help_text}; repeat the option for more"
         add.add_argument(option, metavar=metavar, action="append", default=[], help=text)
@@ -98,7 +98,7 @@ def _claim(subparsers: SubParsers) -> None:
     )
     add.add_argument(
         "-f",
-        "--file",
+        "--filename",
         metavar="FILE",
         type=Path,
         help="in place of all this: a YAML file with ResourceClaims, ResourceClaimTemplates, "
@@ -115,10 +115,10 @@ def _claim(subparsers: SubParsers) -> None:
 
 
 def _claim_add(args: argparse.Namespace) -> ClaimAddCommand:
-    if (args.file is None) == (args.name is None):
+    if (args.filename is None) == (args.name is None):
         raise ConfigError("give either a name with --class, or a file with -f")
-    if args.file is not None:
-        return ClaimAddCommand(documents=_documents(args.file))
+    if args.filename is not None:
+        return ClaimAddCommand(documents=_documents(args.filename))
     if args.device_class is None:
         raise ConfigError("a claim needs a DeviceClass; add --class, as fraction.metagpu.io")
     amounts = dict(_pair(text, "amount", "NAME=AMOUNT") for text in args.capacity)
@@ -128,7 +128,7 @@ def _claim_add(args: argparse.Namespace) -> ClaimAddCommand:
             args.device_class,
             args.count,
             amounts,
-            tuple(args.selector),
+            tuple(args.cel),
             args.namespace,
         )
     )

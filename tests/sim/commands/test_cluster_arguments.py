@@ -63,7 +63,7 @@ def test_a_pod_is_read() -> None:
 
 def test_a_claim_is_read(tmp_path: Path) -> None:
     """A claim has its class, amounts, number and selectors; or a file has the objects."""
-    line = "claim add a --class b.c --capacity shares=5 --count 2 --selector true -n team"
+    line = "claim add a --class b.c --capacity shares=5 --count 2 --cel true -n team"
     assert command(line) == ClaimAddCommand(
         ClaimManifest("a", "b.c", 2, {"shares": "5"}, ("true",), "team")
     )
