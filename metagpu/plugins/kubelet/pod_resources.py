@@ -94,6 +94,8 @@ class LeaseFollower:
         self.requests_of: RequestsOf = no_requests
         self._readiness = KubeletReadiness((node or gethostname()).lower(), timing)
         self._kubelet: tuple[Identity, Identity] = (None, None)
+        self._believed: tuple[Identity, Identity] = (None, None)
+        """The last kubelet that knew its pods."""
         self._failures = LogOnce()
         self._triggered = anyio.Event()
         self._pod_ended = anyio.Event()
@@ -198,9 +200,17 @@ class LeaseFollower:
 
         snapshot = self._registry.snapshot
         fact = self._readiness.judge(
-            answer, asked, allocated, snapshot, running=running, kubelet=kubelet[1]
+            answer,
+            asked,
+            allocated,
+            snapshot,
+            running=running,
+            kubelet=kubelet[1],
+            starts=self._starts(kubelet),
         )
         self._registry.apply(fact)
+        if self._readiness.ready:
+            self._believed = kubelet
         if answer is not None:
             self._request_checkpoint(answer)
             self._log_unconfirmed()
@@ -208,6 +218,14 @@ class LeaseFollower:
     async def _see_running(self) -> Collection[Holder]:
         holders = unconfirmed_holders(self._registry.snapshot)
         return await self._running(holders) if holders else ()
+
+    def _starts(self, kubelet: tuple[Identity, Identity]) -> bool:
+        """Return whether a kubelet lists pods before it has a socket of its own for plugins.
+
+        It reads its checkpoint with that, so until then no pod has shares in its list.
+        """
+        lister, socket = self._believed
+        return socket is not None and kubelet[0] != lister and kubelet[1] in (None, socket)
 
     async def _identify(self) -> tuple[Identity, Identity]:
         """Return what a kubelet makes when it starts: its two sockets."""

@@ -68,6 +68,7 @@ class KubeletReadiness(msgspec.Struct):
         *,
         running: Collection[Holder] = (),
         kubelet: tuple[int, int, int] | None = None,
+        starts: bool = False,
     ) -> LeasesObserved:
         """Return what one look at the kubelet says about leases.
 
@@ -78,6 +79,7 @@ class KubeletReadiness(msgspec.Struct):
             snapshot: the present leases, and the pods of the API server.
             running: holders whose containers are seen to run.
             kubelet: the identity of the kubelet's socket, which it makes when it starts.
+            starts: whether the kubelet lists pods before it has made that socket.
         """
         confirms = bool(allocated and kubelet and allocated.written_at > kubelet[2])
         begins, released = not self.ready, self._released(at, allocated, snapshot, confirms)
@@ -86,7 +88,7 @@ class KubeletReadiness(msgspec.Struct):
             self.since = None
             answer = LeasesObserved({}, at, kubelet_ready=False)
         else:
-            believed = self._believe(answer, allocated, released, snapshot)
+            believed = self._believe(answer, allocated, released, snapshot, starts=starts)
             answer = replace(answer, kubelet_ready=believed)
         return replace(
             answer,
@@ -138,6 +140,8 @@ class KubeletReadiness(msgspec.Struct):
         allocated: AllocatedIds | None,
         released: Collection[ShareId],
         snapshot: Snapshot,
+        *,
+        starts: bool,
     ) -> bool:
         """Return whether an answer may end leases; a ready kubelet stays ready."""
         gone = [
@@ -169,7 +173,7 @@ class KubeletReadiness(msgspec.Struct):
         ]
         missing = _missing(answer, allocated, snapshot)
         lasted = answer.at - self.since >= self.timing.readiness
-        self.ready = not (missing or unseen) or (knows_api_pods and lasted)
+        self.ready = not (missing or unseen or starts) or (knows_api_pods and lasted)
         if not self.ready and not self.logged:
             self.logged = True
             log.warning(

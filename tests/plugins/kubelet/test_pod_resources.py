@@ -19,6 +19,7 @@ from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.plugins.kubelet.pod_resources import LeaseFollower, parse_leases, read_leases
 from metagpu.plugins.kubelet.timing import KubeletTiming
@@ -294,6 +295,7 @@ class Answering:
 
     socket: Path
     pods: tuple[str, ...] = ()
+    namespace: str = "n"
     answers: int = 0
     fails: Exception | None = None
 
@@ -310,7 +312,9 @@ class Answering:
                 outer.answers += 1
                 if outer.fails is not None:
                     raise outer.fails
-                pods = [v1.PodResources(name=name, namespace="n") for name in outer.pods]
+                pods = [
+                    v1.PodResources(name=name, namespace=outer.namespace) for name in outer.pods
+                ]
                 return v1.ListPodResourcesResponse(pod_resources=pods)
 
         server = Server([Lister()])
@@ -381,6 +385,28 @@ async def test_a_checkpoint_without_a_pod_does_not_end_its_leases(tmp_path: Path
         skip(1000)
         await new.asked()
         await held(it, 3)
+
+
+@pytest.mark.parametrize("socket", ["kept", "removed"])
+async def test_a_kubelet_that_lost_its_checkpoint_is_heard_once_its_socket_is_there(
+    tmp_path: Path, socket: str
+) -> None:
+    """It lists its pods before it has made its socket, and without the shares that they hold."""
+    async with node(tmp_path) as it, restarted(it, tmp_path, "train") as new:
+        file = tmp_path / "device-plugins" / KUBELET_SOCKET
+        new.namespace = "default"
+        await anyio.Path(tmp_path / CHECKPOINT).unlink(missing_ok=True)
+        if socket == "removed":
+            await anyio.Path(file).unlink()
+        await new.asked()
+        await held(it, 3)
+
+        await anyio.Path(file).unlink(missing_ok=True)
+        await anyio.Path(file).touch()
+        await new.asked()
+        await held(it, 3)
+        (lease, *_) = it.registry.snapshot.gpus[gpu(0).id].leases.values()
+        assert lease.unconfirmed
 
 
 async def test_without_a_checkpoint_only_unbroken_answers_count(tmp_path: Path) -> None:
