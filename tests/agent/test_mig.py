@@ -345,7 +345,7 @@ async def test_mig_that_cannot_be_turned_on_has_a_reason(
     ) as it:
         await until(lambda: blocker(it).startswith("MIG mode is off and cannot be enabled: "))
         assert "Insufficient Permissions" in blocker(it)
-        assert not any(stock.exclusive for stock in it.state(0).provisioned.values())
+        await until(lambda: not any(s.exclusive for s in it.state(0).provisioned.values()))
 
         refusing = False
         await it.until(3, 3, "nvidia.com/mig-2g.20gb")
