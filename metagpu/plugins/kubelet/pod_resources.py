@@ -220,9 +220,9 @@ class LeaseFollower:
         return await self._running(holders) if holders else ()
 
     def _starts(self, kubelet: tuple[Identity, Identity]) -> bool:
-        """Return whether a kubelet lists pods before it has a socket of its own for plugins.
+        """Return whether a kubelet lists pods and has no plugin socket of its own yet.
 
-        It reads its checkpoint with that, so until then no pod has shares in its list.
+        A kubelet reads its checkpoint with that: until then its list has no shares.
         """
         lister, socket = self._believed
         return socket is not None and kubelet[0] != lister and kubelet[1] in (None, socket)

@@ -391,7 +391,7 @@ async def test_a_checkpoint_without_a_pod_does_not_end_its_leases(tmp_path: Path
 async def test_a_kubelet_that_lost_its_checkpoint_is_heard_once_its_socket_is_there(
     tmp_path: Path, socket: str
 ) -> None:
-    """It lists its pods before it has made its socket, and without the shares that they hold."""
+    """The list before that has the pods, without the shares that they hold."""
     async with node(tmp_path) as it, restarted(it, tmp_path, "train") as new:
         file = tmp_path / "device-plugins" / KUBELET_SOCKET
         new.namespace = "default"
