@@ -33,7 +33,7 @@ from metagpu.plugins.control.client import SOCKET_NAME
 from metagpu.plugins.control.socket import LOCK_NAME, lock_of
 from metagpu.plugins.kubelet.checkpoint import read_allocated_ids, read_registered_resources
 from metagpu.plugins.kubelet.folder_lock import FolderLock
-from metagpu.plugins.kubelet.pod_resources import read_leases
+from metagpu.plugins.kubelet.pod_list import read_leases
 
 _POLL: Final = 0.2
 _RUN_FILES: Final = ("mps", SOCKET_NAME, FAULTS, "faults.new", "lib", LOCK_NAME)

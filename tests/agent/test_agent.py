@@ -16,6 +16,7 @@ from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import SharesReleased
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet import pod_resources
+from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.plugins.pod_api.server import PodMgctlServer
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
@@ -216,7 +217,7 @@ async def test_shares_that_may_conflict_are_offered_once_holders_are_known(
     """A restarted daemon gives no whole GPU away while a pod may hold its shares."""
     mixed = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
-    read_leases, early = pod_resources.read_leases, []
+    early = []
 
     async with kubelet.running():
         async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet) as it:

@@ -39,7 +39,8 @@ from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.fast_codec import PreferredAllocation
 from metagpu.plugins.kubelet.pb import v1, v1beta1
-from metagpu.plugins.kubelet.pod_resources import LeaseFollower, parse_leases
+from metagpu.plugins.kubelet.pod_list import parse_leases
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower
 from metagpu.plugins.kubelet.timing import TIMING
 from tests.rigs.build import gpu, layout_of
 

@@ -21,7 +21,8 @@ from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
 from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from metagpu.plugins.kubelet.pb import v1
-from metagpu.plugins.kubelet.pod_resources import LeaseFollower, parse_leases, read_leases
+from metagpu.plugins.kubelet.pod_list import parse_leases, read_leases
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource

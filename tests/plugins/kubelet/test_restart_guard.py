@@ -13,7 +13,7 @@ from metagpu.core.state.facts import (
     SharesClaimed,
 )
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds
-from metagpu.plugins.kubelet.pod_resources import parse_leases
+from metagpu.plugins.kubelet.pod_list import parse_leases
 from metagpu.plugins.kubelet.restart_guard import KubeletReadiness
 from metagpu.plugins.kubelet.timing import TIMING
 from tests.rigs.build import after, gpu, layout_of
