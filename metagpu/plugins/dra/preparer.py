@@ -4,37 +4,32 @@ A claim that is prepared has its leases until it is unprepared, whatever its con
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.capabilities import Provisions, SharesClaims
+from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.devices.devices import (
-    Device,
-    find_device,
     gpu_of_pool,
     pool_name,
-    shared_device,
 )
 from metagpu.core.errors import (
     ClusterError,
-    DeviceOccupied,
     FractionSplit,
     ProvisioningLasts,
     RequestError,
 )
 from metagpu.core.model.claim_sharing import ReadSharing
-from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
-from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.admin_access import EnsureMonitored, monitor_devices, monitored_gpus
 from metagpu.plugins.dra.answer import PreparedDevice, shares_by_request, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
-from metagpu.plugins.dra.parts import Part, is_shared, with_settings
+from metagpu.plugins.dra.claim_planner import ClaimPlanner, leased_shares
+from metagpu.plugins.dra.parts import Part, with_settings
 from metagpu.plugins.dra.resource_claim import (
     AllocatedDevice,
     Allocation,
@@ -42,8 +37,6 @@ from metagpu.plugins.dra.resource_claim import (
     parse_allocation,
 )
 from metagpu.plugins.dra.together import is_joint, with_joint_variables
-from metagpu.plugins.dra.waiting import becomes_free_soon
-from metagpu.plugins.kubelet.availability import refuse_unavailable
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
 from metagpu.plugins.kubelet.provisioning import is_provisioned
 
@@ -99,6 +92,7 @@ class ClaimPreparer:
         self._node = node
         self._read_claim = read_claim
         self._backend = backend
+        self._planner = ClaimPlanner(node, backend)
         self._files = files
         self._ensure_cdi_names = ensure_cdi_names
         self._ensure_monitored = ensure_monitored
@@ -192,7 +186,7 @@ class ClaimPreparer:
         snapshot = self._registry.snapshot
         try:
             monitor_devices(allocation.admin, snapshot, self._node)
-            parts, _ = self._plan(claim, allocation.results)
+            parts, _ = self._planner.plan(claim, allocation.results, snapshot)
         except RequestError:
             return False
         return all(
@@ -210,7 +204,7 @@ class ClaimPreparer:
     async def unprepare(self, claim: ResourceClaimRef) -> None:
         """End the leases of a claim; of one that is not prepared, there are none."""
         async with (turn := self._turns[claim.uid]):
-            self._release(self._leased(claim.uid, self._registry.snapshot))
+            self._release(leased_shares(claim.uid, self._registry.snapshot))
             self.prepared.pop(claim.uid, None)
             self.refused.pop(claim, None)
             self.reserved.discard(claim)
@@ -238,20 +232,10 @@ class ClaimPreparer:
                     return self._lease(claim, results)
                 except RequestError as error:
                     refusal = error
-                    if not self._ends_soon(claim, results):
+                    if not self._planner.ends_soon(claim, results, self._registry.snapshot):
                         raise
         assert refusal is not None  # noqa: S101 - the first look came before any wait
         raise refusal
-
-    def _ends_soon(self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]) -> bool:
-        """Return whether the reason of a refusal ends by itself: no lease is in the way."""
-        now = self._registry.snapshot
-        try:
-            devices = [(self._device(it, now), it.consumed) for it in results]
-        except RequestError:
-            return False
-        wanted = [(it, it.count_shares(consumed(it.capacity_name))) for it, consumed in devices]
-        return becomes_free_soon(claim, wanted, now)
 
     def _lease(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
@@ -263,71 +247,13 @@ class ClaimPreparer:
         Raises:
             RequestError: some of them cannot be had now; then none is claimed.
         """
-        parts, own = self._plan(claim, results)
+        parts, own = self._planner.plan(claim, results, self._registry.snapshot)
         chosen = tuple(share for part in parts for share in part.shares)
         settings = {share.id: part.settings for part in parts for share in part.shares}
         settings = {share: its for share, its in settings.items() if its}
         fact = SharesClaimed(chosen, self._clock(), resource_claim=claim, settings=settings)
         self._registry.apply(fact)
         return parts, [share for share in chosen if share.id not in own]
-
-    def _plan(
-        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
-    ) -> tuple[list[Part], Mapping[ShareId, Share]]:
-        """Choose shares for all results; return those that the claim has already too.
-
-        Raises:
-            RequestError: some of them cannot be had now.
-        """
-        snapshot = self._registry.snapshot
-        own = {share.id: share for share in self._leased(claim.uid, snapshot)}
-        parts: list[Part] = []
-        for result in results:
-            taken = {share.id for part in parts for share in part.shares}
-            parts.append(self._choose(result, snapshot, own, taken))
-        return parts, own
-
-    def _device(self, result: AllocatedDevice, snapshot: Snapshot) -> Device:
-        """Find the device of a result, as the backend has it that its parameters name.
-
-        Raises:
-            RequestError: it is not on offer, or not in that way.
-        """
-        device = find_device(snapshot, self._node, result.pool, result.device)
-        if result.sharing is None:
-            return device
-        return shared_device(device, snapshot.gpus[device.gpu], result.sharing)
-
-    def _choose(
-        self,
-        result: AllocatedDevice,
-        snapshot: Snapshot,
-        own: Mapping[ShareId, Share],
-        taken: Iterable[ShareId],
-    ) -> Part:
-        """Choose the shares of one result: first those that the claim has already."""
-        device = self._device(result, snapshot)
-        state, taken = snapshot.gpus[device.gpu], frozenset(taken)
-        wanted = device.count_shares(result.consumed(device.capacity_name))
-        left = [it for it in device.shares if it.id not in taken]
-        kept = [it for it in left if it.id in own][:wanted]
-        free = [it for it in left if it.id not in state.leases]
-        if state.has_both_fronts:
-            free = [it for it in free if it.id not in state.allocated]
-        open_shares = [it for it in free if it.id not in state.refused_shares]
-        if len(kept) + len(open_shares) < wanted:
-            refuse_unavailable((free or device.shares)[:wanted], snapshot, Front.DRA)
-            free_count = len(kept) + len(open_shares)
-            raise DeviceOccupied(str(state.gpu), device.name, wanted, free_count)
-
-        backend = self._backend(device.resource)
-        shares = tuple(backend.prefer([*kept, *open_shares], kept, wanted, snapshot))
-        refuse_unavailable(shares, snapshot, Front.DRA)
-        if result.sharing is None or not is_shared(result, device):
-            backend.check(shares, snapshot)
-        elif isinstance(backend, SharesClaims):
-            backend.check_settings(result.sharing.settings, result.sharing.field)
-        return Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
 
     async def _grant(
         self, claim: ResourceClaimRef, parts: Sequence[Part], longest: float
@@ -392,15 +318,6 @@ class ClaimPreparer:
             (*base[own.name], own.qualified_name),
             part.result.share_id,
         )
-
-    @staticmethod
-    def _leased(uid: str, snapshot: Snapshot) -> list[Share]:
-        return [
-            lease.share
-            for state in snapshot.gpus.values()
-            for lease in state.leases.values()
-            if lease.resource_claim is not None and lease.resource_claim.uid == uid
-        ]
 
     def _release(self, shares: Sequence[Share]) -> None:
         if shares:

@@ -1,4 +1,4 @@
-"""The kubelet's list of pods and their devices, of its PodResources service, as one fact."""
+"""The kubelet's pods and their devices, by its PodResources service, as one fact."""
 
 from collections import defaultdict
 from collections.abc import Iterator
