@@ -107,6 +107,7 @@ def compared(devices: Sequence[Allocation | AllocationResult]) -> list[tuple[obj
     return found
 
 
+@pytest.mark.long
 def test_thirty_random_claims_are_decided_alike(fake: FakeNode) -> None:
     """Thirty claims that come, and some that end between them, get the same devices from both."""
     draw = random.Random(SEED)  # noqa: S311 - claims guard nothing

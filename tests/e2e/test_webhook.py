@@ -251,7 +251,14 @@ def test_a_stopped_webhook_holds_up_no_other_namespace(webhook: Webhook) -> None
         assert limits(waiting.result()) == SHARES
 
 
-@pytest.mark.parametrize("failure", ["killed", "stopped", "expired certificate"])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        pytest.param("killed", marks=pytest.mark.long),
+        "stopped",
+        pytest.param("expired certificate", marks=pytest.mark.long),
+    ],
+)
 def test_a_failed_webhook_costs_the_translation_alone(webhook: Webhook, failure: str) -> None:
     """Pods are created as they are, in both namespaces; it translates again once it is back."""
     if failure == "stopped":
