@@ -159,7 +159,7 @@ def shares_of(container: v1.ContainerResources) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "arrivals", [60, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1500)])]
+    "arrivals", [40, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1500)])]
 )
 @pytest.mark.timeout(600)
 def test_pods_of_both_fronts_come_and_go(

@@ -20,6 +20,7 @@ from tests.e2e.test_dra_scheduler import FRACTIONS, slices
 from tests.e2e.test_mig import ON_DEMAND
 from tests.rigs.build import gpu
 
+pytestmark = pytest.mark.long
 PAGE = "batch.md"
 API = "scheduling.k8s.io/v1alpha2"
 GANG, FEW = 8, 4
@@ -66,7 +67,6 @@ def test_of_two_gangs_that_cannot_both_fit_one_waits_whole(batch: Batch) -> None
     assert len(batch.await_running("next", GANG)) == GANG
 
 
-@pytest.mark.long
 def test_a_gang_of_mig_instances(batch: Batch) -> None:
     """Four pods have four instances of 3g.20gb; with room for two the next four wait."""
     with mig_node(batch.cluster, ON_DEMAND, THREE) as node:
@@ -85,7 +85,6 @@ def test_a_gang_of_mig_instances(batch: Batch) -> None:
         batch.await_running("next", FEW)
 
 
-@pytest.mark.long
 def test_a_gang_of_claims_waits_for_gpus_and_not_for_shares(node: Node) -> None:
     """Eight pods of 60 shares wait whole on seven GPUs, and have one each of eight."""
     group = manifests(PAGE, "Priorities and preemption")["PodGroup/patient"]
@@ -108,7 +107,6 @@ def test_a_gang_of_claims_waits_for_gpus_and_not_for_shares(node: Node) -> None:
             node.kubectl("delete", "podgroups", "--all", f"--namespace={NAMESPACE}", "--wait")
 
 
-@pytest.mark.long
 def test_priority_evicts_a_gang_whole_that_says_so(batch: Batch) -> None:
     """All pods of the other gang go, wait whole and come back; none counts as failed."""
     found = manifests(PAGE, "Priorities and preemption")
