@@ -54,7 +54,6 @@ class TranslationSettings(msgspec.Struct, frozen=True):
             and `whole`.
         policy: `binpack` or `spread`, for pods that name neither.
         impossible: `warn` or `refuse`: what becomes of a pod that no node could serve.
-        claims: whether the cluster serves classes of DRA.
     """
 
     gpu: str = "nvidia.com/gpu"
@@ -64,7 +63,6 @@ class TranslationSettings(msgspec.Struct, frozen=True):
     order: tuple[str, ...] = ("mig", "hami-core", "mps")
     policy: str = "binpack"
     impossible: str = "warn"
-    claims: bool = False
     priority: str = "nvidia.com/priority"
 
     @property
@@ -78,12 +76,10 @@ class Translation(msgspec.Struct, frozen=True):
 
     Attributes:
         operations: a JSON Patch (RFC 6902); empty where the pod is left untouched.
-        objects: further objects to create; none so far.
         warnings: sentences for the pod's author.
         impossible: why no node could serve the pod, and what would fit; `None` where one could.
     """
 
     operations: tuple[dict[str, Any], ...] = ()
-    objects: tuple[dict[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
     impossible: str | None = None
