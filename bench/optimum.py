@@ -4,7 +4,9 @@ Pods come and stay at random (Poisson, exponential), and a pod that finds no spa
 decides where an instance goes, not whether: a pod that can be placed is placed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
 from typing import Final, TypeAlias
 
 from bench.arrivals import Rule
@@ -17,6 +19,12 @@ _EXACT: Final = 1e-3
 
 Decision: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], int]
 """Chooses the next state out of some, from the present one and what each state is worth."""
+
+Choices: TypeAlias = Mapping[tuple[int, int], int]
+"""A rule as a table: from a state and its first possible next one to the next one it chooses.
+
+The first possible next state tells the profile: it has one instance of it more.
+"""
 
 
 class Process:
@@ -59,7 +67,33 @@ class Process:
             for profile, options in zip(self._geometry.profiles, self._next[number], strict=True):
                 if options:
                     known[number, options[0]] = self._chosen(rule, state, profile.name)
-        return self._placed(lambda number, options, _: known[number, options[0]])
+        return self.by_choices(known)
+
+    def by_choices(self, choices: Choices) -> float:
+        """Return the part of the requested memory that a table of choices places, in %."""
+        return self._placed(lambda number, options, _: choices[number, options[0]])
+
+    def count_rules(self) -> int:
+        """Count all rules."""
+        return prod(len(options) for _, options in self._decisions())
+
+    def rules(self) -> Iterator[Choices]:
+        """Yield all rules: every choice in every state."""
+        keys = [(number, options[0]) for number, options in self._decisions()]
+        for chosen in product(*(options for _, options in self._decisions())):
+            yield dict(zip(keys, chosen, strict=True))
+
+    def orders_by(self, choices: Choices) -> int:
+        """Count the orders of arrival that a table of choices places in full."""
+
+        def count(number: int) -> int:
+            after = (choices[number, options[0]] for options in self._next[number] if options)
+            return sum(1 + count(state) for state in after)
+
+        return count(self._number[frozenset()])
+
+    def _decisions(self) -> list[tuple[int, list[int]]]:
+        return [(number, it) for number, each in enumerate(self._next) for it in each if it]
 
     def _free(self, state: frozenset[PlacedProfile], profile: str) -> list[PlacedProfile]:
         return self._geometry.free_placements(
