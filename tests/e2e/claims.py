@@ -146,6 +146,17 @@ class ClaimsNode:
             for it in self.daemon.status()["leases"]
         }
 
+    def settled_leases(self) -> dict[str, int]:
+        """Wait until the kubelet has told the holders of all leases; return the leases."""
+
+        def known() -> dict[str, int]:
+            leases = self.leases()
+            if any(name.startswith("None ") for name in leases):
+                raise RigError(f"the leases are {leases}")
+            return leases
+
+        return wait_for("the holders of all leases", known, within_s=SETTLED_S)
+
     def holders(self, resource: str) -> set[str]:
         """Return the pods and containers that hold shares of a resource."""
         return {

@@ -9,7 +9,6 @@ from tests.e2e.claims import ClaimsNode, claims_node, pod, resource_claim, share
 from tests.e2e.cluster import Cluster, Incarnation
 from tests.e2e.fake_node import exactly
 from tests.e2e.rig.daemon import Daemon
-from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 
@@ -50,7 +49,7 @@ def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
         within_s=20,
     )
     claims.await_slices(within_s=3)
-    assert state(claims) == before
+    assert settled(claims) == before
     claims.start(resource_claim("late", shares(50)), pod("late", "late"))
 
 
@@ -61,7 +60,7 @@ def test_the_daemon_restarts(claims: ClaimsNode, end: str) -> None:
     getattr(claims.daemon, end)()
     claims.daemon.start_again()
     claims.await_registered(registrations)
-    wait_for("the same leases", lambda: state(claims) == before, within_s=20)
+    wait_for("the same leases", lambda: settled(claims) == before, within_s=20)
     claims.await_slices()
     assert uids(claims) == slices
 
@@ -101,7 +100,7 @@ def test_the_node_reboots(claims: ClaimsNode) -> None:
         lambda: started_again(claims, before),
         within_s=120,
     )
-    assert state(claims).leases == before.leases
+    assert settled(claims).leases == before.leases
     assert claims.inspect("part") == held["part"]
     assert claims.inspect("mig").gpu_devices == held["mig"].gpu_devices
     assert len(claims.instances()) == 1
@@ -123,18 +122,11 @@ class State:
         return sum(self.leases.values())
 
 
-def state(claims: ClaimsNode) -> State:
-    """Return the state of a node whose leases all have holders."""
-    leases = claims.leases()
-    if any(name.startswith("None") for name in leases):
-        raise RigError(f"the leases are {leases}")
-    prepared = claims.daemon.log.count("resource claim prepared")
-    return State(leases, claims.files(), claims.cluster.incarnations(), prepared)
-
-
 def settled(claims: ClaimsNode) -> State:
     """Wait until the daemon knows all holders; return the state."""
-    return wait_for("the holders of all leases", lambda: state(claims), within_s=30)
+    leases = claims.settled_leases()
+    prepared = claims.daemon.log.count("resource claim prepared")
+    return State(leases, claims.files(), claims.cluster.incarnations(), prepared)
 
 
 def started_again(claims: ClaimsNode, before: State) -> bool:

@@ -72,7 +72,7 @@ def test_a_monitor_sees_what_another_pod_holds(claims: ClaimsNode) -> None:
     """Two monitors have the node of every GPU and none to compute with, and hold nothing."""
     whole = exactly("gpu", "gpu.metagpu.io")
     claims.start(resource_claim("held", whole), pod("held", "held"))
-    leases = claims.leases()
+    leases = claims.settled_leases()
     claims.daemon.request("cordon", gpu="1", reason="fan")
     try:
         wait_for("the taint", lambda: any(claims.taints(1).values()), within_s=SOON_S)
