@@ -1,13 +1,15 @@
 """Reasons why a share cannot be granted now, as texts for people."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Final
 
+from metagpu.core.model.defrag import LeasedPart, best_move
 from metagpu.core.model.offers import largest_request
 from metagpu.core.model.shares import CordonSource, Lease, Share
 from metagpu.core.model.sharing import conflicts
-from metagpu.core.model.snapshot import GpuState, Snapshot, free_parts
+from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, free_parts
 
 _MAX_HOLDERS: Final = 5
 """Pods that one reason lists; `metagpu status` lists every lease."""
@@ -91,17 +93,36 @@ def pause_reason(state: GpuState, backend: str) -> str:
 
 
 def describe_held_back(snapshot: Snapshot) -> Iterator[str]:
-    """Yield a sentence for each GPU and resource with shares that are held back."""
+    """Yield which shares are held back on each GPU, and whose move would make room."""
     for resource, offer in snapshot.offers.items():
         parts = free_parts(snapshot, offer)
         largest = largest_request(offer.rule.requests, parts)
         count_too_many = f"with them more would count as free than one request can get: {largest}"
+        held_back = False
         for part in parts:
             state = snapshot.gpus[part.gpu]
             if resource in state.held_back:
+                held_back = True
                 full = "the GPU serves as many containers as it can"
                 shares = f"{part.free} free shares of {resource} are held back"
                 yield f"GPU {state.gpu.index}: {shares}: {full if part.full else count_too_many}"
+        if held_back and (move := best_move(offer.rule.requests, parts, _held(snapshot, offer))):
+            source, target = (snapshot.gpus[it].gpu.index for it in (move.part.gpu, move.target))
+            yield (
+                f"if {move.part.holder} moved with its {move.part.shares} {resource} from GPU "
+                f"{source} to GPU {target}, a request of {move.largest} would fit"
+            )
+
+
+def _held(snapshot: Snapshot, offer: Offer) -> list[LeasedPart]:
+    """Return the shares that each container holds of a resource on each GPU."""
+    counts = Counter(
+        (gpu, lease.holder)
+        for gpu in offer.by_gpu
+        for lease in snapshot.gpus[gpu].leases.values()
+        if lease.share.resource == offer.resource and lease.holder
+    )
+    return [LeasedPart(gpu, holder, shares) for (gpu, holder), shares in counts.items()]
 
 
 def iso_time(at: float) -> str:

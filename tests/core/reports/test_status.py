@@ -102,6 +102,24 @@ def test_what_is_held_back_is_reported_with_the_reason() -> None:
     )
 
 
+def test_the_move_that_makes_room_is_reported() -> None:
+    """Beside what is held back stands the pod whose move lets a larger request fit."""
+    layout, snapshot = offered(A, B)
+    first, second = layout.shares[:10], layout.shares[10:]
+    held = {"big": first[:6], "small": first[6:8], "other": second[:7]}
+    snapshot = after(
+        *(SharesClaimed(shares, at=5) for shares in held.values()),
+        LeasesObserved({it.id: Holder("ns", pod, "main") for pod in held for it in held[pod]}, 6),
+        since=snapshot,
+    )
+
+    _, move = explain_report(snapshot, layout)["remarks"]
+    assert move == (
+        "if ns/small (main) moved with its 2 cnvrg.io/metagpu from GPU 0 to GPU 1, a request of 4 "
+        "would fit"
+    )
+
+
 def test_unavailable_shares_are_not_allocatable() -> None:
     """A share that another backend's lease excludes counts as capacity alone."""
     layout, snapshot = offered(A)
