@@ -98,7 +98,7 @@ async def test_a_node_and_a_pod(tmp_path: Path) -> None:
     assert page.value("metagpu_gpu_memory_used_bytes", **labels_of(state.gpu)) == 100 * MIB
     calls = {"resource": METAGPU, "call": "Allocate"}
     assert page.value("metagpu_kubelet_calls_total", outcome="answered", **calls) == 1
-    assert page.value("metagpu_kubelet_call_duration_seconds_count", **calls) == 1
+    assert page.value("metagpu_kubelet_call_duration_seconds_count", call="Allocate") == 1
     assert page.value("metagpu_kubelet_registrations_total", resource=METAGPU) == 1
     assert page.value("metagpu_kubelet_restarts_total") == 0
     assert page.value("metagpu_nvml_up") == 1

@@ -1,13 +1,16 @@
 """The size of a page, and what hardware adds to it."""
 
 import gzip
+from functools import partial
 from pathlib import Path
 
 import pynvml
 import pytest
 from msgspec.structs import replace
 
+from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import MIB
+from metagpu.core.model.shares import ResourceName
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.gpu import SimProcess
@@ -16,11 +19,37 @@ from metagpu.sim.nvml.library import SimLibrary
 from tests.agent.test_metrics import ANY, page_of, page_when, port_of
 from tests.plugins.http.rig import asked, fetched
 from tests.plugins.metrics.rig import Page, labels_of
-from tests.rigs.agent import METAGPU, UNHURRIED, agent_at_work
+from tests.rigs.agent import METAGPU, UNHURRIED, Scene, agent_at_work
 from tests.rigs.mig import a_node, on_demand_pool
 
 MOST = 1000
+"""Series with up to three resources; `FURTHER` more for each further one."""
+FURTHER = 50
 GPUS, PODS = 8, 40
+EVERY_PROFILE = "1g.5gb, 1g.5gb+me, 1g.10gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb"
+WARM = "keepWarm: 1h"
+SLICE = "example.com/slice"
+MIXED = """
+version: metagpu/v1
+pools:
+  - name: all
+    backends:
+      - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb], keepWarm: 1h}
+      - {backend: timeslice, replicas: 4, resource: example.com/slice}
+      - {backend: fraction, sharesPerGpu: 10}
+"""
+
+
+def of_mig(**counts: int) -> dict[str, int]:
+    """Return numbers of instances by resource; `g1` is the profile 1g.5gb, and so on."""
+    sizes = {"g1": "1g.5gb", "g2": "2g.10gb", "g3": "3g.20gb", "me": "1g.5gb.me", "g4": "4g.20gb"}
+    return {f"nvidia.com/mig-{sizes[name]}": count for name, count in counts.items()}
+
+
+def has_free(it: Scene, resource: str) -> bool:
+    """Return whether the kubelet could admit one more pod."""
+    held = sum(pod.request(resource) for pod in it.kubelet.pods)
+    return it.kubelet.allocatable().get(resource, 0) > held
 
 
 async def test_a_full_node_has_a_thousand_series_at_most(tmp_path: Path) -> None:
@@ -75,6 +104,38 @@ async def test_a_full_node_with_mig_has_a_thousand_series_at_most(tmp_path: Path
     assert labels["profile"] == "1g.5gb"
     assert labels["gpu_instance"].isdecimal()
     assert len(page.samples) <= MOST
+
+
+@pytest.mark.parametrize(
+    ("with_mig", "config", "pods"),
+    [
+        (8, on_demand_pool(WARM, "1g.5gb, 2g.10gb, 3g.20gb"), of_mig(g3=2, g2=6, g1=32)),
+        (8, on_demand_pool(WARM, EVERY_PROFILE), of_mig(g4=2, g3=2, g2=4, me=2, g1=30)),
+        (5, MIXED, {**of_mig(g3=2, g2=4, g1=18), METAGPU: 12, SLICE: 4}),
+    ],
+    ids=["three profiles", "every profile", "three backends"],
+)
+async def test_sizes_and_refusals_stay_within_the_number(
+    tmp_path: Path, with_mig: int, config: str, pods: dict[str, int]
+) -> None:
+    """With pods of all sizes and backends, and twelve reasons of refusals, the bound holds."""
+    gpus = ["{model: a100-40gb, mig: true}"] * with_mig + ["{model: a100-40gb}"] * (GPUS - with_mig)
+    node = await a_node(tmp_path, ", ".join(gpus))
+    wanted = [resource for resource, count in pods.items() for _ in range(count)]
+    assert len(wanted) == PODS
+    async with agent_at_work(tmp_path, node, config, metrics=ANY) as it:
+        for number, resource in enumerate(wanted):
+            await it.kubelet.wait_for(partial(has_free, it, resource))
+            pod = SimPod.single(f"pod-{number}", {resource: 1})
+            await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        await it.wait_holders()
+        refused = it.agent.call_stats.of_resource(ResourceName(wanted[0])).refusals
+        refused.update(RequestError.__subclasses__()[:12])
+        page = await page_of(it)
+    assert len(page.values("metagpu_container_shares")) == PODS
+    assert len(page.values("metagpu_kubelet_refusals_total")) == 12
+    further = len(page.values("metagpu_resource_capacity_shares")) - 3
+    assert len(page.samples) <= MOST + FURTHER * further
 
 
 async def test_sensors_and_their_dcgm_names_are_one_reading(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ def promtool_there() -> None:
 
 
 def rule_tests() -> Iterator[dict[str, Any]]:
-    """Yield two tests of each rule, in promtool's form."""
+    """Yield two tests of each case of a rule, in promtool's form."""
     slow = ("MetagpuNvlinkErrors", "MetagpuPcieReplays")
-    for alert, case in CASES.items():
+    for alert, case in ((alert, case) for alert, cases in CASES.items() for case in cases):
         minutes = LONG_M if alert in LATER else 60 if alert in slow else SHORT_M
         for values, expected in ((case.firing, [{"labels": "{}", "value": 1}]), (case.quiet, [])):
             expression = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'

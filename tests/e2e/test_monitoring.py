@@ -10,8 +10,9 @@ import pytest
 from anyio import to_thread
 from msgspec.structs import replace
 
+from metagpu.core.errors import FractionSplit
 from metagpu.core.model.gpu import MIB
-from metagpu.core.model.shares import Holder
+from metagpu.core.model.shares import Holder, ResourceName
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
@@ -82,6 +83,7 @@ async def at_work(tmp_path: Path) -> AsyncIterator[Scene]:
         await it.wait_holders()
         machine.add_container_process(process.pid, Holder("red", "a", "main"))
         it.node.start_process(it.node.gpu(1), SimProcess(process.pid, 100 * MIB, sm=40))
+        it.agent.call_stats.of_resource(ResourceName(METAGPU)).refusals[FractionSplit] += 1
         yield it
 
 

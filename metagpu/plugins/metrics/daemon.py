@@ -16,6 +16,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid import Severity, rule_for
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
+    CallStats,
     KubeletCall,
     KubeletCallStats,
     ResourceCallStats,
@@ -104,6 +105,8 @@ def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(d.REGISTRATIONS, (resource,), stats.registrations)
         yield Sample(d.LISTS, (resource,), stats.lists)
         yield from _calls(resource, stats)
+    for call in KubeletCall:
+        yield from _durations(call, [it.calls[call] for it in kubelet.resources.values()])
 
 
 def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
@@ -111,15 +114,15 @@ def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
         if it.seconds or call is KubeletCall.ALLOCATE:  # the others are made of few backends
             for outcome, count in it.outcomes.items():
                 yield Sample(d.CALLS, (resource, call, outcome), count)
-        if it.seconds:
-            duration = HistogramValue(BUCKET_BOUNDS, tuple(it.buckets), it.seconds)
-            yield Sample(d.DURATION, (resource, call), duration)
-
-    refusals = Counter({reason_of(kind): 0 for kind in RequestError.__subclasses__()})
     for kind, count in stats.refusals.items():
-        refusals[reason_of(kind)] += count
-    for reason, count in refusals.items():
-        yield Sample(d.REFUSALS, (resource, reason), count)
+        yield Sample(d.REFUSALS, (resource, reason_of(kind)), count)
+
+
+def _durations(call: KubeletCall, stats: Sequence[CallStats]) -> Iterator[Sample]:
+    """Yield the histogram of a call; by resource, the kubelet itself has one."""
+    if seconds := sum(it.seconds for it in stats):
+        counts = tuple(map(sum, zip(*(it.buckets for it in stats), strict=True)))
+        yield Sample(d.DURATION, (call,), HistogramValue(BUCKET_BOUNDS, counts, seconds))
 
 
 def reason_of(kind: type[RequestError]) -> str:

@@ -35,7 +35,7 @@ RESTARTS: Final = _counter(
 DURATION: Final = FamilyFactory(MetricType.HISTOGRAM)(
     "kubelet_call_duration_seconds",
     "Time from a call of the kubelet to metagpu's answer, without the transport over the socket.",
-    *("resource", "call"),
+    "call",
 )
 
 # --- the daemon ---------------------------------------------------------------------------------

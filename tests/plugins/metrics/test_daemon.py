@@ -104,6 +104,7 @@ def test_every_counter_begins_at_zero() -> None:
 
     assert absent == {
         d.CLAIM_REFUSALS,  # where a pool has the front dra
+        d.REFUSALS,  # by reason: from the first one on; calls that were refused begin at zero
         d.EVENTS_DROPPED,  # where no API server is used
         f.GPU_XIDS,  # by number: from the first one on
         *sensor_families.FAMILIES,
@@ -113,8 +114,8 @@ def test_every_counter_begins_at_zero() -> None:
     assert values["metagpu_gpu_xid_events_total", *ON_A, "fatal"] == 0
     assert values["metagpu_gpu_faults_total", *ON_A, Fault.DRIVER] == 0
     assert values["metagpu_enforcement_signals_total", *ON_A, "SIGKILL"] == 0
-    assert values["metagpu_kubelet_refusals_total", METAGPU, "fraction_split"] == 0
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "answered"] == 0
+    assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "refused"] == 0
 
 
 def test_version_and_loop() -> None:
@@ -225,8 +226,10 @@ def test_a_driver_upgrade_counts_the_pods_in_its_way(
 
 
 def test_calls_of_the_kubelet() -> None:
-    """Calls are counted by outcome, refusals by reason, durations in a histogram."""
+    """Calls are counted by outcome, refusals by reason, durations of all resources together."""
     it = sources()
+    other = ResourceName("example.com/other")
+    it.kubelet.of_resource(other).calls[KubeletCall.ALLOCATE].record(CallOutcome.ANSWERED, 0.2)
     record = it.kubelet.of_resource(METAGPU)
     record.calls[KubeletCall.ALLOCATE].record(CallOutcome.ANSWERED, 0.0002)
     record.record_failure(KubeletCall.ALLOCATE, 1.5, FractionSplit("r", 1, "c", "f"))
@@ -236,6 +239,7 @@ def test_calls_of_the_kubelet() -> None:
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "answered"] == 1
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "refused"] == 1
     assert values["metagpu_kubelet_refusals_total", METAGPU, "fraction_split"] == 1
+    assert values["metagpu_kubelet_calls_total", other, "Allocate", "answered"] == 1
     assert values["metagpu_resource_registered", METAGPU] == 1
     assert values["metagpu_kubelet_registrations_total", METAGPU] == 2
     assert values["metagpu_kubelet_lists_total", METAGPU] == 7
@@ -245,7 +249,8 @@ def test_calls_of_the_kubelet() -> None:
         it.value for it in daemon_samples(it, EventCounters(), 0.0) if it.family is d.DURATION
     ]
     assert isinstance(spread, HistogramValue)
-    assert (sum(spread.counts), spread.bounds, spread.total) == (2, BUCKET_BOUNDS, 1.5002)
+    assert (sum(spread.counts), spread.bounds) == (3, BUCKET_BOUNDS)
+    assert spread.total == pytest.approx(1.7002)
 
 
 def test_a_resource_that_is_on_offer_no_more_keeps_its_counts() -> None:
