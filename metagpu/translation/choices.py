@@ -1,6 +1,6 @@
 """The choice of shares for one request on one node."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -98,9 +98,9 @@ def fits_together(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> 
     return all(total <= part.most for total, part in _totals(requests, choices))
 
 
-def copies(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> int:
-    """Return how many such pods a node counts shares for now, if all of them are free."""
-    return min(part.allocatable // total for total, part in _totals(requests, choices))
+def demand_of(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> Mapping[str, int]:
+    """Return the shares that all containers need at once, by resource."""
+    return {part.resource: total for total, part in _totals(requests, choices)}
 
 
 def _totals(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.plans import (
     NodeParts,
     Plan,
@@ -38,10 +39,11 @@ def explain(
     pod: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
 ) -> Sequence[NodeWay]:
     """Return what each node would give to a pod; nothing without a request."""
-    requests, problems = read_requests(pod, nodes, settings)
+    requests, problems = read_requests(pod, NodeGroups(nodes).resources, settings)
     if problems or not requests:
         return ()
-    surveyed, techniques = survey(pod, nodes), techniques_of(pod, settings)
+    surveyed = [it for node in nodes for it in survey(pod, NodeGroups([node]))]
+    techniques = techniques_of(pod, settings)
     chosen = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
     return [way for it in surveyed for way in _ways(requests, it, techniques, chosen)]
 

@@ -1,9 +1,10 @@
 """Expressions of node affinity for what a resource name alone does not say."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from metagpu.translation.choices import serve
+from metagpu.translation.node_groups import COMPARED
 from metagpu.translation.parts import FRACTION, GPU_COUNT, MPS, PRODUCT, OfferedPart, label_of
 from metagpu.translation.plans import NodeParts, Plan
 from metagpu.translation.requests import GpuRequest
@@ -18,24 +19,21 @@ def expressions_for(
 
     Such a node has shares of less memory, or smaller GPUs, or a model that the pod refuses.
     """
-    good: list[Mapping[str, str]] = []
-    bad: list[Mapping[str, str]] = []
+    good: list[NodeParts] = []
+    bad: list[NodeParts] = []
     for it in surveyed:
         if _counts(plan, it):
             serves = not it.refused and _serves(plan, requests, it)
-            (good if serves else bad).append({_HOST: it.node.name, **it.node.labels})
+            (good if serves else bad).append(it)
     if not bad:
         return []
-    keys = [
-        label_of(choice.resource, key)
-        for choice in plan.choices
-        for key in ("memory", "replicas", "gpus")
-    ]
+    keys = [label_of(choice.resource, key) for choice in plan.choices for key in COMPARED]
     for key in (*keys, PRODUCT, GPU_COUNT):
-        allowed = {it.get(key) for it in good}
-        if None not in allowed and not allowed & {it.get(key) for it in bad}:
+        allowed = {it.node.labels.get(key) for it in good}
+        if None not in allowed and not allowed & {it.node.labels.get(key) for it in bad}:
             return [_expression(key, "In", {str(it) for it in allowed})]
-    return [_expression(_HOST, "NotIn", {it[_HOST] for it in bad})]
+    hosts = {node.labels.get(_HOST, node.name) for it in bad for node in it.group.nodes.values()}
+    return [_expression(_HOST, "NotIn", hosts)]
 
 
 def _expression(key: str, operator: str, values: set[str]) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def _counts(plan: Plan, each: NodeParts) -> bool:
 
     The scheduler may choose it then.
     """
-    offered = each.node.allocatable
+    offered = each.group.resources
     return all(choice.resource in offered for choice in plan.choices)
 
 

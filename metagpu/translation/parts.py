@@ -29,7 +29,6 @@ class OfferedPart(msgspec.Struct, frozen=True):
         per_gpu: shares of the GPU with the most of them.
         gpus: GPUs of the node that have such shares.
         most: the most shares that pods could hold at once, if they held nothing else.
-        allocatable: shares that the Node counts now.
         gpu_memory: MiB of a GPU.
         slices: compute slices of an instance, 0 where they are not known.
     """
@@ -40,7 +39,6 @@ class OfferedPart(msgspec.Struct, frozen=True):
     per_gpu: int
     gpus: int
     most: int
-    allocatable: int
     gpu_memory: int
     slices: int = 0
 
@@ -85,9 +83,7 @@ def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
             most = counted or max(places, allocatable)
         if memory and per_gpu:
             slices = _number(node, f"{resource}.slices.gi")
-            yield OfferedPart(
-                resource, technique, memory, per_gpu, gpus, most, allocatable, gpu_memory, slices
-            )
+            yield OfferedPart(resource, technique, memory, per_gpu, gpus, most, gpu_memory, slices)
 
 
 def _of_others(resource: str, node: NodeOffer) -> str | None:

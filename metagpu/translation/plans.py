@@ -1,14 +1,15 @@
 """The choice between nodes that would serve a pod by different resources."""
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
 from metagpu.translation.affinity import missing_label, required_terms
-from metagpu.translation.choices import Choice, choose, copies, fits_together
+from metagpu.translation.choices import Choice, choose, demand_of, fits_together
 from metagpu.translation.models import refused_model
-from metagpu.translation.parts import OfferedPart, parts_of
+from metagpu.translation.node_groups import NodeGroup, NodeGroups
+from metagpu.translation.parts import OfferedPart
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, NodeOffer, Object, TranslationSettings
 
@@ -16,26 +17,34 @@ MODE: Final = "nvidia.com/vgpu-mode"
 NODE_POLICY: Final = "hami.io/node-scheduler-policy"
 
 
-class NodeParts(msgspec.Struct, frozen=True):
-    """A node, what it offers, and why the pod may not go there, empty where it may."""
+class NodeParts(NamedTuple):
+    """A group of nodes, and why the pod may not go there, empty where it may."""
 
-    node: NodeOffer
-    parts: tuple[OfferedPart, ...]
+    group: NodeGroup
     refused: str
+
+    @property
+    def parts(self) -> Sequence[OfferedPart]:
+        """The parts that each of the nodes offers."""
+        return self.group.parts
+
+    @property
+    def node(self) -> NodeOffer:
+        """One of the nodes, which stands for all."""
+        return next(iter(self.group.nodes.values()))
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One way to serve the requests of a pod, and the nodes that could.
+    """One way to serve the requests of a pod.
 
     Attributes:
         choices: one for each request.
         waste: MiB beyond the requests.
-        copies: how many such pods these nodes count shares for now.
+        copies: how many such pods all nodes count shares for now.
     """
 
     technique: str
     choices: tuple[Choice, ...]
-    nodes: tuple[str, ...]
     waste: int
     copies: int
 
@@ -50,18 +59,35 @@ def annotations_of(pod: Object) -> Object:
     return (pod.get("metadata") or {}).get("annotations") or {}
 
 
-def survey(pod: Object, nodes: Iterable[NodeOffer]) -> Sequence[NodeParts]:
-    """Return what each node offers, and whether the pod may go there."""
-    spec = pod.get("spec") or {}
+def survey(pod: Object, nodes: NodeGroups) -> Sequence[NodeParts]:
+    """Return what the nodes offer, and whether the pod may go there."""
+    spec, annotations = pod.get("spec") or {}, annotations_of(pod)
     selector, terms = spec.get("nodeSelector") or {}, required_terms(spec)
-    own, annotations = spec.get("nodeName") or "", annotations_of(pod)
+    own = spec.get("nodeName") or ""
     found = []
-    for node in nodes:
+    for group in nodes.groups:
+        groups: Mapping[str, NodeGroup] = {"": group}
+        if selector or terms or own:
+            groups = _by_refusal(group, selector, terms, own)
+        for refused, each in groups.items():
+            one = NodeParts(each, refused)
+            found.append(one._replace(refused=refused or refused_model(annotations, one.node)))
+    return found
+
+
+def _by_refusal(
+    group: NodeGroup, selector: Mapping[str, str], terms: Sequence[Object], own: str
+) -> Mapping[str, NodeGroup]:
+    """Divide nodes by why a pod may not go there."""
+    found: dict[str, list[NodeOffer]] = {}
+    for node in group.nodes.values():
         refused = missing_label(selector, terms, node.name, node.labels)
         if own and own != node.name:
             refused = f"nodeName: {own}"
-        found.append(NodeParts(node, parts_of(node), refused or refused_model(annotations, node)))
-    return found
+        found.setdefault(refused, []).append(node)
+    if len(found) == 1:
+        return dict.fromkeys(found, group)
+    return {refused: NodeGroup(group.parts, nodes) for refused, nodes in found.items()}
 
 
 def techniques_of(pod: Object, settings: TranslationSettings) -> tuple[str, ...]:
@@ -96,9 +122,8 @@ def plans_of(
         Plan(
             technique,
             same[0][1],
-            tuple(it.node.name for it, _ in same),
             min(sum(it.waste for it in choices) for _, choices in same),
-            sum(copies(requests, choices) for _, choices in same),
+            sum(it.group.copies(demand_of(requests, choices)) for it, choices in same),
         )
         for same in found.values()
     ]

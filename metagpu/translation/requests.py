@@ -1,11 +1,11 @@
 """The request of a pod in HAMi's terms, container by container."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from metagpu.translation.quantities import whole_number
-from metagpu.translation.values import NodeOffer, Object, TranslationSettings
+from metagpu.translation.values import Object, TranslationSettings
 
 _WHOLE = 100
 
@@ -41,13 +41,12 @@ class GpuRequest(msgspec.Struct, frozen=True):
 
 
 def read_requests(
-    pod: Object, nodes: Iterable[NodeOffer], settings: TranslationSettings
+    pod: Object, offered: frozenset[str], settings: TranslationSettings
 ) -> tuple[Sequence[GpuRequest], Sequence[str]]:
     """Return the requests to translate, and sentences about those that cannot be read.
 
-    A container that names resources of nodes alone, or none, has no request.
+    A container that names resources that are offered alone, or none, has no request.
     """
-    offered = frozenset(name for node in nodes for name in node.allocatable)
     found: list[GpuRequest] = []
     problems: list[str] = []
 

@@ -1,9 +1,10 @@
 """The translation of one pod."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from metagpu.translation.impossible import why_impossible
 from metagpu.translation.narrowing import expressions_for
+from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.patch import operations_for
 from metagpu.translation.plans import best_plan, policy_of, survey, techniques_of
 from metagpu.translation.requests import read_requests
@@ -12,14 +13,19 @@ from metagpu.translation.warnings import warnings_for
 
 
 def translate(
-    pod: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
+    pod: Object, nodes: Iterable[NodeOffer], settings: TranslationSettings
 ) -> Translation:
     """Return what turns a pod's request into resources that nodes offer.
 
     The pod is not changed. A pod that names resources of nodes alone, or none, has no operations,
     and a translated one neither.
     """
-    requests, problems = read_requests(pod, nodes, settings)
+    return translate_among(pod, NodeGroups(nodes), settings)
+
+
+def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSettings) -> Translation:
+    """Translate a pod, as `translate`, among nodes that are grouped already."""
+    requests, problems = read_requests(pod, nodes.resources, settings)
     if problems or not requests:
         return Translation(warnings=tuple(problems))
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.watch import Informer
+from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.values import NodeOffer
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class NodeOffers(Informer):
     """Offers of the Nodes with extended resources; of a Node nothing else is kept.
 
     Attributes:
+        groups: the Nodes, in groups of equals.
         known: whether all Nodes have been read once; what is known stays while the API server is
             away.
         version: a number that grows with each change of an offer.
@@ -28,13 +30,7 @@ class NodeOffers(Informer):
         super().__init__(client, PATH, "", PATH)
         self.known = False
         self.version = 0
-        self._offers: dict[str, NodeOffer] = {}
-        self._listed: tuple[NodeOffer, ...] = ()
-
-    @property
-    def offers(self) -> Sequence[NodeOffer]:
-        """The offers, in the order of the Nodes' names."""
-        return self._listed
+        self.groups = NodeGroups()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in the complete list of Nodes."""
@@ -45,9 +41,8 @@ class NodeOffers(Informer):
         offer = NodeOffer.from_node(item)
         if not offer.allocatable:
             self._remove(offer.name)
-        elif self._offers.get(offer.name) != offer:
-            self._offers[offer.name] = offer
-            self._changed()
+        else:
+            self._put(offer)
 
     def on_delete(self, item: KubeObject) -> None:
         """Take in the deletion of a Node."""
@@ -69,15 +64,18 @@ class NodeOffers(Informer):
 
     def _replace(self, found: Sequence[NodeOffer]) -> None:
         offers = {it.name: it for it in found if it.allocatable}
-        changed = offers != self._offers
-        self._offers, self.known = offers, True
-        if changed:
-            self._changed()
+        for name in self.groups.nodes.keys() - offers:
+            self._remove(name)
+        for offer in offers.values():
+            self._put(offer)
+        self.known = True
+
+    def _put(self, offer: NodeOffer) -> None:
+        if self.groups.nodes.get(offer.name) != offer:
+            self.groups.put(offer)
+            self.version += 1
 
     def _remove(self, name: str) -> None:
-        if self._offers.pop(name, None) is not None:
-            self._changed()
-
-    def _changed(self) -> None:
-        self._listed = tuple(self._offers[name] for name in sorted(self._offers))
-        self.version += 1
+        if name in self.groups.nodes:
+            self.groups.remove(name)
+            self.version += 1

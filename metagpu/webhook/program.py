@@ -86,7 +86,7 @@ class Webhook:
         return found
 
     def _gauges(self) -> Iterator[Sample]:
-        yield Sample(metrics.NODES, (), len(self._nodes.offers))
+        yield Sample(metrics.NODES, (), len(self._nodes.groups.nodes))
         yield Sample(metrics.NODES_KNOWN, (), float(self._nodes.known and not self._nodes.problem))
         yield Sample(metrics.EXPIRES, (), self._certificate.expires)
         yield Sample(metrics.CONNECTIONS, (), self.server.connections)

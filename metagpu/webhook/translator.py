@@ -1,14 +1,14 @@
 """Answers to reviews: from memory, without a wait, whatever the request holds."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import structlog
 
-from metagpu.translation.translate import translate
-from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
+from metagpu.translation.node_groups import NodeGroups
+from metagpu.translation.translate import translate_among
+from metagpu.translation.values import Translation, TranslationSettings
 from metagpu.webhook import reviews
 
 CACHED: Final = 512
@@ -39,15 +39,12 @@ class KnownNodes(Protocol):
     Attributes:
         known: whether all nodes have been read once.
         version: a number that changes with the offers.
+        groups: the nodes with extended resources.
     """
 
     known: bool
     version: int
-
-    @property
-    def offers(self) -> Sequence[NodeOffer]:
-        """The offers of all nodes with extended resources."""
-        ...
+    groups: NodeGroups
 
 
 class ReviewAnswer(NamedTuple):
@@ -99,7 +96,7 @@ class Translator:
             self._version = self._nodes.version
         if (found := self._cache.get(key)) is not None:
             return found
-        translation = translate(reviews.decode_key(key), self._nodes.offers, self._settings)
+        translation = translate_among(reviews.decode_key(key), self._nodes.groups, self._settings)
         found = _Remembered(translation, reviews.encode_patch(translation.operations))
         if len(key) <= CACHED_KEY:
             if len(self._cache) >= CACHED:

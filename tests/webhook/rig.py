@@ -15,6 +15,7 @@ import anyio
 from anyio import to_thread
 
 from metagpu.plugins.http.address import ListenAddress
+from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from metagpu.webhook.certificate import ServingCertificate
 from metagpu.webhook.metrics import ReviewStats
@@ -154,7 +155,7 @@ def patched(pod: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, An
 class FixedNodes:
     """Nodes that a test names."""
 
-    offers: list[NodeOffer] = field(default_factory=lambda: [A100])
+    groups: NodeGroups = field(default_factory=lambda: NodeGroups([A100]))
     known: bool = True
     version: int = 0
 

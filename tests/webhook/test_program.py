@@ -86,18 +86,18 @@ async def test_nodes_come_change_and_go(tmp_path: Path, folder: Path) -> None:
     async with api.running(), program(api, tmp_path, folder) as (webhook, _):
         nodes = webhook._nodes
         await becomes(lambda: nodes.known)
-        assert [(it.name, dict(it.allocatable)) for it in nodes.offers] == [
-            ("gpu-1", {"cnvrg.io/metagpu": 200})
-        ]
+        assert {name: it.allocatable for name, it in nodes.groups.nodes.items()} == {
+            "gpu-1": {"cnvrg.io/metagpu": 200}
+        }
         await api.watched("/api/v1/nodes")
         before = nodes.version
 
         add_node(api, "gpu-0", 100)
-        await becomes(lambda: [it.name for it in nodes.offers] == ["gpu-0", "gpu-1"])
+        await becomes(lambda: set(nodes.groups.nodes) == {"gpu-0", "gpu-1"})
         assert nodes.version > before
 
         api.store.delete(("nodes", "", "gpu-1"))
-        await becomes(lambda: [it.name for it in nodes.offers] == ["gpu-0"])
+        await becomes(lambda: set(nodes.groups.nodes) == {"gpu-0"})
 
 
 async def test_an_api_server_that_is_away_changes_no_answer(tmp_path: Path, folder: Path) -> None:
@@ -109,7 +109,7 @@ async def test_an_api_server_that_is_away_changes_no_answer(tmp_path: Path, fold
         api.failing.append(("GET", "/nodes"))
         api.end_watches()
         await becomes(lambda: webhook._nodes.problem)
-        assert [it.name for it in webhook._nodes.offers] == ["gpu-1"]
+        assert set(webhook._nodes.groups.nodes) == {"gpu-1"}
         assert await page(webhook, session, "/readyz") == (200, "ok\n")
         _, text = await page(webhook, session, "/metrics")
         assert "metagpu_webhook_nodes_watched 0.0" in text

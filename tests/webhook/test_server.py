@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from metagpu.translation import translate as translation
+from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.values import Translation, TranslationSettings
 from metagpu.webhook import translator
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
@@ -138,11 +139,11 @@ async def test_a_fault_of_ours_lets_the_pod_pass(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(translator, "translate", broken)
+    monkeypatch.setattr(translator, "translate_among", broken)
     async with webhook_at_work(folder, authority) as webhook:
         with structlog.testing.capture_logs() as logs:
             response = await webhook.review(review(pod(TWO_GPUS)))
-        monkeypatch.setattr(translator, "translate", translation.translate)
+        monkeypatch.setattr(translator, "translate_among", translation.translate_among)
         next_one = await webhook.review(review(pod(TWO_GPUS)))
 
     assert response == {"uid": "1", "allowed": True, "warnings": [translator.FAILED]}
@@ -158,9 +159,9 @@ async def test_equal_requests_are_translated_once(
 
     def counted(*arguments: object) -> object:
         calls.append(arguments)
-        return translation.translate(*arguments)  # type: ignore[arg-type] # it passes them on
+        return translation.translate_among(*arguments)  # type: ignore[arg-type] # it passes them on
 
-    monkeypatch.setattr(translator, "translate", counted)
+    monkeypatch.setattr(translator, "translate_among", counted)
     async with webhook_at_work(folder, authority) as webhook:
         for name in ("a", "b", "c"):
             one = pod(TWO_GPUS)
@@ -169,7 +170,7 @@ async def test_equal_requests_are_translated_once(
             assert "patch" in await webhook.review(review(one, uid=name))
         assert len(calls) == 1
 
-        webhook.nodes.offers, webhook.nodes.version = [], 1
+        webhook.nodes.groups, webhook.nodes.version = NodeGroups(), 1
         response = await webhook.review(review(pod(TWO_GPUS)))
     assert len(calls) == 2
     assert "patch" not in response
@@ -180,7 +181,7 @@ async def test_long_warnings_are_cut(
 ) -> None:
     """A warning has one line and the length that the API server keeps; there are few of them."""
     found = Translation(warnings=tuple(f"{n}\n" + "x" * 999 for n in range(99)))
-    monkeypatch.setattr(translator, "translate", lambda *_: found)
+    monkeypatch.setattr(translator, "translate_among", lambda *_: found)
     async with webhook_at_work(folder, authority) as webhook:
         response = await webhook.review(review(pod(TWO_GPUS)))
 

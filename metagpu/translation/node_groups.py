@@ -1,0 +1,111 @@
+"""Nodes in groups of equals: a translation looks at each group, not at each node."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, KeysView, Mapping, Sequence
+from typing import Final
+
+from metagpu.translation.parts import GPU_COUNT, PRODUCT, OfferedPart, label_of, parts_of
+from metagpu.translation.values import NodeOffer
+
+COMPARED: Final = ("memory", "replicas", "gpus")
+"""The labels of a resource by which the nodes that serve a request differ from others."""
+
+
+class NodeGroup:
+    """Nodes with the same parts of GPUs, by the same labels.
+
+    They differ in their names, in other labels, and in the shares that they count now.
+
+    Attributes:
+        parts: what each of them offers.
+        nodes: by name.
+    """
+
+    def __init__(self, parts: Sequence[OfferedPart], nodes: Iterable[NodeOffer] = ()) -> None:
+        self.parts = parts
+        self.nodes: dict[str, NodeOffer] = {}
+        self._amounts: dict[str, Counter[int]] = {}
+        for node in nodes:
+            self.add(node)
+
+    @property
+    def resources(self) -> KeysView[str]:
+        """The names of the extended resources of each node."""
+        return self._amounts.keys()
+
+    def add(self, node: NodeOffer) -> None:
+        """Add a node that is not there."""
+        self.nodes[node.name] = node
+        for resource, amount in node.allocatable.items():
+            self._amounts.setdefault(resource, Counter())[amount] += 1
+
+    def remove(self, node: NodeOffer) -> None:
+        """Remove a node."""
+        del self.nodes[node.name]
+        for resource, amount in node.allocatable.items():
+            amounts = self._amounts[resource]
+            amounts[amount] -= 1
+            if not amounts[amount]:
+                del amounts[amount]
+
+    def copies(self, demand: Mapping[str, int]) -> int:
+        """Return how many pods of so many shares all nodes count shares for now."""
+        if len(demand) == 1:
+            [(resource, shares)] = demand.items()
+            amounts = self._amounts[resource]
+            return sum(amount // shares * nodes for amount, nodes in amounts.items())
+        wanted = demand.items()
+        return sum(
+            min(node.allocatable[resource] // shares for resource, shares in wanted)
+            for node in self.nodes.values()
+        )
+
+
+class NodeGroups:
+    """All nodes; each is read once, when it comes or changes.
+
+    Attributes:
+        nodes: by name.
+    """
+
+    def __init__(self, nodes: Iterable[NodeOffer] = ()) -> None:
+        self.nodes: dict[str, NodeOffer] = {}
+        self._keys: dict[str, Hashable] = {}
+        self._groups: dict[Hashable, NodeGroup] = {}
+        for node in nodes:
+            self.put(node)
+
+    @property
+    def groups(self) -> Iterable[NodeGroup]:
+        """The groups; none is empty."""
+        return self._groups.values()
+
+    @property
+    def resources(self) -> frozenset[str]:
+        """The names of the extended resources of all nodes."""
+        return frozenset[str]().union(*(it.resources for it in self.groups))
+
+    def put(self, node: NodeOffer) -> None:
+        """Take in a node that is new or changed."""
+        self.remove(node.name)
+        parts = parts_of(node)
+        key = self._keys[node.name] = _key(node, parts)
+        self.nodes[node.name] = node
+        self._groups.setdefault(key, NodeGroup(parts)).add(node)
+
+    def remove(self, name: str) -> None:
+        """Forget a node, if it is known."""
+        if (node := self.nodes.pop(name, None)) is None:
+            return
+        key = self._keys.pop(name)
+        group = self._groups[key]
+        group.remove(node)
+        if not group.nodes:
+            del self._groups[key]
+
+
+def _key(node: NodeOffer, parts: Sequence[OfferedPart]) -> Hashable:
+    """Return what nodes of one group have in common."""
+    names = sorted(node.allocatable)
+    labels = (PRODUCT, GPU_COUNT, *(label_of(name, it) for name in names for it in COMPARED))
+    return frozenset(parts), tuple(names), tuple(node.labels.get(it) for it in labels)
