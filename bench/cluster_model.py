@@ -35,6 +35,19 @@ STATUS_PERIOD_S = 10.0
 STATUS_S = 0.03
 """From the kubelet's count to the number at the scheduler [measured: 10 to 50 ms]."""
 
+BackOff = Callable[[int], float]
+"""Seconds from the failure of a pod, which had so many before, to the pod that replaces it."""
+
+
+def restart_back_off(failures: int) -> float:
+    """Return the back-off of a controller that is in no hurry: it doubles, up to a minute."""
+    return min(60.0, 2.0**failures)
+
+
+def job_back_off(failures: int) -> float:
+    """Return the back-off of an index of a Job [`job_controller.go` of Kubernetes 1.36]."""
+    return min(600.0, 10.0 * 2.0**failures)
+
 
 @dataclass(eq=False)
 class Pod:
@@ -106,6 +119,7 @@ class Cluster:
         raise_delay: the same for a number that rises, in addition.
         announced: whether the plugin knows which pods are about to end.
         release: seconds from a pod's end until the plugin knows it.
+        back_off: the delay of the controller that replaces failed pods.
     """
 
     node: Node
@@ -113,6 +127,7 @@ class Cluster:
     raise_delay: float = 0.1
     announced: bool = False
     release: float = RELEASE_S
+    back_off: BackOff = restart_back_off
     now: float = 0.0
     refusals: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -192,7 +207,7 @@ class Cluster:
         else:
             self.refusals += self.now >= self._begins
             self._in(BINDING_S, partial(self._free, pod))
-            self._in(min(60.0, 2.0**pod.failures), partial(self._enqueue, pod))
+            self._in(self.back_off(pod.failures), partial(self._enqueue, pod))
             pod.failures += 1
         self._advance()
         if self._arrived:
