@@ -16,6 +16,7 @@ from bench.measure.labels import labels
 from bench.measure.memory import memory
 from bench.measure.mig import mig
 from bench.measure.placement import placement
+from bench.measure.preferences import preferences
 from bench.measure.prepares import prepares
 from bench.measure.registration import restarts, starts
 from bench.measure.scrapes import scrapes
@@ -23,6 +24,7 @@ from bench.plan import Plan
 
 MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "calls": calls,
+    "preferences": preferences,
     "cordoned": cordoned,
     "admissions": admissions,
     "faults": faults,

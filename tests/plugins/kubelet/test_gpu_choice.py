@@ -1,5 +1,6 @@
 """Shares that the kubelet takes for a pod that names GPUs."""
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -20,6 +21,7 @@ from metagpu.plugins.kubelet import preference
 from metagpu.plugins.kubelet.preference import PreferenceMatcher
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from tests.plugins.kubelet.rig import METAGPU, Node, gpu, node, pod
+from tests.rigs.waiting import skip
 
 UUID, PARTS = "nvidia.com/use-gpuuuid", "gpus.metagpu.io/main"
 POLICY = "hami.io/gpu-scheduler-policy"
@@ -216,6 +218,33 @@ async def test_a_request_waits_for_a_pod_that_the_kubelet_knows_sooner() -> None
     found = matcher.match(3, registry.snapshot)
     assert found is not None
     assert (found.uid, found.preference.use_uuids) == ("uid-late", ("GPU-3",))
+
+
+async def test_the_wait_for_an_unknown_pod_ends_after_20_ms() -> None:
+    """By the clock of the loop, which stands still here but for what the test adds."""
+    registry = Registry()
+    matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time)
+    registry.apply(PodsListed((known("other", 1, {UUID: "GPU-1"}),)))
+    loop, done = asyncio.get_running_loop(), anyio.Event()
+    now = loop.time()
+    loop.time = lambda: now  # type: ignore[method-assign]
+
+    async def wait() -> None:
+        await matcher.wait_known([3])
+        done.set()
+
+    async def passes(seconds: float) -> None:
+        skip(seconds)
+        for _ in range(20):  # turns of the loop: more than an end takes
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        await passes(0)
+        await passes(0.0199)
+        assert not done.is_set()
+        await passes(0.0002)
+        assert done.is_set()
 
 
 async def test_nobody_waits_where_no_pod_names_a_gpu(tmp_path: Path) -> None:
