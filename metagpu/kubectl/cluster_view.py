@@ -11,6 +11,8 @@ from anyio import to_thread
 
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.reasons import iso_time
+from metagpu.kubectl.claim_reader import read_claims
+from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.placement import cluster_nodes
 from metagpu.kubectl.viewer import (
     STATUS,
@@ -20,7 +22,7 @@ from metagpu.kubectl.viewer import (
     NodeAnswer,
     in_parallel,
 )
-from metagpu.kubectl.waiting import waiting_pods
+from metagpu.kubectl.waiting import claims_of, waiting_pods
 from metagpu.plugins.web.polled import Object, PolledView, digest_of
 
 OBJECTS_AGE: Final = 10.0
@@ -47,17 +49,20 @@ class _Objects(msgspec.Struct, frozen=True):
 
 
 class _Waiting(msgspec.Struct, frozen=True):
-    """Pods that wait; `refusal` is that of the API server to list them."""
+    """Pods that wait, their claims, and `refusal`: why Pods are not listed."""
 
     pods: Sequence[Object] = ()
+    claims: ReadClaims = ReadClaims()
     refusal: ClusterError | None = None
 
     @property
     def lacking(self) -> str:
         """Name the right that is missing in one line, empty for none."""
-        if self.refusal is None:
-            return ""
-        return f"pods that wait are not shown: {self.refusal.message}"
+        if self.refusal is not None:
+            return f"pods that wait are not shown: {self.refusal.message}"
+        if self.claims.refusal:
+            return f"pods that wait by ResourceClaims are not shown: {self.claims.refusal}"
+        return ""
 
 
 class ClusterView(PolledView):
@@ -83,6 +88,7 @@ class ClusterView(PolledView):
         self._namespaces = list(namespaces)
         self._pods_are_wanted = len(namespaces) == 1
         self._objects: _Objects | None = None
+        self._claims, self._claims_until = ReadClaims(), 0.0
 
     async def check(self) -> str:
         """Read what every page needs; return what this one cannot show, empty for nothing.
@@ -142,11 +148,20 @@ class ClusterView(PolledView):
             ClusterError: the API server does not answer.
         """
         try:
-            return _Waiting(await self._list_pods())
+            pods = await self._list_pods()
         except ClusterError as error:
             if error.status != _FORBIDDEN:
                 raise
             return _Waiting(refusal=error)
+        return _Waiting(pods, await self._read_claims(pods))
+
+    async def _read_claims(self, pods: Sequence[Object]) -> ReadClaims:
+        """Read the claims of pods that wait, known ones after some seconds only."""
+        wanted = claims_of(pods)
+        if not wanted <= self._claims.specs.keys() or anyio.current_time() >= self._claims_until:
+            self._claims = await read_claims(self._viewer, wanted)
+            self._claims_until = anyio.current_time() + OBJECTS_AGE
+        return self._claims
 
     async def _list_pods(self) -> Sequence[Object]:
         """List pods that wait, where the user may; remember where that is.
@@ -191,7 +206,9 @@ def _compose(
         steady.append((row, _steady(status), _timeless(usage.report)))
     shown = {
         "events": sorted(events, key=lambda it: str(it["at"]), reverse=True)[:EVENTS],
-        "waiting": waiting_pods(waiting.pods, cluster_nodes(objects.nodes, statuses)),
+        "waiting": waiting_pods(
+            waiting.pods, cluster_nodes(objects.nodes, statuses), waiting.claims
+        ),
         "lacking": "; ".join(filter(None, (objects.lacking, waiting.lacking))),
     }
     view = {"kind": "cluster", "at": iso_time(time.time()), "nodes": rows, **shown}

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
+from metagpu.kubectl.device_obstacles import device_obstacles, free_devices
 from metagpu.kubectl.obstacles import ClusterNode, Found, Obstacle, resource_obstacles
 from metagpu.kubectl.pods import PodDemand, missing_label, tolerates
 
@@ -12,6 +13,10 @@ Report = Mapping[str, Any]
 
 NOT_OUR_OBSTACLE: Final = "metagpu is not in its way: read what the scheduler says"
 """The advice where a pod fits and yet waits."""
+CLAIMS_NOT_COMPARED: Final = (
+    "selectors and constraints of its claims are not compared here: read what the scheduler says"
+)
+"""The advice where that pod asks by ResourceClaims."""
 _UNSCHEDULABLE: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 
@@ -33,6 +38,7 @@ def judge(demand: PodDemand, node: ClusterNode) -> Judgement:
         return Judgement(node.name, hardest, reasons, fixes)
     assert node.report is not None  # noqa: S101 - `_obstacles` has found none
     parts = [_free(node.report, resource) for resource in demand.totals]
+    parts += free_devices(demand, node.report)
     return Judgement(node.name, Obstacle.NONE, "; ".join(parts) or "it requests no GPU")
 
 
@@ -46,11 +52,10 @@ def judge_all(demand: PodDemand, nodes: Iterable[ClusterNode]) -> Sequence[Judge
 
 def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> tuple[str, str]:
     """Return the sentence that helps, and what to change."""
-    if not demand.requests and demand.claims:
-        claims = ", ".join(demand.claims)
-        sentence = f"the pod asks by ResourceClaims ({claims}), which are not judged here"
-        return sentence, "read `kubectl describe resourceclaim`, and docs/dra.md"
-    if not demand.requests:
+    if not demand.asks and demand.claims:
+        claims = ", ".join(it.used_as for it in demand.claims)
+        return f"its ResourceClaims ({claims}) ask for no device of metagpu", ""
+    if not demand.asks:
         fix = "add a share to the limits of a container, as cnvrg.io/metagpu: 30"
         return "the pod requests no GPU resource", fix
     if not judged:
@@ -66,6 +71,11 @@ def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> tuple[str, str]:
     if len(judged) == 1:
         sentence = f"it does not fit on {best.node}: {best.reason}"
     return sentence, best.fix
+
+
+def what_else(demand: PodDemand) -> str:
+    """Return what to read where a pod fits and yet waits."""
+    return CLAIMS_NOT_COMPARED if demand.claims else NOT_OUR_OBSTACLE
 
 
 def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, str] | None:
@@ -111,6 +121,7 @@ def _obstacles(demand: PodDemand, node: ClusterNode) -> Iterator[Found]:
     else:
         for resource in demand.totals:
             yield from resource_obstacles(demand, resource, node, node.report)
+        yield from device_obstacles(demand, node.report)
 
 
 def _free(report: Report, resource: str) -> str:

@@ -11,16 +11,17 @@ from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
+from metagpu.kubectl.claim_reader import read_claims
 from metagpu.kubectl.judgement import (
-    NOT_OUR_OBSTACLE,
     Judgement,
     conclude,
     exceeded_quota,
     judge_all,
+    what_else,
 )
 from metagpu.kubectl.manifests import read_documents
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
-from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
+from metagpu.kubectl.pods import PodDemand, demand_of, pods_in, scheduler_says
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
 from metagpu.translation.quantities import whole_number
 
@@ -69,12 +70,12 @@ async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
         MetagpuError: the file is no manifest with a pod.
     """
     pods = await to_thread.run_sync(_read_manifest, args.filename)
-    demands = [demand_of(it) for it in pods]
+    demands = [demand_of(_in_namespace(it, namespace)) for it in pods]
     nodes = await _nodes(viewer)
     answers = []
     for demand in demands:
-        quotas = await _quotas(viewer, demand.namespace or namespace)
-        answers.append(_judged(demand, nodes, quotas))
+        quotas = await _quotas(viewer, demand.namespace)
+        answers.append(await _judged(viewer, demand, nodes, quotas))
     _print(answers, args.output)
     return int(any(it.fix or _fits_nowhere(it) for it in answers))
 
@@ -92,12 +93,11 @@ async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
         sentence = f"it is bound to {demand.node}, whose kubelet has not started it yet"
         return PodAnswer(name, sentence, notes=_waiting(status))
 
-    answer = _judged(demand, await _nodes(viewer), ())
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition.get("message"):
-            answer.notes.append(f"the scheduler says: {condition['message']}")
+    answer = await _judged(viewer, demand, await _nodes(viewer), ())
+    if said := scheduler_says(pod):
+        answer.notes.append(f"the scheduler says: {said}")
     if answer.nodes and answer.nodes[0].obstacle is Obstacle.NONE:
-        answer.notes.append(NOT_OUR_OBSTACLE)
+        answer.notes.append(what_else(demand))
     return answer
 
 
@@ -108,7 +108,7 @@ async def _failed(viewer: ClusterViewer, demand: PodDemand, status: Object) -> P
     if reason != _REJECTED:
         return PodAnswer(name, f"it failed: {': '.join(filter(None, (reason, message)))}")
     anywhere = msgspec.structs.replace(demand, node="")
-    again = _judged(anywhere, await _nodes(viewer), ())
+    again = await _judged(viewer, anywhere, await _nodes(viewer), ())
     fix = "delete it: the kubelet never tries a rejected pod again; its controller makes another"
     sentence = f"{demand.node} rejected it: {message}"
     notes = [f"another pod like it: {again.sentence}", *([again.fix] if again.fix else [])]
@@ -139,11 +139,20 @@ async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) 
     return PodAnswer(f"{namespace}/{name}", sentence, fix)
 
 
-def _judged(demand: PodDemand, nodes: Iterable[ClusterNode], quotas: Sequence[Object]) -> PodAnswer:
-    judged = judge_all(demand, nodes) if demand.requests else ()
-    name = f"{demand.namespace}/{demand.name}".strip("/")
-    sentence, fix = exceeded_quota(demand, quotas) or conclude(demand, judged)
-    return PodAnswer(name, sentence, fix, nodes=judged)
+async def _judged(
+    viewer: ClusterViewer,
+    demand: PodDemand,
+    nodes: Sequence[ClusterNode],
+    quotas: Sequence[Object],
+) -> PodAnswer:
+    claims = await read_claims(viewer, demand.claims)
+    classes = claims.our_classes(it.report for it in nodes if it.report)
+    demand = msgspec.structs.replace(demand, devices=claims.devices(demand.claims, classes))
+    judged = judge_all(demand, nodes) if demand.asks else ()
+    sentence, fix = (
+        claims.problem(demand.claims) or exceeded_quota(demand, quotas) or conclude(demand, judged)
+    )
+    return PodAnswer(f"{demand.namespace}/{demand.name}", sentence, fix, nodes=judged)
 
 
 async def _nodes(viewer: ClusterViewer) -> Sequence[ClusterNode]:
@@ -208,6 +217,11 @@ def _waiting(status: Object) -> list[str]:
 def _read_manifest(name: str) -> Sequence[Object]:
     """Read the pods of a file, or of stdin for `-`; blocks."""
     return pods_in(read_documents(name), name)
+
+
+def _in_namespace(pod: Object, default: str) -> Object:
+    metadata = pod.get("metadata") or {}
+    return {**pod, "metadata": {**metadata, "namespace": metadata.get("namespace") or default}}
 
 
 def _fits_nowhere(answer: PodAnswer) -> bool:

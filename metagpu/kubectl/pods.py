@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.claims import ClaimRef, ClaimRequest, claim_refs
 from metagpu.kubectl.manifests import objects_in, pod_at, template_path
 from metagpu.translation import affinity
 from metagpu.translation.quantities import whole_number
@@ -34,7 +35,8 @@ class PodDemand(msgspec.Struct, frozen=True):
         selector: the node selector.
         terms: of the required node affinity: one of them must hold; empty without an affinity.
         tolerations: as in the pod's specification.
-        claims: the names of its ResourceClaims, in the pod.
+        claims: its ResourceClaims.
+        devices: what these ask metagpu for.
     """
 
     namespace: str
@@ -44,7 +46,8 @@ class PodDemand(msgspec.Struct, frozen=True):
     selector: Mapping[str, str] = msgspec.field(default_factory=dict)
     terms: tuple[Object, ...] = ()
     tolerations: tuple[Object, ...] = ()
-    claims: tuple[str, ...] = ()
+    claims: tuple[ClaimRef, ...] = ()
+    devices: tuple[ClaimRequest, ...] = ()
 
     @property
     def totals(self) -> Mapping[str, int]:
@@ -53,6 +56,11 @@ class PodDemand(msgspec.Struct, frozen=True):
         for it in self.requests:
             totals[it.resource] += it.count
         return totals
+
+    @property
+    def asks(self) -> bool:
+        """Return whether it asks for GPUs, by a name or by a claim."""
+        return bool(self.requests or self.devices)
 
 
 def demand_of(pod: Object) -> PodDemand:
@@ -70,8 +78,16 @@ def demand_of(pod: Object) -> PodDemand:
         spec.get("nodeSelector") or {},
         tuple(affinity.required_terms(spec)),
         tuple(spec.get("tolerations") or ()),
-        tuple(str(it.get("name")) for it in spec.get("resourceClaims") or ()),
+        claim_refs(metadata.get("namespace") or "", spec),
     )
+
+
+def scheduler_says(pod: Object) -> str:
+    """Return the scheduler's message about a pod that waits, empty for none."""
+    for it in (pod.get("status") or {}).get("conditions") or ():
+        if it["type"] == "PodScheduled" and it.get("status") != "True":
+            return str(it.get("message") or "")
+    return ""
 
 
 def pods_in(documents: Sequence[Any], file: str) -> Sequence[Object]:

@@ -6,27 +6,43 @@ from typing import Any
 import msgspec
 
 from metagpu.core.errors import MetagpuError
-from metagpu.kubectl.judgement import NOT_OUR_OBSTACLE, conclude, judge_all
+from metagpu.kubectl.claims import ClaimRef, ReadClaims
+from metagpu.kubectl.judgement import conclude, judge_all, what_else
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
-from metagpu.kubectl.pods import PodDemand, demand_of
+from metagpu.kubectl.pods import PodDemand, demand_of, scheduler_says
 
 Object = Mapping[str, Any]
 
 
-def waiting_pods(pods: Iterable[Object], nodes: Sequence[ClusterNode]) -> list[Object]:
-    """Return the pods without a node that ask for our resources, and why each waits."""
+def claims_of(pods: Iterable[Object]) -> frozenset[ClaimRef]:
+    """Return the ResourceClaims of the pods without a node."""
+    demands = filter(None, map(_demand_of, pods))
+    return frozenset(it for demand in demands for it in demand.claims)
+
+
+def waiting_pods(
+    pods: Iterable[Object], nodes: Sequence[ClusterNode], claims: ReadClaims
+) -> list[Object]:
+    """Return the pods without a node that ask for what is ours, and why."""
     is_ours = _OurResources(nodes)
+    classes = claims.our_classes(it.report for it in nodes if it.report)
     answers: dict[bytes, Object] = {}
     found = []
     for pod in pods:
         demand = _demand_of(pod)
-        if demand is None or not any(is_ours(it) for it in demand.totals):
+        if demand is None:
+            continue
+        demand = msgspec.structs.replace(demand, devices=claims.devices(demand.claims, classes))
+        if not demand.devices and not any(is_ours(it) for it in demand.totals):
             continue
         # The pods of a controller are alike, and of 500 nodes each is judged.
-        shape = msgspec.json.encode(msgspec.structs.replace(demand, namespace="", name=""))
+        shape = msgspec.json.encode(
+            msgspec.structs.replace(demand, namespace="", name="", claims=())
+        )
         if shape not in answers:
             answers[shape] = _answer(demand, nodes)
-        found.append({"namespace": demand.namespace, "pod": demand.name, **answers[shape]})
+        row = {"namespace": demand.namespace, "pod": demand.name, **answers[shape]}
+        found.append({**row, "scheduler": scheduler_says(pod)})
     return sorted(found, key=lambda it: (it["namespace"], it["pod"]))
 
 
@@ -58,5 +74,5 @@ def _answer(demand: PodDemand, nodes: Sequence[ClusterNode]) -> Object:
     text, advice = conclude(demand, judged)
     reason = judged[0].obstacle if judged else Obstacle.NO_DAEMON
     if reason is Obstacle.NONE:
-        advice = NOT_OUR_OBSTACLE
+        advice = what_else(demand)
     return {"reason": reason.name.lower(), "text": text, "advice": advice}

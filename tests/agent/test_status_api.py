@@ -20,7 +20,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.plugins.cluster.rig import open_client_at
 from tests.plugins.http.rig import asked
-from tests.rigs.agent import METAGPU, Scene, agent_at_work
+from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.waiting import until
 
 NODE = "gpu-1"
@@ -52,7 +52,7 @@ class StatusScene:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path) -> AsyncIterator[StatusScene]:
+async def serving(tmp_path: Path, config: str = QUICK) -> AsyncIterator[StatusScene]:
     """Run an agent with two GPUs, and its pod at the API server."""
     server = SimApiServer()
     server.add_node(NODE)
@@ -63,7 +63,10 @@ async def serving(tmp_path: Path) -> AsyncIterator[StatusScene]:
         )
         async with (
             agent_at_work(
-                tmp_path, cluster_settings=settings, status_address=ListenAddress("127.0.0.1", 0)
+                tmp_path,
+                config=config,
+                cluster_settings=settings,
+                status_address=ListenAddress("127.0.0.1", 0),
             ) as it,
             open_client_at(server.kubeconfig(tmp_path)) as client,
         ):

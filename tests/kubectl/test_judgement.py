@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.claims import ReadClaims, claim_refs
 from metagpu.kubectl.judgement import conclude, exceeded_quota, judge, judge_all
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
@@ -91,6 +92,40 @@ def by_dra(free: int, *names: str) -> ClusterNode:
     return node(gpu(0, 0), report=report)
 
 
+def claiming(*requests: Mapping[str, Any]) -> PodDemand:
+    """Return the demand of a pod with a claim of requests, among classes of two drivers."""
+    refs = claim_refs("team", {"resourceClaims": [{"name": "gpu", "resourceClaimName": "a"}]})
+    spec = {"devices": {"requests": requests}}
+    claims = ReadClaims(dict.fromkeys(refs, spec), [device_class(it) for it in (*TYPES, "foreign")])
+    return replace(demand(), claims=refs, devices=claims.devices(refs, claims.our_classes(())))
+
+
+def device_class(kind: str) -> Mapping[str, Any]:
+    """Return the DeviceClass of a type, as the chart writes it."""
+    driver = "gpu.nvidia.com" if kind == "foreign" else "gpu.metagpu.io"
+    expression = f"device.driver == '{driver}' && device.attributes['{driver}'].type == '{kind}'"
+    return {
+        "metadata": {"name": f"{kind}.metagpu.io"},
+        "spec": {"selectors": [{"cel": {"expression": expression}}]},
+    }
+
+
+def of_class(kind: str, count: int = 1, **capacity: str) -> Mapping[str, Any]:
+    """Return what a claim asks for of a class."""
+    requests = {"capacity": {"requests": capacity}} if capacity else {}
+    return {"deviceClassName": f"{kind}.metagpu.io", "count": count, **requests}
+
+
+TYPES = ("gpu", "fraction", "mig")
+DEVICES = node(
+    gpu(0, 0),
+    report={
+        "devices": {
+            "gpu": {"devices": 2, "free": 1, "largest": {}},
+            "fraction": {"devices": 2, "free": 2, "largest": {"memory": 10 * 2**30}},
+        }
+    },
+)
 CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
     ("room", demand(30), node(gpu(0, 60)), Obstacle.NONE, "40 of cnvrg.io/metagpu are free"),
     ("full", demand(30), node(gpu(0, 100)), Obstacle.FULL, "held by team/pod-0 (100)"),
@@ -203,6 +238,48 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
         Obstacle.NOT_OFFERED,
         "no DeviceClass has this name; end ask by a ResourceClaim",
     ),
+    (
+        "a device of a claim",
+        claiming({"exactly": of_class("gpu")}),
+        DEVICES,
+        Obstacle.NONE,
+        "1 of 2 devices of gpu.metagpu.io are free",
+    ),
+    (
+        "more devices of a claim than are free",
+        claiming({"exactly": of_class("gpu", 2)}),
+        DEVICES,
+        Obstacle.FULL,
+        "1 of 2 devices of gpu.metagpu.io are free, and 2 are requested",
+    ),
+    (
+        "more memory in a claim than one device has",
+        claiming({"exactly": of_class("fraction", memory="11Gi")}),
+        DEVICES,
+        Obstacle.FULL,
+        "is 10240 MiB, and 11264 MiB are requested; end request at most 10240 MiB",
+    ),
+    (
+        "an alternative of a claim",
+        claiming({"firstAvailable": [of_class("mig"), of_class("fraction", memory="9Gi")]}),
+        DEVICES,
+        Obstacle.NONE,
+        "2 of 2 devices of fraction.metagpu.io are free, the largest part is 10240 MiB",
+    ),
+    (
+        "the nearer of two alternatives",
+        claiming({"firstAvailable": [of_class("mig"), of_class("gpu", 2)]}),
+        DEVICES,
+        Obstacle.FULL,
+        "2 are requested",
+    ),
+    (
+        "a class that no GPU of the node has",
+        claiming({"exactly": of_class("mig")}),
+        DEVICES,
+        Obstacle.NOT_OFFERED,
+        "no devices of mig.metagpu.io are offered there",
+    ),
     ("no daemon", demand(1), ClusterNode("gpu-1"), Obstacle.NO_DAEMON, "metagpu does not run"),
     (
         "no answer",
@@ -225,6 +302,12 @@ def test_a_pod_and_a_node(pod: PodDemand, at: ClusterNode, obstacle: Obstacle, t
         assert part in f"{judged.reason} {judged.fix}"
 
 
+def test_a_claim_of_others_asks_metagpu_for_nothing() -> None:
+    """Another driver's class, and a look at a GPU, are no demand on a node of ours."""
+    for request in (of_class("foreign"), {**of_class("gpu"), "adminAccess": True}):
+        assert not claiming({"exactly": request}).devices
+
+
 def test_the_nearest_node_speaks_for_the_cluster() -> None:
     """Of many nodes, the one with the least to change has the sentence and the fix."""
     near = node(gpu(0, 70), gpu(1, 60))
@@ -242,7 +325,7 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
     )
     assert conclude(demand(), [])[0] == "the pod requests no GPU resource"
     claiming = demand(resourceClaims=[{"name": "gpu", "resourceClaimName": "a"}])
-    assert "asks by ResourceClaims (gpu)" in conclude(claiming, [])[0]
+    assert "(gpu) ask for no device of metagpu" in conclude(claiming, [])[0]
 
 
 def test_init_containers_count_where_they_need_more() -> None:

@@ -15,8 +15,13 @@ from metagpu.kubectl.program import main
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE, SYSTEM, StatusScene, serving
-from tests.rigs.agent import METAGPU
+from tests.rigs.agent import METAGPU, QUICK
 
+FRACTION = "fraction.metagpu.io"
+FRACTION_DEVICES = (
+    "device.driver == 'gpu.metagpu.io' && device.attributes['gpu.metagpu.io'].type == 'fraction'"
+)
+BOTH_FRONTS = QUICK.replace("    backends", "    fronts: [device-plugin, dra]\n    backends")
 AGENT = {"app.kubernetes.io/name": "metagpu"}
 
 
@@ -51,11 +56,37 @@ class Cluster:
         }
         self.scene.server.store.put(("pods", "default", name), content)
 
+    def add_claiming_pod(self, name: str, shares: int, says: str = "", count: int = 1) -> None:
+        """Add a Pod that waits for a fraction by a template of its own name."""
+        exactly = {
+            "deviceClassName": FRACTION,
+            "count": count,
+            "capacity": {"requests": {"shares": str(shares)}},
+        }
+        devices = {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}
+        store = self.scene.server.store
+        selectors = [{"cel": {"expression": FRACTION_DEVICES}}]
+        store.put(
+            ("deviceclasses", "", FRACTION), {"metadata": {}, "spec": {"selectors": selectors}}
+        )
+        template = {"metadata": {}, "spec": {"spec": devices}}
+        store.put(("resourceclaimtemplates", "default", name), template)
+        claims = [{"name": "gpu", "resourceClaimTemplateName": name}]
+        condition = {"type": "PodScheduled", "status": "False", "message": says}
+        content = {
+            "metadata": {},
+            "spec": {"resourceClaims": claims, "containers": [{"name": "main"}]},
+            "status": {"phase": "Pending", "conditions": [condition]},
+        }
+        store.put(("pods", "default", name), content)
+
 
 @asynccontextmanager
-async def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Cluster]:
+async def cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str = QUICK
+) -> AsyncIterator[Cluster]:
     """Run a node with two GPUs of ten shares, of which alice holds three."""
-    async with serving(tmp_path) as scene:
+    async with serving(tmp_path, config) as scene:
         server, port = scene.server, {"name": "status-api", "containerPort": scene.port}
         server.store.put(("serviceaccounts", SYSTEM, VIEWER), {"metadata": {}})
         server.store.merge(
@@ -127,6 +158,39 @@ async def test_why_a_pod_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert [node["fits"] for node in answer["nodes"]] == [True, False]
         status, out, _ = await it.run("fit", "-f", str(manifest(tmp_path, "huge", 21)))
         assert (status, "request at most 20" in out) == (1, True)
+
+
+async def test_why_a_pod_with_resource_claims_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A claim is compared with the devices of each node, and the scheduler's words are there."""
+    async with cluster(tmp_path, capsys, BOTH_FRONTS) as it:
+        it.add_claiming_pod("small", 10, "cannot allocate all claims")
+        it.add_claiming_pod("large", 11)
+        it.add_claiming_pod("many", 1, count=3)
+        status, out, _ = await it.run("why", "small")
+        assert (status, f"it fits on {NODE}: 2 of 2 devices of {FRACTION} are free" in out) == (
+            0,
+            True,
+        )
+        assert "the scheduler says: cannot allocate all claims" in out
+        assert "selectors and constraints" in out
+        status, out, _ = await it.run("why", "large")
+        assert status == 1
+        assert f"the largest free part of a device of {FRACTION} is 10 shares, and 11 shares" in out
+        status, out, _ = await it.run("why", "many")
+        assert (status, f"2 devices of {FRACTION} are offered there, and 3" in out) == (1, True)
+        await it.scene.it.kubelet.admit(SimPod.single("bob", {METAGPU: 10}))
+        status, out, _ = await it.run("why", "small")
+        assert (status, "the largest free part" in out, "is 7 shares" in out) == (1, True, True)
+
+        store = it.scene.server.store
+        store.delete(("resourceclaimtemplates", "default", "small"))
+        status, out, _ = await it.run("why", "small")
+        assert (status, "there is no ResourceClaimTemplate small" in out) == (1, True)
+        it.scene.server.denied.append(("GET", "resourceclaimtemplates"))
+        status, out, _ = await it.run("why", "large")
+        assert (status, "not judged" in out, "cannot get" in out) == (1, True, True)
 
 
 async def test_a_rejected_pod_and_a_refused_one(

@@ -14,8 +14,9 @@ from anyio import to_thread
 
 from metagpu.kubectl import cluster_view
 from metagpu.kubectl.arguments import parser
+from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.cluster_view import ClusterView
-from metagpu.kubectl.obstacles import ClusterNode
+from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.program import main
 from metagpu.kubectl.viewer import ClusterViewer
 from metagpu.kubectl.waiting import waiting_pods
@@ -23,9 +24,10 @@ from metagpu.kubectl.web import web
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
-from tests.kubectl.test_program import Cluster, cluster
+from tests.kubectl.test_program import BOTH_FRONTS, Cluster, cluster
 from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU
+from tests.web import views
 
 PAGE_LINE = re.compile(
     r"^http://127\.0\.0\.1:(\d+)/ shows the GPUs of the cluster; Ctrl-C ends it$", re.MULTILINE
@@ -50,7 +52,7 @@ def test_what_waits_has_the_sentence_of_why() -> None:
         pod("unread", "many"),
         pod("misspelled", 1, "cnvrg.io/metagpus"),
     ]
-    rows = {it["pod"]: it for it in waiting_pods(pods, nodes)}
+    rows = {it["pod"]: it for it in waiting_pods(pods, nodes, ReadClaims())}
 
     assert list(rows) == ["large", "misspelled", "small"]
     assert rows["large"]["namespace"] == "team"
@@ -61,7 +63,17 @@ def test_what_waits_has_the_sentence_of_why() -> None:
     assert rows["small"]["reason"] == "none"
     assert "read what the scheduler says" in rows["small"]["advice"]
     counted = [ClusterNode("plain", allocatable={GPUS: 1}), node(gpu(0, 0))]
-    assert waiting_pods([pod("of another plugin", 1, GPUS)], counted) == []
+    assert waiting_pods([pod("of another plugin", 1, GPUS)], counted, ReadClaims()) == []
+
+
+def test_the_pods_that_wait_in_the_pictures_are_judged_as_real_ones() -> None:
+    """No row of the documentation's picture has a reason or a field that the code never makes."""
+    [made] = waiting_pods([pod("large", 50)], [node(gpu(0, 70))], ReadClaims())
+    shown = views.cluster_view()["waiting"]
+    assert [it["pod"] for it in shown] == ["sweep-15", "train-70b"]
+    for it in shown:
+        assert it.keys() == made.keys()
+        assert it["reason"].upper() in Obstacle.__members__
 
 
 async def test_the_view_has_what_daemons_and_api_server_report(
@@ -123,6 +135,42 @@ async def test_the_view_has_what_daemons_and_api_server_report(
         await anyio.sleep(0.1)
         [row] = (await view.read())["nodes"]
         assert (row["status"], "a test made" in row["problem"]) == (None, True)
+
+
+async def test_pods_that_wait_by_resource_claims(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pod whose claim names our class waits with the scheduler's words; others' classes do not.
+
+    Claims are read once for several looks; without the right to read them one line says so.
+    """
+    async with cluster(tmp_path, capsys, BOTH_FRONTS) as it:
+        server = it.scene.server
+        it.add_claiming_pod("large", 11, "cannot allocate all claims")
+        it.add_claiming_pod("foreign", 1)
+        of_foreign = server.store.objects["resourceclaimtemplates", "default", "foreign"]
+        [request] = of_foreign["spec"]["spec"]["devices"]["requests"]
+        request["exactly"]["deviceClassName"] = "gpu.nvidia.com"
+        view = ClusterView(ClusterViewer(it.scene.client), interval=0)
+        assert await view.check() == ""
+        [row] = (await view.read())["waiting"]
+        assert (row["pod"], row["reason"]) == ("large", "full")
+        assert "is 10 shares, and 11 shares are requested" in row["text"]
+        assert row["scheduler"] == "cannot allocate all claims"
+
+        def reads() -> int:
+            return sum("resourceclaimtemplates" in each.target for each in server.requests)
+
+        before = reads()
+        assert (await view.read())["waiting"] == [row]
+        assert (before, reads()) == (2, 2)
+
+        server.denied.append(("GET", "deviceclasses"))
+        view = ClusterView(ClusterViewer(it.scene.client), interval=0)
+        assert "cannot get" in await view.check()
+        shown = await view.read()
+        assert (shown["waiting"], shown["nodes"][0]["problem"]) == ([], "")
+        assert shown["lacking"].startswith("pods that wait by ResourceClaims are not shown: ")
 
 
 async def test_the_page_of_a_user_with_few_rights(

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from metagpu.kubectl.claims import ReadClaims
+from metagpu.kubectl.obstacles import ClusterNode
+from metagpu.kubectl.waiting import claims_of, waiting_pods
 from metagpu.plugins.web.pod import node_of_pod
 
 METAGPU = "cnvrg.io/metagpu"
@@ -32,7 +35,10 @@ class NodeView:
     def __init__(self, name: str, *, profile: str | None = None) -> None:
         self.name = name
         self.status: Report = {
-            **{key: {} for key in ("resources", "offers", "unusedPools", "competingPlugins")},
+            **{
+                key: {}
+                for key in ("resources", "offers", "devices", "unusedPools", "competingPlugins")
+            },
             **{key: [] for key in ("gpus", "leases", "remarks", "unreadableGpus", "topology")},
             **{key: [] for key in ("leaseDifferences", "mixedRequests", "lostDevices")},
             "registrationProblems": {},
@@ -331,6 +337,7 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
         "largestRequest": 100,
         "requestRule": "whole_gpus",
     }
+    node.status["devices"] = {"gpu": {"devices": 4, "free": 1, "largest": {}}}
     node.status["remarks"] = [
         f"GPU 0: 20 free shares of {METAGPU} are held back: the GPU serves as many as it can",
         "GPU 1: the largest instance that fits is 1g.10gb",
@@ -436,20 +443,48 @@ def cluster_view(count: int = 9) -> View:
             event(14, "error", "GPUUnhealthy", "XID 79: off the bus", node="gpu-a-01", gpu=5),
             event(31, "info", "MIGDeviceCreated", "3g.40gb@0 was created", node="gpu-d-05", gpu=1),
         ],
-        waiting=[
-            {
-                "namespace": "nlp", "pod": "train-70b", "reason": "fragmented",
-                "text": "it fits on no node; of 8 the nearest is gpu-b-03: it requests 100 "
-                "metagpu, 180 are free, but the largest part is 80",
-                "advice": "request 80 or less, or wait for lab/notebook-ana on GPU 0",
-            },
-            {
-                "namespace": "lab", "pod": "sweep-15", "reason": "quota",
-                "text": "the quota team of lab allows 100 metagpu, and 90 are in use",
-                "advice": "ask the owner of the namespace for more, or end a pod",
-            },
-        ],
-    )  # fmt: skip
+        waiting=waiting_pods(
+            [
+                waiting_pod("nlp", "train-70b", {METAGPU: 700}),
+                waiting_pod("lab", "sweep-15", claim="two-gpus"),
+            ],
+            [ClusterNode(it["name"], report=it["status"], problem=it["problem"]) for it in nodes],
+            two_gpus(),
+        ),
+    )
+
+
+def waiting_pod(
+    namespace: str, name: str, limits: Mapping[str, int] | None = None, claim: str = ""
+) -> Report:
+    """Return a Pod that the scheduler has found no node for."""
+    says = "0/9 nodes are available: 9 cannot allocate all claims."
+    claims = [{"name": "gpu", "resourceClaimName": claim}] if claim else []
+    return {
+        "metadata": {"namespace": namespace, "name": name},
+        "spec": {
+            "containers": [{"name": "main", "resources": {"limits": limits or {}}}],
+            "resourceClaims": claims,
+        },
+        "status": {
+            "conditions": [
+                {"type": "PodScheduled", "status": "False", "message": says if claim else ""}
+            ]
+        },
+    }
+
+
+def two_gpus() -> ReadClaims:
+    """Return the claim of two whole GPUs, and the class that it names."""
+    selector = (
+        "device.driver == 'gpu.metagpu.io' && device.attributes['gpu.metagpu.io'].type == 'gpu'"
+    )
+    exactly = {"deviceClassName": "gpu.metagpu.io", "count": 2}
+    spec = {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}
+    [ref] = claims_of([waiting_pod("lab", "sweep-15", claim="two-gpus")])
+    selectors = [{"cel": {"expression": selector}}]
+    named = {"metadata": {"name": "gpu.metagpu.io"}, "spec": {"selectors": selectors}}
+    return ReadClaims({ref: spec}, [named])
 
 
 def crowded_view(gpus: int = 16, pods: int = 60, shares: int = 1000) -> View:

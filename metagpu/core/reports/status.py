@@ -76,6 +76,7 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
         "offers": {
             resource: _offer_report(snapshot, offer) for resource, offer in snapshot.offers.items()
         },
+        "devices": _devices_report(snapshot),
         "remarks": [*describe_held_back(snapshot), *describe_capacity(capacities)],
         "competingPlugins": dict(snapshot.competing_plugins),
         "registrationProblems": dict(snapshot.registration_problems),
@@ -154,6 +155,23 @@ def _free_devices(snapshot: Snapshot, offer: Offer) -> int:
         for device in devices_of(state)
         if device.resource == offer.resource
     )
+
+
+def _devices_report(snapshot: Snapshot) -> Mapping[str, Mapping[str, Any]]:
+    """Return how many devices of each type DRA has, and what is free of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for state in snapshot.gpus.values():
+        taken = state.refused_shares | state.leases.keys()
+        closed = not state.verdict.healthy or state.cordon is not None
+        for it in devices_of(state):
+            free = 0 if closed else sum(share.id not in taken for share in it.shares)
+            of_type = found.setdefault(it.type, {"devices": 0, "free": 0, "largest": {}})
+            of_type["devices"] += 1
+            of_type["free"] += free > 0
+            if it.capacity_name is not None:
+                largest = of_type["largest"].get(it.capacity_name, 0)
+                of_type["largest"][it.capacity_name] = max(largest, free * it.unit)
+    return found
 
 
 def _pod_details(known: KnownPod | None) -> Mapping[str, str]:

@@ -35,6 +35,7 @@ _LISTED: Final = tuple(
     f"/api/v1/namespaces/{{namespace}}/{it}" for it in ("pods", "resourcequotas", "events")
 )
 _CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
+_TEMPLATES: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaimtemplates"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
     "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
@@ -147,7 +148,7 @@ class SimApiServer(SimCluster):
         app.router.add_patch(_EVENTS + "/{name}", self._patch)
         for path in _LISTED:
             app.router.add_get(path, self._list)
-        for path in (_NODE + "/{name}", _POD, _CLAIMS + "/{name}"):
+        for path in (_NODE + "/{name}", _POD, _CLAIMS + "/{name}", _TEMPLATES + "/{name}"):
             app.router.add_get(path, self._get)
         add_routes(app, self.store)
         self.resource_slices.add_routes(app)

@@ -134,6 +134,26 @@ def test_unavailable_shares_are_not_allocatable() -> None:
     }
 
 
+def test_devices_of_dra_are_counted_by_type() -> None:
+    """A device with a held share is free in part; one of a faulty GPU, or held alone, is not."""
+    text = """
+version: metagpu/v1
+pools:
+  - name: all
+    fronts: [dra]
+    backends: [{backend: fraction, sharesPerGpu: 10}, {backend: whole}]
+"""
+    layout, snapshot = offered(A, B, text=text)
+    [first, *_] = layout.shares
+    snapshot = after(
+        SharesClaimed((first,), at=5), GpuFaulted(B.id, "XID 79", at=3600), since=snapshot
+    )
+    assert explain_report(snapshot, layout)["devices"] == {
+        "fraction": {"devices": 2, "free": 1, "largest": {"shares": 9}},
+        "gpu": {"devices": 2, "free": 0, "largest": {}},
+    }
+
+
 def test_a_new_gpu_waits_for_the_next_layout() -> None:
     """A GPU found after the last layout has no pool yet."""
     _, snapshot = offered(A)

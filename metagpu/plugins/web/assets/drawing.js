@@ -126,11 +126,12 @@ function updateWaiting(waiting, lacking) {
   $('lacking').hidden = !lacking;
   setText($('lacking'), lacking);
   keyed($('waiting'), shown, (it) => `${it.namespace}/${it.pod}`,
-    () => element('tr', {}, element('th', { scope: 'row' }), element('td', {}, element('b'), ' ', element('span')), element('td')),
+    () => element('tr', {}, element('th', { scope: 'row' }), element('td', {}, element('b'), ' ', element('span'), element('small')), element('td')),
     (it, row) => {
       setText(it.children[0], `${row.namespace}/${row.pod}`);
       setText(it.querySelector('b'), String(row.reason ?? '').replaceAll('_', ' '));
       setText(it.querySelector('span'), row.text ?? '');
+      setText(it.querySelector('small'), row.scheduler ? `The scheduler says: ${row.scheduler}` : '');
       setText(it.children[2], row.advice ?? '');
     });
 }

@@ -1,0 +1,153 @@
+"""ResourceClaims of pods: the devices of metagpu that they ask for. Pure."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.config.units import Bytes
+
+Object = Mapping[str, Any]
+
+DRIVER: Final = "gpu.metagpu.io"
+"""The driver where no daemon names another."""
+_TYPE: Final = re.compile(r"""\.type\s*==\s*['"]([\w-]+)['"]""")
+
+
+class ClaimRef(msgspec.Struct, frozen=True):
+    """A ResourceClaim of a pod, or the template of one.
+
+    Attributes:
+        collection: `resourceclaims` or `resourceclaimtemplates`.
+        name: of the object; `used_as` is its name in the pod.
+    """
+
+    namespace: str
+    collection: str
+    name: str
+    used_as: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of the object."""
+        return "ResourceClaim" if self.collection == "resourceclaims" else "ResourceClaimTemplate"
+
+    @property
+    def path(self) -> str:
+        """The path of the object at the API server."""
+        return f"/apis/resource.k8s.io/v1/namespaces/{self.namespace}/{self.collection}/{self.name}"
+
+
+class DeviceOption(msgspec.Struct, frozen=True):
+    """Devices that would serve a request.
+
+    Attributes:
+        types: the types of devices that its class selects; empty for any.
+        amounts: what it asks for of each capacity.
+    """
+
+    device_class: str
+    types: tuple[str, ...]
+    count: int
+    amounts: Mapping[str, int]
+
+
+class ClaimRequest(msgspec.Struct, frozen=True):
+    """A request of a claim, and its alternatives."""
+
+    claim: str
+    options: tuple[DeviceOption, ...]
+
+
+class ReadClaims(msgspec.Struct, frozen=True):
+    """Some claims as the API server has them.
+
+    Attributes:
+        specs: of each claim; `None` for one that does not exist.
+        classes: all DeviceClasses.
+        refusal: why nothing was read, empty where all was.
+    """
+
+    specs: Mapping[ClaimRef, Object | None] = msgspec.field(default_factory=dict)
+    classes: Sequence[Object] = ()
+    refusal: str = ""
+
+    def problem(self, refs: Iterable[ClaimRef]) -> tuple[str, str] | None:
+        """Return why claims cannot be judged, and what to change; `None` if they can."""
+        if self.refusal:
+            fix = "ask for the role metagpu-viewer of the cluster, and to read ResourceClaims"
+            return f"its ResourceClaims are not judged: {self.refusal}", fix
+        for it in refs:
+            if self.specs.get(it) is None:
+                missing = f"there is no {it.kind} {it.name} in the namespace {it.namespace}"
+                return missing, "create it, or correct the name in the pod"
+        return None
+
+    def our_classes(self, reports: Iterable[Object]) -> Mapping[str, str]:
+        """Return the selectors of each class whose devices are of a driver of the daemons."""
+        drivers = {DRIVER}
+        drivers.update(it["dra"]["driver"] for it in reports if it.get("dra"))
+        classes = {it["metadata"]["name"]: _expressions(it["spec"]) for it in self.classes}
+        return {
+            name: selectors
+            for name, selectors in classes.items()
+            if any(f"{quote}{it}{quote}" in selectors for it in drivers for quote in "'\"")
+        }
+
+    def devices(
+        self, refs: Iterable[ClaimRef], ours: Mapping[str, str]
+    ) -> tuple[ClaimRequest, ...]:
+        """Return the requests of claims for devices of our classes."""
+        return tuple(
+            ClaimRequest(ref.used_as, options)
+            for ref in refs
+            for request in _requests(self.specs.get(ref))
+            if (options := tuple(_options(request, ours)))
+        )
+
+
+def claim_refs(namespace: str, spec: Object) -> tuple[ClaimRef, ...]:
+    """Return the claims that the specification of a pod names."""
+    return tuple(
+        ClaimRef(namespace, collection, str(name), str(it.get("name")))
+        for it in spec.get("resourceClaims") or ()
+        for collection, name in (
+            ("resourceclaims", it.get("resourceClaimName")),
+            ("resourceclaimtemplates", it.get("resourceClaimTemplateName")),
+        )
+        if name
+    )
+
+
+def _requests(spec: Object | None) -> Sequence[Object]:
+    return ((spec or {}).get("devices") or {}).get("requests") or ()
+
+
+def _options(request: Object, ours: Mapping[str, str]) -> Iterator[DeviceOption]:
+    """Yield the alternatives of a request that are devices of metagpu."""
+    for it in (request.get("exactly"), *(request.get("firstAvailable") or ())):
+        if it is None or it.get("adminAccess") or it.get("deviceClassName") not in ours:
+            continue  # who only looks at a GPU waits for none
+        name = it["deviceClassName"]
+        amounts = (it.get("capacity") or {}).get("requests") or {}
+        yield DeviceOption(
+            name,
+            tuple(_TYPE.findall(f"{ours[name]}\n{_expressions(it)}")),
+            it.get("count") or 1,
+            {each: read for each, it in amounts.items() if (read := _amount(it)) is not None},
+        )
+
+
+def _amount(quantity: object) -> int | None:
+    """Return a quantity as a number, `None` for one in parts, as 500m."""
+    with suppress(ValueError):
+        return int(Bytes.parse(str(quantity).replace("k", "K")))
+    return None
+
+
+def _expressions(selecting: Object) -> str:
+    """Return the CEL expressions of a class or a request, as they are written."""
+    selectors = selecting.get("selectors") or ()
+    return "\n".join(it.get("cel", {}).get("expression", "") for it in selectors)
