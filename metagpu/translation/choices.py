@@ -32,14 +32,12 @@ class Choice(msgspec.Struct, frozen=True):
 
 def choose(request: GpuRequest, technique: str, parts: Iterable[OfferedPart]) -> Choice | None:
     """Return the smallest shares of a node that serve a request by one technique."""
-    techniques = (WHOLE, technique) if request.whole else (technique,)
-    parts = list(parts)
-    for one in techniques:
-        found = [choice for part in parts if part.technique == one
-                 if (choice := serve(request, part)) is not None]  # fmt: skip
-        if found:
-            return min(found, key=_size)
-    return None
+    found = [
+        choice
+        for part in parts
+        if part.technique == technique and (choice := serve(request, part)) is not None
+    ]
+    return min(found, key=_size, default=None)
 
 
 def serve(request: GpuRequest, part: OfferedPart) -> Choice | None:

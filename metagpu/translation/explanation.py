@@ -43,7 +43,7 @@ def explain(
     if problems or not requests:
         return ()
     surveyed = [it for node in nodes for it in survey(pod, NodeGroups([node]))]
-    techniques = techniques_of(pod, settings)
+    techniques = techniques_of(pod, requests, settings)
     chosen = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
     return [way for it in surveyed for way in _ways(requests, it, techniques, chosen)]
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from metagpu.translation.choices import choose, most_gpus, needed_memory, shares_on_gpu
-from metagpu.translation.parts import WHOLE
-from metagpu.translation.plans import MODE, NodeParts, annotations_of, best_plan
+from metagpu.translation.plans import MODE, NodeParts, annotations_of, best_plan, techniques_of
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import Object, TranslationSettings
 
@@ -48,9 +47,11 @@ def _of_request(
 ) -> str:
     """Return why no node serves a request, by the parts that come nearest."""
     by = ", ".join(techniques)
-    allowed = (*techniques, WHOLE) if request.whole else techniques
     known = [
-        (it.node.name, part) for it in offering for part in it.parts if part.technique in allowed
+        (it.node.name, part)
+        for it in offering
+        for part in it.parts
+        if part.technique in techniques
     ]
     if not known:
         return f"no node offers parts of GPUs by {by}"
@@ -82,7 +83,7 @@ def _without_mode(
     """Return what would serve a pod that names a mode, if it named none."""
     if not annotations_of(pod).get(MODE):
         return ""
-    plan = best_plan(requests, surveyed, settings.order, settings.policy)
+    plan = best_plan(requests, surveyed, techniques_of({}, requests, settings), settings.policy)
     if plan is None:
         return ""
     shares = ", ".join(f"{it.count} of {it.resource}" for it in plan.choices)

@@ -9,11 +9,11 @@ import msgspec
 from metagpu.translation.values import NodeOffer
 
 MIG: Final = "mig"
-FRACTION: Final = "hami-core"
+FRACTION: Final = "fraction"
 MPS: Final = "mps"
 WHOLE: Final = "whole"
-_BACKENDS: Final = {"mig": MIG, "fraction": FRACTION, "mps": MPS, "whole": WHOLE}
-"""The technique of each backend. Time-slices have no memory of their own."""
+_TECHNIQUES: Final = frozenset((MIG, FRACTION, MPS, WHOLE))
+"""Each has the name of its backend. Time-slices have no memory of their own."""
 PRODUCT: Final = "nvidia.com/gpu.product"
 GPU_COUNT: Final = "nvidia.com/gpu.count"
 _GPU_MEMORY: Final = "nvidia.com/gpu.memory"
@@ -24,7 +24,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
     """Shares of one resource on a node.
 
     Attributes:
-        technique: one of `TECHNIQUES`.
+        technique: `MIG`, `FRACTION`, `MPS` or `WHOLE`.
         memory: MiB of one share, rounded down.
         per_gpu: shares of the GPU with the most of them.
         gpus: GPUs of the node that have such shares.
@@ -69,8 +69,8 @@ def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
     for resource, allocatable in node.allocatable.items():
         gpus = _number(node, label_of(resource, "gpus")) or _number(node, GPU_COUNT)
         backend = node.labels.get(label_of(resource, "backend"), "")
-        technique = _BACKENDS.get(backend) if backend else _of_others(resource, node)
-        if technique is None or not gpus:
+        technique = backend or _of_others(resource, node)
+        if technique not in _TECHNIQUES or not gpus:
             continue
         per_gpu = 1
         if technique in (FRACTION, MPS):
@@ -86,14 +86,14 @@ def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
             yield OfferedPart(resource, technique, memory, per_gpu, gpus, most, gpu_memory, slices)
 
 
-def _of_others(resource: str, node: NodeOffer) -> str | None:
-    """Return the technique of a resource that GPU Feature Discovery describes."""
+def _of_others(resource: str, node: NodeOffer) -> str:
+    """Return the technique of a resource that GPU Feature Discovery describes, or nothing."""
     if _INSTANCE.fullmatch(resource):
         return MIG
     alone = node.labels.get("nvidia.com/gpu.replicas", "1") in ("0", "1")
     if resource == "nvidia.com/gpu" and alone and "-MIG-" not in node.labels.get(PRODUCT, ""):
         return WHOLE
-    return None
+    return ""
 
 
 def _memory(resource: str, technique: str, node: NodeOffer) -> int:

@@ -9,12 +9,14 @@ from metagpu.translation.affinity import missing_label, required_terms
 from metagpu.translation.choices import Choice, choose, demand_of, fits_together
 from metagpu.translation.models import refused_model
 from metagpu.translation.node_groups import NodeGroup, NodeGroups
-from metagpu.translation.parts import OfferedPart
+from metagpu.translation.parts import FRACTION, MPS, WHOLE, OfferedPart
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, NodeOffer, Object, TranslationSettings
 
 MODE: Final = "nvidia.com/vgpu-mode"
 NODE_POLICY: Final = "hami.io/node-scheduler-policy"
+_SHARES: Final = "hami-core"
+"""HAMi's mode of shares that software divides a GPU into."""
 
 
 class NodeParts(NamedTuple):
@@ -90,10 +92,22 @@ def _by_refusal(
     return {refused: NodeGroup(group.parts, nodes) for refused, nodes in found.items()}
 
 
-def techniques_of(pod: Object, settings: TranslationSettings) -> tuple[str, ...]:
-    """Return the techniques that a pod may be served by, by preference."""
-    modes = [it.strip() for it in annotations_of(pod).get(MODE, "").split(",")]
-    return tuple(it for it in modes if it) or settings.order
+def techniques_of(
+    pod: Object, requests: Sequence[GpuRequest], settings: TranslationSettings
+) -> tuple[str, ...]:
+    """Return the techniques that a pod may be served by, by preference.
+
+    Whole GPUs are for requests of whole GPUs, unless the pod or the settings say otherwise.
+    """
+    modes = [it.strip() for it in (annotations_of(pod).get(MODE) or "").split(",")]
+    names = [it for it in modes if it]
+    if not names:
+        whole = all(it.whole for it in requests) and WHOLE not in settings.order
+        names = [WHOLE, *settings.order] if whole else [*settings.order]
+    limited = any(it.cores and not it.whole for it in requests)
+    shares = (MPS, FRACTION) if limited else (FRACTION, MPS)  # MPS alone limits threads
+    found = [one for it in names for one in (shares if it == _SHARES else (it,))]
+    return tuple(dict.fromkeys(found))
 
 
 def policy_of(pod: Object, settings: TranslationSettings) -> str:

@@ -30,7 +30,7 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
         return Translation(warnings=tuple(problems))
 
     surveyed = survey(pod, nodes)
-    techniques = techniques_of(pod, settings)
+    techniques = techniques_of(pod, requests, settings)
     plan = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
     if plan is None:
         reason = why_impossible(pod, requests, surveyed, techniques, settings)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from metagpu.translation.explanation import explain
 from metagpu.translation.translate import translate
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from tests.translation.nodes import applied, limits, node, pod, required
@@ -13,6 +14,7 @@ HAMI = TranslationSettings()
 SEED = {"nvidia.com/gpu": 2, "nvidia.com/gpumem": 8000}
 """The request of seed 004's example pods."""
 HALF = {"nvidia.com/gpumem-percentage": 50}
+THREADS = {"nvidia.com/gpumem": 8000, "nvidia.com/gpucores": 30}
 MIG = {"nvidia.com/vgpu-mode": "mig"}
 CORE = {"nvidia.com/vgpu-mode": "hami-core"}
 
@@ -54,13 +56,17 @@ WHOLE = node("whole", "a100-40gb", "whole", more="resource: example.com/gpu")
         ((MPS,), {}, {"nvidia.com/gpumem-percentage": 50}, {"nvidia.com/gpu.mps": "50"}),
         # threads are units of MPS
         ((MPS,), {}, {"nvidia.com/gpumem": 8000}, {"nvidia.com/gpu.mps": "20"}),
-        (
-            (MPS,),
-            {},
-            {"nvidia.com/gpumem": 8000, "nvidia.com/gpucores": 30},
-            {"nvidia.com/gpu.mps": "30"},
-        ),
+        ((MPS,), {}, THREADS, {"nvidia.com/gpu.mps": "30"}),
         ((MPS,), {}, {"nvidia.com/gpumem": "8k"}, {"nvidia.com/gpu.mps": "20"}),
+        # hami-core is fractions or units of MPS, and MPS alone limits threads
+        ((MPS,), CORE, {"nvidia.com/gpumem": 8000}, {"nvidia.com/gpu.mps": "20"}),
+        ((MPS, FRACTIONS), CORE, {"nvidia.com/gpumem": 8000}, {"cnvrg.io/metagpu": "20"}),
+        ((FRACTIONS, MPS), CORE, THREADS, {"nvidia.com/gpu.mps": "30"}),
+        ((FRACTIONS, MPS), {}, THREADS, {"nvidia.com/gpu.mps": "30"}),
+        # a mode is meant for whole GPUs too
+        ((WHOLE, A100), MIG, {"nvidia.com/gpu": 1}, {"nvidia.com/mig-7g.40gb": "1"}),
+        ((WHOLE, FRACTIONS), CORE, {"nvidia.com/gpu": 1}, {"cnvrg.io/metagpu": "100"}),
+        ((A100, WHOLE), {}, {"nvidia.com/gpu": 1}, {"example.com/gpu": "1"}),
     ],
 )  # fmt: skip
 def test_a_request_becomes_what_nodes_offer(
@@ -73,6 +79,26 @@ def test_a_request_becomes_what_nodes_offer(
     asked = pod(amounts, annotations=annotations)
 
     assert limits(asked, translate(asked, at, HAMI)) == expected
+
+
+def test_the_order_is_meant_for_whole_gpus_too() -> None:
+    """Where the order has whole GPUs, they have their place in it for each request."""
+    asked = pod({"nvidia.com/gpu": 1})
+    mig_first = TranslationSettings(order=("mig", "whole"))
+
+    assert limits(asked, translate(asked, [WHOLE, A100], mig_first)) == {
+        "nvidia.com/mig-7g.40gb": "1"
+    }
+
+
+def test_each_way_of_a_node_is_explained_once() -> None:
+    """Whole GPUs are one way, whatever the order has beside them."""
+    ways = explain(pod({"nvidia.com/gpu": 2}), [WHOLE, FRACTIONS], HAMI)
+
+    assert [(it.node, it.technique, it.text, it.chosen) for it in ways] == [
+        ("whole", "whole", "2 of example.com/gpu", True),
+        ("fractions", "fraction", "200 of cnvrg.io/metagpu", False),
+    ]
 
 
 def test_shares_of_several_gpus_name_their_number() -> None:
