@@ -48,10 +48,7 @@ def _of_request(
     """Return why no node serves a request, by the parts that come nearest."""
     by = ", ".join(techniques)
     known = [
-        (it.node.name, part)
-        for it in offering
-        for part in it.parts
-        if part.technique in techniques
+        (it.node.name, part) for it in offering for part in it.parts if part.technique in techniques
     ]
     if not known:
         return f"no node offers parts of GPUs by {by}"

@@ -10,18 +10,22 @@ USE_TYPE: Final = "nvidia.com/use-gputype"
 NOUSE_TYPE: Final = "nvidia.com/nouse-gputype"
 
 
+def names_model(annotations: Object) -> bool:
+    """Return whether a pod names or refuses models."""
+    return bool(_names(annotations, USE_TYPE) or _names(annotations, NOUSE_TYPE))
+
+
 def refused_model(annotations: Object, node: NodeOffer) -> str:
     """Return the annotation that refuses a node's model, empty where none does.
 
-    A name is part of a product, in any case of letters, as in HAMi. A label has `-` for spaces.
+    A name is part of a product, in any case of letters, as in HAMi. A label has `-` for spaces. A
+    node without the label has no model that a pod could name.
     """
-    product = node.labels.get(PRODUCT)
-    if product is None or not annotations.keys() & {USE_TYPE, NOUSE_TYPE}:
-        return ""
+    product = node.labels.get(PRODUCT, "")
     wanted, unwanted = _names(annotations, USE_TYPE), _names(annotations, NOUSE_TYPE)
     if wanted and not _matches(product, wanted):
         return f"{USE_TYPE}: {annotations[USE_TYPE]}"
-    if _matches(product, unwanted):
+    if unwanted and (not product or _matches(product, unwanted)):
         return f"{NOUSE_TYPE}: {annotations[NOUSE_TYPE]}"
     return ""
 

@@ -4,11 +4,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, KeysView, Mapping, Sequence
 from typing import Final
 
-from metagpu.translation.parts import GPU_COUNT, PRODUCT, OfferedPart, label_of, parts_of
+from metagpu.translation.parts import (
+    GPU_MEMORY,
+    PRODUCT,
+    OfferedPart,
+    label_of,
+    memory_label,
+    parts_of,
+)
 from metagpu.translation.values import NodeOffer
 
-COMPARED: Final = ("memory", "replicas", "gpus")
-"""The labels of a resource by which the nodes that serve a request differ from others."""
+_OF_RESOURCE: Final = ("backend", "memory", "replicas", "gpus")
+"""The labels of a resource that an affinity may have (`narrowing`)."""
 
 
 class NodeGroup:
@@ -107,5 +114,6 @@ class NodeGroups:
 def _key(node: NodeOffer, parts: Sequence[OfferedPart]) -> Hashable:
     """Return what nodes of one group have in common."""
     names = sorted(node.allocatable)
-    labels = (PRODUCT, GPU_COUNT, *(label_of(name, it) for name in names for it in COMPARED))
+    of_resources = (label_of(name, it) for name in names for it in _OF_RESOURCE)
+    labels = (PRODUCT, GPU_MEMORY, *map(memory_label, names), *of_resources)
     return frozenset(parts), tuple(names), tuple(node.labels.get(it) for it in labels)

@@ -16,7 +16,7 @@ _TECHNIQUES: Final = frozenset((MIG, FRACTION, MPS, WHOLE))
 """Each has the name of its backend. Time-slices have no memory of their own."""
 PRODUCT: Final = "nvidia.com/gpu.product"
 GPU_COUNT: Final = "nvidia.com/gpu.count"
-_GPU_MEMORY: Final = "nvidia.com/gpu.memory"
+GPU_MEMORY: Final = "nvidia.com/gpu.memory"
 _INSTANCE: Final = re.compile(r"nvidia\.com/mig-\d+g\..+")
 
 
@@ -64,8 +64,13 @@ def label_of(resource: str, key: str) -> str:
     return f"metagpu.io/{resource.replace('/', '_')}.{key}"
 
 
+def memory_label(resource: str) -> str:
+    """Return the label with the MiB of an instance; metagpu writes it as others do."""
+    return f"{resource}.memory" if _INSTANCE.fullmatch(resource) else label_of(resource, "memory")
+
+
 def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
-    gpu_memory = _number(node, _GPU_MEMORY)
+    gpu_memory = _number(node, GPU_MEMORY)
     for resource, allocatable in node.allocatable.items():
         gpus = _number(node, label_of(resource, "gpus")) or _number(node, GPU_COUNT)
         backend = node.labels.get(label_of(resource, "backend"), "")
@@ -87,7 +92,7 @@ def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
 
 
 def _of_others(resource: str, node: NodeOffer) -> str:
-    """Return the technique of a resource that GPU Feature Discovery describes, or nothing."""
+    """Return the technique of a resource that GPU Feature Discovery describes."""
     if _INSTANCE.fullmatch(resource):
         return MIG
     alone = node.labels.get("nvidia.com/gpu.replicas", "1") in ("0", "1")
@@ -101,7 +106,7 @@ def _memory(resource: str, technique: str, node: NodeOffer) -> int:
     if own := _number(node, label_of(resource, "memory")):
         return own
     if technique == WHOLE:
-        return _number(node, _GPU_MEMORY)
+        return _number(node, GPU_MEMORY)
     if technique == MIG and _number(node, f"{resource}.replicas") == 1:
         return _number(node, f"{resource}.memory")
     return 0

@@ -43,6 +43,6 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
             )
             return Translation(warnings=(problem,))
     return Translation(
-        operations_for(pod, plan, requests, expressions_for(plan, requests, surveyed)),
+        operations_for(pod, plan, requests, expressions_for(pod, plan, requests, surveyed)),
         warnings=tuple(warnings_for(pod, plan, requests, settings)),
     )

@@ -1,6 +1,7 @@
 """The promises of a translation, for any pod and any nodes."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Final
 
 from hypothesis import given
@@ -11,12 +12,25 @@ from metagpu.translation.values import NodeOffer, TranslationSettings
 from tests.translation.nodes import applied, node, pod
 
 HAMI: Final = TranslationSettings()
-NODES: Final = {
-    (name := f"{backend}-{model}-{gpus}"): node(name, model, backend, gpus=gpus)
-    for model in ("a30", "a100-40gb", "a100-80gb")
-    for backend in ("mig", "fraction", "mps", "whole")
-    for gpus in (1, 4)
-}
+NODES: Final = (
+    {
+        (name := f"{backend}-{model}-{gpus}"): node(name, model, backend, gpus=gpus)
+        for model in ("a30", "a100-40gb", "a100-80gb")
+        for backend in ("mig", "fraction", "mps", "whole")
+        for gpus in (1, 4)
+    }
+    | {
+        # the same resource with other shares, and with none of its own memory
+        (name := f"{shares}-{model}"): node(name, model, more=shares)
+        for model in ("a30", "a100-40gb", "a100-80gb")
+        for shares in ("memoryUnit: 1Gi", "sharesPerGpu: 10")
+    }
+    | {
+        "timeslice": node(
+            "timeslice", "a30", "timeslice", more="resource: cnvrg.io/metagpu, replicas: 100"
+        )
+    }
+)
 names = st.lists(st.sampled_from(sorted(NODES)), unique=True, min_size=1, max_size=6)
 amounts = st.fixed_dictionaries(
     {},
@@ -89,11 +103,15 @@ def test_other_fields_are_never_touched(asked: dict[str, Any], at: list[str]) ->
     assert patched == asked
 
 
-@given(pods(), names)
-def test_every_node_that_may_get_the_pod_gives_enough(asked: dict[str, Any], at: list[str]) -> None:
-    """Wherever the resource and the affinity lead, each GPU's part has the memory asked for."""
-    offers = [NODES[it] for it in at]
-    outcome = translate(asked, offers, HAMI)
+@given(pods(), names, names)
+def test_every_node_that_may_get_the_pod_gives_enough(
+    asked: dict[str, Any], at: list[str], later: list[str]
+) -> None:
+    """Wherever the resource and the affinity lead, each GPU's part has the memory asked for.
+
+    That holds for nodes which come later too.
+    """
+    outcome = translate(asked, [NODES[it] for it in at], HAMI)
     if not outcome.operations:
         return
     patched = applied(asked, outcome.operations)
@@ -104,40 +122,63 @@ def test_every_node_that_may_get_the_pod_gives_enough(asked: dict[str, Any], at:
         if not any("gpu" in key for key in limits) or before == after:
             continue
         [(resource, count)] = [it for it in after["resources"]["limits"].items() if "/" in it[0]]
-        gpus = limits.get("nvidia.com/gpu", 1)
-        reached = [it for it in offers if resource in it.allocatable and _admits(patched, it)]
-        for offer in reached:
-            label = f"metagpu.io/{resource.replace('/', '_')}"
-            share = int(offer.labels[f"{label}.memory"]) + 1  # rounded down
-            each, rest = divmod(int(count), gpus)
-            assert rest == 0
-            if memory := limits.get("nvidia.com/gpumem"):
-                assert each * share >= memory
-                continue
-            percentage = limits.get("nvidia.com/gpumem-percentage") or 100
-            of_gpu = int(offer.labels["nvidia.com/gpu.memory"])
-            if offer.labels[f"{label}.backend"] in ("fraction", "mps"):
-                assert 100 * each >= percentage * int(offer.labels[f"{label}.replicas"])
-            else:  # MIG keeps some memory of the GPU
-                assert each * share >= percentage * of_gpu * 0.95 / 100
+        offers = [NODES[it] for it in {*at, *later}]
+        for offer in offers:
+            if resource in offer.allocatable and _admits(patched, offer):
+                assert _refusing(asked, offer) == ""
+                _check_enough(limits, resource, int(count), offer)
+
+
+def _refusing(asked: dict[str, Any], offer: NodeOffer) -> str:
+    """Return the annotation that refuses a node's model: an oracle of its own."""
+    product, annotations = offer.labels["nvidia.com/gpu.product"], asked["metadata"]["annotations"]
+    for key, found in (("nvidia.com/use-gputype", False), ("nvidia.com/nouse-gputype", True)):
+        if key in annotations and (annotations[key] in product) is found:
+            return key
+    return ""
+
+
+def _check_enough(limits: Mapping[str, Any], resource: str, count: int, offer: NodeOffer) -> None:
+    label = f"metagpu.io/{resource.replace('/', '_')}"
+    backend, gpus = offer.labels[f"{label}.backend"], limits.get("nvidia.com/gpu", 1)
+    share = int(offer.labels[f"{label}.memory"]) + 1  # rounded down; time-slices have none
+    each, rest = divmod(count, gpus)
+    assert rest == 0
+    if backend in ("fraction", "mps"):
+        assert each <= int(offer.labels[f"{label}.replicas"])
+        assert gpus <= (int(offer.labels[f"{label}.gpus"]) if backend == "fraction" else 1)
+    if memory := limits.get("nvidia.com/gpumem"):
+        assert each * share >= memory
+        return
+    percentage = limits.get("nvidia.com/gpumem-percentage") or 100
+    of_gpu = int(offer.labels["nvidia.com/gpu.memory"])
+    if backend in ("fraction", "mps"):
+        assert 100 * each >= percentage * int(offer.labels[f"{label}.replicas"])
+    else:  # MIG keeps some memory of the GPU
+        assert each * share >= percentage * of_gpu * 0.95 / 100
 
 
 def _admits(asked: dict[str, Any], offer: NodeOffer) -> bool:
-    """Return whether each expression of some term holds: an oracle of its own, of two operators."""
+    """Return whether each expression of some term holds: an oracle of its own."""
     affinity = asked["spec"].get("affinity", {}).get("nodeAffinity", {})
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
     if required is None:
         return True
     labels = {"kubernetes.io/hostname": offer.name, **offer.labels}
     return any(
-        term.get("matchExpressions")
-        and all(
-            {
-                "In": labels.get(it["key"]) in it.get("values", ()),
-                "NotIn": labels.get(it["key"]) not in it.get("values", ()),
-                "DoesNotExist": it["key"] not in labels,
-            }[it["operator"]]
-            for it in term["matchExpressions"]
-        )
+        term.get("matchExpressions") and all(_holds(it, labels) for it in term["matchExpressions"])
         for term in required["nodeSelectorTerms"]
     )
+
+
+def _holds(it: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(it["key"]), it.get("values", [])
+    if it["operator"] in ("Gt", "Lt"):
+        [bound] = values
+        difference = int(value or bound) - int(bound)
+        return difference > 0 if it["operator"] == "Gt" else difference < 0
+    return {
+        "In": value in values,
+        "NotIn": value not in values,
+        "DoesNotExist": value is None,
+    }[it["operator"]]

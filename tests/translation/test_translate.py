@@ -1,8 +1,10 @@
 """The translation of requests in HAMi's terms, by cases."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 import pytest
 
 from metagpu.translation.explanation import explain
@@ -17,6 +19,7 @@ HALF = {"nvidia.com/gpumem-percentage": 50}
 THREADS = {"nvidia.com/gpumem": 8000, "nvidia.com/gpucores": 30}
 MIG = {"nvidia.com/vgpu-mode": "mig"}
 CORE = {"nvidia.com/vgpu-mode": "hami-core"}
+PCIE = {"nvidia.com/gpu.product": "NVIDIA-A100-PCIE-40GB"}
 
 A30 = node("a30", "a30", "mig")
 A100 = node("a100", "a100-pcie-40gb", "mig")
@@ -82,7 +85,7 @@ def test_a_request_becomes_what_nodes_offer(
 
 
 def test_the_order_is_meant_for_whole_gpus_too() -> None:
-    """Where the order has whole GPUs, they have their place in it for each request."""
+    """Whole GPUs have their place in an order that names them, for each request."""
     asked = pod({"nvidia.com/gpu": 1})
     mig_first = TranslationSettings(order=("mig", "whole"))
 
@@ -158,15 +161,76 @@ def test_only_the_containers_named_are_touched() -> None:
     }
 
 
+def _where(asked: Mapping[str, Any], at: Sequence[NodeOffer]) -> list[str]:
+    """Return the required expressions of a translated pod, as text."""
+    found = required(asked, translate(asked, at, HAMI))
+    return [f"{it['key']} {it['operator']} {','.join(it['values'])}" for it in found]
+
+
 def test_shares_that_mean_different_memory_are_distinguished_by_a_label() -> None:
     """20 shares of an A100 of 40 GB are 8 GiB, and of one of 80 GB are 16: the pod goes to one."""
     asked = pod(SEED)
     outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
 
     assert limits(asked, outcome) == {"cnvrg.io/metagpu": "40"}
-    assert required(asked, outcome) == [
-        {"key": "metagpu.io/cnvrg.io_metagpu.memory", "operator": "In", "values": ["409"]}
+    assert _where(asked, [FRACTIONS, FRACTIONS_80]) == [
+        "metagpu.io/cnvrg.io_metagpu.backend In fraction",
+        "metagpu.io/cnvrg.io_metagpu.memory In 409",
+        "metagpu.io/cnvrg.io_metagpu.replicas Gt 19",
+        "metagpu.io/cnvrg.io_metagpu.gpus Gt 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("at", "annotations", "amounts", "expected"),
+    [
+        (FRACTIONS, {}, {"nvidia.com/gpumem": 8000}, ["memory In 409", "replicas Gt 19"]),
+        # by as many units as percent: other numbers of them are other percents
+        (FRACTIONS, {}, HALF, ["backend In fraction", "replicas In 100"]),
+        (MPS, {}, THREADS, ["backend In mps", "memory In 408", "replicas In 100"]),
+        # all shares are 60 MiB more than 100 times their rounded memory
+        (FRACTIONS, {}, {"nvidia.com/gpumem": 40960}, ["memory In 409", "replicas In 100"]),
+        (
+            FRACTIONS,
+            {"nvidia.com/use-gputype": "A100"},
+            HALF,
+            ["product In NVIDIA-A100-SXM4-40GB", "backend In fraction", "replicas In 100"],
+        ),
+        # a profile's name says how much memory there is at least, and percents are of a GPU
+        (A100, {}, {"nvidia.com/gpumem": 8000}, []),
+        (A100, {}, {"nvidia.com/gpumem": 9000}, ["memory Gt 8999"]),
+        (A100, {}, HALF, ["memory Lt 40961"]),
+        (WHOLE, {"nvidia.com/vgpu-mode": "whole"}, THREADS, ["memory Gt 7999"]),
+        (WHOLE, {}, {"nvidia.com/gpu": 1}, []),
+    ],
+)
+def test_what_a_number_of_shares_relies_on_is_required(
+    at: NodeOffer,
+    annotations: Mapping[str, str],
+    amounts: Mapping[str, object],
+    expected: list[str],
+) -> None:
+    """The affinity is there before a node is that would give the pod less."""
+    asked = pod(amounts, annotations=annotations)
+
+    assert [it.rpartition(".")[2] for it in _where(asked, [at])] == expected
+
+
+def test_nodes_that_the_pod_excludes_itself_are_in_no_affinity() -> None:
+    """A thousand other nodes do not make the pod larger."""
+    others = [msgspec.structs.replace(FRACTIONS_80, name=f"other-{n}") for n in range(1000)]
+    asked = pod(HALF, nodeSelector={"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB"})
+
+    assert _where(asked, [FRACTIONS, *others]) == _where(asked, [FRACTIONS])
+
+
+def test_a_known_node_that_no_label_tells_apart_is_named() -> None:
+    """Instances without a label of their memory are avoided by the product, or the name."""
+    asked, counted = pod({"nvidia.com/gpumem": 8000}), {"nvidia.com/mig-2g.10gb": 3}
+    bare, alike = NodeOffer("bare", {}, counted), NodeOffer("alike", dict(PCIE), counted)
+
+    assert _where(asked, [A100, bare]) == ["nvidia.com/gpu.product In NVIDIA-A100-PCIE-40GB"]
+    assert _where(asked, [A100, alike]) == ["kubernetes.io/hostname NotIn alike"]
 
 
 def test_a_resource_name_that_says_all_needs_no_affinity() -> None:
@@ -186,14 +250,13 @@ def test_an_affinity_is_added_to_each_term() -> None:
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}
         }
     }
-    asked = pod(SEED, affinity=affinity)
-    outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
-
-    assert [it["key"] for it in required(asked, outcome)] == [
-        "zone",
-        "metagpu.io/cnvrg.io_metagpu.memory",
-        "metagpu.io/cnvrg.io_metagpu.memory",
+    asked = pod({"nvidia.com/gpumem": 8000}, affinity=affinity)
+    added = [
+        "metagpu.io/cnvrg.io_metagpu.memory In 409",
+        "metagpu.io/cnvrg.io_metagpu.replicas Gt 19",
     ]
+
+    assert _where(asked, [FRACTIONS, FRACTIONS_80]) == ["zone In a", *added, *added]
 
 
 def test_policies_choose_between_resources() -> None:
@@ -215,7 +278,7 @@ def test_models_are_chosen_by_their_label() -> None:
         outcome = translate(asked, [FRACTIONS, FRACTIONS_80], HAMI)
 
         assert limits(asked, outcome) == {"cnvrg.io/metagpu": "20"}
-        assert [it["operator"] for it in required(asked, outcome)] == ["In"]
+        assert _where(asked, [FRACTIONS, FRACTIONS_80])[0].endswith(" In NVIDIA-A100-SXM4-80GB")
 
 
 def test_nodes_that_the_pod_refuses_are_not_its_offer() -> None:

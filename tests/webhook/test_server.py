@@ -24,7 +24,7 @@ TOO_LARGE = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "90000"}
 
 
 async def test_a_request_becomes_shares(folder: Path, authority: Authority) -> None:
-    """8000 MiB on each of two GPUs are 20 shares of 409 MiB on each; nothing else changes."""
+    """8000 MiB on each of two GPUs are 20 shares of 409 MiB on each, where shares have so many."""
     before = pod(TWO_GPUS)
     async with webhook_at_work(folder, authority) as webhook:
         response = await webhook.review(review(before, uid="of-this-request"))
@@ -39,6 +39,7 @@ async def test_a_request_becomes_shares(folder: Path, authority: Authority) -> N
     original = json.loads(after["metadata"].pop("annotations")["metagpu.io/original-request"])
     assert original == {"main": TWO_GPUS}
     container["resources"] = before["spec"]["containers"][0]["resources"]
+    assert [*after["spec"].pop("affinity")] == ["nodeAffinity"]
     assert after == before
     assert webhook.stats.outcomes[Outcome.TRANSLATED] == 1
 
