@@ -134,7 +134,7 @@ def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
     """Yield all counters of all GPUs, also those at 0: `increase` needs a first value."""
     gpu_labels = _all_gpu_labels(snapshot)
     if snapshot.offers_of(Front.DRA):
-        for kind in RequestError.__subclasses__():
+        for kind in dict.fromkeys([*RequestError.__subclasses__(), *counts.refused_claims]):
             yield Sample(d.CLAIM_REFUSALS, (reason_of(kind),), counts.refused_claims[kind])
     yield Sample(f.ANNOTATIONS_REJECTED, (), counts.rejected_annotations)
     for gpu, labels in gpu_labels.items():

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.contracts.sensors import GpuSensors
-from metagpu.core.errors import DeviceOccupied, FractionSplit, RequestError
+from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts, RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Fault, ResourceClaimRef, ResourceName
@@ -175,13 +175,15 @@ def test_what_was_done_about_memory() -> None:
 def test_refused_claims_are_counted_where_a_pool_has_the_front_dra() -> None:
     """Each reason has a series before the first refusal."""
     counts, name = EventCounters(), "metagpu_kubelet_claim_refusals_total"
-    counts.count(ResourceClaimRefused(ResourceClaimRef("team", "half", "u"), DeviceOccupied))
+    for cause in (DeviceOccupied, ProvisioningLasts):
+        counts.count(ResourceClaimRefused(ResourceClaimRef("team", "half", "u"), cause))
     text = "version: metagpu/v1\npools: [{name: a, fronts: [dra], backends: [{backend: whole}]}]\n"
     by_claims = sources()
     by_claims.registry.apply(layout_of(A, text=text).offer_fact)
     values = measured(by_claims, counts)
 
     assert values[name, "device_occupied"] == 1
+    assert values[name, "provisioning_lasts"] == 1
     assert values[name, "share_taken"] == 0
     assert not any(name in it for it in measured(counts=counts))
 
