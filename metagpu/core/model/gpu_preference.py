@@ -26,6 +26,8 @@ PARTS_PREFIX: Final = "gpus.metagpu.io/"
 MAX_ANNOTATIONS: Final = 24
 MAX_LENGTH: Final = 1024
 """Annotations of one pod that are read, and characters of each: the UUIDs of 24 GPUs."""
+_CUT: Final = "…"
+"""The last character of a value that was longer, which no value of a meaning ends with."""
 _KEYS: Final = frozenset((USE_UUID, NOUSE_UUID, USE_TYPE, NOUSE_TYPE, POLICY))
 _MOST_GPUS: Final = 64
 
@@ -86,7 +88,11 @@ def gpu_annotations(annotations: Mapping[str, str]) -> Mapping[str, str]:
     if not names:
         return {}
     names.sort(key=lambda it: (it not in _KEYS, it))
-    return {it: str(annotations[it])[:MAX_LENGTH] for it in names[:MAX_ANNOTATIONS]}
+    kept = {it: str(annotations[it]) for it in names[:MAX_ANNOTATIONS]}
+    return {
+        name: text if len(text) <= MAX_LENGTH else text[: MAX_LENGTH - 1] + _CUT
+        for name, text in kept.items()
+    }
 
 
 def parse_preference(annotations: Mapping[str, str], container: str) -> GpuPreference:
@@ -94,7 +100,11 @@ def parse_preference(annotations: Mapping[str, str], container: str) -> GpuPrefe
 
     Types are compared in any case, and a blank in a name like a hyphen.
     """
-    problems: list[str] = []
+    problems = [
+        f"{key}: what follows its first {MAX_LENGTH} characters is not read"
+        for key in sorted(_KEYS & annotations.keys())
+        if annotations[key].endswith(_CUT)
+    ]
     policy, parts = annotations.get(POLICY), annotations.get(f"{PARTS_PREFIX}{container}")
     return GpuPreference(
         _words(annotations.get(USE_UUID)),
@@ -160,7 +170,8 @@ def _shares(count: int) -> str:
 
 
 def _words(value: str | None) -> tuple[str, ...]:
-    return tuple(filter(None, map(str.strip, (value or "").split(","))))
+    words = tuple(filter(None, map(str.strip, (value or "").split(","))))
+    return tuple(it for it in words if not it.endswith(_CUT))  # part of a word is another word
 
 
 def _policy(value: str, problems: list[str]) -> GpuPolicy | None:

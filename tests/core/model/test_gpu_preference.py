@@ -101,6 +101,19 @@ def test_annotations_are_limited_in_number_and_length() -> None:
     assert gpu_annotations({"team": "b"}) == {}
 
 
+def test_a_value_that_is_cut_is_reported() -> None:
+    """What is left of the word at the cut names no GPU."""
+    value = ",".join(gpu(n).id for n in range(100))
+    kept = gpu_annotations({"nvidia.com/use-gpuuuid": value})
+    found = parse_preference(kept, "train")
+
+    assert found.use_uuids == tuple(value.split(","))[: len(found.use_uuids)]
+    assert len(found.use_uuids) == kept["nvidia.com/use-gpuuuid"].count(",")
+    assert found.problems == (
+        "nvidia.com/use-gpuuuid: what follows its first 1024 characters is not read",
+    )
+
+
 def test_a_policy_orders_gpus_by_how_full_they_are() -> None:
     """Binpack begins with the fullest, spread with the emptiest; equal ones come together."""
     free = {GpuId("a"): (5, 10), GpuId("b"): (50, 100), GpuId("c"): (10, 10), GpuId("d"): (1, 10)}
