@@ -1,7 +1,7 @@
 """Watches on pod annotations: what is rejected, or not met, is reported once."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from time import time
 from typing import Final
@@ -14,7 +14,7 @@ from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.gpu_preference import parse_preference, unmet
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, ResourceName, Share, holders_of
+from metagpu.core.model.shares import Holder, Lease, ResourceName, Share, holders_of
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import (
@@ -34,6 +34,10 @@ _LATE: Final = (
 _CLAIM: Final = (
     "the scheduler chooses the devices of a ResourceClaim: name the GPU in a selector of the claim"
 )
+_HeldLease = tuple[Holder, Lease]
+"""A lease, and one of the containers that hold it."""
+_LeasesByPod = Mapping[tuple[str, str], Sequence[_HeldLease]]
+
 log = structlog.get_logger()
 
 
@@ -55,11 +59,13 @@ class AnnotationWatch:
         reported: AbstractSet[tuple[str, str]] = frozenset()
 
         async for pods, _ in self._registry.watch(_relevant):
+            snapshot = self._registry.snapshot
+            leases = _leases_by_pod(snapshot) if pods else {}
             rejected = {
                 (pod.uid, reason): pod
                 for pod in pods
                 for reason in rejected_annotations(
-                    pod, self._registry.snapshot, self._settings, self._guards
+                    pod, _leases_of(pod, leases), snapshot, self._settings, self._guards
                 )
             }
             for (uid, reason), pod in rejected.items():
@@ -99,8 +105,7 @@ class UnmetPreferenceWatch:
             self._reasons = {key: why for key, why in self._reasons.items() if key[0] in known}
             found = {
                 (pod.uid, container, words): (pod, why)
-                for pod in pods
-                for container, words, why in unmet_preferences(pod, self._registry.snapshot)
+                for pod, container, words, why in unmet_preferences(pods, self._registry.snapshot)
             }
             for key in found.keys() - reported:
                 (pod, why), (uid, container, words) = found[key], key
@@ -112,27 +117,28 @@ class UnmetPreferenceWatch:
             reported = found.keys()
 
 
-def unmet_preferences(pod: KnownPod, snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
-    """Yield containers whose shares their pod does not prefer.
+def unmet_preferences(
+    pods: Iterable[KnownPod], snapshot: Snapshot
+) -> Iterator[tuple[KnownPod, str, str, str]]:
+    """Yield containers whose shares their pods do not prefer.
 
-    Of each the name, how the shares differ, and why. The last is empty where the shares do not show
-    it. An annotation that is not followed is such a difference too.
+    Of each the pod, its name, how the shares differ, and why. The last is empty where the shares do
+    not show it. An annotation that is not followed is such a difference too.
     """
     gpus = {gpu: state.gpu for gpu, state in snapshot.gpus.items()}
-    held: dict[tuple[str, ResourceName, bool], dict[GpuId, int]] = {}
-    for state in snapshot.gpus.values():
-        for lease in state.leases.values():
-            for it in holders_of(lease):
-                if (it.namespace, it.pod) == (pod.namespace, pod.name) and it.container:
-                    of_claim = lease.resource_claim is not None
-                    counts = held.setdefault((it.container, lease.share.resource, of_claim), {})
-                    counts[lease.share.gpu] = counts.get(lease.share.gpu, 0) + 1
-    for (container, _, of_claim), counts in held.items():
-        preference = parse_preference(pod.gpu_annotations, container)
-        for problem in preference.problems:
-            yield container, "has an annotation without effect", problem
-        if words := unmet(preference, container, counts, gpus):
-            yield container, words, _CLAIM if of_claim else ""
+    leases = _leases_by_pod(snapshot)
+    for pod in pods:
+        held: dict[tuple[str, ResourceName, bool], Counter[GpuId]] = {}
+        for it, lease in _leases_of(pod, leases):
+            if it.container:
+                key = it.container, lease.share.resource, lease.resource_claim is not None
+                held.setdefault(key, Counter())[lease.share.gpu] += 1
+        for (container, _, of_claim), counts in held.items():
+            preference = parse_preference(pod.gpu_annotations, container)
+            for problem in preference.problems:
+                yield pod, container, "has an annotation without effect", problem
+            if words := unmet(preference, container, counts, gpus):
+                yield pod, container, words, _CLAIM if of_claim else ""
 
 
 def _preferring(snapshot: Snapshot) -> tuple[tuple[KnownPod, ...], object]:
@@ -145,15 +151,28 @@ def _preferring(snapshot: Snapshot) -> tuple[tuple[KnownPod, ...], object]:
 
 def rejected_annotations(
     pod: KnownPod,
+    leases: Iterable[_HeldLease],
     snapshot: Snapshot,
     settings: Callable[[GpuId], MemoryEnforcement],
     guards: Mapping[str, Guard],
 ) -> tuple[str, ...]:
-    """Return a sentence for each rejected annotation; empty before the pod has shares."""
+    """Return a sentence for each rejected annotation; empty before the pod has shares.
+
+    Args:
+        pod: a pod with annotations about GPU memory.
+        leases: all leases of its containers.
+        snapshot: everything known now.
+        settings: returns the settings of a GPU's pool.
+        guards: what keeps the memory limits of each backend.
+    """
     found: list[str] = []
     held: set[str] = set()
+    by_container: defaultdict[tuple[GpuId, Holder], list[Share]] = defaultdict(list)
+    for holder, lease in leases:
+        if holder == lease.holder:
+            by_container[lease.share.gpu, holder].append(lease.share)
 
-    for gpu, holder, shares in _held_shares(pod, snapshot):
+    for (gpu, holder), shares in by_container.items():
         resource, backend = shares[0].resource, shares[0].backend
         held.add(resource)
         if guards.get(backend) is Guard.ENFORCER:
@@ -170,15 +189,22 @@ def rejected_annotations(
     return tuple(dict.fromkeys(found))
 
 
-def _held_shares(pod: KnownPod, snapshot: Snapshot) -> Iterator[tuple[GpuId, Holder, list[Share]]]:
-    for gpu, state in snapshot.gpus.items():
-        shares: defaultdict[Holder, list[Share]] = defaultdict(list)
+def _leases_by_pod(snapshot: Snapshot) -> _LeasesByPod:
+    """Return the leases of each pod, by its namespace and name."""
+    found: dict[tuple[str, str], list[_HeldLease]] = {}
+    for state in snapshot.gpus.values():
         for lease in state.leases.values():
-            holder = lease.holder
-            if holder is not None and (holder.namespace, holder.pod) == (pod.namespace, pod.name):
-                shares[holder].append(lease.share)
-        for holder, held in shares.items():
-            yield gpu, holder, held
+            for it in holders_of(lease):
+                found.setdefault((it.namespace, it.pod), []).append((it, lease))
+    return found
+
+
+def _leases_of(pod: KnownPod, leases: _LeasesByPod) -> Sequence[_HeldLease]:
+    """Return the leases of a pod, none before the kubelet has admitted it.
+
+    What is leased under its name until then is an earlier pod's, which is not released yet.
+    """
+    return () if pod.arriving else leases.get((pod.namespace, pod.name), ())
 
 
 def _relevant(snapshot: Snapshot) -> tuple[tuple[KnownPod, ...], object]:

@@ -4,7 +4,7 @@ GetPreferredAllocation names no pod: the pod is one that is bound to the node, h
 admitted, and has a container with such a request. A preference is a hint: it fails no pod.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, cast
 
 import anyio
@@ -13,7 +13,7 @@ import structlog
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.gpu_preference import GpuPreference, parse_preference
-from metagpu.core.model.shares import ResourceName, Share, holders_of
+from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import PreferenceMissed
 from metagpu.core.state.registry import Registry
@@ -40,27 +40,18 @@ class PendingContainer(msgspec.Struct, frozen=True):
 
 def pending_containers(
     resource: ResourceName, size: int, snapshot: Snapshot
-) -> list[PendingContainer]:
-    """Return the containers that have still to get so many shares, one of each pod."""
-    holders = {
-        (it.namespace, it.pod, it.container)
-        for state in snapshot.gpus.values()
-        for lease in state.leases.values()
-        if lease.share.resource == resource
-        for it in holders_of(lease)
-    }
-    found = []
+) -> Iterator[PendingContainer]:
+    """Yield the containers that may have still to get so many shares.
+
+    Whether they hold shares is not looked at: those under the name of a pod that has still to be
+    admitted are an earlier pod's.
+    """
     for pod in snapshot.pods.by_uid.values():
-        names = (
-            name
-            for name, requests in pod.containers.items()
-            if requests.get(resource) == size and (pod.namespace, pod.name, name) not in holders
-        )
-        if pod.arriving and (name := next(names, None)) is not None:
-            found.append(
-                PendingContainer(pod.uid, name, parse_preference(pod.gpu_annotations, name))
-            )
-    return found
+        if pod.arriving:
+            for name, requests in pod.containers.items():
+                if requests.get(resource) == size:
+                    preference = parse_preference(pod.gpu_annotations, name)
+                    yield PendingContainer(pod.uid, name, preference)
 
 
 class PreferenceMatcher:
@@ -93,17 +84,18 @@ class PreferenceMatcher:
             return
         with anyio.move_on_after(self._timing.pod_wait):
             for size in sizes:
-                while not self._pending(size, self._registry.snapshot):
+                while not self._unanswered(size, self._registry.snapshot):
                     await self._registry.changed_since(self._registry.snapshot)
 
     def match(self, size: int, snapshot: Snapshot) -> PendingContainer | None:
         """Return the container that the kubelet asks for; `None` without a preference.
 
-        Where several containers may be meant, their preferences must agree.
+        Where several containers may be meant, their preferences must agree. A container that had
+        its answer is meant if no other is known.
         """
-        if not snapshot.pods.preferring:
-            return None
-        pending = self._pending(size, snapshot)
+        pending = self._unanswered(size, snapshot) or list(
+            pending_containers(self._resource, size, snapshot)
+        )
         if len({it.preference for it in pending}) > 1:
             named = tuple((it.uid, it.name) for it in pending if it.preference)
             self._registry.events.publish(PreferenceMissed(named, AMBIGUOUS))
@@ -127,10 +119,13 @@ class PreferenceMatcher:
             self._preferring_until = now + self._timing.preferring
         return pods.listed and now < self._preferring_until
 
-    def _pending(self, size: int, snapshot: Snapshot) -> list[PendingContainer]:
-        """Return the pending containers that had no answer, or all if there are none."""
-        pending = pending_containers(self._resource, size, snapshot)
-        return [it for it in pending if (it.uid, it.name) not in self._answered] or pending
+    def _unanswered(self, size: int, snapshot: Snapshot) -> list[PendingContainer]:
+        """Return the first container of each pod that had no answer."""
+        found: dict[str, PendingContainer] = {}
+        for it in pending_containers(self._resource, size, snapshot):
+            if (it.uid, it.name) not in self._answered:
+                found.setdefault(it.uid, it)
+        return list(found.values())
 
 
 class ShareChooser:

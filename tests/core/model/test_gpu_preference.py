@@ -102,7 +102,7 @@ def test_annotations_are_limited_in_number_and_length() -> None:
 
 
 def test_a_value_that_is_cut_is_reported() -> None:
-    """What is left of the word at the cut names no GPU."""
+    """A value that is cut is a problem, and the word at the cut names no GPU."""
     value = ",".join(gpu(n).id for n in range(100))
     kept = gpu_annotations({"nvidia.com/use-gpuuuid": value})
     found = parse_preference(kept, "train")

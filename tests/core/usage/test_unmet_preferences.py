@@ -1,6 +1,6 @@
 """Pods that run on other GPUs than they name are told so, once, with the reason."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, ValuesView
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
@@ -8,7 +8,7 @@ import anyio
 from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, ResourceClaimRef
+from metagpu.core.model.shares import Holder, Lease, ResourceClaimRef, ShareId
 from metagpu.core.model.snapshot import with_states
 from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import Event, PreferenceMissed, PreferenceNotMet
@@ -106,6 +106,43 @@ async def test_a_claim_has_its_selector_named() -> None:
         claimed = replace(lease, resource_claim=ResourceClaimRef("team", "claim", "c"))
         leases = MappingProxyType({claimed.share.id: claimed})
         snapshot = with_states(registry.snapshot, [replace(state, leases=leases)])
-        [(container, _, why)] = unmet_preferences(pod, snapshot)
-    assert container == "main"
+        [(found, container, _, why)] = unmet_preferences([pod], snapshot)
+    assert (found, container) == (pod, "main")
     assert "name the GPU in a selector of the claim" in why
+
+
+async def test_a_pod_that_is_not_admitted_holds_nothing() -> None:
+    """Shares under the name of a pod that is not admitted are its predecessor's."""
+    async with watched() as (registry, _):
+        list_pod(registry, NAMED)
+        hold(registry, 0)
+        [pod] = registry.snapshot.pods.by_uid.values()
+        snapshot = registry.snapshot
+    assert not list(unmet_preferences([replace(pod, arriving=True)], snapshot))
+    assert list(unmet_preferences([pod], snapshot))
+
+
+class CountedLeases(dict[ShareId, Lease]):
+    """Leases that count how often all of them are read."""
+
+    reads = 0
+
+    def values(self) -> ValuesView[Lease]:
+        """Return the leases, and count that."""
+        self.reads += 1
+        return super().values()
+
+
+async def test_leases_are_read_once_for_all_pods() -> None:
+    """Each lease's change compares all pods: with all leases for each, Allocate would wait."""
+    async with watched() as (registry, _):
+        hold(registry, 0)
+        state = registry.snapshot.gpus[gpu(0).id]
+        leases = CountedLeases(state.leases)
+        snapshot = with_states(registry.snapshot, [replace(state, leases=leases)])
+    pods = [
+        KnownPod(f"u{n}", "team", "train" if n == 1 else f"p{n}", gpu_annotations=NAMED)
+        for n in range(50)
+    ]
+    [(pod, *_)] = unmet_preferences(pods, snapshot)
+    assert (pod.uid, leases.reads) == ("u1", 1)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.shares import Holder, ResourceName
 from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import Event, PreferenceMissed
-from metagpu.core.state.facts import PodsListed
+from metagpu.core.state.facts import LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import preference
 from metagpu.plugins.kubelet.preference import PreferenceMatcher
@@ -245,6 +246,63 @@ async def test_the_wait_for_an_unknown_pod_ends_after_20_ms() -> None:
         assert not done.is_set()
         await passes(0.0002)
         assert done.is_set()
+
+
+async def test_a_pod_that_had_its_answer_is_not_asked_for_again() -> None:
+    """The next request of its size waits for its own pod, while the kubelet admits the first."""
+    registry = Registry()
+    matcher = PreferenceMatcher(
+        RESOURCE, registry, anyio.current_time, KubeletTiming(pod_wait=30.0)
+    )
+    first, second = (known(f"p{n}", 3, {UUID: f"GPU-{n}"}) for n in (1, 2))
+    registry.apply(PodsListed((first,)))
+    answered = matcher.match(3, registry.snapshot)
+
+    done = anyio.Event()
+
+    async def wait() -> None:
+        await matcher.wait_known([3])
+        done.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert not done.is_set()
+        registry.apply(PodsListed((first, second)))
+    found = matcher.match(3, registry.snapshot)
+    again = matcher.match(3, registry.snapshot)
+
+    assert answered is not None
+    assert found is not None
+    assert (answered.uid, found.uid) == ("uid-p1", "uid-p2")
+    assert again is None  # any of both may be meant, and they differ
+
+
+async def test_containers_of_a_pod_are_asked_for_in_their_order() -> None:
+    """Containers of one size are distinguished by the answers that they had."""
+    registry = Registry()
+    annotations = {"gpus.metagpu.io/a": "1", "gpus.metagpu.io/b": "2"}
+    containers = {"a": {METAGPU: 2}, "b": {METAGPU: 2}}
+    registry.apply(PodsListed((replace(known("p", 2, annotations), containers=containers),)))
+    matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time)
+    found = [matcher.match(2, registry.snapshot) for _ in range(2)]
+    assert [it and (it.name, it.preference.parts) for it in found] == [("a", 1), ("b", 2)]
+
+
+async def test_a_recreated_pod_is_asked_for_while_its_predecessor_holds_shares(
+    tmp_path: Path,
+) -> None:
+    """A pod of a StatefulSet has the name of the one before, whose shares are not released yet."""
+    async with pods_of(tmp_path) as pods:
+        assert await pods.run("db-0", 2, uuid=gpu(3).id) == {3: 2}
+        holder = Holder("default", "db-0", "main")
+        ids = dict.fromkeys(pods.node.registry.snapshot.gpus[gpu(3).id].leases, holder)
+        pods.node.registry.apply(LeasesObserved(ids, at=anyio.current_time()))
+        pods.end("db-0")
+        pods.list([replace(known("db-0", 2, {UUID: gpu(1).id}), uid="uid-later")])
+        await pods.node.kubelet.admit(later := pod("later", 2))
+        [one, _] = pods.node.kubelet.devices(later)["main"][METAGPU]
+        assert one.startswith(gpu(1).id)
 
 
 async def test_nobody_waits_where_no_pod_names_a_gpu(tmp_path: Path) -> None:
