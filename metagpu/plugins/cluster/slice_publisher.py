@@ -4,7 +4,6 @@ The kubelet deletes the slices of all drivers when it starts, and people may edi
 publisher watches its own slices. Loaded only where a pool has the front DRA.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -57,12 +56,12 @@ class SliceTiming(msgspec.Struct, frozen=True):
 
     Attributes:
         edited: before a slice that somebody edited is written again; a deleted one is at once.
-        burst: writes of one GPU's pool that may follow each other at once.
-        rate: writes of one GPU's pool a second, after these.
+        burst: how often as many slices may be written at once as the node has.
+        rate: writes of slices of the node a second, after these.
     """
 
     edited: float = 30.0
-    burst: float = 4.0
+    burst: int = 2
     rate: float = 2.0
 
 
@@ -95,10 +94,10 @@ class SlicePublisher:
     _edited: dict[str, float] = field(default_factory=dict)
     _roots: dict[GpuId, str | None] = field(default_factory=dict)
     _rendered: _Rendered = field(default_factory=dict)
+    _written: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rate, burst = self.timing.rate, self.timing.burst
-        self._buckets = defaultdict[str, TokenBucket](lambda: TokenBucket(burst, rate))
+        self._bucket = TokenBucket(0, self.timing.rate)
         self.classes = DeviceClasses(self.client)
         self.own = OwnSlices(self.client, self.node.name, self._on_change)
         self.reconciler = Reconciler("resource slices", self.reconcile, self.client.timing)
@@ -135,8 +134,9 @@ class SlicePublisher:
         if not self.own.known or node is None or not snapshot.offers:
             return None  # before a layout is applied, slices of an earlier daemon stay
         wanted = await self._wanted(snapshot)
+        self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
         waits, refused = list[float | None](), list[ClusterError]()
-        for specs in wanted.values():
+        for specs in sorted(wanted.values(), key=self._last_written):
             try:
                 waits.append(await self._reconcile_pool(specs, node))
             except ClusterError as error:
@@ -148,6 +148,10 @@ class SlicePublisher:
         if refused:
             raise refused[0]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _last_written(self, specs: tuple[SliceSpec, ...]) -> float:
+        """Return when a pool was written: a GPU that changes seldom waits for no other."""
+        return self._written.get(specs[0]["pool"]["name"], -1)
 
     async def _wanted(self, snapshot: Snapshot) -> Mapping[GpuId, tuple[SliceSpec, ...]]:
         """Return the wanted slices, the same objects for a GPU without a change."""
@@ -180,11 +184,10 @@ class SlicePublisher:
             wait = self._edited.get(pool, now) - now
             if wait > 0:
                 return wait
-        wait = self._buckets[pool].wait(now)
+        wait = self._bucket.wait(now)
         if wait > 0:
             return wait
-        self._buckets[pool].take(now)
-        self._published.pop(pool, None)
+        self._written[pool] = now
         await self._write(pool, specs, node)
         return None
 
@@ -206,13 +209,21 @@ class SlicePublisher:
         return True
 
     async def _write(self, pool: str, specs: tuple[SliceSpec, ...], node: KubeObject) -> None:
-        """Write all slices of a pool in its next generation; delete the others."""
+        """Write the slices of a pool, and delete others.
+
+        If only one differs, it is replaced in its generation: the pool stays complete. Otherwise
+        all are written in the next one.
+        """
         before = self.own.in_pool(specs[0]["driver"], pool)
-        generation = max(map(generation_of, before.values()), default=0) + 1
+        generation = max(map(generation_of, before.values()), default=0)
+        as_wanted = self._as_wanted(pool, specs, generation)
+        if len(as_wanted) + 1 < len(specs) or len(before) != len(specs):
+            generation, as_wanted = generation + 1, {}
+        self._published.pop(pool, None)
         answers, dropped = [], list(self.dropped)
         for number, spec in enumerate(specs):
             wanted = slice_object(spec, number, generation, node)
-            answers.append(answer := await self._put(wanted))
+            answers.append(answer := as_wanted.get(number) or await self._put(wanted))
             dropped += dropped_fields(wanted["spec"], answer["spec"])
         for name in before.keys() - {it["metadata"]["name"] for it in answers}:
             await self._delete(name)
@@ -220,9 +231,26 @@ class SlicePublisher:
         self._edited.pop(pool, None)
         self._set_dropped(tuple(dict.fromkeys(dropped)))
 
+    def _as_wanted(
+        self, pool: str, specs: tuple[SliceSpec, ...], generation: int
+    ) -> Mapping[int, KubeObject]:
+        """Return the slices of a generation that the API server has as they are wanted."""
+        published, found = self._published.get(pool), dict[int, KubeObject]()
+        for number, spec in enumerate(specs):
+            it = self.own.objects.get(slice_name(spec, number))
+            if it is None or generation_of(it) != generation:
+                continue
+            wanted: Any = spec
+            if published is not None and spec in published.specs:
+                wanted = published.answers[published.specs.index(spec)]["spec"]
+            if comparable(wanted) == comparable(it["spec"]):
+                found[number] = it
+        return found
+
     async def _put(self, wanted: KubeObject) -> KubeObject:
         """Create or replace a slice; return the answer."""
         name = wanted["metadata"]["name"]
+        self._bucket.reserve(anyio.current_time())
         try:
             if name in self.own.objects:
                 answer = await self.client.call("PUT", f"{SLICES}/{name}", body=wanted)
@@ -232,7 +260,8 @@ class SlicePublisher:
             if error.status == _NOT_FOUND:
                 self.own.objects.pop(name, None)  # the next attempt creates it
             elif error.status == _CONFLICT:
-                self.own.objects[name] = wanted  # the next attempt replaces it
+                unread = {key: wanted["spec"][key] for key in ("driver", "pool")}
+                self.own.objects[name] = {**wanted, "spec": unread}  # the next attempt replaces it
             raise
         self.own.objects[name] = answer
         return answer
