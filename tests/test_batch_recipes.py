@@ -1,7 +1,12 @@
 """Recipes of docs/batch.md for other schedulers: their fields are those of published schemas.
 
 None of these programs runs in a test. The tables have the fields of their custom resources as the
-projects publish them, as far as a recipe might use them.
+projects publish them, as far as a recipe might use them. They were read at
+
+- kubernetes-sigs/kueue 013c8f252cf1, and its CHANGELOG-0.15.md: 0.15 serves v1beta2 first;
+- volcano-sh/volcano 038b64a8974a (Queue) and 233ca8bd15a2 (Job), which no release names;
+- kai-scheduler/KAI-Scheduler 431c3a037b6e, and its CHANGELOG.md: 0.15.0 has the annotation
+  `kai.scheduler/batch-min-member` first.
 """
 
 import re
@@ -21,6 +26,8 @@ from tests.backends.mig.gpus import mig_gpu
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
 RECIPES: Final = PAGE.split("## Kueue, Volcano and KAI")[1]
+RELEASES: Final = ("Kueue 0.15", "KAI 0.15")
+"""The first that have every field and annotation of their recipe."""
 
 Schema: TypeAlias = Mapping[str, "Schema"] | list["Schema"] | None
 """The fields of an object, the schema of a list's items, or None: any value is good."""
@@ -55,7 +62,7 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         **dict.fromkeys(("nodeLabels", "nodeTaints", "tolerations", "topologyName"))
     },
     "kueue.x-k8s.io/v1beta2 ClusterQueue": {
-        **dict.fromkeys(("admissionScope", "cohortName", "excludeResourcePrefixes")),
+        **dict.fromkeys(("admissionScope", "cohortName", "concurrentAdmissionPolicy")),
         **dict.fromkeys(("admissionChecksStrategy", "namespaceSelector", "stopPolicy")),
         "queueingStrategy": None,
         "fairSharing": {"weight": None},
@@ -156,13 +163,14 @@ def test_a_recipes_fields_are_published(kind: str) -> None:
 
 
 def test_every_object_of_the_recipes_is_checked() -> None:
-    """No recipe has a kind without a table, and the section says that nothing of it was run."""
+    """No recipe has a kind without a table; the section says for which releases, and not run."""
     [configuration] = [it for it in objects() if it["kind"] == "Configuration"]
     assert configuration["apiVersion"] == "config.kueue.x-k8s.io/v1beta2"
     assert list(unknown(configuration, CONFIGURATION, "configuration")) == []
     rest = [it for it in objects() if it != configuration]
     assert {f"{it['apiVersion']} {it['kind']}" for it in rest} == SCHEMAS.keys()
     assert RECIPES.lstrip().startswith("**Not run here.**")
+    assert all(it in RECIPES for it in RELEASES)
 
 
 def test_a_field_that_is_not_published_is_found() -> None:
