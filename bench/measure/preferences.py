@@ -2,15 +2,17 @@
 
 import random
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import anyio
 from anyio import to_thread
 
 from bench import client, daemon
+from bench.client import Client
 from bench.figures import Figure, Samples
-from bench.measure.calls import Call, alternating
+from bench.measure.calls import Call
 from bench.plan import Plan
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.plugins.kubelet.timing import TIMING
@@ -18,70 +20,89 @@ from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.machine.spec import build_node
 
 _NODE: Final = "bench"
+_PODS: Final = 25
+"""Pods that are admitted at once: each call is that of another one."""
 _KNOWN, _UNKNOWN = 4, 5
-"""Shares of the pod that the API server has, and of one that it has not."""
+"""Shares of these pods, and of one that the API server has not."""
 _NAME: Final = f"Preferred, {_KNOWN} of 800, of a pod that names its GPU"
 _LATE: Final = f"Preferred, {_UNKNOWN} of 800, of a pod that is not known in time"
-_TIMEOUT: Final = 30.0
+_CALM: Final = 0.3
+"""Seconds after a change of the pods: the daemon knows them then."""
 
 
 def preferences(plan: Plan) -> list[Figure]:
-    """Measure on two nodes; only one has an API server, and a pod that is bound to it."""
+    """Measure on two nodes; only one has an API server, with pods that are bound to it."""
     return anyio.run(_preferences, plan)
 
 
 async def _preferences(plan: Plan) -> list[Figure]:
-    named = build_node(daemon.GPUS).gpus[-1].id
     server = SimApiServer()
     server.add_node(_NODE)
-    server.add_pod(
-        *("bench", "train", _NODE, {"nvidia.com/use-gpuuuid": named}),
-        phase="Pending",
-        requests={daemon.RESOURCE: _KNOWN},
-    )
+    named = build_node(daemon.GPUS).gpus[-1].id
+    ours, plain, waits = Samples(), Samples(), Samples()
     async with server.running():
-        return await to_thread.run_sync(_measure, plan, server, named)
-
-
-def _measure(plan: Plan, server: SimApiServer, named: str) -> list[Figure]:
-    plan.report("preferences")
-    with ExitStack() as stack:
-        plugins = []
-        for joined in (True, False):
-            folder = stack.enter_context(daemon.folder())
-            joins = {"--node-name": _NODE, "--kubeconfig": server.kubeconfig(folder)}
-            config = daemon.POOL.format(shares=100)
-            subject = stack.enter_context(
-                daemon.start(folder, config=config, further=joins if joined else None)
+        with _plugin(server) as plugin, _plugin(None) as other:
+            ids = await to_thread.run_sync(lambda: client.ids_in(plugin.first_list()))
+            shuffled = random.Random(1).sample(ids, len(ids))  # noqa: S311 - as Go's map order does
+            request = client.preferred_request(shuffled, _KNOWN)
+            for number in range(-1, plan.count(40, 2)):
+                plan.report(f"preferences: {number}")
+                _arrive(server, number, named)
+                await anyio.sleep(_CALM)
+                for call, samples in ((plugin.prefer, ours), (other.prefer, plain)):
+                    found, answer = await to_thread.run_sync(_timed, call, request, _PODS)
+                    if call is plugin.prefer:
+                        assert _gpus(answer) == {named}
+                    if number >= 0:  # the round before the first only warms up
+                        samples.seconds += found
+            late = client.preferred_request(shuffled, _UNKNOWN)
+            waits.seconds, _ = await to_thread.run_sync(
+                _timed, plugin.prefer, late, plan.count(200, 10)
             )
-            plugins.append(stack.enter_context(client.connected(subject.socket)))
-        ids = client.ids_in(plugins[0].first_list())
-        shuffled = random.Random(1).sample(ids, len(ids))  # noqa: S311 - as Go's map order does
-        request = client.preferred_request(shuffled, _KNOWN)
-        _await_gpu(plugins[0].prefer, request, named)
-        ours, plain = alternating(
-            plugins[0].prefer, plugins[1].prefer, [request], plan.count(3000, 100)
-        )
-        late = client.preferred_request(shuffled, _UNKNOWN)
-        waits = Samples([_timed(plugins[0].prefer, late) for _ in range(plan.count(200, 10))])
     return [
-        ours.ratio(f"{_NAME}: to one without annotations", plain, target=1.5),
+        ours.ratio(f"{_NAME}: to one without annotations", plain, target=2),
         ours.figure(_NAME, unit="us"),
         waits.figure(_LATE, target=TIMING.pod_wait * 1e3 + 5),
     ]
 
 
-def _await_gpu(prefer: Call, request: bytes, gpu: str) -> None:
-    """Wait until the daemon knows the pod: it prefers the GPU that the pod names."""
-    deadline = time.monotonic() + _TIMEOUT
-    while True:
-        [answer] = v1beta1.PreferredAllocationResponse.parse(prefer(request)).container_responses
-        if {it.partition("::")[0] for it in answer.device_i_ds} == {gpu}:
-            return
-        assert time.monotonic() < deadline, f"the daemon prefers {answer.device_i_ds}"
+def _arrive(server: SimApiServer, number: int, named: str) -> None:
+    """Replace the pods by others, which are bound and have still to be admitted."""
+    for it in server.pods():
+        server.delete_pod("bench", it["metadata"]["name"])
+    for pod in range(_PODS):
+        server.add_pod(
+            *("bench", f"train-{number}-{pod}", _NODE, {"nvidia.com/use-gpuuuid": named}),
+            phase="Pending",
+            requests={daemon.RESOURCE: _KNOWN},
+        )
 
 
-def _timed(prefer: Call, request: bytes) -> float:
-    began = time.perf_counter()
-    prefer(request)
-    return time.perf_counter() - began
+@contextmanager
+def _plugin(server: SimApiServer | None) -> Iterator[Client]:
+    """Run a daemon, perhaps with an API server."""
+    with daemon.folder() as folder:
+        joins: dict[str, object] = {}
+        if server is not None:
+            joins = {"--node-name": _NODE, "--kubeconfig": server.kubeconfig(folder)}
+        config = daemon.POOL.format(shares=100)
+        with (
+            daemon.start(folder, config=config, further=joins) as subject,
+            client.connected(subject.socket) as plugin,
+        ):
+            yield plugin
+
+
+def _timed(call: Call, request: bytes, count: int) -> tuple[list[float], bytes]:
+    """Return the seconds of each of some calls, and the last answer."""
+    seconds, answer = [], b""
+    for _ in range(count):
+        began = time.perf_counter()
+        answer = call(request)
+        seconds.append(time.perf_counter() - began)
+    return seconds, answer
+
+
+def _gpus(answer: bytes) -> set[str]:
+    [preferred] = v1beta1.PreferredAllocationResponse.parse(answer).container_responses
+    return {it.partition("::")[0] for it in preferred.device_i_ds}
