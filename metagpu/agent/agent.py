@@ -251,6 +251,8 @@ class Agent:
         self.recent_events = build_recent_events(
             self.registry, self._node, (self.status_address, self.web_address)
         )
+        if self.recent_events is not None:
+            self.pod_server.events_of = self.recent_events.report_for_pod
         self._agent_commands = AgentCommands(
             self._node,
             self._backends,

@@ -86,7 +86,8 @@ def _part(answer: Answer, kind: str) -> Mapping[str, Any]:
     """Return the data of one kind for programs; the node's name is always there."""
     head = {"node": answer["node"]}
     if kind == "devices":
-        return {**head, "gpus": answer["gpus"]}
+        events = {"events": answer["events"]} if "events" in answer else {}  # of a pod's own
+        return {**head, "gpus": answer["gpus"], **events}
     if kind == "processes":
         return {**head, "containers": answer["containers"], "unauthorized": answer["unauthorized"]}
 

@@ -58,7 +58,7 @@ def processes_table(answer: Answer, *, wide: bool = False) -> Drawing:
 
     used = 0
     for container, part in _parts(answer):
-        used += part["usedMiB"]
+        used += part["usedMiB"] or 0
         for process in part["processes"] or [None]:
             rows.add(
                 *_process(answer, container, part, process, wide=wide),

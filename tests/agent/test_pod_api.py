@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import termios
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from anyio.abc import Process
 from metagpu import __version__
 from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
+from metagpu.core.model.reasons import iso_time
 from metagpu.core.model.shares import Holder
 from metagpu.display.encoding import WIDE_FORMATS as FORMATS
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.display.usage import KINDS
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
@@ -36,7 +39,7 @@ from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mgctl import PROGRAM, Pods, assert_built, wait_ended
-from tests.rigs.waiting import until
+from tests.rigs.waiting import becomes, until
 
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
 
@@ -64,12 +67,18 @@ class Node(Pods):
 
 @asynccontextmanager
 async def node(
-    tmp_path: Path, config: str = QUICK, *, has_socket: bool = True
+    tmp_path: Path,
+    config: str = QUICK,
+    *,
+    has_socket: bool = True,
+    web: ListenAddress | None = None,
 ) -> AsyncIterator[Node]:
     """Serve a node while the block lasts: Alice holds 3 shares, Bob 2."""
     machine, folder = SimHost(tmp_path), tmp_path / "pod"
     async with (
-        agent_at_work(tmp_path, config=config, host=machine.host, pod_dir=folder) as scene,
+        agent_at_work(
+            tmp_path, config=config, host=machine.host, pod_dir=folder, web_address=web
+        ) as scene,
         running("sleep", "60") as alices,
         running("sleep", "61") as bobs,
         anyio.create_task_group() as group,
@@ -143,9 +152,27 @@ async def test_each_sees_itself_at_the_same_time(tmp_path: Path) -> None:
 
 
 async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
-    """`mgctl web` of Alice's container serves her own part, whoever else is on her GPU."""
+    """`mgctl web` of Alice's container serves her own part, whoever else is on her GPU.
+
+    Events are hers and those of her GPU's own health, and its fault has its time.
+    """
     web = [sys.executable, "-m", "metagpu.cli.mgctl", "web", "--address", "127.0.0.1:0"]
-    async with node(tmp_path) as it, it.started(ALICE, *web) as process:
+    address = ListenAddress("127.0.0.1", 0)
+    async with node(tmp_path, web=address) as it, it.started(ALICE, *web) as process:
+        assert it.scene
+        machine, recent = it.scene.node, it.scene.agent.recent_events
+        assert recent
+        machine.raise_xid(machine.gpu(1), 48)  # of a GPU that Alice holds nothing of
+        machine.raise_xid(machine.gpu(0), 48)
+        reasons = Counter[str]()
+
+        def have_come() -> bool:
+            reasons.clear()
+            reasons.update(each["reason"] for each in recent.report())
+            return reasons["GPUUnhealthy"] == reasons["GPUSharesGranted"] == 2
+
+        await becomes(have_come)
+        since = it.scene.agent.registry.snapshot.gpus[machine.gpu(0).id].verdict.since
         assert process.stdout is not None
         with anyio.fail_after(30):
             line = (await process.stdout.receive()).decode()
@@ -161,6 +188,12 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
     view = json.loads(answer.body)
     [shown] = view["nodes"]
     assert (view["kind"], shown["pod"], shown["problem"]) == ("pod", "default/alice", "")
+    [faulty] = shown["status"]["gpus"]
+    assert (faulty["healthy"], faulty["since"]) == (False, iso_time(since))
+    assert {(each["reason"], each["gpu"], each["node"]) for each in view["events"]} == {
+        ("GPUSharesGranted", 0, shown["name"]),
+        ("GPUUnhealthy", 0, shown["name"]),
+    }
     [gpu] = shown["usage"]["gpus"]
     assert (gpu["usedMiB"], [it["held"] for it in gpu["shares"]]) == (1000, [3])
     [part] = shown["usage"]["containers"][0]["gpus"]
@@ -168,6 +201,21 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
     assert [it["holder"] for it in shown["status"]["leases"]] == ["default/alice (main)"]
     assert shown["status"]["gpus"][0]["shares"] == {METAGPU: {"capacity": 10}}
     assert b"bob" not in answer.body
+
+
+async def test_a_pod_of_a_gpu_that_is_lost_still_sees_it(tmp_path: Path) -> None:
+    """A GPU off the bus has no readable processes: its pod keeps its part, and use is unknown."""
+    async with node(tmp_path) as it:
+        assert it.scene
+        machine = it.scene.node
+        machine.raise_xid(machine.gpu(0), 79)
+        await it.scene.until(20, 10)
+        gpus = json.loads((await it.mgctl(ALICE, "get", "devices", "-o", "json")).out)["gpus"]
+        pods = (await it.mgctl(ALICE, "get", "pods")).out
+
+    assert [(gpu["index"], gpu["healthy"], gpu["usedMiB"]) for gpu in gpus] == [(0, False, None)]
+    assert "?/12288 MiB" in pods
+    assert "bob" not in pods
 
 
 async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:

@@ -267,13 +267,17 @@ async def test_a_pod_sees_its_own_part(browser: "Browser") -> None:
         assert cut
         assert whole
         assert abs(cut["width"] / whole["width"] - 0.2) < 0.01
-        assert "XID 79" in await it.page.inner_text("#problems")
+        problem = await it.page.inner_text("#problems")
+        assert "XID 79" in problem
+        assert "since" in problem
+        events = await it.page.locator("#events li b").all_inner_texts()
+        assert events == ["GPUUnhealthy", "GPUSharesGranted"]
         assert "5.5 of 47.6 GiB" in await it.page.inner_text("#figures")
         assert "2 processes" in await it.page.inner_text("#gpu-0")
         assert "43.6 of 47.6 GiB, limit 48.0 GiB" in await it.page.inner_text("#pods")
         assert "over its limit" in await it.page.inner_text("#pods")
         text = await it.page.inner_text("main")
-        for foreign in ("free", "not available", "Idle", "pool", "Resources", "Events", "Pods"):
+        for foreign in ("free", "not available", "Idle", "pool", "Resources", "Pods"):
             assert foreign not in text
         server.view = views.view("pod", [{**server.view["nodes"][0], "problem": "no daemon"}])
         server.view["nodes"][0] |= {"status": None, "usage": None}
@@ -294,6 +298,9 @@ async def test_a_pod_sees_the_slices_of_its_own_mig_device(browser: "Browser") -
         assert whole
         assert abs((cut["x"] - whole["x"]) / whole["width"] - 0.5) < 0.02
         assert abs(cut["width"] / whole["width"] - 0.25) < 0.02
+        problem = await it.page.inner_text("#problems")
+        assert "MIG device 2g.20gb@4: XID 94" in problem
+        assert "since" in problem
 
 
 async def test_a_missing_right_is_one_line(browser: "Browser") -> None:

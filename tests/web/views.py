@@ -155,6 +155,7 @@ class NodeView:
                 ],
                 "healthy": healthy,
                 "reason": report["reason"],
+                "since": report["since"],
                 "faults": {},
                 "cordon": None,
                 "policy": "warn",
@@ -367,17 +368,26 @@ def pod_view() -> View:
     node = NodeView("gpu-node-01")
     node.gpu(A100, [("lab/notebook-ana", METAGPU, 20, 0.35)])
     node.gpu(
-        H100, [("lab/notebook-ana", METAGPU, 40, 1.2)], healthy=False, reason="XID 79: off the bus"
+        H100,
+        [("lab/notebook-ana", METAGPU, 40, 1.2)],
+        healthy=False,
+        reason="XID 79: off the bus",
+        since=ago(14),
     )
     containers = [
         {**it, "gpus": [{**part, "limitMiB": 24576, "processes": [{}, {}]} for part in it["gpus"]]}
         for it in node.usage["containers"]
     ]
+    gpus = [{**it, "devices": [], "slices": 0} for it in node.usage["gpus"]]
     row = node_of_pod(
-        {"node": node.name, "gpus": node.usage["gpus"]},
-        {"containers": containers, "unauthorized": []},
+        {"node": node.name, "gpus": gpus}, {"containers": containers, "unauthorized": []}
     )
-    return view("pod", [row])
+    granted = "lab/notebook-ana has 20 shares of cnvrg.io/metagpu on GPU 0"
+    events = [
+        event(14, "error", "GPUUnhealthy", "GPU 1: XID 79: off the bus", gpu=1, node=node.name),
+        event(90, "info", "GPUSharesGranted", granted, gpu=0, node=node.name),
+    ]
+    return view("pod", [row], events=events)
 
 
 def mig_pod_view() -> View:
@@ -390,6 +400,8 @@ def mig_pod_view() -> View:
         "device": "MIG-4",
         "profile": "2g.20gb",
         "placement": {"start": 4, "size": 2},
+        "share": "GPU-gpu-node-01-0::2g.20gb@4",
+        "fault": {"reason": "XID 94", "since": ago(5)},
     }
     gpus = [{**it, "devices": [device], "slices": 8} for it in node.usage["gpus"]]
     containers = [

@@ -29,7 +29,7 @@ class NodeUsage(msgspec.Struct):
 
     Attributes:
         at: the moment, in seconds since the epoch.
-        gpus: usage in the order of the GPUs; a GPU that NVML could not read has an empty one.
+        gpus: usage in the order of the GPUs; a GPU that NVML could not read has its holders alone.
         failures: why NVML could not read a GPU.
         utilization: percent of each GPU that each process uses, by pid. A GPU whose driver does not
             report it is not in the mapping.
@@ -98,6 +98,8 @@ class UsageCollector:
                 gpu_usages[gpu] = await self._attribute(gpu, activity.processes)
             except DriverError as error:
                 usage.failures[gpu] = str(error)
+                if (state := self._registry.snapshot.gpus.get(gpu)) is not None:
+                    gpu_usages[gpu] = attribute_processes(state, (), {}, {})
             else:
                 if activity.utilization is not None:
                     usage.utilization[gpu] = activity.utilization

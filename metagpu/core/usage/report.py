@@ -15,6 +15,7 @@ from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import profile_of
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.reasons import iso_time
 from metagpu.core.model.shares import HardwareDevice, Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.usage.accounting import (
@@ -163,6 +164,7 @@ def _gpu_report(
         "shares": _resources_report(state, use.held),
         "healthy": state.verdict.healthy,
         "reason": state.verdict.reason,
+        "since": iso_time(state.verdict.since),
         "faults": {device: verdict.reason for device, verdict in state.mig_faults.items()},
         "cordon": state.cordon and state.cordon.reason,
         "policy": str(rules.settings(gpu.id).policy),
@@ -185,7 +187,7 @@ def _gpu_report_for_pod(
         for share in usage.shares
         if share.id in provisioned
     }
-    devices = [_device_report(share, *of_share) for share, of_share in own.items()]
+    devices = [_device_report(state, share, *of_share) for share, of_share in own.items()]
     names = {it["device"] for it in devices}
     details = _gpu_report(state, _pod_totals(state, usages, node_usage), node_usage, rules)
     faults = {device: reason for device, reason in details["faults"].items() if device in names}
@@ -194,15 +196,18 @@ def _gpu_report_for_pod(
     return {**details, "cordon": None, "faults": faults, "devices": devices, "slices": slices}
 
 
-def _device_report(share: ShareId, holder: Holder, it: HardwareDevice) -> dict[str, Any]:
+def _device_report(
+    state: GpuState, share: ShareId, holder: Holder, it: HardwareDevice
+) -> dict[str, Any]:
     """Return a MIG device that a container holds, or holds a part of."""
-    place = it.placement
+    place, fault = it.placement, state.mig_faults.get(it.device)
     return {
         "share": share,
         "container": holder.container,
         "device": it.device,
         "profile": profile_of(share),
         "placement": {"start": place.start, "size": place.size} if place else None,
+        "fault": {"reason": fault.reason, "since": iso_time(fault.since)} if fault else None,
     }
 
 
@@ -289,7 +294,7 @@ def _container_gpu_report(
         "capacity": capacity,
         "shareMiB": None if usage.share_memory is None else _mib(usage.share_memory),
         "limitMiB": None if limit is None else _mib(limit),
-        "usedMiB": _mib(usage.memory),
+        "usedMiB": None if usage.gpu in node_usage.failures else _mib(usage.memory),
         "overLimit": limit is not None and usage.memory > limit,
         "utilization": own,
         # In percent of the container's part of the GPU: above 100 where others leave time.

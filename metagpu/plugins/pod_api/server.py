@@ -1,6 +1,6 @@
 """The server of `mgctl` in containers: it answers about the caller's pod alone."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -49,6 +49,7 @@ class PodMgctlServer:
             socket.
         run_child: starts the process that holds the connections of containers.
         limits: of callers.
+        events_of: returns the recent events that a pod may read, by the GPUs of its usage.
     """
 
     folder: PodFolder
@@ -59,6 +60,7 @@ class PodMgctlServer:
     run_child: RunChild
     timing: PodApiTiming = field(default_factory=PodApiTiming)
     limits: ClassVar[PodSocketLimits] = DEFAULT_LIMITS
+    events_of: Callable[[RequestingPod, Sequence[Answer]], Sequence[Answer]] = lambda *_: ()
     _socket: PodSocket | None = None
     _render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
 
@@ -148,7 +150,9 @@ class PodMgctlServer:
             await anyio.sleep(PERIOD)
 
     async def _answer(self, pod: RequestingPod) -> Answer:
-        return {"version": __version__, "node": self.node, **await self.usage_report(pod)}
+        report = await self.usage_report(pod)
+        events = self.events_of(pod, report["gpus"])
+        return {"version": __version__, "node": self.node, **report, "events": events}
 
     async def _pod(self, container: Container) -> RequestingPod:
         """Return the pod of a container, by name.

@@ -1,10 +1,9 @@
 """The page of one pod: its view, by what the daemon answers to the pod itself."""
 
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from anyio import to_thread
@@ -14,6 +13,9 @@ from metagpu.core.model.reasons import iso_time
 from metagpu.core.usage.report import without_processes
 from metagpu.plugins.pod_api.client import ask_daemon
 from metagpu.plugins.web.polled import Object, PolledView, digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class OwnPodView(PolledView):
@@ -27,7 +29,8 @@ class OwnPodView(PolledView):
     def __init__(self, socket: Path, interval: float = 2.0) -> None:
         super().__init__(self._look, interval)
         self._socket = socket
-        self._node: Mapping[str, Any] = {}
+        self._node: Object = {}
+        self._events: Sequence[Object] = ()
 
     async def check(self) -> None:
         """Look once.
@@ -35,18 +38,18 @@ class OwnPodView(PolledView):
         Raises:
             MetagpuError: the daemon does not answer, or not this process.
         """
-        self._node = await self._ask()
+        await self._ask()
 
     async def _look(self) -> tuple[Object, bytes]:
         """Return the view and its digest; without an answer, a view that says why."""
         try:
-            self._node = node = await self._ask()
+            await self._ask()
         except MetagpuError as error:
-            node = {**self._node, "problem": str(error), "status": None, "usage": None}
-        view = {"kind": "pod", "nodes": [node], "events": [], "waiting": []}
+            self._node = {**self._node, "problem": str(error), "status": None, "usage": None}
+        view = {"kind": "pod", "nodes": [self._node], "events": self._events, "waiting": []}
         return {**view, "at": iso_time(time.time())}, digest_of(view)
 
-    async def _ask(self) -> Mapping[str, Any]:
+    async def _ask(self) -> None:
         devices, processes = [
             msgspec.json.decode(
                 await to_thread.run_sync(
@@ -56,7 +59,8 @@ class OwnPodView(PolledView):
             )
             for kind in ("devices", "processes")
         ]
-        return node_of_pod(devices, processes)
+        self._node = node_of_pod(devices, processes)
+        self._events = devices.get("events", ())  # a daemon of an earlier version has none
 
 
 def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
@@ -95,15 +99,16 @@ def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
 
 
 def _gpu(report: Object, pod: str) -> dict[str, Any]:
-    shown = ("index", "uuid", "product", "memoryMiB", "healthy", "reason")
-    devices = [
-        {**it, "holder": f"{pod} ({it['container']})"}
-        for it in report.get("devices", ())  # a daemon of an earlier version has none
-    ]
+    shown = ("index", "uuid", "product", "memoryMiB", "healthy", "reason", "since")
+    devices = [{**it, "holder": f"{pod} ({it['container']})"} for it in report["devices"]]
     return {
         **{name: report[name] for name in shown},
-        "faults": [{"device": it, "reason": why} for it, why in report["faults"].items()],
+        "faults": [
+            {"device": it["device"], "shares": [it["share"]], **it["fault"]}
+            for it in devices
+            if it["fault"]
+        ],
         "devices": devices,
-        "slices": report.get("slices", 0),
+        "slices": report["slices"],
         "shares": {it["resource"]: {"capacity": it["capacity"]} for it in report["shares"]},
     }

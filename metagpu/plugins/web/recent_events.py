@@ -14,6 +14,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.reasons import iso_time
@@ -23,6 +24,7 @@ from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.report import RequestingPod
 from metagpu.plugins.cluster.event_reasons import SEVERE, EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of
@@ -34,6 +36,13 @@ GRANTED: Final = "GPUSharesGranted"
 FREED: Final = "GPUSharesFreed"
 PERIOD: Final = 0.5
 """Seconds from one look at the leases, if they change, to the next."""
+_OF_A_WHOLE_GPU: Final = frozenset(
+    (
+        *(EventReason.GPU_UNHEALTHY, EventReason.GPU_RECOVERED, EventReason.GPU_RESET_NEEDED),
+        *(EventReason.GPU_CORDONED, EventReason.GPU_UNCORDONED),
+    )
+)
+"""Events that every pod of the GPU may read: they name no pod and no MIG device."""
 _OWN_KINDS: Final = (SharesClaimed, LayoutApplied, GpuCordoned, GpuUncordoned)
 
 Held = Mapping[tuple[str, str], Mapping[ShareId, Share]]
@@ -45,6 +54,8 @@ class RecentEvent(msgspec.Struct, frozen=True):
 
     Attributes:
         of_pod: whether pods cause it, as often as they like.
+        pod: namespace and name of the pod that it is about, `None` for any other subject.
+        device: the uuid of the MIG device that it is about alone, empty for none.
     """
 
     at: float
@@ -53,6 +64,8 @@ class RecentEvent(msgspec.Struct, frozen=True):
     reason: str
     text: str
     of_pod: bool = False
+    pod: tuple[str, str] | None = None
+    device: str = ""
 
     def to_dict(self, node: str) -> dict[str, Any]:
         """Return the event as the view has it."""
@@ -119,9 +132,32 @@ class RecentEvents:
 
     def report(self) -> list[dict[str, Any]]:
         """Return the events as plain data, the latest first."""
+        return [it.to_dict(self._node.name) for it in self._latest_first()]
+
+    def report_for_pod(
+        self, pod: RequestingPod, gpus: Iterable[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the events that are about a pod, or about the health of what it holds.
+
+        Args:
+            pod: the pod that asks.
+            gpus: the GPUs of its report, with its MIG devices.
+        """
+        indices, devices = set[int](), set[str]()
+        for gpu in gpus:
+            indices.add(gpu["index"])
+            devices.update(it["device"] for it in gpu["devices"])
+        return [
+            it.to_dict(self._node.name)
+            for it in self._latest_first()
+            if it.pod == (pod.namespace, pod.name)
+            or it.device in devices
+            or (it.reason in _OF_A_WHOLE_GPU and it.gpu in indices)
+        ]
+
+    def _latest_first(self) -> list[RecentEvent]:
         found = [it for kept in self._kept.values() for it in kept]
-        found.sort(key=lambda it: it.at, reverse=True)
-        return [it.to_dict(self._node.name) for it in found]
+        return sorted(found, key=lambda it: it.at, reverse=True)
 
     def _add(self, event: RecentEvent) -> None:
         kept = self._kept[event.of_pod]
@@ -149,7 +185,9 @@ def describe_event(event: Event, snapshot: Snapshot, node: ObjectReference) -> R
             return RecentEvent(now, index, "info", EventReason.GPU_UNCORDONED, text)
 
     data = pod_event_of(event, snapshot) or node_event_of(event, snapshot, node)
-    return None if data is None else _from_event_data(data, now, index)
+    if data is None:
+        return None
+    return replace(_from_event_data(data, now, index), device=getattr(event, "device", ""))
 
 
 def _from_event_data(data: EventData, at: float, gpu: int | None) -> RecentEvent:
@@ -162,6 +200,7 @@ def _from_event_data(data: EventData, at: float, gpu: int | None) -> RecentEvent
         data.reason,
         f"{subject.namespace}/{subject.name}: {data.note}" if of_pod else data.note,
         of_pod=of_pod or data.minor,
+        pod=(subject.namespace, subject.name) if of_pod else None,
     )
 
 
@@ -213,4 +252,4 @@ def _share_events(
     for (index, resource), count in by_gpu.items():
         what = f"{count} {'share' if count == 1 else 'shares'} of {resource}"
         text = f"{'/'.join(pod)} {verb} {what} on GPU {index}"
-        yield RecentEvent(time.time(), index, "info", reason, text, of_pod=True)
+        yield RecentEvent(time.time(), index, "info", reason, text, of_pod=True, pod=pod)

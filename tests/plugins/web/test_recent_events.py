@@ -13,10 +13,12 @@ from metagpu.core.state.facts import (
     GpuFaulted,
     GpusFound,
     GpuUncordoned,
+    InstanceFaulted,
     LeasesObserved,
     SharesClaimed,
 )
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.report import RequestingPod
 from metagpu.plugins.web import recent_events as module
 from metagpu.plugins.web.recent_events import KEPT, RecentEvents
 from tests.rigs.build import METAGPU, gpu, offer, share
@@ -111,6 +113,35 @@ async def test_faults_cordons_and_configurations_are_sentences(registry: Registr
             "metagpu.yaml: 3: no such key; the last good configuration stays",
         ),
     ]
+
+
+async def test_a_pod_gets_events_of_its_own_alone(registry: Registry) -> None:
+    """A pod gets its grants, faults of its GPU and of its own MIG device, and no others' events."""
+    other = gpu(1)
+    registry.apply(GpusFound((A, other), at=2))
+    async with followed(registry) as recent:
+        registry.apply(SharesClaimed(SHARES[:1], at=5))
+        await becomes(lambda: recent._claimed)
+        held = {each.id: BOB for each in SHARES[8:]}
+        registry.apply(LeasesObserved({**held, SHARES[0].id: ALICE}, at=6))
+        await said(recent, 1)
+        for device in ("MIG-alice", "MIG-bob"):
+            registry.apply(InstanceFaulted(A.id, device, "XID 94", at=7))
+        registry.apply(GpuFaulted(other.id, "XID 79", at=8))
+        registry.apply(GpuFaulted(A.id, "XID 79", at=9))
+        registry.events.publish(MemoryExceeded(A.id, BOB, "u", 3, 2, 1, False, at=9))  # noqa: FBT003
+        registry.events.publish(LayoutApplied())
+        await said(recent, 7)
+
+    def of_pod(name: str, device: str) -> list[tuple[str, int | None]]:
+        pod = RequestingPod("team", name, "uid")
+        found = recent.report_for_pod(pod, [{"index": 0, "devices": [{"device": device}]}])
+        return [(it["reason"], it["gpu"]) for it in reversed(found)]
+
+    faults = [("MIGDeviceUnhealthy", 0), ("GPUUnhealthy", 0)]
+    assert of_pod("alice", "MIG-alice") == [("GPUSharesGranted", 0), *faults]
+    assert of_pod("bob", "MIG-bob") == [*faults, ("GPUMemoryExceeded", 0)]
+    assert of_pod("carol", "MIG-2") == faults[1:]
 
 
 async def test_no_pod_hides_a_fault_by_events_of_its_own(registry: Registry) -> None:

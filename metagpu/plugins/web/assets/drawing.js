@@ -152,7 +152,7 @@ export function draw() {
   $('filters').hidden = !isCluster;
   $('nodes-part').hidden = Boolean(one);
   $('gpus-part').hidden = !one;
-  $('node-part').hidden = isOfPod();
+  $('offers-part').hidden = isOfPod();
   setText($('pods-title'), isOfPod() ? 'Containers' : 'Pods');
   if (isCluster) updateFilters(all);
   updateBack(isCluster && Boolean(one));

@@ -98,7 +98,7 @@ export function readPods(nodes) {
       row.shares += lease.shares;
       row.capacity = capacity.get(lease.uuid)?.[lease.resource]?.capacity;
       if (part) {
-        row.usedMiB = (row.usedMiB ?? 0) + part.usedMiB;
+        if (part.usedMiB != null) row.usedMiB = (row.usedMiB ?? 0) + part.usedMiB;
         row.heldMiB = (row.heldMiB ?? 0) + (part.shareMiB ?? 0);
         row.limitMiB = (row.limitMiB ?? 0) + (part.limitMiB ?? part.shareMiB ?? 0);
         if (part.utilization != null) row.busy = (row.busy ?? 0) + part.utilization;
