@@ -1,29 +1,39 @@
-"""CPU time of short commands, beside another commit's with `--before`."""
+"""CPU and wall time of commands; of short ones also beside another commit's with `--before`."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Final
+from typing import Final, NamedTuple
 
-from bench import daemon
+from bench import cluster, daemon
 from bench.figures import Figure, Samples
 from bench.plan import Plan
 
 COMMANDS: Final = ("mgctl get devices", "metagpu --help")
+CLUSTERS: Final = {1: 0.6, 500: 5.0}
+"""Nodes of a cluster, and the target of `kubectl metagpu top nodes` there, in seconds."""
 HALF: Final = 0.5
 """The target: at most this part of the other commit's CPU time."""
 _TARGET_MS: Final = 200
 
 
+class _Spent(NamedTuple):
+    """Seconds that a command took, and those of CPU time."""
+
+    wall: float
+    cpu: float
+
+
 def commands(plan: Plan) -> list[Figure]:
-    """Measure the CPU time of commands, this tree's and the other's in turn."""
+    """Measure commands, this tree's and the other's in turn, and one at whole clusters."""
     figures = []
 
     with daemon.folder() as folder:
@@ -36,7 +46,21 @@ def commands(plan: Plan) -> list[Figure]:
                 if arguments[0] == "get":
                     arguments += ["--run-dir", str(run_dir)]
                 figures += _compare(plan, folder, command, [program, *arguments])
+        for nodes, target in CLUSTERS.items():
+            with cluster.serving(folder, nodes, answer) as kubeconfig:
+                figures += _top(plan, folder, kubeconfig, nodes, target)
     return figures
+
+
+def _top(plan: Plan, folder: Path, kubeconfig: Path, nodes: int, target: float) -> list[Figure]:
+    """Measure the whole process, from its start to its end: into a pipe it draws once."""
+    command = ["kubectl-metagpu", "top", "nodes", "--kubeconfig", str(kubeconfig)]
+    count = plan.count(30 if nodes == 1 else 5, 1)
+    spent = [_run(daemon.HERE, command, folder) for _ in range(count + 1)][1:]
+    wall, cpu = Samples([it.wall for it in spent]), Samples([it.cpu for it in spent])
+    plan.report(f"commands: top of {nodes} nodes: {wall.p50:.2f} s, {cpu.p50:.2f} s of CPU")
+    name = f"kubectl metagpu top nodes, {nodes} node{'s' * (nodes > 1)}"
+    return [wall.figure(name, target=target, unit="s"), cpu.figure(f"{name}, CPU", unit="s")]
 
 
 def _compare(plan: Plan, folder: Path, name: str, command: list[str]) -> list[Figure]:
@@ -44,9 +68,9 @@ def _compare(plan: Plan, folder: Path, name: str, command: list[str]) -> list[Fi
     for number in range(-1, plan.count(30, 2)):  # the first run writes the bytecode
         for root, samples in ((daemon.HERE, now), (plan.before, before)):
             if root is not None:
-                spent = _cpu_seconds(root, command, folder)
+                spent = _run(root, command, folder)
                 if number >= 0:
-                    samples.seconds.append(spent)
+                    samples.seconds.append(spent.cpu)
     plan.report(f"commands: {name}: {1000 * now.p50:.0f} ms of CPU")
 
     figures = [now.figure(f"{name}, CPU", target=_TARGET_MS)]
@@ -55,11 +79,12 @@ def _compare(plan: Plan, folder: Path, name: str, command: list[str]) -> list[Fi
     return figures
 
 
-def _cpu_seconds(root: Path, command: list[str], folder: Path) -> float:
-    """Run a command of a source tree; return the CPU time of its process."""
+def _run(root: Path, command: list[str], folder: Path) -> _Spent:
+    """Run a command of a source tree; return what its process took."""
     scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts[command[0]].partition(":")
     code = f"import sys; from {module} import {function} as main; sys.exit(main())"
+    began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command[1:]],
         cwd=root,  # before all other folders that Python looks for modules in
@@ -70,7 +95,7 @@ def _cpu_seconds(root: Path, command: list[str], folder: Path) -> float:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} of {root} failed")
-    return usage.ru_utime + usage.ru_stime
+    return _Spent(time.monotonic() - began, usage.ru_utime + usage.ru_stime)
 
 
 def _environment(bytecode: Path) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
 from metagpu.kubectl import items
+from metagpu.kubectl.loading import quick_loading
 from metagpu.kubectl.output import silent_nodes
 from metagpu.kubectl.tables import draw_items, draw_top
 from metagpu.kubectl.viewer import USAGE, ClusterViewer, NodeAnswer, Progress
@@ -209,8 +210,9 @@ def open_viewer(args: argparse.Namespace) -> AbstractAsyncContextManager[Cluster
 async def _open_viewer(
     args: argparse.Namespace, kubeconfig: Path | None
 ) -> AsyncIterator[ClusterViewer]:
-    from metagpu.host.programs import run_command
-    from metagpu.plugins.cluster.client import open_client
+    with quick_loading():
+        from metagpu.host.programs import run_command
+        from metagpu.plugins.cluster.client import open_client
 
     async with open_client(kubeconfig, run_command, ClusterTiming(), args.context) as client:
         yield ClusterViewer(client, args.agent_namespace, args.timeout, Progress())
@@ -244,7 +246,8 @@ def namespace_of(args: argparse.Namespace) -> str:
     """Return the namespace of the arguments, or of the context."""
     if args.namespace:
         return str(args.namespace)
-    from metagpu.plugins.cluster.credentials import context_namespace
+    with quick_loading():
+        from metagpu.plugins.cluster.credentials import context_namespace
 
     kubeconfig = _kubeconfig(args)
     if kubeconfig is None:

@@ -222,6 +222,30 @@ print(whole.V1Pod.__name__, library.ApiClient is whole.ApiClient)
     assert done.stdout.split() == ["V1Pod", "True"]
 
 
+@pytest.mark.parametrize("used_at_once", [False, True])
+def test_the_client_loads_urllib3_at_its_first_use(*, used_at_once: bool) -> None:
+    """The client loads urllib3 with the first password, or with another use of it."""
+    program = f"""
+import importlib.abc, sys
+class Uses(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if {used_at_once} and name == "kubernetes_asyncio.config.kube_config":
+            from urllib3 import PoolManager
+sys.meta_path.insert(0, Uses())
+import metagpu.plugins.cluster.client
+print("urllib3" in sys.modules)
+from metagpu.plugins.cluster.library import Configuration
+configuration = Configuration()
+configuration.username, configuration.password = "a", "b"
+print(configuration.get_basic_auth_token(), "urllib3" in sys.modules)
+"""
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.splitlines() == [str(used_at_once), "Basic YTpi True"]
+
+
 def test_values_of_the_daemon_are_structs() -> None:
     """The daemon's values are no dataclasses: Python compiles each one's methods at each start."""
     program = """

@@ -2,12 +2,14 @@
 
 The library's own `__init__` modules import all 767 models: 33 MB of memory and a quarter of a
 second, for classes that nobody here uses. Bare packages take their place; a release of the library
-that does not load so is loaded whole.
+that does not load so is loaded whole. urllib3, which it imports for passwords, waits until then.
 """
 
 # ruff: noqa: E402 - the bare packages come first
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -23,6 +25,29 @@ def _add_bare_package(name: str, *path: str) -> Any:  # noqa: ANN401 - any attri
     package.__path__ = list(path)
     sys.modules[name] = package
     return package
+
+
+@contextmanager
+def _loaded_later(name: str) -> Iterator[None]:
+    """Put a stand-in in a module's place: the first use of it loads the module."""
+    if name in sys.modules:
+        yield
+        return
+    stand_in = sys.modules[name] = ModuleType(name)
+
+    def step_aside() -> None:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+    def attribute_of(attribute: str) -> Any:  # noqa: ANN401 - any attribute of the module
+        step_aside()
+        return getattr(import_module(name), attribute)
+
+    stand_in.__getattr__ = attribute_of  # type: ignore[method-assign] # as PEP 562 has it
+    try:
+        yield
+    finally:
+        step_aside()
 
 
 def _load_without_models() -> None:
@@ -50,7 +75,8 @@ def _load_without_models() -> None:
 
 if _LIBRARY not in sys.modules:  # a program that has the whole library keeps it
     try:
-        _load_without_models()
+        with _loaded_later("urllib3"):
+            _load_without_models()
     except (ImportError, AttributeError):
         for _name in [it for it in sys.modules if it.partition(".")[0] == _LIBRARY]:
             del sys.modules[_name]

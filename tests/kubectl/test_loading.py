@@ -1,0 +1,31 @@
+"""Loading of the API server's client for a command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.webhook.rig import Authority
+
+
+def test_the_authorities_of_the_system_are_read_by_no_library(tmp_path: Path) -> None:
+    """Contexts that libraries make as they are loaded are empty; later ones have authorities."""
+    program = """
+import gc, ssl
+from metagpu.kubectl.loading import quick_loading
+with quick_loading():
+    from metagpu.plugins.cluster.client import aiohttp
+own, later = aiohttp.connector._SSL_CONTEXT_VERIFIED, ssl.create_default_context()
+print(gc.isenabled(), *(len(it.get_ca_certs()) for it in (own, later)))
+"""
+    authority = Authority(tmp_path)
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program],
+        env={**os.environ, "SSL_CERT_FILE": str(authority.certificate)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.split()[:2] == ["True", "0"]
+    assert int(done.stdout.split()[2]) >= 1
