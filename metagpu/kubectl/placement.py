@@ -9,6 +9,7 @@ from anyio import to_thread
 
 from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.model.quantities import whole_number
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.claim_reader import read_claims
@@ -23,7 +24,6 @@ from metagpu.kubectl.manifests import read_documents
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in, scheduler_says
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
-from metagpu.translation.quantities import whole_number
 
 Object = Mapping[str, Any]
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.errors import MetagpuError
+from metagpu.core.model.quantities import whole_number
 from metagpu.kubectl.claims import ClaimRef, ClaimRequest, claim_refs
 from metagpu.kubectl.manifests import objects_in, pod_at, template_path
 from metagpu.translation import affinity
-from metagpu.translation.quantities import whole_number
 
 Object = Mapping[str, Any]
 

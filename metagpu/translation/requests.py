@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from metagpu.translation.quantities import whole_number
+from metagpu.core.model.quantities import whole_number
 from metagpu.translation.values import Object, TranslationSettings
 
 _WHOLE = 100

@@ -5,7 +5,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from metagpu.translation.quantities import whole_number
+from metagpu.core.model.quantities import whole_number
 
 Object = Mapping[str, Any]
 

@@ -60,7 +60,10 @@ WHOLE = node("whole", "a100-40gb", "whole", more="resource: example.com/gpu")
         # threads are units of MPS
         ((MPS,), {}, {"nvidia.com/gpumem": 8000}, {"nvidia.com/gpu.mps": "20"}),
         ((MPS,), {}, THREADS, {"nvidia.com/gpu.mps": "30"}),
+        # amounts are quantities of Kubernetes
         ((MPS,), {}, {"nvidia.com/gpumem": "8k"}, {"nvidia.com/gpu.mps": "20"}),
+        ((MPS,), {}, {"nvidia.com/gpumem": "8e3"}, {"nvidia.com/gpu.mps": "20"}),
+        ((MPS,), {}, {"nvidia.com/gpumem": "8Ki"}, {"nvidia.com/gpu.mps": "21"}),
         # hami-core is fractions or units of MPS, and MPS alone limits threads
         ((MPS,), CORE, {"nvidia.com/gpumem": 8000}, {"nvidia.com/gpu.mps": "20"}),
         ((MPS, FRACTIONS), CORE, {"nvidia.com/gpumem": 8000}, {"cnvrg.io/metagpu": "20"}),
@@ -350,7 +353,7 @@ def test_an_init_container_has_what_the_others_have_later() -> None:
         (A100, {"nvidia.com/use-gpuuuid": "GPU-1"}, SEED, "no Node label has the uuids"),
         (A100, {"hami.io/node-scheduler-policy": "spread"}, SEED, "metagpu-spread"),
         (A100, {"hami.io/node-scheduler-policy": "random"}, SEED, "known are binpack and spread"),
-        (A100, {}, {"nvidia.com/gpumem": "8000Mi"}, "'8000Mi' is no whole number"),
+        (A100, {}, {"nvidia.com/gpumem": "8000MiB"}, "'8000MiB' is no whole number"),
         (A100, {}, {"nvidia.com/gpumem-percentage": 101}, "101 is more than a GPU has"),
         (A100, {}, {**SEED, "nvidia.com/mig-2g.10gb": 1}, "ask for one of them"),
     ],

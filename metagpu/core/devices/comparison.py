@@ -4,18 +4,11 @@ The API server writes quantities in a form of its own and adds times to taints. 
 features that are off, without an error.
 """
 
-import re
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from typing import Any, Final
 
-_SUFFIXES: Final = {
-    **{f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", 1)},
-    **{letter: Fraction(1000**power) for power, letter in enumerate("kMGTPE", 1)},
-    "m": Fraction(1, 1000),
-    "": Fraction(1),
-}
-_QUANTITY: Final = re.compile(r"(\d+)([a-zA-Z]{0,2})")
+from metagpu.core.model.quantities import quantity_value
+
 _OF_THE_SERVER: Final = frozenset(("timeAdded", "generation"))
 """Fields that differ without a difference: the time of a taint, and the pool's generation."""
 
@@ -26,17 +19,9 @@ def comparable(spec: Any) -> Any:  # noqa: ANN401 - any JSON
         return {key: comparable(it) for key, it in spec.items() if key not in _OF_THE_SERVER}
     if isinstance(spec, list | tuple):
         return [comparable(it) for it in spec]
-    if isinstance(spec, str) and (amount := quantity_value(spec)) is not None:
-        return amount
+    if isinstance(spec, str) and "." not in spec:  # 12.8 and 12.80 are versions
+        return spec if (amount := quantity_value(spec)) is None else amount
     return spec
-
-
-def quantity_value(text: str) -> Fraction | None:
-    """Return the amount of a Quantity of whole units, `None` for any other text."""
-    found = _QUANTITY.fullmatch(text)
-    if found is None or found[2] not in _SUFFIXES:
-        return None
-    return int(found[1]) * _SUFFIXES[found[2]]
 
 
 def dropped_fields(sent: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import anyio
 import structlog
 
+from metagpu.core.model.quantities import whole_number
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.node_object import (
     KubeObject,
     allocatable_of,
     healthy_shares_of,
-    parse_quantity,
 )
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.plugins.cluster.watch import WatchedObject
@@ -91,5 +91,5 @@ class NodeComparison:
 def shown_amounts(node: KubeObject) -> Mapping[ResourceName, int]:
     """Return the allocatable numbers that a Node shows."""
     shown = (node.get("status") or {}).get("allocatable") or {}
-    amounts = {ResourceName(name): parse_quantity(amount) for name, amount in shown.items()}
+    amounts = {ResourceName(name): whole_number(amount) for name, amount in shown.items()}
     return {name: amount for name, amount in amounts.items() if amount is not None}

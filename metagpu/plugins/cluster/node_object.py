@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from metagpu.core.model.held_back import with_place_for_arriving
 from metagpu.core.model.offers import Front
+from metagpu.core.model.quantities import whole_number
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.cluster.gpu_labels import NVIDIA_PREFIX
@@ -143,7 +144,7 @@ def remaining_taints(
     kept = [taint for taint in taints if taint.get("key") not in TAINTS]
     capacity = (node.get("status") or {}).get("capacity") or {}
     ready = (dra or bool(amounts)) and all(
-        parse_quantity(capacity.get(resource)) == count for resource, count in amounts.items()
+        whole_number(capacity.get(resource)) == count for resource, count in amounts.items()
     )
     return kept if ready and len(kept) != len(taints) else None
 
@@ -161,21 +162,14 @@ def stale_allocatable(
     found = {}
 
     for resource, count in healthy.items():
-        most = parse_quantity(capacity.get(resource))
-        before = parse_quantity(shown.get(resource))
+        most = whole_number(capacity.get(resource))
+        before = whole_number(shown.get(resource))
         if most is None or before is None:
             continue
         now = min(count, most)
         if now < before or (rising and now > before):
             found[resource] = now
     return found
-
-
-def parse_quantity(quantity: object) -> int | None:
-    """Parse a number of devices, `None` if absent; above 999 it may end in `k`."""
-    text = str(quantity) if quantity is not None else ""
-    number, factor = (text[:-1], 1000) if text.endswith("k") else (text, 1)
-    return int(number) * factor if number.isdecimal() else None
 
 
 def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:

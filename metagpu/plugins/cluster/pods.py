@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from metagpu.core.model.gpu_preference import gpu_annotations
 from metagpu.core.model.pods import KnownPod, Rejection
+from metagpu.core.model.quantities import whole_number
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.annotations import memory_annotations
-from metagpu.plugins.cluster.node_object import KubeObject, parse_quantity
+from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.pod_claims import requests_by_container
 from metagpu.plugins.cluster.watch import Informer
 
@@ -172,7 +173,7 @@ def _requests(spec: KubeObject) -> Mapping[str, int]:
 
 def _limits(container: KubeObject) -> Counter[str]:
     limits: KubeObject = (container.get("resources") or {}).get("limits") or {}
-    return Counter({it: parse_quantity(n) or 0 for it, n in limits.items() if "/" in it})
+    return Counter({it: whole_number(n) or 0 for it, n in limits.items() if "/" in it})
 
 
 def _is_arriving(status: KubeObject) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Final
 
-from metagpu.core.devices.comparison import quantity_value
+from metagpu.core.model.quantities import quantity_value
 from metagpu.sim.allocation.errors import AllocationError
 
 Amounts = Mapping[str, Fraction]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from metagpu.core.devices.devices import gpu_of_pool
-from metagpu.plugins.cluster.node_object import parse_quantity
+from metagpu.core.model.quantities import whole_number
 from metagpu.sim.apiserver.objects import Object
 from metagpu.sim.cluster.pod_objects import is_unschedulable, node_of, phase_of, requests_of
 from metagpu.sim.cluster.scheduler import requested_on
@@ -103,8 +103,8 @@ def view_node(node: Object, pods: Iterable[Object], *, is_up: bool) -> ClusterNo
         kubelet_running=is_up,
         resources={
             resource: ResourceView(
-                parse_quantity(count) or 0,
-                parse_quantity(allocatable.get(resource)) or 0,
+                whole_number(count) or 0,
+                whole_number(allocatable.get(resource)) or 0,
                 requested.get(resource, 0),
             )
             for resource, count in (status.get("capacity") or {}).items()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from metagpu.plugins.cluster.node_object import parse_quantity
+from metagpu.core.model.quantities import whole_number
 from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.cluster.claim_scheduler import ClaimFit, ClaimScheduler
 from metagpu.sim.cluster.pod_objects import (
@@ -75,7 +75,7 @@ def free_on(node: Object, pods: Iterable[Object]) -> dict[str, int]:
     allocatable = node.get("status", {}).get("allocatable") or {}
     requested = requested_on(node["metadata"]["name"], pods)
     return {
-        resource: (parse_quantity(count) or 0) - requested.get(resource, 0)
+        resource: (whole_number(count) or 0) - requested.get(resource, 0)
         for resource, count in allocatable.items()
     }
 

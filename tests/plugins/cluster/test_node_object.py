@@ -29,7 +29,6 @@ from metagpu.plugins.cluster.node_object import (
     is_labelled_by_gfd,
     nfd_labels,
     owned_labels,
-    parse_quantity,
     remaining_taints,
     stale_allocatable,
     without_labels,
@@ -128,12 +127,6 @@ def test_amounts_of_the_node_are_compared_with_ours() -> None:
     assert stale_allocatable(shown, {R: 9}, rising=True) == {R: 8}
     assert stale_allocatable(shown, {ResourceName("new.io/gpu"): 3}, rising=True) == {}
     assert stale_allocatable({"metadata": {}}, {R: 4}, rising=True) == {}
-
-
-@pytest.mark.parametrize(("text", "number"), [("7", 7), ("2k", 2000), (None, None), ("1.5", None)])
-def test_quantities_are_read(text: str | None, number: int | None) -> None:
-    """Devices are counted in whole numbers, or in thousands if that is shorter."""
-    assert parse_quantity(text) == number
 
 
 @pytest.mark.parametrize(

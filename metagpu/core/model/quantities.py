@@ -1,0 +1,35 @@
+"""Quantities of Kubernetes: `8000`, `8k`, `1e3`, `1.5Gi`, `500m`."""
+
+import re
+from fractions import Fraction
+from typing import Final
+
+_SUFFIXES: Final = {
+    **{f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", 1)},
+    **{letter: Fraction(1000**power) for power, letter in enumerate("kMGTPE", 1)},
+    **{letter: Fraction(1, 1000**power) for power, letter in enumerate("mun", 1)},
+    "": Fraction(1),
+}
+_QUANTITY: Final = re.compile(
+    r"([+-]?(?:\d{1,30}\.?\d{0,30}|\.\d{1,30}))(?:([eE][+-]?\d{1,2})|([KMGTPE]i|[kMGTPEmun]?))",
+    re.ASCII,
+)
+"""A number, and an exponent of ten or a suffix; no number needs more digits."""
+
+
+def quantity_value(text: str) -> Fraction | None:
+    """Return the amount of a Quantity, `None` for any other text."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        return None
+    number, exponent, suffix = found.groups(default="")
+    return Fraction(number + exponent) * _SUFFIXES[suffix]
+
+
+def whole_number(amount: object) -> int | None:
+    """Return the number of a Quantity that counts things, `None` if it counts no whole ones.
+
+    The API server writes numbers in the shortest way: 8000 comes back as 8k.
+    """
+    value = quantity_value(str(amount))
+    return int(value) if value is not None and value >= 0 and value.denominator == 1 else None
