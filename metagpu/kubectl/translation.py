@@ -47,7 +47,9 @@ def read_nodes(file: Path) -> Sequence[Object]:
 
 
 def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
-    """Print a translated manifest; return 1 where no node could serve a pod.
+    """Print a translated manifest; return 1 if no node could serve a pod.
+
+    The same is returned for a request that cannot be read.
 
     Raises:
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
@@ -63,7 +65,8 @@ def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
     for it in found:
         for sentence in _sentences(it):
             print(f"kubectl metagpu: {it.name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-    return int(any(it.outcome is not None and it.outcome.impossible for it in found))
+    outcomes = [it.outcome for it in found if it.outcome is not None]
+    return int(any(it.impossible or it.unreadable for it in outcomes))
 
 
 def _translated(

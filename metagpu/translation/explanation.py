@@ -39,10 +39,13 @@ def explain(
     pod: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
 ) -> Sequence[NodeWay]:
     """Return what each node would give to a pod; nothing without a request."""
-    requests, problems = read_requests(pod, NodeGroups(nodes).resources, settings)
-    if problems or not requests:
+    offered = NodeGroups(nodes).offered
+    found = read_requests(pod, offered, settings)
+    requests = [it for it in found.requests if it.count]
+    if found.problems or not requests:
         return ()
-    surveyed = [it for node in nodes for it in survey(pod, NodeGroups([node]))]
+    needed = found.others & offered
+    surveyed = [it for node in nodes for it in survey(pod, NodeGroups([node]), needed)]
     techniques = techniques_of(pod, requests, settings)
     chosen = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
     return [way for it in surveyed for way in _ways(requests, it, techniques, chosen)]

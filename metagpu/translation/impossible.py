@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from metagpu.translation.annotations import MODE, annotations_of
 from metagpu.translation.choices import choose, most_gpus, needed_memory, shares_on_gpu
-from metagpu.translation.plans import MODE, NodeParts, annotations_of, best_plan, techniques_of
+from metagpu.translation.plans import NodeParts, best_plan, techniques_of
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import Object, TranslationSettings
 

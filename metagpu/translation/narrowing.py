@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from metagpu.translation.affinity import missing_label
+from metagpu.translation.annotations import annotations_of
 from metagpu.translation.choices import Choice, serve
 from metagpu.translation.models import names_model, refused_model
 from metagpu.translation.parts import (
@@ -21,7 +22,7 @@ from metagpu.translation.parts import (
     label_of,
     memory_label,
 )
-from metagpu.translation.plans import NodeParts, Plan, annotations_of
+from metagpu.translation.plans import NodeParts, Plan
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import Object
 

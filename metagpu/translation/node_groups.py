@@ -40,6 +40,14 @@ class NodeGroup:
         """The names of the extended resources of each node."""
         return self._amounts.keys()
 
+    def offers(self, resource: str) -> bool:
+        """Return whether the nodes offer a resource: by a label, or by a number above 0.
+
+        A kubelet counts 0 of a resource whose device plugin is gone.
+        """
+        labels = next(iter(self.nodes.values())).labels
+        return any(self._amounts.get(resource, ())) or label_of(resource, "backend") in labels
+
     def add(self, node: NodeOffer) -> None:
         """Add a node that is not there."""
         self.nodes[node.name] = node
@@ -88,9 +96,11 @@ class NodeGroups:
         return self._groups.values()
 
     @property
-    def resources(self) -> frozenset[str]:
-        """The names of the extended resources of all nodes."""
-        return frozenset[str]().union(*(it.resources for it in self.groups))
+    def offered(self) -> frozenset[str]:
+        """The names of all resources that nodes offer."""
+        return frozenset(
+            name for group in self.groups for name in group.resources if group.offers(name)
+        )
 
     def put(self, node: NodeOffer) -> None:
         """Take in a node that is new or changed."""

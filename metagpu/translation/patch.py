@@ -5,16 +5,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from metagpu.translation.annotations import (
+    GPUS_PREFIX,
+    ORIGINAL,
+    annotations_of,
+    original_request,
+)
 from metagpu.translation.choices import Choice
 from metagpu.translation.parts import FRACTION, MPS
-from metagpu.translation.plans import Plan, annotations_of
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import Object
 
-ORIGINAL: Final = "metagpu.io/original-request"
-"""The annotation with the request as the pod had it, by container."""
-GPUS_PREFIX: Final = "gpus.metagpu.io/"
-"""The annotation of a container: the number of GPUs that its shares are divided over."""
 _REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 
 Operation = dict[str, Any]
@@ -22,31 +23,32 @@ Operation = dict[str, Any]
 
 def operations_for(
     pod: Object,
-    plan: Plan,
-    requests: Sequence[GpuRequest],
-    expressions: Sequence[Mapping[str, Any]],
+    served: Sequence[tuple[GpuRequest, Choice]],
+    released: Sequence[GpuRequest],
+    expressions: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Operation, ...]:
-    """Return the operations that turn a pod into one that asks for a plan's resources."""
+    """Return the operations that turn a pod into one that asks for resources of nodes.
+
+    Of the `released` requests the names go, and nothing takes their place.
+    """
+    if not served and not released:
+        return ()
     return (
-        *_annotations(pod, plan, requests),
-        *(
-            operation
-            for request, choice in zip(requests, plan.choices, strict=True)
-            for operation in _resources(pod, request, choice)
-        ),
+        *_annotations(pod, served, released),
+        *(it for request, choice in served for it in _resources(pod, request, choice)),
+        *(it for request in released for it in _removed(pod, request)),
         *_affinity(pod.get("spec") or {}, expressions),
     )
 
 
-def _annotations(pod: Object, plan: Plan, requests: Sequence[GpuRequest]) -> Iterator[Operation]:
+def _annotations(
+    pod: Object, served: Iterable[tuple[GpuRequest, Choice]], released: Iterable[GpuRequest]
+) -> Iterator[Operation]:
     present = annotations_of(pod)
-    try:
-        original = dict(json.loads(present.get(ORIGINAL) or "{}"))
-    except (ValueError, TypeError):
-        original = {}  # a value that nobody of ours wrote
-    original |= {request.container: dict(request.names) for request in requests}
+    requests = (*(request for request, _ in served), *released)
+    original = {**original_request(pod), **{it.container: dict(it.names) for it in requests}}
     added = {ORIGINAL: json.dumps(original, sort_keys=True)}
-    for request, choice in zip(requests, plan.choices, strict=True):
+    for request, choice in served:
         divided = choice.part.technique in (FRACTION, MPS)
         if request.count > 1 and divided and not request.whole:
             added[GPUS_PREFIX + request.container] = str(request.count)
@@ -61,15 +63,10 @@ def _annotations(pod: Object, plan: Plan, requests: Sequence[GpuRequest]) -> Ite
 
 
 def _resources(pod: Object, request: GpuRequest, choice: Choice) -> Iterator[Operation]:
-    *_, kind, index = request.path.split("/")
-    resources = pod["spec"][kind][int(index)]["resources"]
+    resources = _resources_of(pod, request)
+    yield from _removed(pod, request, but=choice.resource)
     for where in ("limits", "requests"):
-        amounts = resources.get(where) or {}
-        replaced = [name for name in request.names if name in amounts]
-        for name in replaced:
-            if name != choice.resource:
-                yield {"op": "remove", "path": _amount(request, where, name)}
-        if replaced:
+        if any(name in (resources.get(where) or {}) for name in request.names):
             yield _add(_amount(request, where, choice.resource), str(choice.count))
     if not any(name in (resources.get("limits") or {}) for name in request.names):
         # Kubernetes takes an extended resource in requests only beside the same limit.
@@ -78,6 +75,20 @@ def _resources(pod: Object, request: GpuRequest, choice: Choice) -> Iterator[Ope
             yield _add(_amount(request, "limits", choice.resource), str(choice.count))
         else:
             yield _add(f"{request.path}/resources/limits", amount)
+
+
+def _removed(pod: Object, request: GpuRequest, but: str = "") -> Iterator[Operation]:
+    resources = _resources_of(pod, request)
+    for where in ("limits", "requests"):
+        for name in request.names:
+            if name in (resources.get(where) or {}) and name != but:
+                yield {"op": "remove", "path": _amount(request, where, name)}
+
+
+def _resources_of(pod: Object, request: GpuRequest) -> Object:
+    *_, kind, index = request.path.split("/")
+    found: Object = pod["spec"][kind][int(index)]["resources"]
+    return found
 
 
 def _affinity(spec: Object, expressions: Sequence[Mapping[str, Any]]) -> Iterator[Operation]:

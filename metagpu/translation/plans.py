@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from metagpu.translation.affinity import missing_label, required_terms
+from metagpu.translation.annotations import MODE, NODE_POLICY, annotations_of
 from metagpu.translation.choices import Choice, choose, demand_of, fits_together
 from metagpu.translation.models import refused_model
 from metagpu.translation.node_groups import NodeGroup, NodeGroups
@@ -13,8 +14,6 @@ from metagpu.translation.parts import FRACTION, MPS, WHOLE, OfferedPart
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, NodeOffer, Object, TranslationSettings
 
-MODE: Final = "nvidia.com/vgpu-mode"
-NODE_POLICY: Final = "hami.io/node-scheduler-policy"
 _SHARES: Final = "hami-core"
 """HAMi's mode of shares that software divides a GPU into."""
 
@@ -56,13 +55,11 @@ class Plan(msgspec.Struct, frozen=True):
         return tuple((it.resource, it.count) for it in self.choices)
 
 
-def annotations_of(pod: Object) -> Object:
-    """Return the annotations of a pod."""
-    return (pod.get("metadata") or {}).get("annotations") or {}
+def survey(pod: Object, nodes: NodeGroups, needed: Iterable[str] = ()) -> Sequence[NodeParts]:
+    """Return what the nodes offer, and whether the pod may go there.
 
-
-def survey(pod: Object, nodes: NodeGroups) -> Sequence[NodeParts]:
-    """Return what the nodes offer, and whether the pod may go there."""
+    It needs some resources of its node in any case.
+    """
     spec, annotations = pod.get("spec") or {}, annotations_of(pod)
     selector, terms = spec.get("nodeSelector") or {}, required_terms(spec)
     own = spec.get("nodeName") or ""
@@ -73,7 +70,8 @@ def survey(pod: Object, nodes: NodeGroups) -> Sequence[NodeParts]:
             groups = _by_refusal(group, selector, terms, own)
         for refused, each in groups.items():
             one = NodeParts(each, refused)
-            found.append(one._replace(refused=refused or refused_model(annotations, one.node)))
+            why = refused or refused_model(annotations, one.node) or _missing(each, needed)
+            found.append(one._replace(refused=why))
     return found
 
 
@@ -90,6 +88,10 @@ def _by_refusal(
     if len(found) == 1:
         return dict.fromkeys(found, group)
     return {refused: NodeGroup(group.parts, nodes) for refused, nodes in found.items()}
+
+
+def _missing(group: NodeGroup, needed: Iterable[str]) -> str:
+    return next((f"it has no {name}" for name in needed if not group.offers(name)), "")
 
 
 def techniques_of(

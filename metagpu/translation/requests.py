@@ -1,10 +1,12 @@
 """The request of a pod in HAMi's terms, container by container."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from metagpu.core.model.quantities import whole_number
+from metagpu.translation.annotations import original_request
 from metagpu.translation.values import Object, TranslationSettings
 
 _WHOLE = 100
@@ -15,7 +17,7 @@ class GpuRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         path: of the container in the pod, as JSON Pointer.
-        count: number of GPUs.
+        count: number of GPUs; 0 where there is no request, and `names` only have to go.
         memory: MiB of each; 0 where none are named.
         percentage: of the memory of each GPU; 0 where none is named.
         cores: percent of the multiprocessors of each; 0 where none is named.
@@ -40,25 +42,44 @@ class GpuRequest(msgspec.Struct, frozen=True):
         return not self.memory and self.percentage in (0, _WHOLE)
 
 
+class PodRequests(NamedTuple):
+    """The requests of a pod.
+
+    Attributes:
+        problems: sentences about requests that cannot be read.
+        others: the names of all resources that stay as they are.
+    """
+
+    requests: Sequence[GpuRequest]
+    problems: Sequence[str]
+    others: frozenset[str]
+
+
 def read_requests(
     pod: Object, offered: frozenset[str], settings: TranslationSettings
-) -> tuple[Sequence[GpuRequest], Sequence[str]]:
-    """Return the requests to translate, and sentences about those that cannot be read.
+) -> PodRequests:
+    """Return the requests to translate.
 
-    A container that names resources that are offered alone, or none, has no request.
+    A container that names resources that are offered alone, or none, has no request, nor has one
+    that is translated already.
     """
+    original = original_request(pod)
     found: list[GpuRequest] = []
     problems: list[str] = []
+    others: set[str] = set()
 
     for path, container in _containers(pod.get("spec") or {}):
+        name, amounts = str(container.get("name") or ""), _amounts(container)
+        named = {it: str(amounts[it]) for it in settings.names if it in amounts}
+        names = _to_replace(named, offered, settings, translated=name in original)
+        kept = amounts.keys() - names.keys()
+        others |= {it for it in kept if "/" in it and whole_number(amounts[it])}
         try:
-            request = _request(path, container, offered, settings)
+            if names:
+                found.append(_request(path, container, names, settings))
         except ValueError as error:
-            problems.append(f"container {container.get('name')}: {error}; it is left as it is")
-            continue
-        if request is not None:
-            found.append(request)
-    return found, problems
+            problems.append(f"container {name}: {error}; it is left as it is")
+    return PodRequests(found, problems, frozenset(others))
 
 
 def _containers(spec: Object) -> Iterator[tuple[str, Object]]:
@@ -67,39 +88,53 @@ def _containers(spec: Object) -> Iterator[tuple[str, Object]]:
             yield f"/spec/{kind}/{index}", container
 
 
+def _amounts(container: Object) -> Mapping[str, object]:
+    resources = container.get("resources") or {}
+    return {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+
+
+def _to_replace(
+    named: Mapping[str, str],
+    offered: frozenset[str],
+    settings: TranslationSettings,
+    *,
+    translated: bool,
+) -> Mapping[str, str]:
+    """Return the amounts of a container that a translation replaces or removes."""
+    sizes = named.keys() & {settings.memory, settings.memory_percentage, settings.cores}
+    if sizes & offered:
+        return {}
+    if sizes:
+        return named
+    kept = set(offered)
+    if translated or whole_number(named.get(settings.gpu)) == 0:
+        kept.add(settings.gpu)
+    return {name: text for name, text in named.items() if name not in kept}
+
+
 def _request(
-    path: str, container: Object, offered: frozenset[str], settings: TranslationSettings
-) -> GpuRequest | None:
-    """Return the request of a container; `None` where there is nothing to translate.
+    path: str, container: Object, names: Mapping[str, str], settings: TranslationSettings
+) -> GpuRequest:
+    """Return the request of a container.
 
     Raises:
         ValueError: an amount is no whole number, or none that a GPU can have.
     """
-    resources = container.get("resources") or {}
-    amounts = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
-    names = {name: str(amounts[name]) for name in settings.names if name in amounts}
-    sizes = names.keys() - {settings.gpu}
-    if not names or sizes & offered or (not sizes and settings.gpu in offered):
-        return None
-
     numbers = {name: _whole_number(name, text) for name, text in names.items()}
     percentage = numbers.get(settings.memory_percentage, 0)
     if percentage > _WHOLE:
         raise ValueError(f"{settings.memory_percentage}: {percentage} is more than a GPU has")
-    count = numbers.get(settings.gpu, 1)
-    if not count:
-        return None
     memory = numbers.get(settings.memory, 0)
     return GpuRequest(
         path,
         str(container.get("name") or ""),
-        count,
+        numbers.get(settings.gpu, int(names.keys() != {settings.priority})),
         memory,
         0 if memory else percentage,
         min(numbers.get(settings.cores, 0), _WHOLE),
         names,
         alone="/initContainers/" in path and container.get("restartPolicy") != "Always",
-        others=frozenset(amounts.keys() - names.keys()),
+        others=frozenset(_amounts(container).keys() - names.keys()),
     )
 
 

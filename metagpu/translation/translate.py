@@ -9,7 +9,7 @@ from metagpu.translation.patch import operations_for
 from metagpu.translation.plans import best_plan, policy_of, survey, techniques_of
 from metagpu.translation.requests import read_requests
 from metagpu.translation.values import NodeOffer, Object, Translation, TranslationSettings
-from metagpu.translation.warnings import warnings_for
+from metagpu.translation.warnings import warnings_for, warnings_for_released
 
 
 def translate(
@@ -25,24 +25,31 @@ def translate(
 
 def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSettings) -> Translation:
     """Translate a pod, as `translate`, among nodes that are grouped already."""
-    requests, problems = read_requests(pod, nodes.resources, settings)
-    if problems or not requests:
-        return Translation(warnings=tuple(problems))
+    found = read_requests(pod, nodes.offered, settings)
+    if found.problems:
+        return Translation(warnings=tuple(found.problems), unreadable=True)
+    requests = [it for it in found.requests if it.count]
+    released = [it for it in found.requests if not it.count]
+    warnings = warnings_for_released(released, settings)
+    if not requests:
+        return Translation(operations_for(pod, (), released), tuple(warnings))
 
-    surveyed = survey(pod, nodes)
+    surveyed = survey(pod, nodes, found.others & nodes.offered)
     techniques = techniques_of(pod, requests, settings)
     plan = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
     if plan is None:
         reason = why_impossible(pod, requests, surveyed, techniques, settings)
         return Translation(impossible=reason)
-    for request, choice in zip(requests, plan.choices, strict=True):
+    served = list(zip(requests, plan.choices, strict=True))
+    for request, choice in served:
         if choice.resource in request.others:
             problem = (
                 f"container {request.container} asks for {choice.resource} and for "
                 f"{', '.join(request.names)}; it is left as it is: ask for one of them"
             )
-            return Translation(warnings=(problem,))
+            return Translation(warnings=(problem,), unreadable=True)
+    expressions = expressions_for(pod, plan, requests, surveyed)
     return Translation(
-        operations_for(pod, plan, requests, expressions_for(pod, plan, requests, surveyed)),
-        warnings=tuple(warnings_for(pod, plan, requests, settings)),
+        operations_for(pod, served, released, expressions),
+        (*warnings, *warnings_for(pod, served, settings)),
     )

@@ -1,11 +1,11 @@
 """Sentences about what of a pod's request is not translated."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
+from metagpu.translation.annotations import NODE_POLICY, annotations_of
 from metagpu.translation.choices import Choice
 from metagpu.translation.parts import FRACTION, MIG, MPS
-from metagpu.translation.plans import NODE_POLICY, Plan, annotations_of
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, Object, TranslationSettings
 
@@ -22,13 +22,31 @@ _HAMI_SCHEDULER: Final = "hami-scheduler"
 
 
 def warnings_for(
-    pod: Object, plan: Plan, requests: Sequence[GpuRequest], settings: TranslationSettings
+    pod: Object, served: Iterable[tuple[GpuRequest, Choice]], settings: TranslationSettings
 ) -> Iterator[str]:
     """Yield what a pod asks for and does not get, each with the reason."""
-    for request, choice in zip(requests, plan.choices, strict=True):
+    for request, choice in served:
         for sentence in _of_container(request, choice, settings):
             yield f"container {request.container}: {sentence}"
+        yield from _of_priority(request, settings)
     yield from _of_annotations(pod)
+
+
+def warnings_for_released(
+    requests: Iterable[GpuRequest], settings: TranslationSettings
+) -> Iterator[str]:
+    """Yield what goes from containers that ask for no GPU."""
+    for request in requests:
+        if settings.gpu in request.names:
+            removed = ", ".join(it for it in request.names if it != settings.gpu)
+            yield f"container {request.container}: {settings.gpu}: 0 is none: {removed} is removed"
+        yield from _of_priority(request, settings)
+
+
+def _of_priority(request: GpuRequest, settings: TranslationSettings) -> Iterator[str]:
+    if settings.priority in request.names:
+        why = "has no effect and is removed: metagpu stops no pod for another"
+        yield f"container {request.container}: {settings.priority} {why}"
 
 
 def _of_container(
@@ -45,8 +63,6 @@ def _of_container(
             f"its shares come from {request.count} GPUs where the pool has `split: accept`, and "
             "from one elsewhere (docs/placement.md)"
         )
-    if settings.priority in request.names:
-        yield f"{settings.priority} has no effect: metagpu stops no pod for another"
 
 
 def _of_annotations(pod: Object) -> Iterator[str]:
@@ -55,7 +71,7 @@ def _of_annotations(pod: Object) -> Iterator[str]:
         if annotations.get(key):
             yield (
                 f"{key} does not choose a node, as no Node label has the uuids of GPUs: the node "
-                "that the scheduler chooses honours it, or refuses the pod"
+                "that the scheduler chooses prefers such GPUs (docs/placement.md)"
             )
     for key in _NO_EFFECT:
         if annotations.get(key):

@@ -27,6 +27,7 @@ class Outcome(StrEnum):
     TRANSLATED = "translated"
     UNTOUCHED = "untouched"
     IMPOSSIBLE = "impossible"
+    UNREADABLE = "unreadable"
     REFUSED = "refused"
     UNREADY = "unready"
     FAILED = "failed"
@@ -108,6 +109,8 @@ class Translator:
         translation, patch = found
         if translation.impossible is None:
             outcome = Outcome.TRANSLATED if patch else Outcome.UNTOUCHED
+            if translation.unreadable:
+                outcome = Outcome.UNREADABLE
             return ReviewAnswer(outcome, reviews.allow(uid, patch, translation.warnings))
         if self._settings.impossible == "refuse":
             body = reviews.refuse(uid, translation.impossible, translation.warnings)

@@ -124,6 +124,17 @@ def test_an_impossible_pod_fails_the_command(
     assert yaml.safe_load(out) == asked
 
 
+def test_a_request_that_cannot_be_read_fails_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is 1, stderr has the reason, and the pod is printed as it was."""
+    asked = pod({"nvidia.com/gpumem": "8000MiB"})
+    status, out, err = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG))
+
+    assert (status, "'8000MiB' is no whole number" in err) == (1, True)
+    assert yaml.safe_load(out) == asked
+
+
 def test_warnings_are_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A warning does not fail the command, nor come between the documents."""
     asked = pod({**SEED, "nvidia.com/gpucores": 30})

@@ -67,7 +67,7 @@ def test_nodes_that_come_and_go_are_those_that_are_there(
             left[it.name] = it
 
     assert groups.nodes == left
-    assert groups.resources == {name for it in left.values() for name in it.allocatable}
+    assert groups.offered == {name for it in left.values() for name in it.allocatable}
     fresh = translate(one, left.values(), HAMI)
     found = translate_among(one, groups, HAMI)
     assert found.operations == fresh.operations

@@ -119,7 +119,8 @@ def test_every_node_that_may_get_the_pod_gives_enough(
         asked["spec"]["containers"], patched["spec"]["containers"], strict=True
     ):
         limits = before["resources"]["limits"]
-        if not any("gpu" in key for key in limits) or before == after:
+        asks = any("gpu" in key for key in limits) and limits.get("nvidia.com/gpu") != 0
+        if not asks or before == after:
             continue
         [(resource, count)] = [it for it in after["resources"]["limits"].items() if "/" in it[0]]
         offers = [NODES[it] for it in {*at, *later}]

@@ -353,9 +353,12 @@ def test_an_init_container_has_what_the_others_have_later() -> None:
         (A100, {"nvidia.com/use-gpuuuid": "GPU-1"}, SEED, "no Node label has the uuids"),
         (A100, {"hami.io/node-scheduler-policy": "spread"}, SEED, "metagpu-spread"),
         (A100, {"hami.io/node-scheduler-policy": "random"}, SEED, "known are binpack and spread"),
-        (A100, {}, {"nvidia.com/gpumem": "8000MiB"}, "'8000MiB' is no whole number"),
-        (A100, {}, {"nvidia.com/gpumem-percentage": 101}, "101 is more than a GPU has"),
-        (A100, {}, {**SEED, "nvidia.com/mig-2g.10gb": 1}, "ask for one of them"),
+        (
+            A100,
+            {},
+            {"nvidia.com/gpu": 0, "nvidia.com/gpumem": 8000},
+            "0 is none: nvidia.com/gpumem",
+        ),
     ],
 )
 def test_an_effect_that_is_missing_is_a_warning(
@@ -366,6 +369,80 @@ def test_an_effect_that_is_missing_is_a_warning(
 
     assert [sentence in it for it in outcome.warnings] == [True]
     assert outcome.impossible is None
+
+
+@pytest.mark.parametrize(
+    ("amounts", "sentence"),
+    [
+        ({"nvidia.com/gpumem": "8000MiB"}, "'8000MiB' is no whole number"),
+        ({"nvidia.com/gpumem": "1500m"}, "'1500m' is no whole number"),
+        ({"nvidia.com/gpumem-percentage": 101}, "101 is more than a GPU has"),
+        ({**SEED, "nvidia.com/mig-2g.10gb": 1}, "ask for one of them"),
+    ],
+)
+def test_what_cannot_be_read_is_left_as_it_is(amounts: Mapping[str, object], sentence: str) -> None:
+    """The outcome is one of its own: neither a translation nor an untouched pod."""
+    outcome = translate(pod(amounts), [A100], HAMI)
+
+    assert [sentence in it for it in outcome.warnings] == [True]
+    assert (outcome.unreadable, outcome.operations, outcome.impossible) == (True, (), None)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "left"),
+    [
+        ({"nvidia.com/priority": 1}, {}),
+        ({"nvidia.com/priority": 1, "cnvrg.io/metagpu": 20}, {"cnvrg.io/metagpu": 20}),
+        ({"nvidia.com/gpu": 0, "nvidia.com/gpumem": 8000, "cpu": 1}, {"cpu": 1}),
+    ],
+)
+def test_names_that_ask_for_nothing_are_removed(
+    amounts: Mapping[str, object], left: Mapping[str, object]
+) -> None:
+    """A pod would wait for ever for a priority, or for memory of no GPU."""
+    asked = pod(amounts)
+    outcome = translate(asked, [FRACTIONS], HAMI)
+
+    assert limits(asked, outcome) == left
+    assert len(outcome.warnings) == 1
+    patched = applied(asked, outcome.operations)
+    assert translate(patched, [FRACTIONS], HAMI).operations == ()
+
+
+def test_a_resource_without_a_plugin_is_not_offered() -> None:
+    """A kubelet goes on counting 0 of it, which is no reason to leave pods as they are."""
+    gone = NodeOffer("gone", {}, {"nvidia.com/gpumem": 0, "nvidia.com/gpu": 0})
+    unhealthy = msgspec.structs.replace(WHOLE, allocatable={"example.com/gpu": 0})
+    names = TranslationSettings(gpu="example.com/gpu")
+
+    assert limits(pod(SEED), translate(pod(SEED), [gone, A100], HAMI)) == {
+        "nvidia.com/mig-2g.10gb": "2"
+    }
+    assert translate(pod({"example.com/gpu": 1}), [unhealthy, A100], names).operations == ()
+
+
+def test_a_translated_pod_stays_as_it_is_where_its_node_is_unknown() -> None:
+    """Shares with the name of GPUs are none for a replica that has not seen the node yet."""
+    own = node("own", "a100-40gb", more="resource: nvidia.com/gpu")
+    asked = pod({"nvidia.com/gpumem": 8000})
+    patched = applied(asked, translate(asked, [own], HAMI).operations)
+
+    assert patched["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "20"}
+    assert translate(patched, [A100], HAMI).operations == ()
+
+
+def test_a_node_without_another_resource_of_the_pod_is_no_candidate() -> None:
+    """Instances of a node without the network card that the pod asks for are of no use."""
+    cards = {**FRACTIONS.allocatable, "rdma.io/hca": 4}
+    connected = msgspec.structs.replace(FRACTIONS, allocatable=cards)
+    asked = pod({"nvidia.com/gpumem": 8000}, {"rdma.io/hca": 1})
+    nowhere = pod({"nvidia.com/gpumem": 8000}, {"dra.io/of-a-device-class": 1})
+
+    assert limits(asked, translate(asked, [A100, connected], HAMI)) == {"cnvrg.io/metagpu": "20"}
+    assert "it has no rdma.io/hca" in {
+        it.text.partition(": ")[2] for it in explain(asked, [A100, connected], HAMI)
+    }
+    assert limits(nowhere, translate(nowhere, [A100], HAMI)) == {"nvidia.com/mig-2g.10gb": "1"}
 
 
 def test_amounts_are_those_of_the_api_server() -> None:

@@ -106,6 +106,16 @@ async def test_an_impossible_request_is_admitted_with_a_warning(
     assert webhook.stats.outcomes[Outcome.IMPOSSIBLE] == 1
 
 
+async def test_an_unreadable_request_is_counted_as_one(folder: Path, authority: Authority) -> None:
+    """The author reads why the pod is as it was."""
+    async with webhook_at_work(folder, authority) as webhook:
+        response = await webhook.review(review(pod({"nvidia.com/gpumem": "1500m"})))
+
+    assert "patch" not in response
+    assert ["'1500m' is no whole number" in it for it in response["warnings"]] == [True]
+    assert webhook.stats.outcomes[Outcome.UNREADABLE] == 1
+
+
 async def test_an_impossible_request_is_refused_where_settings_say_so(
     folder: Path, authority: Authority
 ) -> None:

@@ -27,7 +27,7 @@ def quantity_value(text: str) -> Fraction | None:
 
 
 def whole_number(amount: object) -> int | None:
-    """Return the number of a Quantity that counts things, `None` if it counts no whole ones.
+    """Return the number of a Quantity of things, `None` if it counts no whole ones.
 
     The API server writes numbers in the shortest way: 8000 comes back as 8k.
     """
