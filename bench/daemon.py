@@ -1,6 +1,7 @@
 """The daemon under test: the real one, in its own process on a simulated node."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,13 @@ class Daemon:
     def pid(self) -> int:
         """Return its process id."""
         return self._process.pid
+
+    def end_by(self, end: signal.Signals) -> float:
+        """Send a signal that ends it; return the seconds to the end of its process."""
+        began = time.perf_counter()
+        self._process.send_signal(end)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # `wait` polls
+        return time.perf_counter() - began
 
     @property
     def socket(self) -> Path:
@@ -121,24 +129,26 @@ def start(
     directory: Path,
     *,
     config: str,
-    simulate: str = GPUS,
+    simulate: str | None = GPUS,
     pod_resources: Path | None = None,
     kubelet: bool = True,
     further: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
     root: Path = HERE,
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
     Without `kubelet`, the caller has its own: the daemon serves nothing before a kubelet answers.
-    `further` are options beside the usual ones; `root` is the source tree, another commit's where
-    two are compared. The daemon's log goes to a file there, at the default level: logging on a
-    measured path is measured.
+    `further` are options beside the usual ones, `environment` variables; `root` is the source tree,
+    another commit's where two are compared. Without `simulate` the daemon loads the machine's NVML.
+    The daemon's log goes to a file there, at the default level: logging on a measured path is
+    measured.
     """
     file = directory / "config.yaml"
     file.write_text(config)
     command = [sys.executable, "-m", "metagpu", "run"]
     options = {
-        "--simulate": simulate,
+        **({"--simulate": simulate} if simulate else {}),
         "--config": file,
         "--kubelet-dir": directory / "kubelet",
         "--pod-resources": pod_resources or directory / "none.sock",
@@ -150,8 +160,8 @@ def start(
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]
     with (directory / "log").open("ab") as log:
         other = subprocess.Popen(beside, stdout=log, stderr=log) if kubelet else None
-        environment = _as_installed(directory, root)
-        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=log, env=environment)
+        variables = {**_as_installed(directory, root), **(environment or {})}
+        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=log, env=variables)
     return Daemon(process, directory, other)
 
 

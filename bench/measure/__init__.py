@@ -9,6 +9,7 @@ from bench.measure.calls import calls
 from bench.measure.claims import claims
 from bench.measure.commands import commands
 from bench.measure.cordoned import cordoned
+from bench.measure.ends import ends
 from bench.measure.enforcement import enforcement
 from bench.measure.faults import faults
 from bench.measure.idle import idle
@@ -32,6 +33,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "prepares": prepares,
     "restarts": restarts,
     "starts": starts,
+    "ends": ends,
     "labels": labels,
     "memory": memory,
     "idle": idle,

@@ -116,8 +116,8 @@ class NvmlDriver:
     async def session(self) -> AsyncIterator[None]:
         """Initialise NVML on entry and shut it down on exit.
 
-        A session that is cancelled while NVML is inside a call is left as it is: this process ends,
-        and nothing can interrupt the call.
+        A session that is cancelled is left as it is: this process ends, which frees all of it, and
+        need not wait for threads inside NVML.
 
         Raises:
             DriverUnavailable: if the library or the driver is missing; the message says which.
@@ -137,16 +137,19 @@ class NvmlDriver:
                 session.open, max(self._timing.opening, self._deadline)
             )
             self._session, self._topology = session, TopologyReader()
-            ending = False
+            cancelled = False
             try:
                 yield
             except anyio.get_cancelled_exc_class():
-                ending = True
+                cancelled = True
                 raise
             finally:
                 self._session = None
-                with anyio.CancelScope(shield=True):
-                    await self._close(session, ending=ending)
+                if not cancelled:
+                    with anyio.CancelScope(shield=True):
+                        await self._close(session)
+                workers = [*self._hung, *self._workers(session)]
+                self._hung = [worker for worker in workers if not worker.is_idle]
 
     async def survey(self) -> Survey:
         """Read every GPU, and register for the events of new GPUs."""
@@ -313,21 +316,12 @@ class NvmlDriver:
             raise GpuLost(f"{gpu}: it could not be read since NVML was initialised")
         return known
 
-    async def _close(self, session: NvmlSession, *, ending: bool) -> None:
-        workers = self._workers(session)
-        if ending:
-            async with anyio.create_task_group() as group:
-                for worker in workers:
-                    group.start_soon(worker.wait_idle, self._timing.leaving)
-
-        # Nothing may be freed under a call, and the end of the process frees all of it.
-        if not ending or all(worker.is_idle for worker in workers):
-            if await session.events.worker.wait_idle(self._timing.wait + self._deadline):
-                await session.events.close(self._deadline)
-            with suppress(DriverError):
-                await session.library_worker.call(pynvml.nvmlShutdown, self._deadline)
-
-        self._hung = [worker for worker in [*self._hung, *workers] if not worker.is_idle]
+    async def _close(self, session: NvmlSession) -> None:
+        # Nothing may be freed under a call.
+        if await session.events.worker.wait_idle(self._timing.wait + self._deadline):
+            await session.events.close(self._deadline)
+        with suppress(DriverError):
+            await session.library_worker.call(pynvml.nvmlShutdown, self._deadline)
 
     def _workers(self, session: NvmlSession) -> list[NvmlWorker]:
         return [session.events.worker, *session.workers.values(), *self._topology.workers]

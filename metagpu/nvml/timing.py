@@ -10,7 +10,6 @@ class NvmlTiming(msgspec.Struct, frozen=True):
 
     Attributes:
         straggler: that a survey waits for GPUs never read before, once another GPU has answered.
-        leaving: that the end of the process waits for the threads inside NVML.
         wait: of one wait for events: NVML's wait cannot be cancelled.
         event_retry: after the first failure of the event set; `event_retry_longest` after many.
         opening: for initialisation: without persistence mode it wakes every GPU in turn.
@@ -18,7 +17,6 @@ class NvmlTiming(msgspec.Struct, frozen=True):
     """
 
     straggler: float = 2.0
-    leaving: float = 0.1
     wait: float = 1.0
     event_retry: float = 1.0
     event_retry_longest: float = 60.0

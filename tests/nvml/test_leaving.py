@@ -4,10 +4,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Final
 
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pynvml
 import pytest
 
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.sim.machine.spec import build_node
+from tests.nvml.rig import altered_library
 from tests.rigs.nvml_library import NvmlLibrary
 
 HANGING: Final = """
@@ -31,6 +39,8 @@ sys.exit(main(arguments))
 GPU, INIT = "nvmlDeviceGetMemoryInfo_v2", "nvmlInitWithFlags"
 """What hangs at its first call."""
 TIMEOUT = 50.0
+TURNS = 100
+"""Turns of the loop: enough for a session that waits for no thread, and over in no time."""
 
 
 def hanging(function: str, *arguments: str) -> list[str]:
@@ -89,3 +99,36 @@ def test_run_does_not_wait_for_nvmls_wait(tmp_path: Path) -> None:
     assert process.returncode == 0, signal.strsignal(-process.returncode)
     assert "stopping" in output
     assert "NVML hangs" not in output  # that would be a wait past its deadline
+
+
+async def test_a_cancelled_session_waits_for_nothing() -> None:
+    """The end of the daemon waits for no thread: nothing of ours is lost with it."""
+    library, waiting, released = altered_library(build_node("t4:1")), Event(), Event()
+
+    def wait(*_: object) -> int:
+        waiting.set()
+        released.wait()
+        return int(pynvml.NVML_ERROR_TIMEOUT)
+
+    library.nvmlEventSetWait_v2 = wait  # type: ignore[method-assign, assignment]
+    nvml = NvmlDriver(library)
+    ended = False
+
+    async def watch() -> None:
+        nonlocal ended
+        try:
+            async with nvml.session():
+                await nvml.survey()
+                await nvml.events()
+        finally:
+            ended = not released.is_set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        await anyio.to_thread.run_sync(waiting.wait)
+        group.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            for _ in range(TURNS):
+                await anyio.lowlevel.checkpoint()
+        released.set()
+    assert ended
