@@ -1,8 +1,8 @@
 """Every function of NVML fails with every code: what the kubelet sees of two GPUs meanwhile.
 
 A scene is one function, one code, one GPU, and whether the function fails from the start or later.
-`make fuzz` takes a twentieth of the scenes, by its piece, `make fuzz PIECES=20` all of them, and
-the unit tests a few.
+`make fuzz` takes a twentieth of the scenes of a running node and a sixtieth of the starts, which
+take longer, by its piece. `make fuzz PIECES=60` takes all of them, and the unit tests a few.
 """
 
 import re
@@ -42,9 +42,11 @@ ESSENTIAL: Final = {"nvmlInitWithFlags", "nvmlDeviceGetCount_v2"}
 """Of NVML."""
 OPTIONAL: Final = sorted({*FUNCTIONS} - NEEDED - ESSENTIAL)
 PIECES: Final = 20
-"""Pieces of all scenes in `make fuzz`."""
+"""Pieces of all scenes of a running node in `make fuzz`."""
 SUITE: Final = 300
-"""Pieces of all scenes where no piece is asked for, as among the unit tests."""
+"""Those pieces where none is asked for, as among the unit tests."""
+STARTS: Final = 3
+"""Pieces of starts for each of them."""
 CONFIG: Final = """
 version: metagpu/v1
 health: {quietPeriod: 20ms, rescanPeriod: 20ms}
@@ -93,22 +95,25 @@ def piece(request: pytest.FixtureRequest) -> int:
     return commits() if seed is None else int(seed)
 
 
-@pytest.fixture
-def failures(request: pytest.FixtureRequest, piece: int) -> Sequence[Failure]:
-    """Return the failures of this piece, and fewer where no piece is asked for."""
-    asked = request.config.getoption("--hypothesis-seed") is not None
-    pieces = PIECES if asked else SUITE
+def part(piece: int, pieces: int) -> Sequence[Failure]:
+    """Return the failures of one piece of several."""
     return FAILURES[piece % pieces :: pieces]
 
 
-async def test_failures_of_a_running_node(tmp_path: Path, failures: Sequence[Failure]) -> None:
+@pytest.fixture
+def pieces(request: pytest.FixtureRequest) -> int:
+    """Return the number of pieces: many where no piece is asked for."""
+    return SUITE if request.config.getoption("--hypothesis-seed") is None else PIECES
+
+
+async def test_failures_of_a_running_node(tmp_path: Path, piece: int, pieces: int) -> None:
     """A failure costs its own GPU at most, and none that works without the function."""
     library = NvmlLibrary(tmp_path / "nvml")
     async with node(tmp_path, library) as it:
         await it.until(20, 20)
         gpus = list(it.agent.registry.snapshot.gpus)
 
-        for failure in failures:
+        for failure in part(piece, pieces):
             with it.agent.registry.events.subscribe(GpuFaulted) as subscription:
                 library.fail(failure.function, failure.gpu, failure.code)
                 try:
@@ -128,9 +133,9 @@ async def test_failures_of_a_running_node(tmp_path: Path, failures: Sequence[Fai
             await it.until(20, 20)
 
 
-async def test_failures_from_the_start(tmp_path: Path, failures: Sequence[Failure]) -> None:
+async def test_failures_from_the_start(tmp_path: Path, piece: int, pieces: int) -> None:
     """A node starts with the GPUs that can be read, and gets the others when they can."""
-    for number, failure in enumerate(failures[::3]):
+    for number, failure in enumerate(part(piece, STARTS * pieces)):
         folder = tmp_path / str(number)
         folder.mkdir()
         library = NvmlLibrary(folder / "nvml")
