@@ -8,6 +8,7 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.backends.common.mps_daemon.privileges import PRIVILEGES
 from metagpu.backends.mig.capacity import free_capacity
 from metagpu.backends.mig.geometry import geometry_of, slot_of_instance
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming
@@ -165,9 +166,10 @@ class MigBackend(
         return self._injection.uses_only_own_cdi
 
     def privileges(self) -> Mapping[Privilege, str]:
-        """Return what the driver wants of a caller who changes a GPU."""
-        uses = "MIG instances, and MPS on them" if self._options.mps else "MIG instances"
-        return {Privilege.SYS_ADMIN: uses}
+        """Return what the driver wants of a caller who changes a GPU, and what MPS does."""
+        if not self._options.mps:
+            return {Privilege.SYS_ADMIN: "MIG instances"}
+        return {Privilege.SYS_ADMIN: "MIG instances, and MPS on them", **PRIVILEGES}
 
     def misfit_reason(self, gpu: Gpu) -> str:
         """Return why a GPU can have none of the instances, in MIG mode or not."""

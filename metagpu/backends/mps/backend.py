@@ -25,6 +25,7 @@ from metagpu.backends.common.mps_daemon.client_limits import (
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.common.mps_daemon.leftovers import find_control_daemons
+from metagpu.backends.common.mps_daemon.privileges import PRIVILEGES
 from metagpu.backends.common.packing import (
     PlacementPolicy,
     candidates_of,
@@ -128,8 +129,9 @@ class MpsBackend(
         ]
 
     def privileges(self) -> Mapping[Privilege, str]:
-        """Return what mounts, and the driver's compute mode, want of a caller."""
-        return {Privilege.SYS_ADMIN: "MPS: a /dev/shm for the clients of a GPU, its compute mode"}
+        """Return what control daemons, their mounts and the compute mode want of a caller."""
+        uses = "MPS: a /dev/shm for the clients of a GPU, its compute mode"
+        return {Privilege.SYS_ADMIN: uses, **PRIVILEGES}
 
     @property
     def request_rule(self) -> RequestRule:

@@ -8,11 +8,23 @@ class Privilege(StrEnum):
     """A capability by its name in capabilities(7), without `CAP_`."""
 
     KILL = "KILL"
-    NET_BIND_SERVICE = "NET_BIND_SERVICE"
     SYS_ADMIN = "SYS_ADMIN"
+    NET_BIND_SERVICE = "NET_BIND_SERVICE"
+    SYS_PTRACE = "SYS_PTRACE"
+    SYS_CHROOT = "SYS_CHROOT"
+    DAC_OVERRIDE = "DAC_OVERRIDE"
+    FOWNER = "FOWNER"
 
 
-NUMBERS: Final = {Privilege.KILL: 5, Privilege.NET_BIND_SERVICE: 10, Privilege.SYS_ADMIN: 21}
+NUMBERS: Final = {
+    Privilege.KILL: 5,
+    Privilege.SYS_ADMIN: 21,
+    Privilege.NET_BIND_SERVICE: 10,
+    Privilege.SYS_PTRACE: 19,
+    Privilege.SYS_CHROOT: 18,
+    Privilege.DAC_OVERRIDE: 1,
+    Privilege.FOWNER: 3,
+}
 """The bit of each privilege, of linux/capability.h."""
 
 

@@ -1,5 +1,7 @@
 """Capabilities that a configuration needs, each with its uses."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from metagpu.core.model.privileges import Privilege, privileges_in
 from metagpu.core.reports.privileges import needed_privileges, privileges_report
 from tests.rigs.build import BACKENDS
 
+PAGE = Path(__file__).parents[3] / "docs" / "permissions.md"
 FRACTION = "{backend: fraction, sharesPerGpu: 10}"
 
 
@@ -44,16 +47,21 @@ def test_shares_without_hardware_need_no_capability(backend: str) -> None:
     [
         ("{backend: timeslice, replicas: 4, timeSlice: long}", "the length of time-slices"),
         ("{backend: mig, profiles: [1g.5gb]}", "MIG instances"),
-        (
-            "{backend: mig, layout: {1g.5gb: 7}, mps: {unitsPerInstance: 2}}",
-            "MIG instances, and MPS on them",
-        ),
-        ("{backend: mps}", "MPS: a /dev/shm for the clients of a GPU, its compute mode"),
     ],
 )
 def test_who_changes_a_gpu_needs_sys_admin(backend: str, use: str) -> None:
-    """The driver takes changes of a GPU from SYS_ADMIN alone; MPS mounts, too."""
+    """The driver takes changes of a GPU from SYS_ADMIN alone."""
     assert uses(backend) == {"SYS_ADMIN": [f"{use} (pool all)"]}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["{backend: mps}", "{backend: mig, layout: {1g.5gb: 7}, mps: {unitsPerInstance: 2}}"],
+)
+def test_mps_needs_the_capabilities_of_its_daemons(backend: str) -> None:
+    """MPS, of GPUs and of instances, needs what its mounts, cgroups and folders want."""
+    needed = {"SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "DAC_OVERRIDE", "FOWNER"}
+    assert set(uses(backend)) == needed
 
 
 @pytest.mark.parametrize(
@@ -85,10 +93,22 @@ def test_a_low_port_needs_net_bind_service(ports: dict[str, int], uses: list[str
 
 
 def test_the_kernels_mask_is_read_bit_by_bit() -> None:
-    """A mask is that of `CapEff`: KILL is 5, SYS_ADMIN is 21."""
+    """A mask is that of `CapEff`: KILL is 5, SYS_ADMIN is 21, and every privilege has a bit."""
     assert privileges_in(0) == frozenset()
     assert privileges_in(1 << 5) == {Privilege.KILL}
+    assert privileges_in(1 << 41) == frozenset()
+    assert privileges_in((1 << 41) - 1) == set(Privilege)
     assert privileges_in(1 << 21 | 1 << 10) == {Privilege.SYS_ADMIN, Privilege.NET_BIND_SERVICE}
+
+
+def test_the_page_lists_every_capability() -> None:
+    """The page about permissions has each capability in its table, and the doctor's code of it."""
+    page = PAGE.read_text(encoding="utf-8")
+    table, told = page.partition("### Capabilities")[2].split("`metagpu status --json` has")[:2]
+    rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+    names = set(Privilege)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == names
+    assert set(re.findall(r"\[MG1\d\d\]\(doctor\.md#mg1\d\d\) `(\w+)`", told)) == names
 
 
 def test_the_report_says_what_is_missing() -> None:
