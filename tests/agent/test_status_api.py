@@ -135,6 +135,20 @@ async def test_nobody_else_gets_anything(tmp_path: Path) -> None:
         assert (code, "a token of" in body) == (403, True)
 
 
+async def test_a_token_that_outlives_its_right_by_far_is_refused(tmp_path: Path) -> None:
+    """A viewer's token of more than two hours, or without an end, opens nothing, unreviewed."""
+    async with serving(tmp_path) as scene:
+        before = scene.reviews
+        for life in (7201, None):
+            token = scene.server.tokens.issue(SYSTEM, VIEWER, [AUDIENCE], life=life)
+            with pytest.raises(ClusterError, match="create one without --duration") as refused:
+                await scene.get("/api/v1/status", token)
+            assert refused.value.status == 403
+        assert scene.reviews == before
+        token = scene.server.tokens.issue(SYSTEM, VIEWER, [AUDIENCE], life=7200)
+        assert await scene.get("/api/v1/status", token)
+
+
 async def test_invented_tokens_cost_few_reviews(tmp_path: Path) -> None:
     """A flood of invented tokens is limited here, and a known viewer's token still opens."""
     async with serving(tmp_path) as scene:

@@ -7,6 +7,7 @@ such a token, with an audience of its own, is worth nothing elsewhere.
 import hashlib
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 REVIEWS: Final = "/apis/authentication.k8s.io/v1/tokenreviews"
 REMEMBERED: Final = 60.0
 """Seconds for which a reviewed token is not reviewed again."""
+LONGEST_LIFE: Final = 7200
+"""Seconds that a token may be for: who loses the right to create tokens keeps the last one."""
 _MOST_REMEMBERED: Final = 256
 _LONGEST: Final = 4096
 """Characters of a token; those of Kubernetes have about a thousand."""
@@ -94,9 +97,13 @@ class TokenReviewer:
         """Return why a token is not even called a viewer's; costs no review."""
         claims = _claims(token)
         audiences = claims.get("aud")
-        if claims.get("sub") == self._viewer and isinstance(audiences, list):
-            return "" if AUDIENCE in audiences else f"the token is not for {AUDIENCE}"
-        return f"a token of {self._viewer} is needed in the header Metagpu-Token"
+        if claims.get("sub") != self._viewer or not isinstance(audiences, list):
+            return f"a token of {self._viewer} is needed in the header Metagpu-Token"
+        if AUDIENCE not in audiences:
+            return f"the token is not for {AUDIENCE}"
+        if not _life(claims) <= LONGEST_LIFE:
+            return "the token is for more than two hours; create one without --duration"
+        return ""
 
     async def _review(self, client: "KubeClient", token: str) -> bool:
         body = {
@@ -121,6 +128,12 @@ def _load_client() -> "ModuleType":
     from metagpu.plugins.cluster import client  # noqa: PLC0415 - 12 MB, behind the option
 
     return client
+
+
+def _life(claims: Mapping[str, Any]) -> float:
+    """Return the seconds of a token from its issue to its end, `inf` where it names none."""
+    begin, end = claims.get("iat"), claims.get("exp")
+    return end - begin if isinstance(begin, int) and isinstance(end, int) else inf
 
 
 def _claims(token: str) -> Mapping[str, Any]:

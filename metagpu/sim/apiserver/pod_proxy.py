@@ -25,10 +25,14 @@ class SimTokens:
 
     issued: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
 
-    def issue(self, namespace: str, name: str, audiences: list[str]) -> str:
-        """Create a token, in the shape of a signed one."""
-        user = f"system:serviceaccount:{namespace}:{name}"
-        claims = {"sub": user, "aud": audiences, "exp": int(time.time()) + 600}
+    def issue(
+        self, namespace: str, name: str, audiences: list[str], *, life: int | None = 600
+    ) -> str:
+        """Create a token for seconds, in the shape of a signed one; `None` is for ever."""
+        user, now = f"system:serviceaccount:{namespace}:{name}", int(time.time())
+        claims: Object = {"sub": user, "aud": audiences, "iat": now}
+        if life is not None:
+            claims["exp"] = now + life
         parts = [_encoded({"alg": "none"}), _encoded(claims), secrets.token_urlsafe(16)]
         self.issued[token := ".".join(parts)] = (user, audiences)
         return token
