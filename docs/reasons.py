@@ -12,16 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from metagpu.core.errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.kubectl.obstacles import Obstacle
 from metagpu.plugins.cluster import node_object
 from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.metrics.daemon import reason_of
+from metagpu.translation import warnings
+from metagpu.translation.values import TranslationSettings
 
 DOCS: Final = Path(__file__).parent
 PAGE: Final = DOCS / "events.md"
 PACKAGE: Final = DOCS.parent / "metagpu"
 CLUSTER: Final = PACKAGE / "plugins" / "cluster"
+WARNINGS: Final = PACKAGE / "translation" / "warnings.py"
 _OUTSIDE: Final = ("sim", "testing")
 """Packages that no daemon of a node logs from."""
 _LOGS: Final = re.compile(r"log(ger\(\))?\.(warning|error|exception|critical)\(")
@@ -139,6 +144,61 @@ def faults() -> Sequence[Cells]:
     return [(f"`{it}`", said[it]) for it in Fault]
 
 
+def refusals() -> Sequence[Cells]:
+    """Return the label `reason` of each kind of refused request, with its meaning."""
+    kinds, found = [RequestError], []
+    while kinds:
+        for kind in kinds.pop().__subclasses__():
+            kinds.append(kind)
+            meaning = re.split(r"[;.]", kind.__doc__ or "")[0].removeprefix("Raised when ")
+            found.append((f"`{reason_of(kind)}`", f"{meaning[0].upper()}{meaning[1:]}."))
+    return sorted(found)
+
+
+def translation_warnings() -> Sequence[Cells]:
+    """Return each sentence about what of a request is not translated, with `…` for what varies.
+
+    Raises:
+        UnknownReasonError: a sentence is no text with constant parts.
+    """
+    found = []
+    for function in ast.walk(ast.parse(WARNINGS.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            for it in ast.walk(function):
+                if isinstance(it, ast.Yield) and it.value is not None:
+                    sentence = _template(it.value, function).removeprefix("container …: ")
+                    found.append((sentence,))
+    return [it for it in found if it != ("…",)]  # a sentence of another function, with its place
+
+
+def _template(text: ast.expr, function: ast.FunctionDef) -> str:
+    """Return a text as people read it by default, with `…` for what varies."""
+    if not isinstance(text, ast.JoinedStr):
+        raise UnknownReasonError(f"{ast.unparse(text)} is no sentence with constant parts")
+    return "".join(
+        str(it.value) if isinstance(it, ast.Constant) else _by_default(it, function)
+        for it in text.values
+    )
+
+
+def _by_default(hole: ast.expr, function: ast.FunctionDef) -> str:
+    """Return a constant, or a name that the settings have by default; `…` for the rest."""
+    match getattr(hole, "value", None):
+        case ast.Attribute(ast.Name("settings"), name):
+            return str(getattr(TranslationSettings(), name))
+        case ast.Name(name):
+            assigned = [
+                it.value
+                for it in ast.walk(function)
+                if isinstance(it, ast.Assign) and _names(it.targets[0]) == {name}
+            ]
+            if len(assigned) == 1 and isinstance(assigned[0], ast.Constant):
+                return str(assigned[0].value)
+            if isinstance(found := getattr(warnings, name, None), str):
+                return found
+    return "…"
+
+
 TABLES: Final = (
     Table("## Events", events, 3),
     Table("## Conditions of the Node", conditions, 2),
@@ -146,6 +206,8 @@ TABLES: Final = (
     Table("## The doctor", checks, 0),
     Table("## Faults of a GPU", faults, 0),
     Table("## Obstacles of a pod", obstacles, 0),
+    Table("## Refused requests", refusals, 1),
+    Table("## Warnings of a translation", translation_warnings, 1),
 )
 
 

@@ -46,6 +46,26 @@ def test_a_computed_event_is_refused(package: Path, text: str) -> None:
         reasons.logged()
 
 
+def test_every_kind_of_refusal_is_a_row_by_its_label() -> None:
+    """A refusal has a row under the label of its metric, also one that is a kind of another."""
+    found = {it[0]: it[1] for it in reasons.refusals()}
+    assert found["`gpu_unhealthy`"] == "A pod asks for a share of a GPU that is out of service."
+    assert "`provisioning_lasts`" in found  # a kind of `provisioning_failed`
+
+
+def test_a_sentence_of_a_translation_has_its_names_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that varies is `…`, a name is that by default; a computed sentence is refused."""
+    file = tmp_path / "warnings.py"
+    monkeypatch.setattr(reasons, "WARNINGS", file)
+    file.write_text("def _of_pod(settings):\n    yield f'{settings.cores}: {count} is ignored'\n")
+    assert reasons.translation_warnings() == [("nvidia.com/gpucores: … is ignored",)]
+    file.write_text("def _of_pod(sentence):\n    yield sentence\n")
+    with pytest.raises(reasons.UnknownReasonError, match="no sentence"):
+        reasons.translation_warnings()
+
+
 def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The type of an Event is that of its call, also where the reason has a name of its own."""
     names = [it.name for it in EventReason]

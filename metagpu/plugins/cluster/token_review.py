@@ -131,7 +131,7 @@ def _load_client() -> "ModuleType":
 
 
 def _life(claims: Mapping[str, Any]) -> float:
-    """Return the seconds of a token from its issue to its end, `inf` where it names none."""
+    """Return the seconds for which a token was issued, `inf` for one without an end."""
     begin, end = claims.get("iat"), claims.get("exp")
     return end - begin if isinstance(begin, int) and isinstance(end, int) else inf
 
