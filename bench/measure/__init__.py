@@ -20,6 +20,7 @@ from bench.measure.placement import placement
 from bench.measure.preferences import preferences
 from bench.measure.prepares import prepares
 from bench.measure.registration import restarts, starts
+from bench.measure.reviews import reviews
 from bench.measure.scrapes import scrapes
 from bench.plan import Plan
 
@@ -38,6 +39,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "memory": memory,
     "idle": idle,
     "scrapes": scrapes,
+    "reviews": reviews,
     "mig": mig,
     "placement": placement,
     "enforcement": enforcement,

@@ -1,7 +1,6 @@
 """CPU time of a scrape and of a view of the page, and what serving both adds to the daemon."""
 
 import http.client
-import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
@@ -78,7 +77,7 @@ async def _scrapes(plan: Plan) -> list[Figure]:
 @asynccontextmanager
 async def _node(options: Sequence[str]) -> AsyncIterator[_Node]:
     """Run a daemon with these options on a node with all pods."""
-    ports = {option: _free_port() for option in options}
+    ports = {option: daemon.free_port() for option in options}
     with daemon.folder() as folder:
         asked = folder / "pod-resources.sock"
         async with kubelets.simulated(folder / "kubelet", pod_resources=asked) as kubelet:
@@ -152,8 +151,3 @@ def _scrape(port: int, page: str) -> None:
         body = answer.read()
     if answer.status != http.client.OK or not body:
         raise RuntimeError(f"{page}: {answer.status} {answer.reason}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
