@@ -1,4 +1,4 @@
 """The admission webhook: pods of other projects get resources of the nodes.
 
-`server` alone knows aiohttp; `reviews` and `translator` are pure, and answer from memory.
+`server` alone knows aiohttp; `reviews` is pure, and `translator` answers from memory.
 """

@@ -14,9 +14,16 @@ from msgspec import UNSET, UnsetType
 GROUP: Final = "admission.k8s.io"
 VERSION: Final = f"{GROUP}/v1"
 WARNING_LENGTH: Final = 256
-"""Characters of one warning: the API server may cut longer ones."""
+"""Characters of one warning where all are too long: the API server's own limit then."""
 MOST_WARNINGS: Final = 15
-"""Warnings of one response: the API server drops what exceeds 4096 characters of all webhooks."""
+"""Warnings of one response."""
+WARNINGS_LENGTH: Final = MOST_WARNINGS * WARNING_LENGTH
+"""Characters of all warnings: with more than 4096 of all webhooks the API server cuts each."""
+MOST_VALUES: Final = 50_000
+"""Values of JSON in one pod, at most: each takes some hundred bytes of memory."""
+MOST_CONTAINERS: Final = 256
+MOST_TERMS: Final = 256
+"""Objects in a pod's affinity, at most: each node may be compared with each of them."""
 
 Optional = dict[str, Any] | UnsetType | None
 OptionalText = str | UnsetType | None
@@ -85,6 +92,10 @@ class ReviewRequest(msgspec.Struct, frozen=True):
         )
 
 
+class TooLargeError(ValueError):
+    """A pod that would take more memory or time than one pod may."""
+
+
 class _Review(msgspec.Struct, frozen=True):
     api_version: str = msgspec.field(name="apiVersion")
     kind: str
@@ -115,12 +126,22 @@ def pod_key(request: ReviewRequest) -> bytes:
     """Return the pod as JSON of what a translation reads: equal for equal requests.
 
     Raises:
+        TooLargeError: the pod is none that is translated.
         ValueError: the object is no pod.
     """
+    text = bytes(request.object)
+    if sum(map(text.count, (b",", b"{", b"["))) > MOST_VALUES:
+        raise TooLargeError(f"more than {MOST_VALUES} values")
     try:
-        return _encode(_decode_pod(request.object))
+        pod = _decode_pod(text)
+        affinity = _encode(pod.spec.affinity or None)
     except RecursionError as error:
         raise ValueError("the pod is nested too deeply") from error
+    if len(pod.spec.containers) + len(pod.spec.initContainers or ()) > MOST_CONTAINERS:
+        raise TooLargeError(f"more than {MOST_CONTAINERS} containers")
+    if affinity.count(b"{") > MOST_TERMS:
+        raise TooLargeError(f"an affinity of more than {MOST_TERMS} terms and expressions")
+    return _encode(pod)
 
 
 def decode_key(key: bytes) -> Mapping[str, Any]:
@@ -150,10 +171,11 @@ def refuse(uid: str, message: str, warnings: Sequence[str] = ()) -> bytes:
 
 def _review(response: dict[str, Any], warnings: Sequence[str]) -> dict[str, Any]:
     if warnings:
-        response["warnings"] = [_cut(it) for it in warnings[:MOST_WARNINGS]]
+        lines = [" ".join(it.split()) for it in warnings[:MOST_WARNINGS]]
+        too_long = sum(map(len, lines)) > WARNINGS_LENGTH
+        response["warnings"] = [_cut(it) for it in lines] if too_long else lines
     return {"apiVersion": VERSION, "kind": "AdmissionReview", "response": response}
 
 
-def _cut(text: str) -> str:
-    line = " ".join(text.split())
+def _cut(line: str) -> str:
     return line if len(line) <= WARNING_LENGTH else f"{line[: WARNING_LENGTH - 1]}…"

@@ -2,23 +2,23 @@
 
 A misbehaving client hurts only itself: connections are accepted at a limited rate, a handshake and
 a body are limited in time, a body in size and all bodies together in memory. Of too many
-connections the one that is idle longest is closed: the API server's own are not.
+connections the oldest that has had no answer is closed: the API server's own have had some.
 """
 
 import asyncio
 import logging
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from contextlib import aclosing, closing, suppress
-from functools import partial
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import anyio
 import structlog
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime.listener import accept
@@ -38,10 +38,23 @@ _SILENT.disabled = True  # aiohttp logs a line for each malformed request
 log = structlog.get_logger()
 
 
+class _Tls(SSLProtocol):
+    """TLS with a buffer of one record; asyncio's takes 256 KiB of each connection."""
+
+    max_size = 16 * 1024
+
+
 class _Client:
-    """A connection from the start of its handshake to its end."""
+    """A connection from the start of its handshake to its end.
+
+    Attributes:
+        busy: whether a request has come, and not all of its answer is there.
+        answered: whether it has had an answer to a review.
+    """
 
     def __init__(self) -> None:
+        self.busy = False
+        self.answered = False
         self.scope = anyio.CancelScope()
         self.handler: _ClientHandler | None = None
 
@@ -84,6 +97,7 @@ class ReviewServer:
 
     Attributes:
         port: the port that is bound now, 0 without one.
+        reading: bytes that have come of large bodies that are not whole yet.
     """
 
     def __init__(
@@ -103,14 +117,19 @@ class ReviewServer:
         self._record = record
         self._timing = timing
         self._limits = limits
-        self._reading = 0
+        self.reading = 0
         self._open: dict[_Client, None] = {}
-        """The connections; those whose last answer is oldest come first."""
+        """The connections; those that are idle longest come first."""
 
     @property
     def connections(self) -> int:
         """The number of open connections, handshakes included."""
         return len(self._open)
+
+    @property
+    def busy(self) -> int:
+        """The number of requests that have come and are not answered yet."""
+        return sum(it.busy for it in self._open)
 
     async def run(self) -> None:
         """Serve until cancelled, and for the time of the drain after that.
@@ -122,9 +141,7 @@ class ReviewServer:
             listener = bind_address(self._address, round(self._timing.handshake))
         except OSError as error:
             raise MetagpuError(bind_problem(self._address, error, "--address")) from error
-        server = web.Server(
-            self._handle, request_factory=partial(_request, self._limits.body), access_log=None
-        )
+        server = web.Server(self._handle, request_factory=_request, access_log=None)
         with closing(listener):
             self.port = listener.getsockname()[1]
             log.info("reviews served", address=str(ListenAddress(self._address.host, self.port)))
@@ -143,9 +160,9 @@ class ReviewServer:
         async with anyio.create_task_group() as group, aclosing(accept(listener, rate)) as accepted:
             async for connection in accepted:
                 if len(self._open) >= self._limits.connections:
-                    idlest = next(iter(self._open))
-                    self._forget(idlest)
-                    idlest.close()
+                    least = min(self._open, key=lambda it: (it.busy, it.answered))
+                    self._forget(least)
+                    least.close()
                 client = _Client()
                 self._open[client] = None
                 group.start_soon(self._shake_hands, connection, server, client)
@@ -154,15 +171,27 @@ class ReviewServer:
         self, connection: socket.socket, server: web.Server, client: _Client
     ) -> None:
         """Start a connection; aiohttp has it from then on."""
+        loop = asyncio.get_running_loop()
+        shaken: asyncio.Future[None] = loop.create_future()
+        handler = self._handler(server, client)
+        tls = _Tls(
+            loop,
+            handler,
+            self._context,
+            shaken,
+            server_side=True,
+            ssl_handshake_timeout=self._timing.handshake,
+            ssl_shutdown_timeout=_CLOSING,
+        )
         with client.scope, suppress(OSError, TimeoutError):
-            await asyncio.get_running_loop().connect_accepted_socket(
-                partial(self._handler, server, client),
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=self._timing.handshake,
-                ssl_shutdown_timeout=_CLOSING,
-            )
-            return
+            transport, _ = await loop.connect_accepted_socket(lambda: tls, connection)
+            try:
+                await shaken
+            except BaseException:
+                transport.abort()
+                raise
+            if handler.transport is not None:
+                return
         self._forget(client)
         connection.close()
 
@@ -187,7 +216,8 @@ class ReviewServer:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         """Answer a request; an error of ours is logged, and ends nothing else."""
-        began = perf_counter()
+        began, client = perf_counter(), cast("_ClientHandler", request.protocol).client
+        client.busy = True
         try:
             found = await self._respond(request)
         except (OSError, TimeoutError, web.HTTPException, web.RequestPayloadError):
@@ -196,12 +226,16 @@ class ReviewServer:
             log.exception("review failed")
             self._record(Outcome.FAILED, perf_counter() - began)
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, "metagpu failed; its log says how")
-        self._touch(request)
+        finally:
+            client.busy = False
+            if client in self._open:  # behind those that are idle longer
+                self._open[client] = self._open.pop(client)
         if isinstance(found, web.Response):
             return found
         self._record(found.outcome, perf_counter() - began)
         if not found.body:
             return _plain(HTTPStatus.BAD_REQUEST, found.problem)
+        client.answered = True
         return web.Response(body=found.body, content_type=_JSON)
 
     async def _respond(self, request: web.BaseRequest) -> ReviewAnswer | web.Response:
@@ -215,28 +249,32 @@ class ReviewServer:
         if length > limits.body:
             text = f"{length} bytes are too many; {limits.body} are allowed"
             return _plain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
-        if self._reading + length > limits.bodies:
+        with anyio.fail_after(self._timing.request):
+            body = await self._read(request.content, counted=length > limits.small)
+        if body is None:
             return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "too much is being read already")
-        self._reading += length
-        try:
-            with anyio.fail_after(self._timing.request):
-                body = await request.read()
-        finally:
-            self._reading -= length
         return self._answer(body)
 
-    def _touch(self, request: web.BaseRequest) -> None:
-        """Move a connection behind those that are idle longer."""
-        handler = request.protocol
-        if isinstance(handler, _ClientHandler) and handler.client in self._open:
-            del self._open[handler.client]
-            self._open[handler.client] = None
+    async def _read(self, content: StreamReader, *, counted: bool) -> bytes | None:
+        """Return a body, `None` where that and others have too many bytes already."""
+        body = bytearray()
+        try:
+            while chunk := await content.readany():
+                body += chunk
+                if counted:
+                    self.reading += len(chunk)
+                    if self.reading > self._limits.bodies:
+                        return None
+            return bytes(body)
+        finally:
+            if counted:
+                self.reading -= len(body)
 
 
-def _request(limit: int, *parts: Any) -> web.BaseRequest:  # noqa: ANN401 - aiohttp's own
+def _request(*parts: Any) -> web.BaseRequest:  # noqa: ANN401 - aiohttp's own
     message, payload, protocol, writer, task = parts
     loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=limit)
+    return web.BaseRequest(message, payload, protocol, writer, task, loop)
 
 
 def _plain(status: HTTPStatus, text: str) -> web.Response:

@@ -31,17 +31,19 @@ class WebhookTiming(msgspec.Struct, frozen=True):
 
 
 class WebhookLimits(msgspec.Struct, frozen=True):
-    """Limits of clients.
+    """Limits of clients; together they are less than the container's memory.
 
     Attributes:
         body: bytes of a request; an object that the API server accepts has 3 MiB at most.
-        bodies: bytes of all requests that are being read.
-        connections: open connections; with one more the one that is idle longest is closed.
+        small: bytes of a request that is always read.
+        bodies: bytes that have come of all other requests.
+        connections: open connections; with one more another is closed.
         burst: connections that are accepted at once.
         rate: connections a second that are accepted beyond the burst.
     """
 
     body: int = 4 * 1024 * 1024
+    small: int = 64 * 1024
     bodies: int = 32 * 1024 * 1024
     connections: int = 512
     burst: int = 512

@@ -16,6 +16,7 @@ CACHED: Final = 512
 CACHED_KEY: Final = 16 * 1024
 """Bytes of the largest request that is remembered."""
 UNREADY: Final = "metagpu has not read the nodes yet; the pod's GPU request is unchanged"
+TOO_LARGE: Final = "metagpu translates no pod of {}; the pod's GPU request is unchanged"
 FAILED: Final = "metagpu failed, as its log says; the pod's GPU request is unchanged"
 
 log = structlog.get_logger()
@@ -77,7 +78,16 @@ class Translator:
         """Return the answer to the body of a request."""
         try:
             request = reviews.decode_request(body)
+        except (msgspec.DecodeError, ValueError) as error:
+            return ReviewAnswer(Outcome.MALFORMED, b"", str(error))
+        return self._answer(request)
+
+    def _answer(self, request: reviews.ReviewRequest) -> ReviewAnswer:
+        try:
             key = reviews.pod_key(request) if request.creates_pod else b""
+        except reviews.TooLargeError as error:
+            body = reviews.allow(request.uid, warnings=[TOO_LARGE.format(error)])
+            return ReviewAnswer(Outcome.UNTOUCHED, body)
         except (msgspec.DecodeError, ValueError) as error:
             return ReviewAnswer(Outcome.MALFORMED, b"", str(error))
         if not key:

@@ -1,7 +1,9 @@
 """A running webhook, its certificates by openssl, and a client as the API server is one."""
 
+import asyncio
 import base64
 import json
+import re
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Mapping
@@ -160,6 +162,47 @@ class FixedNodes:
     version: int = 0
 
 
+class RawClient:
+    """A connection of which a test decides every byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def send(self, body: bytes, *, announced: int | None = None) -> None:
+        """Send a request with a body, or with the first part of the announced one."""
+        length = len(body) if announced is None else announced
+        head = f"POST {PATH} HTTP/1.1\r\nHost: {NAME}\r\nContent-Length: {length}\r\n\r\n"
+        await self.write(head.encode() + body)
+
+    send_more = write
+
+    async def status(self) -> int:
+        """Read an answer; return its status."""
+        with anyio.fail_after(30):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)content-length: *(\d+)", head)
+            await self._reader.readexactly(int(length[1]) if length else 0)
+        return int(head.split()[1])
+
+    async def ended(self) -> bool:
+        """Wait for the end of the connection; return whether it came before any answer."""
+        with anyio.fail_after(30):
+            try:
+                return not await self._reader.read()
+            except ConnectionError:
+                return True
+
+    def close(self) -> None:
+        """End the connection at once."""
+        self._writer.transport.abort()
+
+
 @dataclass
 class RunningWebhook:
     """A webhook that serves, and its API server's side."""
@@ -171,6 +214,14 @@ class RunningWebhook:
     session: aiohttp.ClientSession
     trust: ssl.SSLContext
     serving: anyio.CancelScope
+    raw: list[RawClient] = field(default_factory=list)
+
+    async def connect(self, *, tls: bool = True) -> RawClient:
+        """Open a connection, which ends with the webhook."""
+        options: dict[str, Any] = {"ssl": self.trust, "server_hostname": NAME} if tls else {}
+        client = RawClient(*await asyncio.open_connection("127.0.0.1", self.server.port, **options))
+        self.raw.append(client)
+        return client
 
     async def post(self, body: bytes, path: str = PATH) -> tuple[int, bytes]:
         """Send a body; return status and answer."""
@@ -226,5 +277,10 @@ async def webhook_at_work(
         with anyio.fail_after(30):
             while not server.port:
                 await anyio.wait_all_tasks_blocked()
-        yield RunningWebhook(server, certificate, nodes, stats, session, trust, serving)
-        group.cancel_scope.cancel()
+        webhook = RunningWebhook(server, certificate, nodes, stats, session, trust, serving)
+        try:
+            yield webhook
+        finally:
+            for client in webhook.raw:
+                client.close()
+        group.cancel_scope.cancel()  # not after a failure, which a cancellation would hide

@@ -1,24 +1,31 @@
 """Reviews over TLS: what a client gets, and what it cannot do to others."""
 
-import asyncio
 import base64
 import json
+import socket
+import ssl
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import pytest
 import structlog
+import yaml
+from anyio import to_thread
 
 from metagpu.translation import translate as translation
 from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.values import Translation, TranslationSettings
-from metagpu.webhook import translator
+from metagpu.webhook import reviews, translator
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
-from metagpu.webhook.translator import Outcome
+from metagpu.webhook.translator import Outcome, Translator
 from tests.rigs.waiting import becomes, skip
-from tests.webhook.rig import Authority, patched, pod, review, webhook_at_work
+from tests.webhook.rig import NAME, Authority, FixedNodes, patched, pod, review, webhook_at_work
 
+ROOT: Final = Path(__file__).parents[2]
+PROGRAM: Final = 64
+"""MiB of the program without a client."""
 TWO_GPUS = {"nvidia.com/gpu": "2", "nvidia.com/gpumem": "8000"}
 TOO_LARGE = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "90000"}
 
@@ -190,7 +197,7 @@ async def test_equal_requests_are_translated_once(
 async def test_long_warnings_are_cut(
     folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A warning has one line and the length that the API server keeps; there are few of them."""
+    """Where all are too long for the API server, each has the length that it keeps, in one line."""
     found = Translation(warnings=tuple(f"{n}\n" + "x" * 999 for n in range(99)))
     monkeypatch.setattr(translator, "translate_among", lambda *_: found)
     async with webhook_at_work(folder, authority) as webhook:
@@ -199,6 +206,19 @@ async def test_long_warnings_are_cut(
     assert len(response["warnings"]) == 15
     assert all(len(it) == 256 and "\n" not in it for it in response["warnings"])
     assert sum(map(len, response["warnings"])) <= 4096
+
+
+async def test_a_long_warning_is_kept_whole(
+    folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server cuts no warning unless all are too long: the advice at the end stays."""
+    text = "a reason " * 60 + "and the advice"
+    found = Translation(impossible=text, warnings=(text, "another one"))
+    monkeypatch.setattr(translator, "translate_among", lambda *_: found)
+    async with webhook_at_work(folder, authority) as webhook:
+        response = await webhook.review(review(pod(TWO_GPUS)))
+
+    assert response["warnings"] == [text, "another one"]
 
 
 NESTED = b'{"apiVersion":' + b"[" * 100_000
@@ -261,7 +281,6 @@ async def test_patch_is_base64_of_a_list(folder: Path, authority: Authority) -> 
         (b"POST /else HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", 404),
         (b"POST /mutate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
         (b"POST /mutate HTTP/1.1\r\nHost: a\r\nContent-Length: 1001\r\n\r\n", 413),
-        (b"POST /mutate HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n", 503),
         (b"nonsense\r\n\r\n", 400),
         (b"POST /mutate HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 20_000 + b"\r\n\r\n", 400),
     ],
@@ -270,79 +289,209 @@ async def test_other_requests_are_refused(
     folder: Path, authority: Authority, head: bytes, status: int
 ) -> None:
     """No request but a POST of a length within the limits is read."""
-    limits = WebhookLimits(body=1000, bodies=500)
+    limits = WebhookLimits(body=1000)
     async with webhook_at_work(folder, authority, limits=limits) as webhook:
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1",
-            webhook.server.port,
-            ssl=webhook.trust,
-            server_hostname="metagpu-webhook.kube-system.svc",
-        )
-        writer.write(head)
-        with anyio.fail_after(30):
-            line = await reader.readline()
-        writer.transport.abort()
-
-    assert line.startswith((f"HTTP/1.1 {status} ".encode(), f"HTTP/1.0 {status} ".encode()))
+        client = await webhook.connect()
+        await client.write(head)
+        assert await client.status() == status
 
 
 async def test_a_body_that_does_not_come_is_given_up(folder: Path, authority: Authority) -> None:
-    """A client that announces a body has few seconds to send it, and then its memory is free."""
+    """A client that announces a body has few seconds to send it."""
     timing = WebhookTiming(request=600, drain=0)
-    body = review(pod(TWO_GPUS))
-    limits = WebhookLimits(bodies=len(body) + 10)
-    async with webhook_at_work(folder, authority, timing=timing, limits=limits) as webhook:
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1",
-            webhook.server.port,
-            ssl=webhook.trust,
-            server_hostname="metagpu-webhook.kube-system.svc",
-        )
-        writer.write(b"POST /mutate HTTP/1.1\r\nHost: a\r\nContent-Length: 11\r\n\r\n")
-        with anyio.fail_after(30):
-            while (await webhook.post(body))[0] != 503:
-                pass  # the announced body has its part of the memory
+    async with webhook_at_work(folder, authority, timing=timing) as webhook:
+        client = await webhook.connect()
+        await client.send(b"{", announced=11)
+        await becomes(lambda: webhook.server.busy == 1)
         skip(601)
-        with anyio.fail_after(30):
-            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
-        assert (await webhook.post(body))[0] == 200
-        writer.transport.abort()
+        assert await client.status() == 400
+
+
+async def test_announced_bodies_take_nothing(folder: Path, authority: Authority) -> None:
+    """What is announced and does not come keeps no other review out, a large one neither."""
+    limits = WebhookLimits()
+    large = pod(TWO_GPUS)
+    large["spec"]["volumes"] = [{"name": "x" * limits.small}]
+    async with webhook_at_work(folder, authority) as webhook:
+        clients = [await webhook.connect() for _ in range(limits.bodies // limits.body + 1)]
+        for client in clients:
+            await client.send(b"{", announced=limits.body)
+        await becomes(lambda: webhook.server.busy == len(clients))
+
+        assert "patch" in await webhook.review(review(large))
+        assert "patch" in await webhook.review(review(pod(TWO_GPUS)))
+
+
+async def test_bytes_that_came_are_limited(folder: Path, authority: Authority) -> None:
+    """Of large bodies only so many bytes are read at once; small ones are read always."""
+    small, large = review(pod(TWO_GPUS)), review(pod(TWO_GPUS, note="x" * 1000))
+    limits = WebhookLimits(small=len(small), bodies=len(large) + 10)
+    async with webhook_at_work(folder, authority, limits=limits) as webhook:
+        client = await webhook.connect()
+        await client.send(large[:-1], announced=len(large))
+        await becomes(lambda: webhook.server.reading == len(large) - 1)
+
+        assert (await webhook.post(large))[0] == 503
+        assert (await webhook.post(small))[0] == 200
+        await client.send_more(large[-1:])
+        assert await client.status() == 200
+        assert (await webhook.post(large))[0] == 200
+        assert webhook.server.reading == 0
 
 
 async def test_a_crowd_keeps_no_other_out(folder: Path, authority: Authority) -> None:
-    """Of too many connections the idlest goes; the API server's own answers on."""
+    """Of too many connections the oldest without an answer goes, whatever it has sent."""
     limits = WebhookLimits(connections=8)
+    body = review(pod(TWO_GPUS))
     async with webhook_at_work(folder, authority, limits=limits) as webhook:
-        await webhook.review(review(pod(TWO_GPUS)))
-        writers = []
-        for number in range(30):
-            tls: dict[str, Any] = {
-                "ssl": webhook.trust,
-                "server_hostname": "metagpu-webhook.kube-system.svc",
-            }
-            _, writer = await asyncio.open_connection(
-                "127.0.0.1", webhook.server.port, **(tls if number % 2 else {})
-            )
-            writers.append(writer)
-            assert "patch" in await webhook.review(review(pod(TWO_GPUS)))
-        assert webhook.server.connections <= 8
-        assert webhook.session.connector is not None
-        for writer in writers:
-            writer.transport.abort()
-        await becomes(lambda: webhook.server.connections <= 1)
-        assert webhook.stats.outcomes[Outcome.TRANSLATED] == 31
+        idle, reading = await webhook.connect(), await webhook.connect()
+        await idle.send(body)
+        assert await idle.status() == 200
+        await reading.send(body[:100], announced=len(body))
+        await becomes(lambda: webhook.server.busy == 1)
+
+        crowd = []
+        for number in range(20):
+            client = await webhook.connect(tls=bool(number % 2))
+            await client.write(b"P")
+            crowd.append(client)
+        for client in crowd[: -limits.connections + 2]:
+            assert await client.ended()
+        assert webhook.server.connections == limits.connections
+
+        await reading.send_more(body[100:])
+        assert await reading.status() == 200
+        await idle.send(body)
+        assert await idle.status() == 200
 
 
 async def test_requests_during_the_drain_are_answered(folder: Path, authority: Authority) -> None:
     """After SIGTERM the Service may still send requests for a moment; they get their answers."""
+    body = review(pod(TWO_GPUS))
     async with webhook_at_work(folder, authority, timing=WebhookTiming(drain=600)) as webhook:
-        await webhook.review(review(pod(TWO_GPUS)))
+        before = await webhook.connect()
+        await before.send(body)
+        assert await before.status() == 200
         webhook.serving.cancel()
         await anyio.wait_all_tasks_blocked()
 
-        assert "patch" in await webhook.review(review(pod(TWO_GPUS)))  # on the open connection
-        _, writer = await asyncio.open_connection("127.0.0.1", webhook.server.port)
-        writer.close()
+        new = await webhook.connect()
+        for client in (before, new):
+            await client.send(body)
+            assert await client.status() == 200
         skip(601)
         await becomes(lambda: not webhook.server.port)
         assert webhook.server.connections == 0
+        assert await new.ended()
+
+
+# --- what one pod may take ------------------------------------------------------------------------
+
+
+def crowded(containers: int) -> dict[str, Any]:
+    """Return a pod whose containers all ask."""
+    found = pod(TWO_GPUS)
+    [one] = found["spec"]["containers"]
+    found["spec"]["containers"] = [{**one, "name": f"c{number}"} for number in range(containers)]
+    return found
+
+
+def choosy(terms: int) -> dict[str, Any]:
+    """Return a pod with an affinity of so many terms, and as many expressions."""
+    one = {"matchExpressions": [{"key": "x", "operator": "DoesNotExist"}]}
+    required = {
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [one] * terms}
+    }
+    return {**(it := pod(TWO_GPUS)), "spec": {**it["spec"], "affinity": {"nodeAffinity": required}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "excess"),
+    [
+        (crowded(reviews.MOST_CONTAINERS), ""),
+        (crowded(reviews.MOST_CONTAINERS + 1), "256 containers"),
+        (choosy(reviews.MOST_TERMS // 2 - 2), ""),
+        (choosy(reviews.MOST_TERMS // 2 + 1), "256 terms and expressions"),
+        (pod(TWO_GPUS) | {"else": [{}] * reviews.MOST_VALUES}, "50000 values"),
+    ],
+    ids=["containers", "containers+1", "terms", "terms+1", "values"],
+)
+def test_the_work_for_one_pod_is_limited(asked: dict[str, Any], excess: str) -> None:
+    """A pod beyond the limits is admitted as it is, and its author reads which limit it was."""
+    answer = Translator(FixedNodes(), TranslationSettings()).answer(review(asked))
+    response = json.loads(answer.body)["response"]
+
+    assert response["allowed"] is True
+    if excess:
+        assert answer.outcome is Outcome.UNTOUCHED
+        assert "patch" not in response
+        [warning] = response["warnings"]
+        assert excess in warning
+        assert "unchanged" in warning
+    else:
+        assert answer.outcome in {Outcome.TRANSLATED, Outcome.IMPOSSIBLE}
+
+
+@pytest.mark.parametrize("where", ["affinity", "containers", "annotations"])
+def test_a_large_pod_takes_little_memory(where: str) -> None:
+    """A pod of the largest size, of the smallest values, takes less than three times its size."""
+    values = b"[" + b"{}," * 1_300_000 + b"{}]"
+    names = b"{" + b",".join(b'"%d":""' % number for number in range(340_000)) + b"}"
+    spec = b'{"containers":[]}'
+    metadata = b"{}"
+    if where == "affinity":
+        spec = b'{"containers":[],"affinity":{"a":' + values + b"}}"
+    elif where == "containers":
+        spec = b'{"containers":' + values + b"}"
+    else:
+        metadata = b'{"annotations":' + names + b"}"
+    one = b'{"metadata":' + metadata + b',"spec":' + spec + b"}"
+    body = review(None).replace(b'"object": null', b'"object": ' + one)
+    assert 3_000_000 < len(body) < WebhookLimits().body
+    subject = Translator(FixedNodes(), TranslationSettings())
+    tracemalloc.start()
+    try:
+        answer = subject.answer(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert answer.outcome is Outcome.UNTOUCHED
+    assert peak < 3 * len(body)
+
+
+async def test_an_idle_connection_takes_little_memory(folder: Path, authority: Authority) -> None:
+    """A connection takes less than 64 KiB of Python's memory: asyncio's own buffer alone is 256."""
+    count = 20
+    async with webhook_at_work(folder, authority) as webhook:
+        body = review(pod(TWO_GPUS))
+        await webhook.review(body)
+
+        def connect() -> list[ssl.SSLSocket]:
+            address = ("127.0.0.1", webhook.server.port)
+            return [
+                webhook.trust.wrap_socket(socket.create_connection(address), server_hostname=NAME)
+                for _ in range(count)
+            ]
+
+        tracemalloc.start()
+        try:
+            clients = await to_thread.run_sync(connect)
+            await becomes(lambda: webhook.server.connections == count + 1)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        for client in clients:
+            client.close()
+
+    assert held < count * 64 * 1024
+
+
+def test_limits_together_are_less_than_the_memory_of_the_chart() -> None:
+    """Bodies, connections and the largest pod at once, beside the program itself, fit its limit."""
+    values = yaml.safe_load((ROOT / "deploy/chart/values.yaml").read_text())
+    limit = int(values["webhook"]["resources"]["limits"]["memory"].removesuffix("Mi"))
+    limits = WebhookLimits()
+    of_connections = limits.connections * (limits.small + 64 * 1024)
+    largest = 3 * limits.body
+    assert (of_connections + limits.bodies + largest) // 2**20 + PROGRAM < limit
