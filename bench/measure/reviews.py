@@ -45,7 +45,7 @@ def reviews(plan: Plan) -> list[Figure]:
 
 
 async def _reviews(plan: Plan) -> list[Figure]:
-    figures = []
+    figures: list[Figure] = []
     for nodes in (3, 1000):
         with daemon.folder() as folder:
             api = SimApiServer()
@@ -60,7 +60,7 @@ async def _measure(
     plan: Plan, api: SimApiServer, webhook: _Webhook, nodes: int
 ) -> Sequence[Figure]:
     rounds = plan.count(20, 1)
-    figures = []
+    figures: list[Figure] = []
     cases: dict[str, Callable[[int], dict[str, Any]]] = {
         "equal": lambda _: _pod(8000),
         "distinct": lambda number: _pod(1000 + number),
@@ -207,7 +207,7 @@ def _burst(clients: Sequence[ssl.SSLSocket], requests: Sequence[bytes]) -> list[
     """Send a request on each connection at once; return the seconds to each whole answer."""
     began: dict[ssl.SSLSocket, float] = {}
     answers = dict.fromkeys(clients, b"")
-    took = []
+    took: list[float] = []
     with selectors.DefaultSelector() as selector:
         for client, request in zip(clients, requests, strict=True):
             selector.register(client, selectors.EVENT_READ)
@@ -215,12 +215,12 @@ def _burst(clients: Sequence[ssl.SSLSocket], requests: Sequence[bytes]) -> list[
             client.sendall(request)
         while selector.get_map():
             for key, _ in selector.select(_TIMEOUT):
-                client = key.fileobj
-                assert isinstance(client, ssl.SSLSocket)
-                answers[client] += client.recv(65536)
-                if _whole(answers[client]):
-                    took.append(time.perf_counter() - began[client])
-                    selector.unregister(client)
+                reading = key.fileobj
+                assert isinstance(reading, ssl.SSLSocket)
+                answers[reading] += reading.recv(65536)
+                if _whole(answers[reading]):
+                    took.append(time.perf_counter() - began[reading])
+                    selector.unregister(reading)
     for answer in answers.values():
         assert answer.startswith(b"HTTP/1.1 200 "), answer[:500]
         assert b'"patch"' in answer, answer[-500:]

@@ -138,7 +138,7 @@ class ReviewServer:
             MetagpuError: the port cannot be bound.
         """
         try:
-            listener = bind_address(self._address, round(self._timing.handshake))
+            listener = bind_address(self._address, self._timing.handshake)
         except OSError as error:
             raise MetagpuError(bind_problem(self._address, error, "--address")) from error
         server = web.Server(self._handle, request_factory=_request, access_log=None)

@@ -22,7 +22,7 @@ class WebhookTiming(msgspec.Struct, frozen=True):
         cluster: the times of the watch of Nodes.
     """
 
-    handshake: float = 5.0
+    handshake: int = 5
     request: float = 5.0
     keep_alive: float = 120.0
     drain: float = 5.0
