@@ -197,7 +197,7 @@ async def test_equal_requests_are_translated_once(
 async def test_long_warnings_are_cut(
     folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all are too long for the API server, each has the length that it keeps, in one line."""
+    """Warnings that are together too long for the API server have its length each, in one line."""
     found = Translation(warnings=tuple(f"{n}\n" + "x" * 999 for n in range(99)))
     monkeypatch.setattr(translator, "translate_among", lambda *_: found)
     async with webhook_at_work(folder, authority) as webhook:
@@ -308,7 +308,7 @@ async def test_a_body_that_does_not_come_is_given_up(folder: Path, authority: Au
 
 
 async def test_announced_bodies_take_nothing(folder: Path, authority: Authority) -> None:
-    """What is announced and does not come keeps no other review out, a large one neither."""
+    """A body that is announced and does not come keeps no other review out, no large one either."""
     limits = WebhookLimits()
     large = pod(TWO_GPUS)
     large["spec"]["volumes"] = [{"name": "x" * limits.small}]
