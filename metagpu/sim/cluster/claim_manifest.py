@@ -6,15 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.sim.machine.bounds import check_name, check_range
-from metagpu.sim.machine.gpu import SimError
 
-COLLECTIONS: Final = {
-    "DeviceClass": "deviceclasses",
-    "ResourceClaim": "resourceclaims",
-    "ResourceClaimTemplate": "resourceclaimtemplates",
-    "Pod": "pods",
-}
-"""The collection of each kind that a file may have."""
 REQUEST: Final = "gpu"
 """The name of the only request of a claim without a file."""
 _MAX_COUNT: Final = 32
@@ -73,18 +65,3 @@ def claim_with_pod(
             "spec": {"resourceClaims": used, "containers": containers},
         },
     ]
-
-
-def check_document(document: Mapping[str, Any]) -> None:
-    """Refuse a document that the simulated cluster does not take.
-
-    Raises:
-        SimError: its kind is another, or it has no name or no specification.
-    """
-    kind, metadata = document.get("kind"), document.get("metadata") or {}
-    if kind not in COLLECTIONS:
-        raise SimError(f"a document is of the kind {kind!r}; taken are {', '.join(COLLECTIONS)}")
-    check_name(f"the {kind}", str(metadata.get("name") or ""))
-    check_name("the namespace", str(metadata.get("namespace") or "default"))
-    if not isinstance(document.get("spec"), Mapping):
-        raise SimError(f"the {kind} {metadata['name']} has no spec")

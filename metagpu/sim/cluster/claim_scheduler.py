@@ -54,8 +54,8 @@ class ClaimScheduler:
                 self._classes,
                 held_devices(self.claims.values()),
             )
-        except AllocationError as error:
-            return ClaimFit(str(error))
+        except (AllocationError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return ClaimFit(_reason(error))
         if found is None:
             return ClaimFit(_CANNOT)
 
@@ -69,6 +69,13 @@ class ClaimScheduler:
                 "status": {**(self.claims[key].get("status") or {}), **changes[key]["status"]},
             }
         return ClaimFit(changes=changes)
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of a pod without devices; a claim of any form may be saved."""
+    if isinstance(error, AllocationError):
+        return str(error)
+    return f"the simulator does not read a claim of the pod: {error!r}"
 
 
 def _is_allocated(claim: Object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import claim_objects, pod_objects
-from metagpu.sim.cluster.claim_manifest import COLLECTIONS, check_document
+from metagpu.sim.cluster.document_forms import COLLECTIONS, check_document
 from metagpu.sim.cluster.inspection import view_claim
 from metagpu.sim.cluster.views import ClaimView
 from metagpu.sim.kubelet.claims import ClaimManager

@@ -1,5 +1,6 @@
 """Pods of a simulated cluster as objects of the API server. Pure."""
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -47,9 +48,15 @@ def requests_of(pod: Object) -> Mapping[str, int]:
     """Return the number of devices that a Pod requests, by resource name."""
     totals: dict[str, int] = {}
     for container in pod["spec"].get("containers") or ():
-        for resource, count in container.get("resources", {}).get("requests", {}).items():
-            totals[resource] = totals.get(resource, 0) + int(count)
+        for resource, count in _devices_of(container).items():
+            totals[resource] = totals.get(resource, 0) + count
     return totals
+
+
+def _devices_of(container: Object) -> Mapping[str, int]:
+    """Return the devices that a container requests, without processors and memory."""
+    requests = (container.get("resources") or {}).get("requests") or {}
+    return {name: int(count) for name, count in requests.items() if "/" in name}
 
 
 def remaining_time(pod: Object, now: float) -> float | None:
@@ -57,9 +64,12 @@ def remaining_time(pod: Object, now: float) -> float | None:
     command: list[str] = pod["spec"]["containers"][0].get("command") or []
     if len(command) != len(_SLEEP) or command[0] != _SLEEP[0]:
         return None  # a pod of a file: nothing of it runs
-    seconds = command[1]
+    try:
+        seconds = float(command[1])
+    except ValueError:
+        return None
     started = datetime.fromisoformat(pod["status"]["startTime"]).timestamp()
-    return None if seconds == "infinity" else max(0.0, started + float(seconds) - now)
+    return None if math.isinf(seconds) else max(0.0, started + seconds - now)
 
 
 def timestamp(at: float) -> str:
@@ -71,14 +81,7 @@ def kubelet_pod(pod: Object) -> SimPod:
     """Return a Pod as its kubelet admits it."""
     metadata = pod["metadata"]
     containers = tuple(
-        SimContainer(
-            it["name"],
-            {
-                name: int(count)
-                for name, count in (it.get("resources", {}).get("requests") or {}).items()
-            },
-        )
-        for it in pod["spec"]["containers"]
+        SimContainer(it["name"], _devices_of(it)) for it in pod["spec"]["containers"]
     )
     return SimPod(metadata["name"], metadata["namespace"], metadata["uid"], containers)
 

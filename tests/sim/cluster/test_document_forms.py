@@ -1,0 +1,103 @@
+"""Objects that people give to the simulated cluster: a mistake is an answer, and ends nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from metagpu.sim.cluster.claim_manifest import claim_with_pod
+from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
+from metagpu.sim.cluster.document_forms import check_document
+from metagpu.sim.cluster.pod_objects import remaining_time, requests_of
+from metagpu.sim.machine.gpu import SimError
+
+GPU = "gpu.metagpu.io"
+
+
+def document(kind: str, spec: object, **metadata: object) -> Mapping[str, Any]:
+    """Return an object with the name `a`."""
+    return {"kind": kind, "metadata": {"name": "a", **metadata}, "spec": spec}
+
+
+def claim(**request: object) -> Mapping[str, Any]:
+    """Return a ResourceClaim of one request."""
+    return document("ResourceClaim", {"devices": {"requests": [{"name": "gpu", **request}]}})
+
+
+def exactly(**fields: object) -> Mapping[str, Any]:
+    """Return a ResourceClaim of one request for devices of a class."""
+    return claim(exactly={"deviceClassName": GPU, **fields})
+
+
+def pod(**container: object) -> Mapping[str, Any]:
+    """Return a Pod of one container."""
+    return document("Pod", {"containers": [{"name": "main", **container}]})
+
+
+@pytest.mark.parametrize(
+    "it",
+    [
+        exactly(),
+        exactly(count=2, capacity={"requests": {"shares": 50, "memory": "10Gi"}}),
+        exactly(allocationMode="All", tolerations=[{"key": "k", "operator": "Exists"}]),
+        claim(firstAvailable=[{"name": "a", "deviceClassName": GPU, "count": 1}]),
+        document("ResourceClaim", {}),
+        document("ResourceClaimTemplate", {"spec": exactly()["spec"]}),
+        document("DeviceClass", {"selectors": [{"cel": {"expression": "true"}}], "config": []}),
+        pod(resources={"requests": {"cpu": "500m", "x.y/z": 1}, "claims": [{"name": "gpu"}]}),
+        *claim_with_pod("a", {"exactly": {"deviceClassName": GPU}}),
+    ],
+)
+def test_what_kubernetes_takes_is_taken(it: Mapping[str, Any]) -> None:
+    """Fields that nothing here reads are taken too."""
+    check_document({**it, "apiVersion": "resource.k8s.io/v1", "status": {}})
+
+
+@pytest.mark.parametrize(
+    ("it", "problem"),
+    [
+        (claim(deviceClassName=GPU), "either `exactly` or `firstAvailable`"),
+        (claim(exactly={}), "missing required field `deviceClassName`"),
+        (exactly(count="many"), "$.devices.requests[0].exactly.count"),
+        (exactly(selectors=[{"cel": "true"}]), "$.devices.requests[0].exactly.selectors[0].cel"),
+        (exactly(capacity={"requests": ["x"]}), "exactly.capacity.requests"),
+        (claim(firstAvailable=[{"deviceClassName": GPU}]), "missing required field `name`"),
+        (document("ResourceClaim", {"devices": {"requests": "x"}}), "$.devices.requests"),
+        (document("ResourceClaim", None), "the spec of the ResourceClaim a: Expected `object`"),
+        (document("ResourceClaimTemplate", {}), "missing required field `spec`"),
+        (document("Pod", {"containers": []}), "length >= 1 - at `$.containers`"),
+        (pod(resources={"requests": {"x.y/z": "1k"}}), "'1k' is no number of x.y/z"),
+        (document("Secret", {}), "of the kind 'Secret'; taken are DeviceClass"),
+        (document("Pod", {}, name=""), "the Pod cannot be named ''"),
+        ({"kind": "Pod", "metadata": "a"}, "$.metadata"),
+        ({"kind": ["Pod"]}, "$.kind"),
+    ],
+)
+def test_what_is_not_read_is_refused(it: Mapping[str, Any], problem: str) -> None:
+    """The error has the path of the field."""
+    with pytest.raises(SimError) as error:
+        check_document(it)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "it", [claim(deviceClassName=GPU), exactly(count="many"), exactly(count=[]), claim(exactly=[])]
+)
+def test_a_claim_that_is_not_read_concerns_its_pods_alone(it: Mapping[str, Any]) -> None:
+    """A claim of an earlier version, which is saved, or of a client of the API server, does too."""
+    key = ("resourceclaims", "default", "a")
+    metadata = {"name": "a", "namespace": "default", "uid": "u"}
+    uses = [{"name": "gpu", "resourceClaimName": "a"}]
+    spec = {"containers": [{"name": "main"}], "resourceClaims": uses}
+    round_ = ClaimScheduler("n1", {key: {**it, "metadata": metadata}})
+    fit = round_.fit({"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}})
+    assert fit.problem
+    assert not fit.changes
+
+
+def test_pods_of_files_need_no_form_of_ours() -> None:
+    """Amounts of processors are not counted, and a command that is not read never ends."""
+    requests = {"cpu": "500m", "memory": "1Gi", "x.y/z": "2"}
+    it = {**pod(command=["sleep", "1h"], resources={"requests": requests}), "status": {}}
+    assert requests_of(it) == {"x.y/z": 2}
+    assert remaining_time(it, 0) is None
