@@ -22,6 +22,7 @@ from bench.measure.prepares import prepares
 from bench.measure.registration import restarts, starts
 from bench.measure.reviews import reviews
 from bench.measure.scrapes import scrapes
+from bench.measure.slices import slices
 from bench.plan import Plan
 
 MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
@@ -32,6 +33,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "faults": faults,
     "claims": claims,
     "prepares": prepares,
+    "slices": slices,
     "restarts": restarts,
     "starts": starts,
     "ends": ends,

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Final
-from urllib.request import Request, urlopen
 from uuid import UUID
 
 import anyio
@@ -33,6 +33,7 @@ pools:
     backends: [{backend: fraction, sharesPerGpu: 100}]
 """
 _TIMEOUT: Final = 60.0
+_WARM_UP: Final = 3
 
 
 def prepares(plan: Plan) -> list[Figure]:
@@ -46,13 +47,11 @@ async def _prepares(plan: Plan) -> list[Figure]:
     server.add_node(_NODE)
     claims = [_allocate(server, number) for number in range(2 * count)]
     async with server.running(), _served(server) as (subject, endpoint):
-        of_client = await _client_memory(server)
+        of_cluster = await _cluster_memory(server)
         with grpc.insecure_channel(f"unix://{endpoint}") as channel:
             prepare = channel.unary_unary(f"{_SERVICE}/NodePrepareResources")
             unprepare = channel.unary_unary(f"{_SERVICE}/NodeUnprepareResources")
-            gets = Samples(
-                [await to_thread.run_sync(_get, server, it) for it in claims[:count]][3:]
-            )
+            gets = await to_thread.run_sync(_gets, server, claims[:count])
             singles = Samples()
             for number, claim in enumerate(claims[:count]):
                 if number % 50 == 0:
@@ -69,13 +68,13 @@ async def _prepares(plan: Plan) -> list[Figure]:
         gets.figure("GET of the claim alone"),
         _figure("Prepare beyond that GET", "ms", beyond, 3, count),
         _figure(f"{count} claims in one call", "s", at_once, 1, 1),
-        _figure(f"{memory}, without the API server's client", "MB", resident - of_client, 60, 1),
+        _figure(f"{memory}, without the cluster plugin", "MB", resident - of_cluster, 60, 1),
         Figure(name=memory, unit="MB", measured=resident, target=None, calls=1),
     ]
 
 
-async def _client_memory(server: SimApiServer) -> float:
-    """Return the memory of the API server's client, in a daemon of the device plugin API."""
+async def _cluster_memory(server: SimApiServer) -> float:
+    """Return the memory of the cluster plugin, its client included, without the front DRA."""
     resident = []
     for joined in (True, False):
         with daemon.folder() as folder:
@@ -153,15 +152,20 @@ def _timed(call: grpc.UnaryUnaryMultiCallable, claims: Sequence[v1.Claim]) -> fl
     return took
 
 
-def _get(server: SimApiServer, claim: v1.Claim) -> float:
-    """Return the seconds of a GET of a claim."""
-    path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
+def _gets(server: SimApiServer, claims: Sequence[v1.Claim]) -> Samples:
+    """Return the durations of a GET of each claim, on one connection as the daemon has it."""
+    samples = Samples()
     headers = {"Authorization": f"Bearer {server.token}"}
-    request = Request(f"http://127.0.0.1:{server.port}{path}", headers=headers)
-    began = time.perf_counter()
-    with urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310 - ours
-        answer.read()
-    return time.perf_counter() - began
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=_TIMEOUT)) as connection:
+        for number, claim in enumerate(claims):
+            collection = f"namespaces/{claim.namespace}/resourceclaims"
+            began = time.perf_counter()
+            path = f"/apis/resource.k8s.io/v1/{collection}/{claim.name}"
+            connection.request("GET", path, headers=headers)
+            connection.getresponse().read()
+            if number >= _WARM_UP:
+                samples.seconds.append(time.perf_counter() - began)
+    return samples
 
 
 @asynccontextmanager

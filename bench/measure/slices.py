@@ -1,0 +1,184 @@
+"""ResourceSlices: the delay of a registration and of a change, and the rate of writes."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import grpc
+from anyio import to_thread
+
+from bench import daemon
+from bench.daemon import Daemon
+from bench.figures import Figure, Samples
+from bench.plan import Plan
+from metagpu.plugins.kubelet.pb import pluginregistration
+from metagpu.sim.apiserver.server import SimApiServer
+
+_NODE: Final = "bench"
+_DRIVER: Final = "gpu.metagpu.io"
+_GPUS: Final = 16
+_SIMULATED: Final = f"a100-40gb:{_GPUS}"
+_CONFIG: Final = """\
+version: metagpu/v1
+pools:
+  - name: all
+    fronts: [dra]
+    backends:
+      - {backend: whole}
+      - {backend: fraction, sharesPerGpu: 100}
+      - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb], enableMig: true}
+"""
+_SLICES: Final = "resourceslices"
+_CALM: Final = 0.7
+"""Seconds between two changes, in which a node may write a slice."""
+_RATE: Final = 2.0
+"""Slices that a node may write a second."""
+_CHURN: Final = 10.0
+_TIMEOUT: Final = 60.0
+
+
+def slices(plan: Plan) -> list[Figure]:
+    """Register daemons, change one GPU now and then, and all of them all the time."""
+    return anyio.run(_slices, plan)
+
+
+async def _slices(plan: Plan) -> list[Figure]:
+    registered, changed, churn = Samples(), Samples(), 0.0
+    rounds = plan.count(8, 1)
+    for number in range(rounds):
+        plan.report(f"slices: registration {number}")
+        server = SimApiServer()
+        server.add_node(_NODE)
+        async with server.running(), _registering(server) as (subject, began):
+            await server.until(partial(_are_published, server), within=_TIMEOUT)
+            registered.seconds.append(time.perf_counter() - began)
+            if number == rounds - 1:
+                for change in range(plan.count(100, 4)):
+                    changed.seconds.append(await _change(server, subject, change))
+                    await anyio.sleep(_CALM)
+                plan.report("slices: churn")
+                churn = await _churn(server, subject, plan)
+    return [
+        registered.figure(f"registration to the slices of {_GPUS} GPUs with MIG", target=1000),
+        registered.worst("registration to the slices, worst"),
+        changed.figure(f"change of one GPU of {_GPUS} to its slice", target=100),
+        changed.worst("change of one GPU to its slice, worst"),
+        Figure(
+            name=f"slices written a second, {_GPUS} GPUs changing all the time",
+            unit="1/s",
+            measured=churn,
+            target=_RATE,
+            calls=1,
+        ),
+    ]
+
+
+@asynccontextmanager
+async def _registering(server: SimApiServer) -> AsyncIterator[tuple[Daemon, float]]:
+    """Run a daemon, and register its driver as a kubelet does; yield it and the time of that."""
+    with daemon.folder() as folder:
+        joins = {
+            "--node-name": _NODE,
+            "--kubeconfig": server.kubeconfig(folder),
+            "--kubelet-root": folder,
+            "--cdi-dir": folder / "cdi",
+        }
+        start = partial(daemon.start, folder, config=_CONFIG, simulate=_SIMULATED, further=joins)
+        subject = await to_thread.run_sync(start)
+        try:
+            began = await to_thread.run_sync(_register, folder, subject)
+            yield subject, began
+        except Exception as error:
+            error.add_note(subject.log_tail)
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(subject.stop)
+
+
+def _register(folder: Path, subject: Daemon) -> float:
+    """Wait for the registration's socket, ask it, and say that all is well; return when."""
+    socket = folder / "plugins_registry" / f"{_DRIVER}-reg.sock"
+    deadline = time.monotonic() + _TIMEOUT
+    while not socket.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the daemon does not register:\n{subject.log_tail}")
+        time.sleep(0.01)
+    time.sleep(1)  # a kubelet looks for sockets once a second
+    with grpc.insecure_channel(f"unix://{socket}") as channel:
+        channel.unary_unary("/pluginregistration.Registration/GetInfo")(b"")
+        notify = channel.unary_unary("/pluginregistration.Registration/NotifyRegistrationStatus")
+        began = time.perf_counter()
+        notify(bytes(pluginregistration.RegistrationStatus(plugin_registered=True)))
+    return began
+
+
+def _specs(server: SimApiServer) -> list[Mapping[str, Any]]:
+    return [it["spec"] for key, it in server.store.objects.items() if key[0] == _SLICES]
+
+
+def _are_published(server: SimApiServer) -> bool:
+    """Return whether the pools of all GPUs are complete."""
+    pools: dict[str, list[int]] = {}
+    for spec in _specs(server):
+        pools.setdefault(spec["pool"]["name"], []).append(spec["pool"]["resourceSliceCount"])
+    return len(pools) == _GPUS and all(len(it) == it[0] for it in pools.values())
+
+
+def _is_cordoned(server: SimApiServer, gpu: str) -> bool:
+    return any(
+        taint["key"] == "metagpu.io/cordoned"
+        for spec in _specs(server)
+        if spec["pool"]["name"].endswith(gpu)
+        for device in spec.get("devices") or ()
+        for taint in device.get("taints") or ()
+    )
+
+
+async def _change(server: SimApiServer, subject: Daemon, number: int) -> float:
+    """Cordon a GPU, or end its cordon; return the seconds until its slice shows it."""
+    gpus = sorted({spec["pool"]["name"].rpartition("/")[2] for spec in _specs(server)})
+    gpu, cordon = gpus[number // 2 % len(gpus)], number % 2 == 0
+    began = time.perf_counter()
+    await to_thread.run_sync(_set_cordon, subject, f"GPU-{gpu.removeprefix('gpu-')}", cordon)
+    await server.until(lambda: _is_cordoned(server, gpu) == cordon, within=_TIMEOUT)
+    return time.perf_counter() - began
+
+
+def _set_cordon(subject: Daemon, gpu: str, cordon: bool) -> None:  # noqa: FBT001 - a state
+    if cordon:
+        subject.ask("cordon", gpu=gpu, reason="bench")
+    else:
+        subject.ask("uncordon", gpu=gpu)
+
+
+async def _churn(server: SimApiServer, subject: Daemon, plan: Plan) -> float:
+    """Change all GPUs all the time; return the writes a second.
+
+    They are counted once as many slices have been written as may be at once, each of them twice,
+    and as many as may be since.
+    """
+    at_once, changes = _writes(server) + 2 * len(_specs(server)), _changes(subject)
+    began = time.perf_counter()
+    while not plan.quick and _writes(server) < at_once + _RATE * (time.perf_counter() - began) - 1:
+        await anext(changes)
+    began, writes = time.perf_counter(), _writes(server)
+    while time.perf_counter() < began + _CHURN:
+        await anext(changes)
+    return (_writes(server) - writes) / (time.perf_counter() - began)
+
+
+async def _changes(subject: Daemon) -> AsyncIterator[None]:
+    """Change one GPU after the other, without end."""
+    for cordon in cycle((True, False)):
+        for index in range(_GPUS):
+            yield await to_thread.run_sync(_set_cordon, subject, str(index), cordon)
+
+
+def _writes(server: SimApiServer) -> int:
+    return sum(_SLICES in it.target and it.method in {"PUT", "POST"} for it in server.requests)
