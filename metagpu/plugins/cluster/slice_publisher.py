@@ -250,7 +250,6 @@ class SlicePublisher:
     async def _put(self, wanted: KubeObject) -> KubeObject:
         """Create or replace a slice; return the answer."""
         name = wanted["metadata"]["name"]
-        self._bucket.reserve(anyio.current_time())
         try:
             if name in self.own.objects:
                 answer = await self.client.call("PUT", f"{SLICES}/{name}", body=wanted)
@@ -263,6 +262,7 @@ class SlicePublisher:
                 unread = {key: wanted["spec"][key] for key in ("driver", "pool")}
                 self.own.objects[name] = {**wanted, "spec": unread}  # the next attempt replaces it
             raise
+        self._bucket.reserve(anyio.current_time())
         self.own.objects[name] = answer
         return answer
 
