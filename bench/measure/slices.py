@@ -177,7 +177,8 @@ async def _changes(subject: Daemon) -> AsyncIterator[None]:
     """Change one GPU after the other, without end."""
     for cordon in cycle((True, False)):
         for index in range(_GPUS):
-            yield await to_thread.run_sync(_set_cordon, subject, str(index), cordon)
+            await to_thread.run_sync(_set_cordon, subject, str(index), cordon)
+            yield
 
 
 def _writes(server: SimApiServer) -> int:

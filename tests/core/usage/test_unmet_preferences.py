@@ -1,5 +1,6 @@
 """Pods that run on other GPUs than they name are told so, once, with the reason."""
 
+from collections import UserDict
 from collections.abc import AsyncIterator, Mapping, ValuesView
 from contextlib import asynccontextmanager
 from types import MappingProxyType
@@ -122,7 +123,7 @@ async def test_a_pod_that_is_not_admitted_holds_nothing() -> None:
     assert list(unmet_preferences([pod], snapshot))
 
 
-class CountedLeases(dict[ShareId, Lease]):
+class CountedLeases(UserDict[ShareId, Lease]):
     """Leases that count how often all of them are read."""
 
     reads = 0
