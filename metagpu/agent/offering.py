@@ -33,10 +33,11 @@ class Offering:
     Attributes:
         node: this node's name.
         running: tells which holders' containers run.
-        read_claims: begins the leases of ResourceClaims.
+        read_claims: begins the leases of ResourceClaims, once they are known.
         wait_for_choice: waits for the configuration that the cluster chooses; `None` without an
             API server.
         gate: holds the kubelet's calls while another daemon takes over.
+        claims_read: set once the leases of ResourceClaims have begun.
         leases_observed: set once the kubelet's leases are read.
         ready: set once a kubelet that starts gets its lists at once, and no other daemon's.
     """
@@ -50,6 +51,7 @@ class Offering:
     wait_for_choice: Callable[[], Awaitable[None]] | None
     timing: AgentTiming
     gate: CallGate = field(default_factory=CallGate)
+    claims_read: anyio.Event = field(default_factory=anyio.Event)
     leases_observed: anyio.Event = field(default_factory=anyio.Event)
     ready: anyio.Event = field(default_factory=anyio.Event)
 
@@ -75,7 +77,11 @@ class Offering:
         # The objects of now stay for the life of the process; no collection has to scan them again.
         gc.freeze()
 
-        if any(state.can_conflict for state in self.registry.snapshot.gpus.values()):
+        gpus = self.registry.snapshot.gpus.values()
+        if succession is None and any(state.has_both_fronts for state in gpus):
+            # The kubelet knows nothing of what claims hold: it would give it to other pods.
+            await self.claims_read.wait()
+        if any(state.can_conflict for state in gpus):
             # An older pod may hold what the kubelet would give to another pod. A kubelet that is up
             # lists the leases at once, and a kubelet that is down gives nothing to anybody.
             with anyio.move_on_after(self.timing.first_leases):
@@ -127,5 +133,12 @@ class Offering:
         await self.layout_manager.health.surveyed.wait()
         promised = await to_thread.run_sync(checkpoint.read_promised_memory, self.paths.kubelet_dir)
         self.usage_service.set_promised_memory(promised)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._begin_claims)
+            with anyio.move_on_after(self.timing.first_leases):
+                await self.claims_read.wait()
+            await self.lease_follower.run(self.leases_observed)
+
+    async def _begin_claims(self) -> None:
         await self.read_claims()
-        await self.lease_follower.run(self.leases_observed)
+        self.claims_read.set()

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import msgspec
 import structlog
 from anyio import to_thread
 
@@ -57,9 +58,9 @@ class ResourceClaims:
 
     async def read_leases(self) -> None:
         """Begin the leases of prepared claims, before anything else is granted."""
-        if await to_thread.run_sync(self._has_claims):
-            self._held = True
-            await self._build(self._driver).read_leases()
+        if await to_thread.run_sync(self._may_have_claims):
+            account = await self._build(self._driver).account.read_leases()
+            self._held = account is not None and account.has_claims_of_ours
 
     async def run(self) -> None:
         """Serve claims while a pool has the front, under the driver's present name."""
@@ -108,15 +109,19 @@ class ResourceClaims:
     def _wanted(self) -> bool:
         snapshot = self.layout_manager.registry.snapshot
         leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
-        prepared = self._front is not None and bool(self._front.preparer.prepared)
+        prepared = self._front is not None and bool(self._front.preparer.states.prepared)
         self._held = self._held or prepared or any(it.resource_claim is not None for it in leases)
         return bool(snapshot.offers_of(Front.DRA)) or (self._held and bool(snapshot.offers))
 
-    def _has_claims(self) -> bool:
+    def _may_have_claims(self) -> bool:
+        """Return whether the kubelet's account names claims of ours, or cannot be read."""
         try:
             account = (self.layout_manager.paths.kubelet_root / _ACCOUNT).read_bytes()
-        except OSError:
+            msgspec.json.decode(account)
+        except FileNotFoundError:
             return False
+        except (OSError, msgspec.DecodeError):
+            return True
         return any(it in account for it in _OUR_CLAIMS)
 
     def _build(self, driver: str) -> "DraFront":

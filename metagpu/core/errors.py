@@ -318,6 +318,10 @@ class CdiError(MetagpuError):
     """Raised when the CDI specification cannot be written; the message names the fix."""
 
 
+class ClaimAccountUnreadable(MetagpuError):
+    """Raised when the kubelet's account of ResourceClaims exists and cannot be read."""
+
+
 class KubeletError(MetagpuError):
     """Raised when the kubelet refuses a registration or cannot be reached."""
 

@@ -1,7 +1,7 @@
 """ResourceClaims on the whole agent: configuration, API server, kubelet's calls, status."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,10 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
+from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.device_manager import DeviceManagerState
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.testing.node import RecordedPrograms
@@ -176,6 +179,41 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         assert await it.unprepare(claim) == {claim.uid: ""}
         assert not scene.state(0).leases
     assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
+
+
+async def test_nothing_is_offered_before_the_claims_of_before_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under both fronts: the kubelet would give what they hold to pods."""
+    both = CLAIMS.replace("[dra]", "[device-plugin, dra]")
+    several = both.replace("10}]", "10}, {backend: timeslice, replicas: 4}]")
+    async with at_work(tmp_path, several) as it:
+        claim = it.allocate("fraction", shares=5)
+        answer = (await it.prepare(claim))[claim.uid]
+        held = {str(share) for share in it.scene.state(0).leases}
+        it.write_account({claim: answer.devices})
+    account = tmp_path / "dra_manager_state"
+    text, reads, lists = account.read_text(), list[str](), list[set[str]]()
+    account.write_text(text[:-9])
+    replace = DeviceManagerState.replace_devices
+
+    def readable_later(root: Path, driver: str) -> KubeletAccount | None:
+        reads.append(driver)
+        if len(reads) == 3:
+            account.write_text(text)
+        return read_account(root, driver)
+
+    def note(state: DeviceManagerState, resource: str, devices: Iterable[v1beta1.Device]) -> None:
+        lists.append({it.id for it in devices if it.health == "Healthy"})
+        replace(state, resource, devices)
+
+    monkeypatch.setattr("metagpu.plugins.dra.account_follower.read_account", readable_later)
+    monkeypatch.setattr(DeviceManagerState, "replace_devices", note)
+    async with at_work(tmp_path, several) as it:
+        await until(lambda: any(len(it) > 10 for it in lists))
+        assert {str(share) for share in it.scene.state(0).leases} == held
+        assert not any(held & healthy for healthy in lists)
+        assert (await it.prepare(claim))[claim.uid] == answer
 
 
 async def test_slices_come_once_the_kubelet_has_the_driver(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Any device of a GPU stands for the GPU: who monitors it sees all of it. The CDI 
 its own, so that neither this daemon nor an earlier one takes it for a lease.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 from metagpu.core.devices.devices import pool_name
 from metagpu.core.errors import UnknownDevice
@@ -12,10 +12,14 @@ from metagpu.core.grants.cdi import MONITOR_KIND
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.dra.answer import PreparedDevice
+from metagpu.plugins.dra.claim_states import PreparedClaims
 from metagpu.plugins.dra.resource_claim import AllocatedDevice
 
 EnsureMonitored = Callable[[frozenset[GpuId]], Awaitable[None]]
-"""Makes GPUs for monitoring known to the container runtime; raises an error if it cannot."""
+"""Makes GPUs for monitoring known to the container runtime; raises an error if it cannot.
+
+Without any GPU, no claim looks at one any more.
+"""
 
 _NAME = f"{MONITOR_KIND}="
 
@@ -42,7 +46,7 @@ def monitored_gpus(devices: Iterable[PreparedDevice]) -> frozenset[GpuId]:
     return frozenset(gpu for it in devices if (gpu := monitored_gpu(it)) is not None)
 
 
-def all_monitored(claims: Mapping[str, Sequence[PreparedDevice]]) -> frozenset[GpuId]:
+def all_monitored(claims: PreparedClaims) -> frozenset[GpuId]:
     """Return the GPUs that prepared claims look at."""
     return frozenset[GpuId]().union(*map(monitored_gpus, claims.values()))
 

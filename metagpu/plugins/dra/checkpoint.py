@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from metagpu.core.errors import describe_error
+from metagpu.core.errors import ClaimAccountUnreadable, describe_error
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.plugins.dra.answer import PreparedDevice
@@ -64,12 +64,20 @@ class KubeletAccount(msgspec.Struct, frozen=True):
     devices: Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]
     known: frozenset[str]
 
+    @property
+    def has_claims_of_ours(self) -> bool:
+        """True if the driver has prepared any of them, under this name or an earlier one."""
+        return bool(self.prepared) or any(self.devices.values())
+
 
 def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
-    """Read the kubelet's account; `None` where it is unknown. Blocks.
+    """Read the kubelet's account; `None` where there is none. Blocks.
 
     A kubelet that never had a claim has no such file, and neither has a container in which the
     kubelet's folder is not mounted: both end no lease.
+
+    Raises:
+        ClaimAccountUnreadable: there is one, and it cannot be read now.
     """
     path = kubelet_root / CHECKPOINT_FILE
     try:
@@ -85,13 +93,7 @@ def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
             )
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning(
-            "kubelet account of claims unreadable",
-            file=str(path),
-            error=describe_error(error),
-            effect="leases of resource claims of before are unknown",
-        )
-        return None
+        raise ClaimAccountUnreadable(f"{path}: {describe_error(error)}") from error
     prepared, held = {}, {}
     for claim in claims:
         ref = ResourceClaimRef(claim.namespace, claim.claim_name, claim.claim_uid)

@@ -17,15 +17,16 @@ from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.runtime.backoff import Backoff
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.answer import PreparedDevice
+from metagpu.plugins.dra.claim_states import PreparedClaims
 from metagpu.plugins.dra.device_status import DeviceStatus, Entry, device_statuses, identity_of
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
 
 ApplyClaimStatus = Callable[[ResourceClaimRef, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Applies a status to a ResourceClaim, and returns the claim as it is then; raises ClusterError."""
 
-_GONE: Final = frozenset((404, 409))
-"""The claim does not exist, or has another uid."""
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
+"""The claim has another uid, or somebody else wrote it at this moment."""
 _FORBIDDEN: Final = 403
 _INVALID: Final = 422
 _SYNTHETIC: Final = "resourceclaims/driver"
@@ -68,13 +69,12 @@ class ClaimStatuses:
     """Keeps `status.devices` of the prepared claims as the snapshot has them.
 
     Attributes:
-        claims: the claims that are prepared.
         problem: why claims are not written, empty while they are.
 
     Args:
         registry: has the leases, and the MIG devices.
         driver: the name of this driver: no other's entries are written.
-        prepared: the devices of each prepared claim, by its uid.
+        prepared: the devices of each prepared claim.
         read: reads a claim, to see what an earlier daemon wrote.
         apply: applies a status.
     """
@@ -83,13 +83,12 @@ class ClaimStatuses:
         self,
         registry: Registry,
         driver: str,
-        prepared: Mapping[str, Sequence[PreparedDevice]],
+        prepared: PreparedClaims,
         *,
         read: ReadResourceClaim,
         apply: ApplyClaimStatus,
         timing: ClaimStatusTiming | None = None,
     ) -> None:
-        self.claims: dict[str, ResourceClaimRef] = {}
         self.problem = ""
         self._registry = registry
         self._driver = driver
@@ -97,17 +96,19 @@ class ClaimStatuses:
         self._read = read
         self._apply = apply
         self._timing = timing or ClaimStatusTiming()
-        self._written: dict[str, _WrittenStatus] = {}
-        self._unread = set[str]()
+        self._written: dict[ResourceClaimRef, _WrittenStatus] = {}
+        self._unread = set[ResourceClaimRef]()
+        self._gone = set[ResourceClaimRef]()
+        # Claims that the API server refuses by themselves, each with what it refused.
+        self._refused: dict[ResourceClaimRef, tuple[DeviceStatus, ...]] = {}
         self._dropped = False
         self._failures = LogOnce()
         self._changed = anyio.Event()
 
     def note(self, claim: ResourceClaimRef, *, restored: bool = False) -> None:
         """Note a claim that is prepared; one of before may have its status already."""
-        if claim.uid not in self.claims and restored:
-            self._unread.add(claim.uid)
-        self.claims[claim.uid] = claim
+        if restored:
+            self._unread.add(claim)
         self._changed.set()
 
     async def run(self) -> None:
@@ -130,7 +131,7 @@ class ClaimStatuses:
     async def _follow_devices(self) -> None:
         """Write claims again whose MIG devices were created again."""
         async for _ in self._registry.watch(
-            lambda now: tuple(it.provisioned for it in now.gpus.values())
+            lambda now: tuple((it.provisioned, it.suspended) for it in now.gpus.values())
         ):
             self._changed.set()
 
@@ -140,33 +141,55 @@ class ClaimStatuses:
         One that is not the claim's own ends the round: it would be the same for the others.
         """
         failure = None
-        for claim in list(self.claims.values()):
-            devices = self._prepared.get(claim.uid)
-            if devices is None:
-                self._forget(claim)
-                continue
+        self._forget_unprepared()
+        for claim, devices in list(self._prepared.items()):
             if self._dropped:
-                continue
+                return None
             statuses = device_statuses(devices, self._registry.snapshot)
+            ended = claim not in self._prepared or claim in self._gone
+            if ended or not statuses or statuses == self._refused.get(claim):
+                continue
             try:
                 await self._write(claim, statuses)
             except ClusterError as error:
-                if error.status in _GONE:
-                    self._forget(claim)
+                if await self._is_gone(claim, error):
+                    self._gone.add(claim)
                     continue
-                failure = error
                 if self._note_failure(claim, error):
-                    return failure
-        if failure is None and not self._dropped:
+                    return error
+                if error.status == _INVALID:  # so would be the same devices again
+                    self._refused[claim] = statuses
+                else:
+                    failure = error
+            else:
+                self._refused.pop(claim, None)
+        if failure is None and not self._dropped and not self._refused:
             self._recovered()
         return failure
 
+    def _forget_unprepared(self) -> None:
+        for known in (self._written, self._refused):
+            for claim in known.keys() - self._prepared.keys():
+                del known[claim]
+        self._gone &= self._prepared.keys()
+        self._unread &= self._prepared.keys()
+
+    async def _is_gone(self, claim: ResourceClaimRef, error: ClusterError) -> bool:
+        """Return whether the API server has no such claim any more."""
+        if error.status != _CONFLICT:
+            return error.status == _NOT_FOUND
+        try:
+            found = await self._read(claim)
+        except ClusterError as unread:
+            return unread.status == _NOT_FOUND
+        return bool(found["metadata"]["uid"] != claim.uid)
+
     async def _write(self, claim: ResourceClaimRef, statuses: tuple[DeviceStatus, ...]) -> None:
         """Write one claim, unless the API server has this state of it already."""
-        if claim.uid in self._unread:
+        if claim in self._unread:
             self._take(claim, (await self._read(claim)).get("status", {}).get("devices") or ())
-        written = self._written.get(claim.uid)
-        if not statuses or (written is not None and written.statuses == statuses):
+        written = self._written.get(claim)
+        if written is not None and written.statuses == statuses:
             return
         before, now = (written.since if written else {}), _now()
         entries, since = [], {}
@@ -178,7 +201,7 @@ class ClaimStatuses:
         answer = await self._apply(claim, {"devices": entries})
         found = {identity_of(it) for it in answer.get("status", {}).get("devices") or ()}
         if since.keys() <= found:
-            self._written[claim.uid] = _WrittenStatus(statuses, since)
+            self._written[claim] = _WrittenStatus(statuses, since)
         else:
             self._dropped, self.problem = True, _DROPPED
             log.warning("api server drops the status of claims' devices", reason=_DROPPED)
@@ -194,13 +217,8 @@ class ClaimStatuses:
                 since[identity_of(it)] = ready, time
                 place = it["pool"], it["device"], it.get("shareID")
                 statuses.append(DeviceStatus(*place, ready, it.get("data") or {}))
-        self._unread.discard(claim.uid)
-        self._written[claim.uid] = _WrittenStatus(tuple(statuses), since)
-
-    def _forget(self, claim: ResourceClaimRef) -> None:
-        self.claims.pop(claim.uid, None)
-        self._written.pop(claim.uid, None)
-        self._unread.discard(claim.uid)
+        self._unread.discard(claim)
+        self._written[claim] = _WrittenStatus(tuple(statuses), since)
 
     def _note_failure(self, claim: ResourceClaimRef, error: ClusterError) -> bool:
         """Report a new problem; return whether it is one of all claims."""
@@ -216,7 +234,7 @@ class ClaimStatuses:
                 error=self.problem,
                 effect="pods are not concerned; status.devices of claims stays empty",
             )
-        return missing or error.status != _INVALID
+        return missing or error.status not in {_INVALID, _CONFLICT}
 
     def _recovered(self) -> None:
         self.problem = ""

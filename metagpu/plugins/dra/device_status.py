@@ -13,6 +13,7 @@ from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.mig import is_mig
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.gpu_state import NOT_READY
 from metagpu.plugins.dra.admin_access import monitored_gpu
 from metagpu.plugins.dra.answer import PreparedDevice
 
@@ -57,7 +58,12 @@ class DeviceStatus(msgspec.Struct, frozen=True):
 def device_statuses(
     devices: Sequence[PreparedDevice], snapshot: Snapshot
 ) -> tuple[DeviceStatus, ...]:
-    """Return the state of each device of a claim; of one that is named twice, once."""
+    """Return the state of each device of a claim; of one that is named twice, once.
+
+    Nothing while it is unknown whether a MIG device exists, as after a start of the daemon.
+    """
+    if any(_is_unknown(own, snapshot) for it in devices if (own := it.claimed) is not None):
+        return ()
     found: dict[tuple[str, str, str | None], DeviceStatus] = {}
     for it in devices:
         key = it.pool, it.device, it.share_id
@@ -71,6 +77,15 @@ def device_statuses(
 def identity_of(entry: Entry) -> tuple[object, ...]:
     """Return what tells an entry from the others of its claim."""
     return tuple(entry.get(key) for key in _IDENTITY)
+
+
+def _is_unknown(own: ClaimDevice, snapshot: Snapshot) -> bool:
+    """Return whether a MIG device's backend has not said yet what exists."""
+    if not any(map(is_mig, own.share_ids)) or (state := snapshot.gpus.get(own.gpu)) is None:
+        return False
+    suspended = state.suspended.get(own.backend)
+    starts = suspended is not None and suspended.reason == NOT_READY
+    return starts or own.backend not in state.backends
 
 
 def _status(prepared: PreparedDevice, own: ClaimDevice, snapshot: Snapshot) -> DeviceStatus:

@@ -11,10 +11,6 @@ import anyio
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.devices.devices import (
-    gpu_of_pool,
-    pool_name,
-)
 from metagpu.core.errors import (
     ClusterError,
     FractionSplit,
@@ -23,15 +19,20 @@ from metagpu.core.errors import (
 )
 from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
-from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.admin_access import EnsureMonitored, monitor_devices, monitored_gpus
+from metagpu.plugins.dra.admin_access import (
+    EnsureMonitored,
+    all_monitored,
+    monitor_devices,
+    monitored_gpus,
+)
 from metagpu.plugins.dra.answer import PreparedDevice, shares_by_request, whole_claim_device
 from metagpu.plugins.dra.claim_files import ClaimFiles
-from metagpu.plugins.dra.claim_planner import ClaimPlanner, leased_shares
+from metagpu.plugins.dra.claim_leases import ClaimLeases
+from metagpu.plugins.dra.claim_planner import ClaimPlanner
+from metagpu.plugins.dra.claim_states import ClaimStates
 from metagpu.plugins.dra.parts import Part, with_settings
 from metagpu.plugins.dra.resource_claim import (
-    AllocatedDevice,
     Allocation,
     ReadResourceClaim,
     parse_allocation,
@@ -52,10 +53,8 @@ class ClaimPreparer:
     """Prepares and unprepares the ResourceClaims of this node.
 
     Attributes:
-        refused: the allocations of claims that could not be prepared for a reason that may end.
-        prepared: the devices of each prepared claim, by its uid; after a start, as the kubelet's
-            account has them.
-        reserved: the claims with leases that the kubelet has not asked for yet.
+        states: what is known of each claim.
+        leases: begins and ends the leases of claims.
 
     Args:
         registry: has the leases.
@@ -84,22 +83,19 @@ class ClaimPreparer:
         read_sharing: ReadSharing | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
-        self.prepared: dict[str, tuple[PreparedDevice, ...]] = {}
-        self.refused: dict[ResourceClaimRef, Allocation] = {}
-        self.reserved: set[ResourceClaimRef] = set()
+        self.states = ClaimStates()
         self._registry = registry
         self._driver = driver
         self._node = node
         self._read_claim = read_claim
         self._backend = backend
         self._planner = ClaimPlanner(node, backend)
+        self.leases = ClaimLeases(registry, self._planner, node, clock)
         self._files = files
         self._ensure_cdi_names = ensure_cdi_names
         self._ensure_monitored = ensure_monitored
         self._read_sharing = read_sharing
         self._clock = clock
-        # A claim's calls come one after the other: the kubelet repeats those that it gave up.
-        self._turns = defaultdict[str, anyio.Lock](anyio.Lock)
 
     async def prepare(self, claim: ResourceClaimRef) -> tuple[PreparedDevice, ...]:
         """Prepare a claim, or return the devices of a prepared one.
@@ -107,60 +103,71 @@ class ClaimPreparer:
         Raises:
             MetagpuError: the claim cannot be prepared now; the text reaches its pods.
         """
-        async with self._turns[claim.uid]:
-            if (known := self.prepared.get(claim.uid)) is not None:
+        states = self.states
+        async with states.lock_of(claim):
+            if (known := states.prepared.get(claim)) is not None:
                 return known
             until = self._clock() + LONGEST
             found = await self._read_claim(claim)
             allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
-            self.refused.pop(claim, None)
-            try:
-                looking = monitor_devices(allocation.admin, self._registry.snapshot, self._node)
-                await self._ensure_monitored(monitored_gpus(looking))
-                parts, fresh = await self._lease_soon(
-                    claim, allocation.results, until - self._clock()
-                )
-            except RequestError:
-                self.refused[claim] = allocation
-                raise
-            try:
-                devices = looking + await self._grant(claim, parts, until - self._clock())
-            except ProvisioningLasts:
-                self.refused[claim] = allocation
-                raise  # the leases stay: the next call finds the hardware made
-            except Exception:
-                self._release(fresh)
-                raise
-            self.prepared[claim.uid] = devices
-            self.reserved.discard(claim)
+            states.refused.pop(claim, None)
+            if allocation.admin:
+                devices = await self._look(claim, allocation)
+            else:
+                devices = await self._hold(claim, allocation, until)
+            states.prepared[claim] = devices
+            states.reserved.discard(claim)
             return devices
 
-    async def reserve(self, namespace: str, name: str) -> None:
-        """Lease what a claim was allocated, before the kubelet asks for it.
+    async def _look(
+        self, claim: ResourceClaimRef, allocation: Allocation
+    ) -> tuple[PreparedDevice, ...]:
+        """Return a claim's devices with `adminAccess`, once the runtime has them."""
+        prepared = self.states.prepared
+        try:
+            devices = monitor_devices(allocation.admin, self._registry.snapshot, self._node)
+        except RequestError:
+            self.states.refused[claim] = allocation
+            raise
+        prepared[claim] = devices  # the runtime knows the GPUs that prepared claims look at
+        try:
+            await self._ensure_monitored(monitored_gpus(devices))
+        except BaseException:
+            del prepared[claim]
+            raise
+        return devices
 
-        Only of GPUs with both fronts: from the time that its pod is bound, others could be granted
-        the same shares. What cannot be leased now is left to the kubelet's call, which says why.
+    async def _hold(
+        self, claim: ResourceClaimRef, allocation: Allocation, until: float
+    ) -> tuple[PreparedDevice, ...]:
+        """Lease the devices of a claim, and write what its containers get."""
+        leases, refused = self.leases, self.states.refused
+        try:
+            parts, fresh = await leases.lease_soon(claim, allocation.results, until - self._clock())
+        except RequestError:
+            refused[claim] = allocation
+            raise
+        try:
+            return await self._grant(claim, parts, until - self._clock())
+        except ProvisioningLasts:
+            refused[claim] = allocation
+            raise  # the leases stay: the next call finds the hardware made
+        except Exception:
+            leases.release(fresh)
+            raise
+
+    async def read_allocation(
+        self, namespace: str, name: str
+    ) -> tuple[ResourceClaimRef, Allocation]:
+        """Read what a claim of a pod was allocated of this driver.
 
         Raises:
-            ClusterError: the API server does not answer.
+            ClusterError: the API server does not answer, or has no such claim.
+            RequestError: the claim cannot be prepared as it is.
         """
         found = await self._read_claim(ResourceClaimRef(namespace, name, ""))
         claim = ResourceClaimRef(namespace, name, str(found["metadata"]["uid"]))
-        async with self._turns[claim.uid]:
-            if claim.uid in self.prepared:
-                return
-            try:
-                allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
-                if self._is_of_both_fronts(allocation):
-                    self._lease(claim, allocation.results)
-                    self.reserved.add(claim)
-            except RequestError:
-                return
-
-    def _is_of_both_fronts(self, allocation: Allocation) -> bool:
-        snapshot = self._registry.snapshot
-        gpus = (snapshot.gpus.get(gpu_of_pool(it.pool)) for it in allocation.results)
-        return any(it is not None and it.has_both_fronts for it in gpus)
+        return claim, parse_allocation(claim, found, self._driver, self._read_sharing)
 
     async def find_unprepared(self, namespace: str, name: str) -> ResourceClaimRef | None:
         """Return a claim that has devices of this driver and is not prepared, else `None`.
@@ -169,9 +176,7 @@ class ClaimPreparer:
             ClusterError: the API server does not answer.
         """
         try:
-            found = await self._read_claim(ResourceClaimRef(namespace, name, ""))
-            claim = ResourceClaimRef(namespace, name, found["metadata"]["uid"])
-            allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
+            claim, allocation = await self.read_allocation(namespace, name)
         except ClusterError as error:
             if error.status == _NOT_FOUND:
                 return None
@@ -179,7 +184,7 @@ class ClaimPreparer:
         except RequestError:
             return None  # it is of no use; the kubelet's call will say why
         wanted = allocation.results or allocation.admin
-        return claim if wanted and claim.uid not in self.prepared else None
+        return claim if wanted and claim not in self.states.prepared else None
 
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
         """Return whether a refused claim would be prepared now."""
@@ -199,61 +204,20 @@ class ClaimPreparer:
 
     def requests_of(self, uid: str) -> Mapping[ShareId, str]:
         """Return the request of each share of a prepared claim with several requests."""
-        return shares_by_request(self.prepared.get(uid, ()))
+        devices = (its for claim, its in self.states.prepared.items() if claim.uid == uid)
+        return shares_by_request(next(devices, ()))
 
     async def unprepare(self, claim: ResourceClaimRef) -> None:
         """End the leases of a claim; of one that is not prepared, there are none."""
-        async with (turn := self._turns[claim.uid]):
-            self._release(leased_shares(claim.uid, self._registry.snapshot))
-            self.prepared.pop(claim.uid, None)
-            self.refused.pop(claim, None)
-            self.reserved.discard(claim)
+        states = self.states
+        async with states.lock_of(claim):
+            self.leases.release_all(claim)
+            looked = monitored_gpus(states.prepared.pop(claim, ()))
+            states.refused.pop(claim, None)
+            states.reserved.discard(claim)
+            if looked and not all_monitored(states.prepared):
+                await self._ensure_monitored(frozenset())
             await self._files.remove(claim.uid)
-        if not turn.locked():
-            self._turns.pop(claim.uid, None)
-
-    async def _lease_soon(
-        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice], longest: float
-    ) -> tuple[list[Part], list[Share]]:
-        """Lease shares as `_lease` does, once what ends by itself has ended.
-
-        The scheduler has a device back as soon as its claim is unprepared: its GPU may still be
-        cleaned. The kubelet repeats a refused call only a minute later.
-        """
-        pools = {it.pool for it in results}
-        first = self._registry.snapshot
-        gpus = [gpu for gpu in first.gpus if pool_name(self._node, gpu) in pools]
-        refusal: RequestError | None = None
-        with anyio.move_on_after(longest):
-            async for _ in self._registry.watch(
-                lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
-            ):
-                try:
-                    return self._lease(claim, results)
-                except RequestError as error:
-                    refusal = error
-                    if not self._planner.ends_soon(claim, results, self._registry.snapshot):
-                        raise
-        assert refusal is not None  # noqa: S101 - the first look came before any wait
-        raise refusal
-
-    def _lease(
-        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
-    ) -> tuple[list[Part], list[Share]]:
-        """Choose shares for all results and claim them; return those newly claimed too.
-
-        Nothing waits in between, so that no other request can get them.
-
-        Raises:
-            RequestError: some of them cannot be had now; then none is claimed.
-        """
-        parts, own = self._planner.plan(claim, results, self._registry.snapshot)
-        chosen = tuple(share for part in parts for share in part.shares)
-        settings = {share.id: part.settings for part in parts for share in part.shares}
-        settings = {share: its for share, its in settings.items() if its}
-        fact = SharesClaimed(chosen, self._clock(), resource_claim=claim, settings=settings)
-        self._registry.apply(fact)
-        return parts, [share for share in chosen if share.id not in own]
 
     async def _grant(
         self, claim: ResourceClaimRef, parts: Sequence[Part], longest: float
@@ -318,7 +282,3 @@ class ClaimPreparer:
             (*base[own.name], own.qualified_name),
             part.result.share_id,
         )
-
-    def _release(self, shares: Sequence[Share]) -> None:
-        if shares:
-            self._registry.apply(SharesReleased(tuple(shares), self._clock()))

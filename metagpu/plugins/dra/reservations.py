@@ -4,13 +4,22 @@ Only where a pool has both fronts: the kubelet asks for a claim a second after i
 the shares could be granted to another pod meanwhile. The pods are those that the API server lists.
 """
 
+from typing import Final
+
+import anyio
 import structlog
 
-from metagpu.core.errors import ClusterError
+from metagpu.core.devices.devices import gpu_of_pool
+from metagpu.core.errors import RequestError, describe_error
+from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.preparer import ClaimPreparer
+from metagpu.plugins.dra.resource_claim import Allocation
+
+_AT_ONCE: Final = 8
+"""Claims that are read at once: one slow answer keeps no other claim waiting."""
 
 log = structlog.get_logger()
 
@@ -18,34 +27,82 @@ log = structlog.get_logger()
 class ClaimReservations:
     """Leases the shares of claims when their pods are bound, until the pods go.
 
+    What cannot be leased is left to the kubelet's call, which says why.
+
     Args:
         registry: has the pods of the node.
-        preparer: leases shares, and knows which claims the kubelet has not asked for.
+        preparer: reads claims, and has their states and leases.
     """
 
     def __init__(self, registry: Registry, preparer: ClaimPreparer) -> None:
         self._registry = registry
         self._preparer = preparer
-        self._seen = frozenset[tuple[str, str]]()
+        self._states = preparer.states
+        self._ended: dict[tuple[str, str], anyio.Event] = {}
+        self._reads = anyio.Semaphore(_AT_ONCE)
         self._failures = LogOnce()
 
     async def run(self) -> None:
-        """Follow the pods until cancelled."""
-        async for named in self._registry.watch(_named_claims):
-            await self._follow(named)
+        """Follow the pods until cancelled; then no claim is reserved."""
+        try:
+            async with anyio.create_task_group() as group:
+                async for named in self._registry.watch(_named_claims):
+                    for gone in self._ended.keys() - named:
+                        self._ended.pop(gone).set()
+                    for namespace, name in sorted(named - self._ended.keys()):
+                        self._ended[namespace, name] = ended = anyio.Event()
+                        group.start_soon(self._keep, namespace, name, ended)
+        finally:
+            for claim in list(self._states.reserved):
+                self._release(claim)
 
-    async def _follow(self, named: frozenset[tuple[str, str]]) -> None:
-        for claim in [it for it in self._preparer.reserved if (it.namespace, it.name) not in named]:
-            await self._preparer.unprepare(claim)  # its pod is gone, and was never started
-        reserved = set[tuple[str, str]]()
-        for namespace, name in sorted(named - self._seen):
-            try:
-                await self._preparer.reserve(namespace, name)
-            except ClusterError as error:
-                if self._failures.is_new("claim", str(error)):
-                    log.info("resource claim not reserved", claim=name, error=str(error))
-            reserved.add((namespace, name))
-        self._seen = named & (self._seen | reserved)
+    async def _keep(self, namespace: str, name: str, ended: anyio.Event) -> None:
+        """Lease the shares of a claim until the kubelet asks for it, or its pods are gone."""
+        claim = await self._reserve(namespace, name)
+        if claim is not None:
+            await ended.wait()
+            async with self._states.lock_of(claim):
+                self._release(claim)
+
+    async def _reserve(self, namespace: str, name: str) -> ResourceClaimRef | None:
+        """Lease what a claim was allocated; return the claim if that was done.
+
+        Only of GPUs with both fronts: nobody else could be granted the shares of others.
+        """
+        try:
+            async with self._reads:
+                claim, allocation = await self._preparer.read_allocation(namespace, name)
+            if not self._is_of_both_fronts(allocation):
+                return None
+            async with self._states.lock_of(claim):
+                if claim in self._states.prepared:
+                    return None
+                self._preparer.leases.lease(claim, allocation.results)
+                self._states.reserved.add(claim)
+        except RequestError:
+            return None
+        except Exception as error:  # noqa: BLE001 - one claim's error is its own
+            if self._failures.is_new("claim", problem := describe_error(error)):
+                log.warning(
+                    "resource claim not reserved",
+                    claim=f"{namespace}/{name}",
+                    error=problem,
+                    effect="its shares may be granted to another pod until the kubelet asks",
+                )
+            return None
+        self._failures.clear("claim")
+        return claim
+
+    def _release(self, claim: ResourceClaimRef) -> None:
+        """End the leases of a claim that the kubelet has not asked for."""
+        if claim in self._states.reserved:
+            self._states.reserved.discard(claim)
+            self._preparer.leases.release_all(claim)
+
+    def _is_of_both_fronts(self, allocation: Allocation) -> bool:
+        gpus = self._registry.snapshot.gpus
+        found = (gpus.get(gpu_of_pool(it.pool)) for it in allocation.results)
+        return any(it is not None and it.has_both_fronts for it in found)
 
 
 def _named_claims(snapshot: Snapshot) -> frozenset[tuple[str, str]]:

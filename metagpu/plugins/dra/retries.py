@@ -121,16 +121,18 @@ class PreparationRetries:
 
     async def _follow_gpus(self) -> None:
         """Watch the GPUs while there are refused claims."""
-        refused = self._preparer.refused
+        refused = self._preparer.states.refused
         async for states in self._registry.watch(lambda now: now.gpus if refused else None):
             if states is not None and await self._retry():
                 await anyio.sleep(self._rest)
 
     async def _retry(self) -> bool:
         """Annotate the pods of claims that can be prepared; return whether there are some."""
-        ready = [it for it in self._preparer.refused.items() if self._preparer.can_prepare(*it)]
+        ready = [
+            it for it in self._preparer.states.refused.items() if self._preparer.can_prepare(*it)
+        ]
         for claim, allocation in ready:
-            if self._preparer.refused.pop(claim, None) is None:
+            if self._preparer.states.refused.pop(claim, None) is None:
                 continue  # the kubelet was faster: the API server may take seconds for a pod
             for pod in allocation.pods:
                 await self._annotate_pod(claim, pod)

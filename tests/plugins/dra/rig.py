@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import anyio
+import anyio.lowlevel
 
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
@@ -145,6 +146,10 @@ class DraNode(KubeletCalls):
     reads: int = 0
     unanswered: int = 0
     """Requests of pods and claims that the API server will not answer."""
+    answering: anyio.Event | None = None
+    """When the API server answers requests for claims; at once without it."""
+    delay: int = 0
+    """Turns of the event loop that its answer takes, and the check of CDI names."""
 
     def __post_init__(self) -> None:
         self.front = self.new_front()
@@ -158,7 +163,7 @@ class DraNode(KubeletCalls):
             kubelet_root=self.root,
             cdi_dir=self.root / "cdi",
             backend=lambda resource: self.layout.backends[resource],
-            ensure_cdi_names=no_cdi,
+            ensure_cdi_names=self.ensure_cdi_names,
             ensure_monitored=self.ensure_monitored,
             read_claim=self.read_claim,
             apply_status=self.apply_status,
@@ -177,6 +182,9 @@ class DraNode(KubeletCalls):
     async def read_claim(self, ref: ResourceClaimRef) -> Mapping[str, Any]:
         """Read a claim, as the API server would."""
         self.reads += 1
+        if self.answering is not None:
+            await self.answering.wait()
+        await self._wait()
         self._check_answers()
         found = self.claims.get((ref.namespace, ref.name))
         if found is None:
@@ -190,6 +198,14 @@ class DraNode(KubeletCalls):
         claim = self.claims[ref.namespace, ref.name]
         claim["status"] |= status
         return claim
+
+    async def ensure_cdi_names(self, names: frozenset[str]) -> None:
+        """Take any names for known, after a while."""
+        await no_cdi(names)
+        await self._wait()
+
+    async def _wait(self) -> None:
+        await turns(self.delay)
 
     async def ensure_monitored(self, gpus: frozenset[GpuId]) -> None:
         """Note GPUs that containers look at."""
@@ -266,6 +282,12 @@ class DraNode(KubeletCalls):
             await self.wait_registration()
             yield
             group.cancel_scope.cancel()
+
+
+async def turns(count: int = 50) -> None:
+    """Run all tasks for some turns of the loop; by default, for what follows from a change."""
+    for _ in range(count):
+        await anyio.lowlevel.checkpoint()
 
 
 def _claims(refs: tuple[ResourceClaimRef, ...]) -> list[v1.Claim]:

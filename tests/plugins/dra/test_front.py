@@ -6,7 +6,9 @@ from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
+from metagpu.core.errors import CdiNameMissing
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
@@ -15,6 +17,7 @@ from metagpu.core.state.facts import (
     GpuRecovered,
     KubeletStarted,
     LeasesObserved,
+    SharesClaimed,
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.grpc_client import UnixChannel
@@ -249,7 +252,26 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         await anyio.wait_all_tasks_blocked()
         assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
         assert not (await node.prepare(second))[second.uid].error
-        assert not node.front.preparer.refused
+        assert not node.front.preparer.states.refused
+
+
+async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
+    node: DraNode,
+) -> None:
+    """No change of a GPU makes its device node; each annotation would be refused again."""
+    looking = {**node.fraction(gpu(0), 1), "adminAccess": True}
+    claim = node.allocate("look", looking)
+
+    async def refuse(gpus: frozenset[GpuId]) -> None:
+        raise CdiNameMissing(", ".join(gpus), "it has no device node on this machine")
+
+    node.front.preparer._ensure_monitored = refuse
+    async with node.running():
+        assert "no device node" in (await node.prepare(claim))[claim.uid].error
+        node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
+        await anyio.wait_all_tasks_blocked()
+        assert node.annotated == []
+        assert not node.front.preparer.states.prepared
 
 
 async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
@@ -319,7 +341,7 @@ async def test_a_claim_may_end_while_the_pods_of_others_are_annotated(node: DraN
         node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
         await node.prepare(first, second)
         node.registry.apply(GpuRecovered(gpu(1).id, "reset", at=2))
-        await until(lambda: not node.front.preparer.refused)
+        await until(lambda: not node.front.preparer.states.refused)
         await anyio.wait_all_tasks_blocked()
         [annotated] = node.annotated
         assert annotated.endswith(": metagpu.io/prepare-again")
@@ -335,7 +357,7 @@ async def test_an_amount_that_is_none_is_refused(node: DraNode, amount: str) -> 
         error = (await node.prepare(claim))[claim.uid].error
         assert f"consumes {amount} of shares" in error
         assert node.leased(claim) == []
-        assert not node.front.preparer.refused
+        assert not node.front.preparer.states.refused
 
 
 async def test_the_kubelet_is_sent_the_health_of_each_device(node: DraNode) -> None:
@@ -439,7 +461,7 @@ async def test_a_gpu_that_is_found_after_the_start_has_its_leases_again(node: Dr
     node.registry = Registry()
     node.offer([gpu(1)])
     node.front = node.new_front()
-    node.front.account_period = 0.01
+    node.front.account.period = 0.01
     async with node.running():
         assert node.leased(kept) == []
         node.offer([gpu(0), gpu(1)])
@@ -464,7 +486,7 @@ async def test_leases_of_the_drivers_earlier_name_are_kept(node: DraNode) -> Non
     node.front = node.new_front()
     async with node.running():
         assert node.leased(kept) == leased
-        assert not node.front.preparer.prepared
+        assert not node.front.preparer.states.prepared
 
 
 async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: DraNode) -> None:
@@ -482,13 +504,33 @@ async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: Dr
 async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> None:
     """A kubelet that lost its account unprepares nothing."""
     kept, lost = (node.allocate(name, node.fraction(gpu(0), 1)) for name in ("kept", "lost"))
-    node.front.account_period = 0.01
+    node.front.account.period = 0.01
     node.write_account({kept: [], lost: []})
     async with node.running():
         await node.prepare(kept, lost)
         node.write_account({kept: []})
         await until(lambda: not node.leased(lost))
         assert node.leased(kept)
+
+
+async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) -> None:
+    """The kubelet's account has it for a claim; the lease stays with its holder of now."""
+    claim = node.allocate("a", node.fraction(gpu(0), 2))
+    async with node.running():
+        answer = (await node.prepare(claim))[claim.uid]
+        shares = [
+            node.registry.snapshot.gpus[gpu(0).id].leases[it].share for it in node.leased(claim)
+        ]
+    node.write_account({claim: answer.devices})
+    node.registry = Registry()
+    node.offer([gpu(0), gpu(1)])
+    node.registry.apply(SharesClaimed((shares[0],), at=1))
+    node.front = node.new_front()
+    with capture_logs() as logs:
+        async with node.running():
+            assert node.leased(claim) == [shares[1].id]
+    [log] = [it for it in logs if it["event"] == "share of a resource claim held by others too"]
+    assert (log["claim"], log["share"]) == ("default/a", shares[0].id)
 
 
 async def test_silence_ends_no_lease_of_a_claim(node: DraNode) -> None:
