@@ -136,12 +136,18 @@ class CdiFile:
     async def ensure_monitored(self, gpus: frozenset[GpuId]) -> None:
         """Wait until containers can look at these GPUs by their CDI names.
 
+        Without any GPU, no claim looks at one any more.
+
         Raises:
             CdiNameMissing: if they cannot; the text reaches the pod.
         """
-        if self._injection is None or not gpus:
+        if self._injection is None:
             return
-        self._monitors.wanted = True
+        self._monitors.wanted = bool(gpus)
+        if not gpus:
+            async with self._lock:
+                await to_thread.run_sync(self._monitors.remove)
+            return
         wanted = ", ".join(sorted(gpus))
         try:
             await self._write()

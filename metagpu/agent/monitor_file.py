@@ -1,10 +1,11 @@
 """The CDI specification of GPUs for monitoring, by claims with `adminAccess`.
 
 A container with such a name can ask NVML about the GPU, and has no device node to compute with.
-There is no file before the first claim.
+There is no file without such a claim.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from metagpu.core.grants import cdi
@@ -17,7 +18,7 @@ class MonitorFile:
     """The writer of the file.
 
     Attributes:
-        wanted: whether a claim has named a GPU of it.
+        wanted: whether a claim looks at a GPU of it.
         names: the GPUs that are in it.
     """
 
@@ -43,3 +44,10 @@ class MonitorFile:
         text = cdi.build_monitor_spec(named, injection.monitor_common_nodes(), edits, variables)
         if not self._path.exists() or self._path.read_text() != text:
             replace_text(self._path, text)
+
+    def remove(self) -> None:
+        """Remove the file, unless it is wanted again meanwhile. Blocks."""
+        self.names = frozenset()
+        if self._path is not None and not self.wanted:
+            with suppress(OSError):  # it harms nobody: no container names its devices any more
+                self._path.unlink(missing_ok=True)

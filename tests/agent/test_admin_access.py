@@ -88,8 +88,8 @@ async def test_claims_that_look_hold_nothing(tmp_path: Path) -> None:
         assert it.scene.agent.registry.snapshot.gpus[gpus[0]].leases
 
 
-async def test_one_claim_may_look_and_hold(tmp_path: Path) -> None:
-    """Each request has its own; unprepare ends the lease."""
+async def test_one_claim_cannot_look_and_hold(tmp_path: Path) -> None:
+    """A container with both would compute on all GPUs that it looks at; the text has a way out."""
     async with at_work(tmp_path) as it:
         gpu = it.scene.state(0).gpu.id
         part = {
@@ -100,12 +100,35 @@ async def test_one_claim_may_look_and_hold(tmp_path: Path) -> None:
             "consumedCapacity": {"shares": "3"},
         }
         claim = look(it, part)
-        answer = (await it.prepare(claim))[claim.uid]
-        assert it.nodes(names(answer)) == ["nvidiactl", "nvidia0", "nvidia1"]
-        assert it.nodes(names(answer, "part")) == ["nvidiactl", "nvidia-uvm", "nvidia0"]
-        assert len(it.scene.state(0).leases) == 3
-        await it.unprepare(claim)
+        error = (await it.prepare(claim))[claim.uid].error
+        assert "look asks for adminAccess and part does not" in error
+        assert "make two claims, for pods of their own" in error
         assert not it.scene.state(0).leases
+
+
+async def test_the_specification_ends_with_the_last_claim_that_looks(tmp_path: Path) -> None:
+    """Unprepared, or forgotten by the kubelet; before, the file is the same for all of them."""
+    file = tmp_path / "cdi/metagpu.io-monitor.json"
+    async with at_work(tmp_path) as it:
+        first, second, lost = look(it), look(it), look(it)
+        await it.prepare(first, second)
+        await it.unprepare(first)
+        assert file.exists()
+        await it.unprepare(second)
+        assert not file.exists()
+        answer = (await it.prepare(lost))[lost.uid]
+        assert it.resolves(names(answer))
+        it.write_account({lost: answer.devices})
+
+    async with at_work(tmp_path) as it:
+        assert it.resolves(names(answer))
+        front = it.scene.agent.resource_claims._front
+        assert front is not None
+        assert front.preparer.states.prepared
+        it.write_account({})
+
+    async with at_work(tmp_path):
+        assert not file.exists()
 
 
 async def test_a_mig_device_stands_for_its_gpu(

@@ -104,7 +104,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
     Attributes:
         results: devices that the claim holds.
-        admin: devices that it looks at, and that others may hold.
+        admin: devices that it looks at, and that others may hold; then it holds none.
     """
 
     results: tuple[AllocatedDevice, ...]
@@ -152,34 +152,36 @@ def parse_allocation(
             "namespace with the label resource.kubernetes.io/admin-access"
         )
         raise ResourceClaimUnusable(str(ref), reason)
+    if results and admin:
+        reason = (
+            f"{_requests(admin)} asks for adminAccess and {_requests(results)} does not: one "
+            "container would compute on all the GPUs that it only looks at; make two claims, for "
+            "pods of their own"
+        )
+        raise ResourceClaimUnusable(str(ref), reason)
     _check_amounts(ref, results)
     if configs := [it for it in devices.config if it.opaque.driver == driver]:
         if read_sharing is None:
             reason = f"it has opaque parameters for {driver}, which has none; remove them"
             raise ResourceClaimUnusable(str(ref), reason)
-        _refuse_for_admin(ref, admin, configs, alone=not results)
+        _refuse_for_admin(ref, admin, configs)
         results = _with_sharing(ref, results, configs, read_sharing)
     pods = tuple(it.name for it in claim.status.reserved_for if it.resource == "pods")
     return Allocation(results, pods, admin)
 
 
-def _refuse_for_admin(
-    ref: ResourceClaimRef,
-    admin: Sequence[AllocatedDevice],
-    configs: Sequence[_Config],
-    *,
-    alone: bool,
-) -> None:
-    """Refuse the claim's own parameters for requests with adminAccess.
+def _requests(results: Sequence[AllocatedDevice]) -> str:
+    return ", ".join(sorted({it.main_request for it in results}))
 
-    ALONE says that the claim has no other requests of this driver.
-    """
-    looking = {it.main_request for it in admin}
-    own = [it for it in configs if it.source != "FromClass"]
-    if looking and any(looking.intersection(it.requests) or alone for it in own):
+
+def _refuse_for_admin(
+    ref: ResourceClaimRef, admin: Sequence[AllocatedDevice], configs: Sequence[_Config]
+) -> None:
+    """Refuse the claim's own parameters for requests with adminAccess."""
+    if admin and any(it.source != "FromClass" for it in configs):
         reason = (
-            f"it has opaque parameters for {', '.join(sorted(looking))} with adminAccess, which "
-            "only looks at a GPU; remove them"
+            f"it has opaque parameters for {_requests(admin)} with adminAccess, which only looks "
+            "at a GPU; remove them"
         )
         raise ResourceClaimUnusable(str(ref), reason)
 
