@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,12 @@ def _some(it: Scene) -> tuple[Any, ...]:
 async def test_a_change_of_one_gpu_writes_its_pool_alone(tmp_path: Path) -> None:
     """A fault taints every device of the GPU, in one write of one slice; churn is conflated."""
     async with publishing(tmp_path) as it:
-        before = writes(it.server)
+        earlier = writes(it.server)
         it.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
         await it.server.until(lambda: taints(it.server, 1) == {"metagpu.io/unhealthy"})
         assert generations(it.server, 1) == [1, 1]
         assert (generations(it.server, 0), taints(it.server, 0)) == ([1, 1], set())
-        [write] = writes(it.server)[len(before) :]
+        [write] = writes(it.server)[len(earlier) :]
         assert write.endswith(f"{UUIDS[1].lower()}-01")
 
         before, began = len(writes(it.server)), anyio.current_time()
@@ -135,8 +136,12 @@ async def test_gpus_that_change_all_the_time_share_two_writes_a_second(tmp_path:
             skip(1)
             wanted = set[str]() if number % 2 else {"metagpu.io/cordoned"}
             for index in (0, 1):
-                await becomes(lambda n=index, it=it, to=wanted: taints(it.server, n) == to)
+                await becomes(partial(_has_taints, it.server, index, wanted))
         assert len(writes(it.server)) - before <= _most(it.server, began)
+
+
+def _has_taints(server: SimApiServer, index: int, wanted: set[str]) -> bool:
+    return taints(server, index) == wanted
 
 
 async def test_gpus_of_both_fronts_have_writes_of_their_turns(tmp_path: Path) -> None:
