@@ -1,13 +1,15 @@
 """The choice of shares for one request on one node."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from metagpu.translation.parts import MIG, MPS, WHOLE, OfferedPart
 from metagpu.translation.requests import GpuRequest
 
+_Served: TypeAlias = "tuple[GpuRequest, Choice]"
 _USABLE: Final = 0.95
 """Part of its percents of a GPU that an instance has: MIG keeps the rest of the memory."""
 
@@ -65,6 +67,8 @@ def shares_on_gpu(request: GpuRequest, part: OfferedPart) -> int:
         nominal = not request.memory
         if nominal and part.technique == WHOLE:
             return 1
+        if nominal and not part.gpu_memory:
+            return 0
         wanted = needed_memory(request, part) * (_USABLE if nominal else 1)
         return int(part.memory >= wanted)
     if request.whole:
@@ -93,23 +97,49 @@ def _size(choice: Choice) -> tuple[int, int, str]:
 
 def fits_together(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> bool:
     """Return whether a node could have all containers at once, if it had nothing else."""
-    return all(total <= part.most for total, part in _totals(requests, choices))
+    parts = {choice.resource: choice.part for choice in choices}
+    return all(
+        _packs(part, [each for each in group if each[1].resource == resource])
+        for group in _at_once(requests, choices)
+        for resource, part in parts.items()
+    )
 
 
 def demand_of(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> Mapping[str, int]:
     """Return the shares that all containers need at once, by resource."""
-    return {part.resource: total for total, part in _totals(requests, choices)}
+    demand: Counter[str] = Counter()
+    for group in _at_once(requests, choices):
+        total: Counter[str] = Counter()
+        for _, choice in group:
+            total[choice.resource] += choice.count
+        demand |= total
+    return demand
 
 
-def _totals(
+def _at_once(
     requests: Sequence[GpuRequest], choices: Sequence[Choice]
-) -> Iterator[tuple[int, OfferedPart]]:
-    """Yield the shares of each resource that all containers need at once."""
-    for part in {choice.resource: choice.part for choice in choices}.values():
-        own = [
-            (request.alone, choice.count)
-            for request, choice in zip(requests, choices, strict=True)
-            if choice.resource == part.resource
-        ]
-        beside = sum(count for alone, count in own if not alone)
-        yield max([beside, *(count for alone, count in own if alone)]), part
+) -> Iterator[Sequence[_Served]]:
+    """Yield the containers that run at once: an init container beside the sidecars before it."""
+    running: list[_Served] = []
+    for each in zip(requests, choices, strict=True):  # init containers first, as they start
+        if each[0].alone:
+            yield [*running, each]
+        else:
+            running.append(each)
+    yield running
+
+
+def _packs(part: OfferedPart, served: Sequence[_Served]) -> bool:
+    """Return whether idle GPUs have room: each container in equal parts, the largest first."""
+    if part.technique == MIG:
+        return sum(choice.count for _, choice in served) <= part.most
+    free = [part.per_gpu] * part.gpus
+    wanted = [(choice.count // request.count, request.count) for request, choice in served]
+    for each, gpus in sorted(wanted, reverse=True):
+        free.sort()
+        fullest = [it for it, room in enumerate(free) if room >= each][:gpus]
+        if len(fullest) < gpus:
+            return False
+        for it in fullest:
+            free[it] -= each
+    return True

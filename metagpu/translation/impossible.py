@@ -65,7 +65,8 @@ def _of_request(
             f"{request.count} {asked} are asked for, and a pod gets {most} at most of one node; "
             f"ask for {settings.gpu}: {most} at most"
         )
-    asked = "a whole GPU is" if request.whole else f"{wanted} MiB of one GPU are"
+    size = f"{wanted} MiB" if wanted else f"{request.percentage} %"
+    asked = "a whole GPU is" if request.whole else f"{size} of one GPU are"
     return (
         f"{asked} asked for, and the most of one GPU by {by} is {room} MiB: {resource} on {name}; "
         f"ask for {settings.memory}: {room} at most"

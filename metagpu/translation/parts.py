@@ -29,7 +29,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
         per_gpu: shares of the GPU with the most of them.
         gpus: GPUs of the node that have such shares.
         most: the most shares that pods could hold at once, if they held nothing else.
-        gpu_memory: MiB of a GPU.
+        gpu_memory: MiB of a GPU, 0 where they are not known.
         slices: compute slices of an instance, 0 where they are not known.
     """
 
@@ -70,7 +70,8 @@ def memory_label(resource: str) -> str:
 
 
 def _parts(node: NodeOffer) -> Iterator[OfferedPart]:
-    gpu_memory = _number(node, GPU_MEMORY)
+    instances = "-MIG-" in node.labels.get(PRODUCT, "")  # they stand for GPUs in the labels
+    gpu_memory = 0 if instances else _number(node, GPU_MEMORY)
     for resource, allocatable in node.allocatable.items():
         gpus = _number(node, label_of(resource, "gpus")) or _number(node, GPU_COUNT)
         backend = node.labels.get(label_of(resource, "backend"), "")

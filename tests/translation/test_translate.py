@@ -335,6 +335,65 @@ def test_containers_that_fit_alone_and_not_together() -> None:
     assert "together" in (outcome.impossible or "")
 
 
+@pytest.mark.parametrize(
+    ("percents", "fit"),
+    [
+        ((60, 60), True),
+        ((60, 60, 60), False),  # 180 of 200, and two of them on no GPU
+        ((60, 40, 60, 40), True),
+        ((40, 40, 60, 60), True),
+    ],
+)
+def test_containers_share_gpus_not_the_sum_of_them(
+    percents: tuple[int, ...],
+    fit: bool,  # noqa: FBT001 - the expected outcome
+) -> None:
+    """The parts of containers fit on GPUs, one by one: no part lies on two."""
+    asked = pod(*({"nvidia.com/gpumem-percentage": it} for it in percents))
+    outcome = translate(asked, [FRACTIONS], HAMI)
+
+    assert (outcome.impossible is None) is fit
+
+
+def test_a_sidecar_runs_beside_init_containers() -> None:
+    """A sidecar has its shares while a later init container runs, and an earlier one is gone."""
+    sixty = {"nvidia.com/gpumem-percentage": 60}
+    asked = pod(sixty)
+    first, sidecar, later = pod(sixty, sixty, {"nvidia.com/gpu": 2})["spec"]["containers"]
+    sidecar["restartPolicy"] = "Always"
+    asked["spec"]["initContainers"] = [later, sidecar]
+    assert translate(asked, [FRACTIONS], HAMI).impossible is None
+
+    asked["spec"]["initContainers"] = [sidecar, first]
+    assert translate(asked, [FRACTIONS], HAMI).impossible is None
+
+    asked["spec"]["initContainers"] = [sidecar, later]
+    assert "together" in (translate(asked, [FRACTIONS], HAMI).impossible or "")
+
+
+def test_percents_are_none_of_an_instance_that_stands_for_a_gpu() -> None:
+    """Labels of strategy `single` describe the instance: none says what half a GPU is."""
+    shares = "metagpu.io/nvidia.com_gpu"
+    single = NodeOffer(
+        "single",
+        {
+            "nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB-MIG-3g.20gb",
+            "nvidia.com/gpu.memory": "19968",
+            "nvidia.com/gpu.count": "4",
+            f"{shares}.backend": "mig",
+            f"{shares}.memory": "19968",
+            f"{shares}.replicas": "2",
+            f"{shares}.gpus": "2",
+        },
+        {"nvidia.com/gpu": 4},
+    )
+    asked = pod({"nvidia.com/gpumem": 16000})
+
+    assert "50 % of one GPU" in (translate(pod(HALF), [single], HAMI).impossible or "")
+    assert limits(asked, translate(asked, [single], HAMI)) == {"nvidia.com/gpu": "1"}
+    assert _where(asked, [single]) == ["metagpu.io/nvidia.com_gpu.memory Gt 15999"]
+
+
 def test_an_init_container_has_what_the_others_have_later() -> None:
     """An init container ends before the others start: its shares do not count beside theirs."""
     asked = pod({"nvidia.com/gpu": 2})
