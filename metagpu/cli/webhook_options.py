@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from metagpu.cli.options import Variable, add_kubeconfig, add_metrics_address, metrics_of
+from metagpu.cli.resource_names import add_resource_names, resource_names_of
 from metagpu.core.errors import ConfigError
 from metagpu.plugins.http.address import parse_address
 from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
@@ -12,14 +13,6 @@ from metagpu.webhook.settings import WebhookSettings
 
 _DEFAULTS: Final = TranslationSettings()
 _IMPOSSIBLE: Final = ("warn", "refuse")
-_NAMES: Final = (
-    ("--resource-name", "gpu", "the resource that counts GPUs"),
-    ("--resource-mem", "memory", "the resource of MiB on each GPU"),
-    ("--resource-mem-percentage", "memory_percentage", "the resource of percent of its memory"),
-    ("--resource-cores", "cores", "the resource of percent of its multiprocessors"),
-    ("--resource-priority", "priority", "the resource of HAMi's priorities, which is removed"),
-)
-"""Options of HAMi's own names, and the settings that they set."""
 
 
 def add_webhook(parser: argparse.ArgumentParser) -> None:
@@ -72,15 +65,11 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
             ),
             help=f"{help_text} (default: %(default)s)",
         )
-    for option, setting, help_text in _NAMES:
-        variable = f"METAGPU_WEBHOOK_{option.strip('-').replace('-', '_').upper()}"
-        parser.add_argument(
-            option,
-            dest=setting,
-            metavar="NAME",
-            default=Variable((variable,), getattr(_DEFAULTS, setting)),
-            help=f"{help_text} (default: %(default)s)",
-        )
+    add_resource_names(parser, _variable)
+
+
+def _variable(option: str, name: str) -> Variable:
+    return Variable((f"METAGPU_WEBHOOK_{option.strip('-').replace('-', '_').upper()}",), name)
 
 
 def webhook_of(args: argparse.Namespace) -> WebhookSettings:
@@ -98,7 +87,7 @@ def webhook_of(args: argparse.Namespace) -> WebhookSettings:
             order=_order_of(args.order),
             policy=args.policy,
             impossible=args.impossible,
-            **{setting: getattr(args, setting) for _, setting, _ in _NAMES},
+            **resource_names_of(args),
         ),
     )
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from metagpu import __version__
 from metagpu.cli.options import Variable, add_page_address
 from metagpu.cli.parser import Parser, add_command, add_reason
+from metagpu.cli.resource_names import add_resource_names
 from metagpu.display.encoding import WIDE_FORMATS
 from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
@@ -248,6 +249,7 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
         help="between resources that would serve a pod: the one with the least waste, or the one "
         "with the most room (default: %(default)s)",
     )
+    add_resource_names(it)
     it.add_argument(
         "--explain", action="store_true", help="show what each node would give, not the manifest"
     )

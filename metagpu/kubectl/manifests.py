@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from metagpu.core.errors import MetagpuError
+from metagpu.kubectl.pod_shape import check_pod
 
 _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
     "Pod": (),
@@ -25,11 +26,13 @@ def read_documents(name: str) -> Sequence[Any]:
     """
     import yaml
 
+    from metagpu.kubectl.manifest_yaml import load_documents
+
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         with suppress(ValueError):  # a list of nodes as JSON takes YAML a hundred times as long
             return [json.loads(text)]
-        return list(yaml.safe_load_all(text))
+        return list(load_documents(text))
     except (OSError, UnicodeDecodeError) as error:
         raise MetagpuError(f"{name}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
@@ -40,17 +43,36 @@ def objects_in(documents: Sequence[Any], file: str) -> Iterator[Mapping[str, Any
     """Yield the objects of a manifest, those of its Lists too.
 
     Raises:
-        MetagpuError: a document is no object of Kubernetes.
+        MetagpuError: a document is no object of Kubernetes, or its pod none.
     """
     for document in documents:
         if document is None:  # between two `---`
             continue
-        if not isinstance(document, Mapping) or "kind" not in document:
+        if not isinstance(document, Mapping) or not isinstance(document.get("kind"), str):
             raise MetagpuError(f"{file}: no Kubernetes object; write one with apiVersion and kind")
         if document["kind"].endswith("List") and isinstance(document.get("items"), list):
             yield from objects_in(document["items"], file)
         else:
+            _check(document, file)
             yield document
+
+
+def name_of(document: Mapping[str, Any]) -> str:
+    """Return the kind and the name of an object, for sentences."""
+    metadata = document.get("metadata") or {}
+    name = metadata.get("name") or metadata.get("generateName") or ""
+    return f"{document['kind']} {name}".strip()
+
+
+def _check(document: Mapping[str, Any], file: str) -> None:
+    if not isinstance(document.get("metadata") or {}, Mapping):
+        raise MetagpuError(f"{file}: {document['kind']}: its metadata is no object with a name")
+    pod = pod_at(document, template_path(document))
+    try:
+        if pod is not None:
+            check_pod(pod)
+    except ValueError as error:
+        raise MetagpuError(f"{file}: {name_of(document)}: not as a pod has it: {error}") from error
 
 
 def template_path(document: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,9 +10,16 @@ from typing import Any
 import msgspec
 
 from metagpu.cli.live import print_text
+from metagpu.cli.resource_names import resource_names_of
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
-from metagpu.kubectl.manifests import objects_in, pod_at, read_documents, template_path
+from metagpu.kubectl.manifests import (
+    name_of,
+    objects_in,
+    pod_at,
+    read_documents,
+    template_path,
+)
 from metagpu.translation.explanation import NodeWay, explain
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.translate import translate
@@ -55,7 +62,8 @@ def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
     """
     offers = [NodeOffer.from_node(it) for it in nodes]
-    settings = TranslationSettings(order=args.order, policy=args.policy)
+    names = resource_names_of(args)
+    settings = TranslationSettings(order=args.order, policy=args.policy, **names)
     objects = objects_in(read_documents(args.filename), args.filename)
     found = [_translated(it, offers, settings) for it in objects]
     if args.explain:
@@ -72,15 +80,14 @@ def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
 def _translated(
     document: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
 ) -> TranslatedObject:
-    metadata = document.get("metadata") or {}
-    name = f"{document['kind']} {metadata.get('name') or metadata.get('generateName') or ''}"
+    name = name_of(document)
     path = template_path(document)
     pod = pod_at(document, path)
     if pod is None:
-        return TranslatedObject(name.strip(), document)
+        return TranslatedObject(name, document)
     outcome = translate(pod, nodes, settings)
     changed = _with_pod(document, path, apply_patch(pod, outcome.operations))
-    return TranslatedObject(name.strip(), changed, outcome, explain(pod, nodes, settings))
+    return TranslatedObject(name, changed, outcome, explain(pod, nodes, settings))
 
 
 def _with_pod(document: Object, path: Sequence[str], pod: Object) -> Object:
@@ -99,7 +106,9 @@ def _encoded(documents: Sequence[Object], form: str) -> str:
         if len(documents) == 1:
             return encode(documents[0], form)
         return encode({"apiVersion": "v1", "kind": "List", "items": list(documents)}, form)
-    return "---\n".join(encode(it, form) for it in documents)
+    from metagpu.kubectl.manifest_yaml import dump_document
+
+    return "---\n".join(map(dump_document, documents))
 
 
 def _sentences(it: TranslatedObject) -> Iterator[str]:

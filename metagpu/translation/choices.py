@@ -119,7 +119,7 @@ def demand_of(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> Mapp
 def _at_once(
     requests: Sequence[GpuRequest], choices: Sequence[Choice]
 ) -> Iterator[Sequence[_Served]]:
-    """Yield the containers that run at once: an init container beside the sidecars before it."""
+    """Yield what runs at once: an init container does beside the sidecars before it."""
     running: list[_Served] = []
     for each in zip(requests, choices, strict=True):  # init containers first, as they start
         if each[0].alone:
@@ -130,7 +130,7 @@ def _at_once(
 
 
 def _packs(part: OfferedPart, served: Sequence[_Served]) -> bool:
-    """Return whether idle GPUs have room: each container in equal parts, the largest first."""
+    """Return whether idle GPUs have room, for equal parts and the largest first."""
     if part.technique == MIG:
         return sum(choice.count for _, choice in served) <= part.most
     free = [part.per_gpu] * part.gpus

@@ -159,6 +159,25 @@ def test_order_and_policy_are_options(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "'vgpu' is no technique" in capsys.readouterr().err
 
 
+def test_names_are_options_as_those_of_the_webhook(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command is given the names of HAMi's resources by the webhook's options."""
+    asked = pod({"volcano.sh/vgpu-number": 2, "volcano.sh/vgpu-memory": 8000})
+    names = (
+        "--resource-name",
+        "volcano.sh/vgpu-number",
+        "--resource-mem",
+        "volcano.sh/vgpu-memory",
+    )
+    status, out, _ = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG), *names)
+
+    assert status == 0
+    assert containers(yaml.safe_load(out))[0]["resources"] == {
+        "limits": {"nvidia.com/mig-2g.10gb": "2"}
+    }
+
+
 def test_explain_shows_what_each_node_would_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +204,76 @@ def test_a_file_without_objects_is_an_error(
 
     assert (status, "manifest.yaml: no Kubernetes object" in err) == (1, True)
     assert run(capsys, tmp_path / "missing.yaml", nodes)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        ("5:30", "'5:30'"),
+        ("12:30:45", "'12:30:45'"),
+        ("1:30.5", "'1:30.5'"),
+        ("2026-01-02", "'2026-01-02'"),
+        ("2026-01-02T03:04:05Z", "'2026-01-02T03:04:05Z'"),
+        ("'y'", "'y'"),
+        ("'1e3'", "'1e3'"),
+        ("'0o17'", "'0o17'"),
+        ("'null'", "'null'"),
+        ("=", "'='"),
+        ("12", "12"),
+        ("0644", "420"),
+        ("1.5", "1.5"),
+        ("true", "true"),
+        ("text", "text"),
+    ],
+)
+def test_values_are_those_that_kubectl_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, printed: str
+) -> None:
+    """A time, a date and a quoted text stay text, and numbers numbers, as YAML and as JSON."""
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(f"kind: ConfigMap\ndata:\n  key: {value}\n", encoding="utf-8")
+    nodes = nodes_file(tmp_path, MIG)
+
+    assert run(capsys, manifest, nodes)[1] == f"kind: ConfigMap\ndata:\n  key: {printed}\n"
+    _, as_json, _ = run(capsys, manifest, nodes, "-o", "json")
+    assert json.loads(as_json)["data"] == yaml.safe_load(f"key: {printed}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("containers: {name: a}", "Pod p: not as a pod has it: Expected `array | null`"),
+        ("containers: [a]", "got `str` - at `$.spec.containers[0]`"),
+        ("containers: [{resources: {limits: [a]}}]", "at `$.spec.containers[0].resources.limits`"),
+        ("nodeSelector: {gpu: true}", "got `bool` - at `$.spec.nodeSelector[...]`"),
+        ("affinity: {nodeAffinity: 1}", "at `$.spec.affinity.nodeAffinity`"),
+    ],
+)
+def test_a_malformed_pod_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: str, sentence: str
+) -> None:
+    """The line names the file, the object and the place."""
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(f"kind: Pod\nmetadata: {{name: p}}\nspec: {{{spec}}}\n", encoding="utf-8")
+    status, out, err = run(capsys, manifest, nodes_file(tmp_path, MIG))
+
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"kubectl metagpu: {manifest}: Pod p: ")
+    assert sentence in err
+
+
+def test_an_annotation_without_a_value_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty mode is no mode."""
+    asked = pod(SEED)
+    asked["metadata"]["annotations"] = dict.fromkeys(
+        ("nvidia.com/vgpu-mode", "hami.io/node-scheduler-policy", "nvidia.com/use-gputype")
+    )
+    status, out, err = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG))
+
+    assert (status, err) == (0, "")
+    assert "nvidia.com/mig-2g.10gb: '2'" in out
 
 
 async def test_nodes_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

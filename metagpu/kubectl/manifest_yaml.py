@@ -1,0 +1,55 @@
+"""YAML as kubectl reads and writes it.
+
+PyYAML's YAML 1.1 takes `5:30` for a number and `2026-01-01` for a date; in a manifest both are
+text. A text that kubectl would take for something else is quoted.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+import yaml
+
+_TAG: Final = "tag:yaml.org,2002:"
+_NOT_KUBECTLS: Final = frozenset(_TAG + it for it in ("int", "float", "timestamp", "value"))
+_INT: Final = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]*|[1-9][0-9_]*)$")
+_FLOAT: Final = re.compile(
+    r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
+_TEXT_TO_QUOTE: Final = re.compile(r"[yYnN]$|[-+.0-9]")
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows the numbers that kubectl knows, and no times."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [it for it in known if it[0] not in _NOT_KUBECTLS]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what begins as a number does."""
+
+
+_Dumper.add_implicit_resolver("!quoted", _TEXT_TO_QUOTE, list("yYnN-+.0123456789"))
+
+
+def load_documents(text: str) -> Iterator[Any]:
+    """Yield the documents of a manifest.
+
+    Raises:
+        yaml.YAMLError: the text is no YAML.
+    """
+    yield from yaml.load_all(text, _Loader)
+
+
+def dump_document(document: Mapping[str, Any]) -> str:
+    """Return a document of a manifest."""
+    found: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False)
+    return found
