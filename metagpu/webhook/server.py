@@ -118,6 +118,7 @@ class ReviewServer:
         self._timing = timing
         self._limits = limits
         self.reading = 0
+        self._ending = False
         self._open: dict[_Client, None] = {}
         """The connections; those that are idle longest come first."""
 
@@ -148,6 +149,7 @@ class ReviewServer:
             try:
                 await self._accept(listener, server)
             finally:
+                self._ending = True
                 with anyio.CancelScope(shield=True):
                     with anyio.move_on_after(self._timing.drain):
                         await self._accept(listener, server)
@@ -236,7 +238,10 @@ class ReviewServer:
         if not found.body:
             return _plain(HTTPStatus.BAD_REQUEST, found.problem)
         client.answered = True
-        return web.Response(body=found.body, content_type=_JSON)
+        response = web.Response(body=found.body, content_type=_JSON)
+        if self._ending:
+            response.force_close()  # no request shall meet the end of its connection
+        return response
 
     async def _respond(self, request: web.BaseRequest) -> ReviewAnswer | web.Response:
         length, limits = request.content_length, self._limits
