@@ -16,6 +16,7 @@ _NO_EFFECT: Final = {
     "nvidia.com/nouse-gpuindexes": _INDEX,
     "nvidia.com/mig-profile-preference": "the smallest profile with the memory is taken; ask for "
     "more, or for the profile by its resource name",
+    "hami.io/vulkan": "metagpu puts no library between a program and the GPU",
     "nvidia.com/numa-bind": "the kubelet aligns GPUs and CPUs, by its topologyManagerPolicy",
 }
 _HAMI_SCHEDULER: Final = "hami-scheduler"

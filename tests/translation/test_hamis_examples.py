@@ -37,12 +37,26 @@ EXAMPLES: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, str]]]] = {
     "`specify_card_type_not_use`": ({GPU: 2}, {"nvidia.com/nouse-gputype": "1080,2080"}),
     "`specify_uuid_to_use`": ({GPU: 1}, {"nvidia.com/use-gpuuuid": "GPU-123456"}),
     "`specify_index_to_use`": ({GPU: 1}, {"nvidia.com/use-gpuindexes": "0,1"}),
+    "`specify_uuid_not_use`": ({GPU: 2}, {"nvidia.com/nouse-gpuuuid": "GPU-123456"}),
+    "`specify_index_not_use`": ({GPU: 2}, {"nvidia.com/nouse-gpuindexes": "0"}),
+    "`default_use_legacy`": ({GPU: 2}, {}),
+    "`vllm_cross_vgpu` (a Deployment)": ({GPU: 2, PERCENT: 30, CORES: 30}, {}),
+    "`sglang_gpu_sharing` (a Deployment)": ({GPU: 1, MEMORY: 12000, CORES: 30}, {}),
+    "`vulkan_example`": ({GPU: 1, MEMORY: 1024, CORES: 30}, {"hami.io/vulkan": "true"}),
     "`specify_scheduling_policy`": (
         {GPU: 1},
         {"hami.io/node-scheduler-policy": "spread", "hami.io/gpu-scheduler-policy": "binpack"},
     ),
 }
-"""Requests and annotations of the files in HAMi's `examples/nvidia`, read in September 2026."""
+"""Requests and annotations of the files in HAMi's `examples/nvidia`."""
+FILES: Final = """
+default_use default_use_legacy dynamic_mig_example dynamic_mig_profile_preference example
+mig_example sglang_gpu_sharing specify_card_type_not_use specify_card_type_to_use
+specify_index_not_use specify_index_to_use specify_scheduling_policy specify_uuid_not_use
+specify_uuid_to_use use_as_normal use_exclusive_card use_memory_fraction use_sharing_card
+vllm_cross_vgpu vulkan_example
+"""
+"""All files of that folder, by their names without `.yaml`, as of November 2026."""
 INSTANCES: Final = node("mig", "a100-pcie-40gb", "mig")
 FRACTIONS: Final = node("fractions", "a100-40gb")
 MPS: Final = node("mps", "a100-40gb", "mps")
@@ -60,6 +74,17 @@ def becomes(example: str, offer: NodeOffer) -> str:
     return ", ".join(f"`{name}: {count}`" for name, count in limits(asked, outcome).items())
 
 
+def hami_gives(amounts: Mapping[str, int]) -> str:
+    """Return how a row begins, by HAMi's rules: all of a GPU that is not limited."""
+    gpus = "one GPU" if amounts[GPU] == 1 else f"each of {amounts[GPU]} GPUs"
+    limits = [f"{amounts[MEMORY]} MiB"] if MEMORY in amounts else []
+    if amounts.get(PERCENT, 100) < 100:
+        limits += [f"{amounts[PERCENT]} % of the memory"]
+    if limits and CORES in amounts:
+        limits += [f"{amounts[CORES]} % of the SMs"]
+    return f"{' and '.join(limits)} of {gpus}" if limits else f"all of {gpus}"
+
+
 def rows() -> Mapping[str, list[str]]:
     """Return the rows of the page's table, by example."""
     section = PAGE.read_text(encoding="utf-8").partition("## HAMi's pods")[2].partition("\n- ")[0]
@@ -71,9 +96,11 @@ def rows() -> Mapping[str, list[str]]:
 def test_the_page_says_what_an_example_becomes(example: str) -> None:
     """The row has the request, and the resources on nodes of three kinds."""
     amounts, annotations = EXAMPLES[example]
-    asks, _, *cells = rows()[example]
+    asks, gives, *cells = rows()[example]
     keys = re.findall(r"`([^`:]+): ([^`]+)`", asks)
 
+    if "mig" not in example:
+        assert gives.startswith(hami_gives(amounts))
     assert cells == [becomes(example, it) for it in (INSTANCES, FRACTIONS, MPS)]
     assert dict(keys) == {
         **{name.removeprefix("nvidia.com/"): str(count) for name, count in amounts.items()},
@@ -81,8 +108,11 @@ def test_the_page_says_what_an_example_becomes(example: str) -> None:
     }
 
 
-def test_the_page_has_no_other_rows() -> None:
-    """Each row of the table is an example that is translated here."""
+def test_the_page_has_a_row_for_each_file() -> None:
+    """The table has all of HAMi's examples and no other rows, and each is translated here."""
+    files = [name.partition("`")[2].partition("`")[0] for name in rows()]
+
+    assert set(files) == set(FILES.split())
     assert rows().keys() == EXAMPLES.keys()
 
 

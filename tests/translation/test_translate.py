@@ -411,6 +411,7 @@ def test_an_init_container_has_what_the_others_have_later() -> None:
         (A100, {}, {**SEED, "nvidia.com/priority": 1}, "nvidia.com/priority has no effect"),
         (A100, {"nvidia.com/use-gpuuuid": "GPU-1"}, SEED, "no Node label has the uuids"),
         (A100, {"hami.io/node-scheduler-policy": "spread"}, SEED, "metagpu-spread"),
+        (A100, {"hami.io/vulkan": "true"}, SEED, "no library between"),
         (A100, {"hami.io/node-scheduler-policy": "random"}, SEED, "known are binpack and spread"),
         (
             A100,
