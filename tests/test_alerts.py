@@ -98,6 +98,16 @@ CASES: Mapping[str, Sequence[Case]] = {
     "MetagpuIdleShares": [
         Case(f"metagpu_container_processes{{{CONTAINER}}}", "0x900", "0x200 1 0x900")
     ],
+    "MetagpuWebhookDown": [
+        Case('up{job="kube-system/metagpu-webhook",instance="10.0.0.9"}', "0x60", "1 0 0 1x60"),
+        Case('metagpu_webhook_nodes_watched{instance="10.0.0.9"}', "0x60", "1 0 0 1x60"),
+    ],
+    "MetagpuWebhookCertificateEnds": [
+        Case(
+            'metagpu_webhook_certificate_expiry_timestamp_seconds{instance="10.0.0.9"}',
+            *("86400x60", "2000000x60"),
+        )
+    ],
 }
 """A case for each half of a rule: what joins two conditions fires by either alone."""
 

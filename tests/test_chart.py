@@ -201,13 +201,14 @@ def test_an_upgrade_takes_the_new_charts_defaults(page: str) -> None:
 
 
 def test_the_notes_name_the_quota_of_gke() -> None:
-    """GKE admits system-node-critical outside of kube-system by a ResourceQuota alone."""
+    """GKE admits critical priorities outside of kube-system by a ResourceQuota alone."""
     assert "ResourceQuota" in (CHART / "templates" / "NOTES.txt").read_text()
     page = (ROOT / "docs" / "distributions.md").read_text()
     [quota] = re.findall(r"```yaml\n(apiVersion: v1\nkind: ResourceQuota\n.*?)```", page, re.DOTALL)
     [scope] = yaml.safe_load(quota)["spec"]["scopeSelector"]["matchExpressions"]
     assert scope["scopeName"] == "PriorityClass"
-    assert scope["values"] == [VALUES["priorityClassName"]]
+    priorities = [it["priorityClassName"] for it in (VALUES, VALUES["webhook"])]
+    assert scope["values"] == priorities
 
 
 def test_helm_lints_the_chart(helm: str) -> None:

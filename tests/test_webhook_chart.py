@@ -1,7 +1,10 @@
 """The webhook in the chart: who reaches it, what it may, and where its certificate comes from."""
 
 import base64
+import json
+import shutil
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from metagpu.webhook.certificate import ServingCertificate
 from tests.test_chart import helm as helm  # noqa: PLC0414 - a fixture
 from tests.test_chart import script
 
+ENDS = "metagpu.io/certificate-ends"
 SERVICE = "metagpu-webhook.kube-system.svc"
 
 
@@ -76,9 +80,85 @@ def test_it_reads_nodes_and_nothing_else(helm: str) -> None:
 def test_its_pods_are_no_daemons(helm: str) -> None:
     """Selectors of the DaemonSet, its NetworkPolicy and its monitors do not select them."""
     labels = objects(helm)["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    documents = list(yaml.safe_load_all(script.render(helm, "--set=webhook.enabled=true")))
-    [daemons] = [it["spec"]["selector"] for it in documents if it and it["kind"] == "DaemonSet"]
-    assert not daemons["matchLabels"].items() <= labels.items()
+    rendered = [
+        script.render(helm, f"--set=webhook.enabled=true,metrics.{monitor}.enabled=true")
+        for monitor in ("podMonitor", "serviceMonitor")
+    ]
+    selected = {}
+    for it in yaml.safe_load_all("---\n".join(rendered)):
+        spec = (it or {}).get("spec") or {}
+        selector = spec.get("podSelector") or spec.get("selector")
+        if selector and not it["metadata"]["name"].startswith("metagpu-webhook"):
+            selected[it["kind"]] = selector.get("matchLabels", selector)
+
+    assert {"DaemonSet", "NetworkPolicy", "PodMonitor", "ServiceMonitor"} <= selected.keys()
+    assert not [kind for kind, it in selected.items() if it.items() <= labels.items()]
+
+
+def test_it_has_a_monitor_of_its_own(helm: str) -> None:
+    """With the chart's PodMonitor the webhook has one too, for the port of its metrics."""
+    assert "PodMonitor" not in objects(helm)
+    found = objects(helm, "metrics.podMonitor.enabled=true", "metrics.podMonitor.labels.team=a")
+    pod = found["Deployment"]["spec"]["template"]
+    monitor = found["PodMonitor"]
+    assert monitor["metadata"]["labels"]["team"] == "a"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {it["name"] for it in pod["spec"]["containers"][0]["ports"]}
+
+
+def test_it_holds_up_no_drain_and_no_rollout(helm: str) -> None:
+    """A pod that does not answer may be evicted, and new pods are spread among themselves."""
+    found = objects(helm)
+    assert found["PodDisruptionBudget"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    [spread] = found["Deployment"]["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["matchLabelKeys"] == ["pod-template-hash"]
+
+
+DAY = 86_400
+
+
+@pytest.mark.parametrize(
+    ("days_left", "kept"), [(3000, "old"), (1300, "old"), (1200, ""), (-1, ""), (None, "")]
+)
+def test_an_upgrade_renews_a_certificate_that_ends(
+    helm: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    days_left: int | None,
+    kept: str,
+) -> None:
+    """In the last third of its days another one takes its place; until then both are trusted."""
+    ends = {} if days_left is None else {ENDS: f"{time.time() + days_left * DAY:.0f}"}
+    old = dict.fromkeys(("tls.crt", "tls.key"), "b2xk") | {"ca.crt": encoded("the old authority")}
+    present = {"metadata": {"annotations": ends}, "data": old}
+    chart = tmp_path / "chart"
+    shutil.copytree(script.CHART, chart)
+    (chart / "present.json").write_text(json.dumps(present))
+    template = chart / "templates" / "webhook.yaml"
+    text = template.read_text()
+    lookup = 'lookup "v1" "Secret" .Release.Namespace $secret'
+    assert lookup in text
+    template.write_text(text.replace(lookup, '.Files.Get "present.json" | fromJson'))
+    monkeypatch.setattr(script, "CHART", chart)
+
+    found = objects(helm)
+    secret = found["Secret"]
+    [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
+    trusted = base64.b64decode(webhook["clientConfig"]["caBundle"]).decode()
+    assert (secret["data"] == old) == bool(kept)
+    assert "the old authority" in trusted
+    if not kept:
+        assert base64.b64decode(secret["data"]["ca.crt"]).decode() in trusted
+        left = int(secret["metadata"]["annotations"][ENDS]) - time.time()
+        assert left == pytest.approx(3650 * DAY, abs=DAY)
+    else:
+        assert secret["metadata"]["annotations"] == ends
+
+
+def encoded(text: str) -> str:
+    """Return a text as a Secret has it."""
+    return base64.b64encode(text.encode()).decode()
 
 
 def test_the_values_reach_the_program(helm: str) -> None:
@@ -89,6 +169,8 @@ def test_the_values_reach_the_program(helm: str) -> None:
         "webhook.order={mps,hami-core}",
         "webhook.policy=spread",
         "webhook.impossible=refuse",
+        "dra.enabled=true",
+        "dra.extendedResources={nvidia.com/gpu,nvidia.com/mig-1g.5gb}",
         *(f"webhook.names.{key}=example.com/{value}" for key, value in names.items()),
     )
     [container] = found["Deployment"]["spec"]["template"]["spec"]["containers"]
@@ -108,6 +190,7 @@ def test_the_values_reach_the_program(helm: str) -> None:
         order=("mps", "hami-core"),
         policy="spread",
         impossible="refuse",
+        dra_resources=frozenset({"nvidia.com/gpu", "nvidia.com/mig-1g.5gb"}),
     )
     ports = {it["name"]: it["containerPort"] for it in container["ports"]}
     assert settings.metrics is not None

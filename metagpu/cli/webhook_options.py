@@ -65,6 +65,13 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
             ),
             help=f"{help_text} (default: %(default)s)",
         )
+    parser.add_argument(
+        "--dra-resources",
+        metavar="NAMES",
+        default=Variable(("METAGPU_WEBHOOK_DRA_RESOURCES",), ""),
+        help="names in limits that DRA serves, and no Node counts: requests for them are left as "
+        "they are",
+    )
     add_resource_names(parser, _variable)
 
 
@@ -87,15 +94,20 @@ def webhook_of(args: argparse.Namespace) -> WebhookSettings:
             order=_order_of(args.order),
             policy=args.policy,
             impossible=args.impossible,
+            dra_resources=frozenset(_listed(args.dra_resources)),
             **resource_names_of(args),
         ),
     )
 
 
 def _order_of(text: str) -> tuple[str, ...]:
-    names = tuple(it for part in text.split(",") if (it := part.strip()))
+    names = _listed(text)
     known = sorted(TECHNIQUES)
     if not names or set(names) - set(known):
         problem = f"{text!r} is no order of techniques; write some of {', '.join(known)}"
         raise ConfigError(problem, file="--order")
     return names
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(it for part in text.split(",") if (it := part.strip()))

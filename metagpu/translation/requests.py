@@ -63,6 +63,7 @@ def read_requests(
     A container that names resources that are offered alone, or none, has no request, nor has one
     that is translated already.
     """
+    offered |= settings.dra_resources
     original = original_request(pod)
     found: list[GpuRequest] = []
     problems: list[str] = []

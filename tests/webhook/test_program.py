@@ -1,23 +1,25 @@
 """The whole webhook beside an API server: nodes, certificate, metrics and probes."""
 
-import json
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import anyio
+from anyio import to_thread
 
 from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.webhook.metrics import FAMILIES
 from metagpu.webhook.program import Webhook
+from metagpu.webhook.server import PATH
 from metagpu.webhook.settings import WebhookSettings, WebhookTiming
 from tests.rigs.waiting import becomes, until
-from tests.webhook.rig import A100, LOOPBACK
+from tests.webhook.rig import A100, LOOPBACK, NAME, Authority, pod, review
 
 TIMING = WebhookTiming(
     drain=0.0, cluster=ClusterTiming(backoff_first=0.01, backoff_longest=0.05, min_watch=0.01)
@@ -115,14 +117,30 @@ async def test_an_api_server_that_is_away_changes_no_answer(tmp_path: Path, fold
         assert "metagpu_webhook_nodes_watched 0.0" in text
 
 
-async def test_metrics_count_reviews(tmp_path: Path, folder: Path) -> None:
-    """The page has every family, and the metrics of the process."""
+async def test_metrics_count_reviews(tmp_path: Path, folder: Path, authority: Authority) -> None:
+    """The page has every family, each review by its outcome, and the metrics of the process."""
+    trust = await to_thread.run_sync(
+        lambda: ssl.create_default_context(cafile=str(authority.certificate))
+    )
     api = SimApiServer()
+    add_node(api, "gpu-1", 200)
     async with api.running(), program(api, tmp_path, folder) as (webhook, session):
+        await becomes(lambda: not webhook.problems())
+        for amount in ("8000", "9000", "90000"):
+            async with session.post(
+                f"https://127.0.0.1:{webhook.server.port}{PATH}",
+                data=review(pod({"nvidia.com/gpumem": amount})),
+                ssl=trust,
+                server_hostname=NAME,
+            ) as response:
+                assert response.status == 200
         _, text = await page(webhook, session, "/metrics")
 
     for family in FAMILIES:
         assert f"# TYPE {family.name} {family.type}" in text
-    assert 'metagpu_webhook_reviews_total{outcome="translated"} 0.0' in text
+    for outcome, count in (("translated", 2), ("impossible", 1), ("untouched", 0)):
+        assert f'metagpu_webhook_reviews_total{{outcome="{outcome}"}} {count}.0' in text
+    assert "metagpu_webhook_review_duration_seconds_count 3.0" in text
+    assert "metagpu_webhook_connections 1.0" in text
+    assert "metagpu_webhook_nodes 1.0" in text
     assert "process_resident_memory_bytes" in text
-    assert json.dumps(webhook.server.connections) == "0"

@@ -99,6 +99,26 @@ async def test_a_pod_without_such_a_request_passes(folder: Path, authority: Auth
     assert webhook.stats.outcomes[Outcome.UNTOUCHED] == 1
 
 
+@pytest.mark.parametrize(
+    ("limits", "outcome"),
+    [
+        ({"nvidia.com/gpu": "1"}, Outcome.UNTOUCHED),
+        (TWO_GPUS, Outcome.TRANSLATED),
+        ({"nvidia.com/gpumem": "8000"}, Outcome.TRANSLATED),
+    ],
+)
+async def test_names_that_dra_serves_are_left(
+    folder: Path, authority: Authority, limits: dict[str, str], outcome: Outcome
+) -> None:
+    """A name that the scheduler turns into a ResourceClaim is left, though no Node counts it."""
+    settings = TranslationSettings(dra_resources=frozenset({"nvidia.com/gpu"}))
+    async with webhook_at_work(folder, authority, settings) as webhook:
+        response = await webhook.review(review(pod(limits)))
+
+    assert response["allowed"] is True
+    assert webhook.stats.outcomes[outcome] == 1
+
+
 async def test_an_impossible_request_is_admitted_with_a_warning(
     folder: Path, authority: Authority
 ) -> None:
