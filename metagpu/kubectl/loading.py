@@ -14,10 +14,14 @@ def quick_loading() -> Iterator[None]:
     the kubeconfig: without them a connection of aiohttp's own would fail, and nobody opens one.
     """
     gc.disable()
-    ssl.SSLContext.set_default_verify_paths = lambda _: None  # type: ignore[method-assign]
+    ssl.SSLContext.set_default_verify_paths = _read_none  # type: ignore[method-assign]
     try:
         yield
     finally:
         del ssl.SSLContext.set_default_verify_paths
         gc.freeze()  # no loaded module becomes garbage
         gc.enable()
+
+
+def _read_none(self: ssl.SSLContext) -> None:
+    pass
