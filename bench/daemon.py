@@ -141,19 +141,22 @@ def start(
     kubelet: bool = True,
     further: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
+    host: Path | None = None,
     root: Path = HERE,
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
     Without `kubelet`, the caller has its own: the daemon serves nothing before a kubelet answers.
-    `further` are options beside the usual ones, `environment` variables; `root` is the source tree,
-    another commit's where two are compared. Without `simulate` the daemon loads the machine's NVML.
-    The daemon's log goes to a file there, at the default level: logging on a measured path is
+    `further` are options beside the usual ones, `environment` variables; `host` is the folder of a
+    simulated host, whose processes the daemon sees in place of this machine's; `root` is the source
+    tree, another commit's where two are compared. Without `simulate` the daemon loads the machine's
+    NVML. The daemon's log goes to a file there, at the default level: logging on a measured path is
     measured.
     """
     file = directory / "config.yaml"
     file.write_text(config)
-    command = [sys.executable, "-m", "metagpu", "run"]
+    program = ["metagpu"] if host is None else ["bench.contained", str(host)]
+    command = [sys.executable, "-m", *program, "run"]
     options = {
         **({"--simulate": simulate} if simulate else {}),
         "--config": file,

@@ -1,9 +1,12 @@
 """CPU time of a scrape and of a view of the page, and what serving both adds to the daemon."""
 
 import http.client
+import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
+from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import anyio
@@ -13,14 +16,20 @@ from msgspec.structs import replace
 from bench import daemon, kubelets, machine
 from bench.figures import Figure
 from bench.plan import Plan
+from metagpu.core.model.shares import Holder
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
+from metagpu.sim.machine.containers import SimHost
 
 PODS: Final = 40
 SHARES: Final = 10
 """Of each GPU; each pod holds two."""
+PROCESS: Final = {"memory": 1 << 30, "sm": 10}
+"""The one process of each pod: its memory and load, within the pod's shares."""
+FIRST_PID: Final = 10_000
 PERIOD: Final = 1.5
 """Seconds of a period with a scrape or without: scrapes within one second share a page."""
 SETTLE: Final = 3.0
+TIMEOUT: Final = 60.0
 PAGES: Final[Mapping[str, tuple[str, float | None]]] = {
     "/metrics": ("--metrics", 20),
     "/dcgm": ("--metrics", None),
@@ -81,15 +90,17 @@ async def _node(options: Sequence[str]) -> AsyncIterator[_Node]:
     with daemon.folder() as folder:
         asked = folder / "pod-resources.sock"
         async with kubelets.simulated(folder / "kubelet", pod_resources=asked) as kubelet:
+            host = SimHost(_made(folder / "host"))
             subject = daemon.start(
                 folder,
                 config=daemon.POOL.format(shares=SHARES),
                 pod_resources=asked,
                 kubelet=False,
+                host=host.folder,
                 further={option: f"127.0.0.1:{port}" for option, port in ports.items()},
             )
             try:
-                await _admit(kubelet)
+                await _admit(kubelet, host, subject)
                 yield _Node(subject, ports)
             finally:
                 with anyio.CancelScope(shield=True):
@@ -109,11 +120,32 @@ async def _page(plan: Plan, node: _Node, page: str, target: float | None, count:
     )
 
 
-async def _admit(kubelet: SimKubelet) -> None:
+async def _admit(kubelet: SimKubelet, host: SimHost, subject: daemon.Daemon) -> None:
+    """Admit all pods, with a process of each on its GPU."""
     await kubelet.wait_for(lambda: kubelet.allocatable().get(daemon.RESOURCE) == 8 * SHARES)
     for number in range(PODS):
         pod = SimPod.single(f"pod-{number}", {daemon.RESOURCE: 2})
-        await kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        pod, pid = replace(pod, namespace=f"team-{number % 4}"), FIRST_PID + number
+        await kubelet.admit(pod)
+        host.add_container_process(pid, Holder(pod.namespace, pod.name, "main"), real=os.getpid())
+        [gpu] = {it.partition("::")[0] for it in kubelet.devices(pod)["main"][daemon.RESOURCE]}
+        change = partial(subject.change_node, "process", change="start", gpu=gpu, pid=pid)
+        await to_thread.run_sync(partial(change, **PROCESS))
+    with anyio.fail_after(TIMEOUT):
+        while await to_thread.run_sync(_named_processes, subject) < PODS:  # noqa: ASYNC110 - as seen
+            await anyio.sleep(PERIOD)
+
+
+def _named_processes(subject: daemon.Daemon) -> int:
+    """Count the processes that the daemon knows the containers of."""
+    answer = subject.ask("usage")
+    assert isinstance(answer, dict)
+    return sum(len(gpu["processes"]) for it in answer["containers"] for gpu in it["gpus"])
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 async def _cpu_of_a_scrape(pid: int, port: int, page: str, count: int) -> float:

@@ -1,7 +1,7 @@
 """Monitoring of a whole agent: pages over real HTTP, read as Prometheus reads them."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import anyio
@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu import __version__
+from metagpu.core.contracts.host import ProcessDetails, ProcessIdentity
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Fault, Holder
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
@@ -103,6 +104,37 @@ async def test_a_node_and_a_pod(tmp_path: Path) -> None:
     assert page.value("metagpu_kubelet_restarts_total") == 0
     assert page.value("metagpu_nvml_up") == 1
     assert page.value("process_resident_memory_bytes") > 0
+
+
+async def test_a_scrape_reads_no_command_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scrape has the memory of a process, and leaves its details to the reports of people."""
+    machine, described = SimHost(tmp_path), []
+    describe = machine.host.describe
+
+    async def note(
+        who: Collection[ProcessIdentity],
+    ) -> Mapping[ProcessIdentity, ProcessDetails]:
+        described.append(len(who))
+        return await describe(who)
+
+    monkeypatch.setattr(machine.host, "describe", note)
+    scene = agent_at_work(tmp_path, "a100-40gb:1", host=machine.host, metrics=ANY)
+    async with scene as it, running() as process:
+        await it.until(10, 10)
+        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await it.wait_holders()
+        machine.add_container_process(process.pid, ALICE)
+        it.node.start_process(it.node.gpu(0), SimProcess(process.pid, 100 * MIB))
+        used = "metagpu_container_memory_used_bytes"
+        await page_when(it, lambda page: page.values(used) == [100 * MIB])
+        assert described == []
+        report = await it.agent.usage_service.report()
+
+    [container] = report["containers"]
+    assert container["gpus"][0]["processes"][0]["command"]
+    assert described == [1]
 
 
 async def test_faults_are_counted_and_recoveries_too(tmp_path: Path) -> None:

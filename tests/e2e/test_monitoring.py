@@ -23,6 +23,7 @@ from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.prometheus import Prometheus, prometheus_of, promtool, provide
 from tests.e2e.rig.waiting import wait_for
 from tests.plugins.http.rig import asked
+from tests.plugins.metrics.test_families import DOCS
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.mig import a_node
@@ -47,6 +48,8 @@ PLACEHOLDERS = {
     "$node": ".*",
     "$namespace": ".*",
 }
+[JOINED] = re.findall(r"^label_replace.* DCGM_.*$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+"""The query of the documentation that joins our series with those of DCGM."""
 SOON_S = 40.0
 LINTS = 3
 """The status of `promtool check metrics` for metrics that it can read and would name otherwise."""
@@ -151,6 +154,8 @@ def _await_data(prometheus: Prometheus) -> None:
     [used] = prometheus.query('metagpu_container_memory_used_bytes{namespace="red"}')
     assert used["metric"]["pod"] == "a"
     assert float(used["value"][1]) == 100 * MIB
+    [joined] = prometheus.query(JOINED)
+    assert (joined["metric"]["namespace"], joined["metric"]["pod"]) == ("blue", "b")
     states = prometheus.rules()
     assert states.keys() == ALERTS.keys()
     assert set(states.values()) <= {"inactive", "pending", "firing"}

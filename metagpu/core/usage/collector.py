@@ -33,6 +33,7 @@ class NodeUsage(msgspec.Struct):
         failures: why NVML could not read a GPU.
         utilization: percent of each GPU that each process uses, by pid. A GPU whose driver does not
             report it is not in the mapping.
+        process_details: user, command and memory of each process, once they are described.
         warnings: why processes cannot be attributed to containers.
     """
 
@@ -87,7 +88,7 @@ class UsageCollector:
         )
 
     async def collect(self) -> NodeUsage:
-        """Collect the usage of all GPUs concurrently, with details of the processes."""
+        """Collect the usage of all GPUs concurrently."""
         gpus = tuple(self._registry.snapshot.gpus)
         usage = NodeUsage(at=time(), warnings=await self._host.hints())
         gpu_usages = {gpu: GpuUsage(gpu) for gpu in gpus}
@@ -109,7 +110,12 @@ class UsageCollector:
                 group.start_soon(collect_one, gpu)
 
         usage.gpus = gpu_usages
-        usage.process_details = await self._host.describe(_identities(gpu_usages.values()))
+        return usage
+
+    async def describe(self, usage: NodeUsage) -> NodeUsage:
+        """Add the details of the processes, which cost more than all other files of /proc."""
+        if not usage.process_details:
+            usage.process_details = await self._host.describe(_identities(usage.gpus.values()))
         return usage
 
     def _listed_since(self, gpu: GpuId, pids: Collection[int]) -> Mapping[int, int]:

@@ -133,12 +133,12 @@ class UsageService:
         return self._rules
 
     async def latest(self) -> NodeUsage:
-        """Return the usage of all GPUs; callers of the same second share one collection."""
+        """Return usage without details; callers of the same second share one collection."""
         return await self._cache.latest()
 
     async def report(self) -> dict[str, Any]:
         """Collect and return the usage of all GPUs, with the enforcement so far."""
-        usage = await self._collector.collect()
+        usage = await self._collector.describe(await self._collector.collect())
         snapshot = self._registry.snapshot
 
         return {
@@ -149,6 +149,6 @@ class UsageService:
 
     async def report_for_pod(self, pod: RequestingPod) -> dict[str, Any]:
         """Return a pod's own usage; callers of the same second share one collection."""
-        usage = await self.latest()
+        usage = await self._collector.describe(await self.latest())
         report = pod_report(self._registry.snapshot, usage, self._rules, pod)
         return {"at": usage.at, **report}

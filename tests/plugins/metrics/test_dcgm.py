@@ -34,6 +34,10 @@ READING = GpuSensors(
     throttled=frozenset([ThrottleReason.POWER_CAP]),
 )
 
+DASHBOARD = ("GPU_TEMP", "POWER_USAGE", "SM_CLOCK", "FB_USED", "FB_FREE")
+"""What grafana/dcgm-exporter-dashboard.json of dcgm-exporter asks for, beside profiling."""
+DASHBOARD_LABELS = {"Hostname", "gpu", "UUID", "GPU_I_ID", "GPU_I_PROFILE"}
+
 
 # The parser adds `_total` to the names of counters that lack it; the page does not.
 
@@ -57,6 +61,17 @@ def test_units_are_those_of_dcgm() -> None:
     assert it.value("DCGM_FI_DEV_FB_USED") == 13000
     assert it.value("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL_total") == 4
     assert it.value("DCGM_FI_DEV_XID_ERRORS") == 79
+
+
+def test_nvidias_dashboard_has_its_names_but_for_profiling() -> None:
+    """Each name in NVIDIA's dashboard is served, or listed among those that stay empty."""
+    wanted = {f"DCGM_FI_DEV_{it}" for it in DASHBOARD}
+    of_profiling = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"}
+    served = {it.name: set(it.labels) for it in dcgm.FAMILIES}
+    assert all(served[name] >= DASHBOARD_LABELS for name in wanted)
+    assert not any("_PROF_" in name for name in served)
+    page = DOCS.read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in of_profiling)
 
 
 def test_what_a_gpu_does_not_report_is_absent() -> None:

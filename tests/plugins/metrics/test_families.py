@@ -7,6 +7,7 @@ import pytest
 
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.contracts.capabilities import metric_kinds_of
+from metagpu.plugins.metrics import dcgm
 from metagpu.plugins.metrics.exposition import render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.samples import MetricFamily, MetricType
@@ -117,7 +118,8 @@ def test_the_examples_use_existing_metrics() -> None:
 
     assert named <= known
     examples = "".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
-    labels = {label for it in ALL for label in it.labels} | {"instance", "le", "node"}
+    labels = {label for it in (*ALL, *dcgm.FAMILIES) for label in it.labels}
+    labels |= {"instance", "le", "node"}
     grouped = ", ".join(re.findall(r"\b(?:by|on|group_left) \(([\w, ]+)\)", examples)).split(", ")
     assert set(grouped) <= labels
 

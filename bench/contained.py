@@ -1,0 +1,24 @@
+"""`metagpu` with the processes of a simulated host: its own /proc, cgroups and container logs.
+
+`python -m bench.contained FOLDER run ...`, where FOLDER is that of a `SimHost`.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from metagpu.host import linux
+
+
+def main() -> int:
+    """Run one command with that host in place of this machine."""
+    folder = Path(sys.argv.pop(1))
+    paths = [folder / name for name in ("proc", "containers", "cgroup")]
+    vars(linux)["LinuxHost"] = partial(linux.LinuxHost, *paths)
+    from metagpu.__main__ import main as command  # noqa: PLC0415 - after the exchange
+
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
