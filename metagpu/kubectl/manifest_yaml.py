@@ -6,7 +6,7 @@ text. A text that kubectl would take for something else is quoted.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import yaml
 
@@ -23,7 +23,7 @@ _TEXT_TO_QUOTE: Final = re.compile(r"[yYnN]$|[-+.0-9]")
 class _Loader(yaml.SafeLoader):
     """Knows the numbers that kubectl knows, and no times."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
         first: [it for it in known if it[0] not in _NOT_KUBECTLS]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
