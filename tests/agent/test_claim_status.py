@@ -130,18 +130,18 @@ async def test_a_missing_right_is_reported_once(tmp_path: Path, *, synthetic: bo
             for shares in (1, 2):
                 await it.prepared(it.allocate("fraction", shares=shares))
             await it.server.until(lambda: len(patches(it.server)) > 1)
-        told = [log for log in logs if log["event"] == WARNING]
-        assert len(told) == 1
+        reported = [log for log in logs if log["event"] == WARNING]
+        assert len(reported) == 1
         for right in ("resourceclaims/status", "associated-node:patch", "docs/permissions.md"):
-            assert right in told[0]["error"]
-        assert await problem_of(it) == told[0]["error"]
+            assert right in reported[0]["error"]
+        assert await problem_of(it) == reported[0]["error"]
         await it.notify(registered=True)
         status = await it.scene.agent.commands["status"]({})
         assert isinstance(status, dict)
         status["cluster"] = {}  # its ResourceSlices are another finding
         assert check_resource_claims(status)[:2] == (
             "warning",
-            f"the status of ResourceClaims is not written: {told[0]['error']}",
+            f"the status of ResourceClaims is not written: {reported[0]['error']}",
         )
 
 

@@ -284,7 +284,7 @@ async def test_nvidias_parameters_work_under_nvidias_name(tmp_path: Path) -> Non
 async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The instance is where the scheduler placed it; a name resolves also once it is made anew."""
+    """The instance is where the scheduler placed it; a name resolves also once it is made again."""
     hurry(monkeypatch)
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
     async with at_work(tmp_path, MIG, node) as it:

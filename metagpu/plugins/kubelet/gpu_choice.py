@@ -206,7 +206,3 @@ class _Choice:
         self, available: Sequence[Share], required: Sequence[Share], size: int
     ) -> Sequence[Share]:
         return self._backend.prefer(available, required, size, self._snapshot)
-
-
-def _all_of(shares: Mapping[GpuId, Sequence[Share]]) -> list[Share]:
-    return [share for those in shares.values() for share in those]

@@ -135,7 +135,7 @@ async def test_the_rest_of_a_gpu_in_use_has_turns_and_a_full_gpu_has_none() -> N
 
 
 async def test_without_turns_both_fronts_see_what_is_free() -> None:
-    """With `offer: all` the lease decides: each side is told what the other one holds."""
+    """With `offer: all` the lease decides: each side sees what the other one holds."""
     async with taking_turns(BothFronts(more="\n    offer: all")) as pool:
         pool.hold(30)
         pool.hold(20, CLAIM, at=30)

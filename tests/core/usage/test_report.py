@@ -201,11 +201,13 @@ def test_a_pod_gets_faults_of_its_own_devices_alone() -> None:
         next(i for i, lease in snapshot.gpus[A.id].leases.items() if lease.holder == holder)
         for holder in (ALICE, BOB)
     )
-    stock = ProvisionedState(
+    provisioned = ProvisionedState(
         {mine: HardwareDevice("MIG-mine", 1, 0), bobs: HardwareDevice("MIG-bobs", 2, 0)}
     )
     faults = [InstanceFaulted(A.id, it, "XID 94", at=5) for it in ("MIG-mine", "MIG-bobs")]
-    snapshot = after(ProvisioningReported(A.id, "fraction", stock, at=4), *faults, since=snapshot)
+    snapshot = after(
+        ProvisioningReported(A.id, "fraction", provisioned, at=4), *faults, since=snapshot
+    )
 
     whole = usage_report(snapshot, findings, RULES)["gpus"][0]
     own = pod_report(snapshot, findings, RULES, pod(ALICE))["gpus"][0]
@@ -224,8 +226,8 @@ def test_a_pod_gets_its_own_mig_devices_alone() -> None:
         mine: HardwareDevice("MIG-mine", 1, 0, placement=Placement(0, 4)),
         bobs: HardwareDevice("MIG-bobs", 2, 0, placement=Placement(4, 1)),
     }
-    stock = ProvisionedState(devices)
-    snapshot = after(ProvisioningReported(A.id, "fraction", stock, at=4), since=snapshot)
+    provisioned = ProvisionedState(devices)
+    snapshot = after(ProvisioningReported(A.id, "fraction", provisioned, at=4), since=snapshot)
 
     on_a, on_b = pod_report(snapshot, findings, RULES, pod(ALICE))["gpus"]
     [device] = on_a["devices"]

@@ -1,4 +1,4 @@
-"""Pods that run on other GPUs than they name are told so, once, with the reason."""
+"""Pods that run on other GPUs than they name are reported, once, with the reason."""
 
 from collections import UserDict
 from collections.abc import AsyncIterator, Mapping, ValuesView

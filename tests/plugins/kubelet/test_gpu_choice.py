@@ -179,7 +179,7 @@ async def test_pods_that_prefer_the_same_need_not_be_told_apart(tmp_path: Path) 
 
 
 async def test_pods_that_cannot_be_told_apart_have_no_preference(tmp_path: Path) -> None:
-    """Of two requests of one size with different wishes, none is followed, and both are told."""
+    """Two requests of one size with different annotations: none is followed, both are reported."""
     async with pods_of(tmp_path) as pods:
         pods.list(known(f"p{n}", 2, {UUID: gpu(n).id}) for n in (2, 3))
         pods.list([known("another", 3, {UUID: gpu(1).id})])
