@@ -29,9 +29,11 @@ class TurnTiming(msgspec.Struct, frozen=True):
             the Node.
         grace: the end of a turn, in which bound pods are still admitted and no others are bound:
             the Node's number is lower already, the kubelet's list is not.
-        claims_grace: the end of a turn of ResourceClaims: those that are allocated are still
-            prepared, and the ResourceSlices say that no others are. The kubelet asks for a claim
-            a second after its pod is bound.
+        claims_grace: the end of a turn of ResourceClaims, from the API server's answer on: those
+            that are allocated are still prepared, and the ResourceSlices say that no others are.
+            The kubelet asks for a claim a second after its pod is bound.
+        longest_write: the longest wait for that answer. The first slices of a daemon wait for the
+            kubelet, 10 s at most.
         longest_arrival: the longest time by which a turn that ends is prolonged while pods that
             were bound in it arrive, in pools with both fronts; `arrival_poll` between two looks.
     """
@@ -40,6 +42,7 @@ class TurnTiming(msgspec.Struct, frozen=True):
     longest_turn: float = 6.0
     grace: float = 0.5
     claims_grace: float = 2.0
+    longest_write: float = 12.0
     longest_arrival: float = 5.0
     arrival_poll: float = 0.25
 
@@ -65,11 +68,13 @@ class TurnCandidate(msgspec.Struct, frozen=True):
         backends: those that could grant its shares now, in the pool's order.
         owner: the backend that has the GPU, `None` while it is idle. With both fronts a GPU in use
             has turns as an idle one, of its backend and of ResourceClaims, and no owner here.
+        shown_to_claims: whether the API server may still let ResourceClaims be allocated of it.
     """
 
     gpu: GpuId
     backends: tuple[str, ...]
     owner: str | None = None
+    shown_to_claims: bool = False
 
 
 @dataclass(slots=True)
@@ -94,6 +99,7 @@ class TurnSchedule:
     next_at: float = float("inf")
     _quiet_phases: int = 0
     _idle: tuple[GpuId, ...] = ()
+    _shown: frozenset[GpuId] = frozenset()
 
     def apply(
         self, gpus: Sequence[TurnCandidate], now: float, arriving: Collection[str] = ()
@@ -120,7 +126,8 @@ class TurnSchedule:
                 began = known.since if known and known.backend == it.owner else now
                 turns[it.gpu] = OfferTurn(it.owner, began)
             elif it.gpu in wanted:
-                if known is not None and self._waits(known, now, arriving):
+                known = self._ending(it, known, wanted[it.gpu], now)
+                if known is not None and self._waits(it, known, now, arriving):
                     turns[it.gpu] = known
                     continue
                 known = _started(it, known, wanted[it.gpu], now)
@@ -128,6 +135,7 @@ class TurnSchedule:
             elif known is not None:
                 turns[it.gpu] = known
         self.turns = turns
+        self._shown = frozenset(it.gpu for it in gpus if it.shown_to_claims)
         return turns
 
     def seconds_to_next(self, now: float) -> float:
@@ -148,14 +156,37 @@ class TurnSchedule:
         doubled = (self._quiet_phases - 1) // round_of_all
         self.phase_ends = now + min(timing.longest_turn, timing.turn * 2.0 ** min(doubled, 10))
 
-    def _waits(self, known: OfferTurn, now: float, arriving: Collection[str]) -> bool:
-        """Return whether a turn that would be over waits for pods that were bound in it."""
-        over = known.withdrawn and now >= known.until
-        if not over or known.backend not in arriving:
+    def _ending(
+        self, it: TurnCandidate, known: OfferTurn | None, wanted: str, now: float
+    ) -> OfferTurn | None:
+        """Return the last turn of a GPU; the end of one of claims begins with the API's answer.
+
+        Before the first turn that is the end of an earlier daemon's.
+        """
+        closing = known is not None and known.withdrawn and known.backend == BY_CLAIMS
+        begins = known is None and it.shown_to_claims and wanted != BY_CLAIMS
+        answered = it.gpu in self._shown and not it.shown_to_claims
+        if not begins and not (closing and answered):
+            return known
+        since = known.since if known is not None else now
+        until = now + self.timing.claims_grace
+        return OfferTurn(BY_CLAIMS, since, withdrawn=True, next=wanted, until=until)
+
+    def _waits(
+        self, it: TurnCandidate, known: OfferTurn, now: float, arriving: Collection[str]
+    ) -> bool:
+        """Return whether a turn that would be over waits for pods, or for the API server."""
+        timing = self.timing
+        if not known.withdrawn or now < known.until:
             return False
-        if now >= known.until + self.timing.longest_arrival:
+        unwritten = known.backend == BY_CLAIMS and it.shown_to_claims
+        longest = max(
+            timing.longest_arrival if known.backend in arriving else 0.0,
+            timing.longest_write if unwritten else 0.0,
+        )
+        if now >= known.until + longest:
             return False
-        self.next_at = min(self.next_at, now + self.timing.arrival_poll)
+        self.next_at = min(self.next_at, now + timing.arrival_poll)
         return True
 
     def _turn(self, known: OfferTurn, wanted: str, following: str, now: float) -> OfferTurn:

@@ -92,7 +92,8 @@ class TurnRunner:
 def candidate_of(state: GpuState) -> TurnCandidate:
     """Return a GPU as the turns see it; without backends while no pod can have it."""
     if state.has_both_fronts:
-        return TurnCandidate(state.gpu.id, _with_claims(state))
+        backends, shown = _with_claims(state), state.shown_to_claims
+        return TurnCandidate(state.gpu.id, backends, shown_to_claims=shown)
     reserved = [backend for backend, it in state.provisioned.items() if it.exclusive]
     owner = state.owner or next(iter(reserved), None)
     open_to = tuple(backend for backend in state.backends if state.open_to(backend))

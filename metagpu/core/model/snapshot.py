@@ -52,6 +52,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         provisioned: by backend, all that backends have created on the GPU.
         turn: the backend that offers the GPU while it is idle, `None` where all do. With both
             fronts, that offers what is free of it.
+        shown_to_claims: whether the API server may have ResourceSlices that let claims be allocated
+            of the free shares: those of an earlier daemon, or of a turn that has just ended.
         mig_faults: the MIG devices that are out of service; `faulty_shares` are their shares.
         mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
             the same for every GPU, `None` until the kubelet has reported.
@@ -74,6 +76,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
     provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
     turn: OfferTurn | None = None
+    shown_to_claims: bool = True
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
     faulty_shares: frozenset[ShareId] = frozenset()
     mig_devices_of_other_plugins: frozenset[str] | None = None

@@ -187,6 +187,17 @@ class TurnsChanged(msgspec.Struct, frozen=True):
     turns: Mapping[GpuId, OfferTurn | None]
 
 
+class SlicesPublished(msgspec.Struct, frozen=True):
+    """The API server has the present ResourceSlices of a GPU.
+
+    Attributes:
+        open_to_claims: whether they let ResourceClaims be allocated of its free shares.
+    """
+
+    gpu: GpuId
+    open_to_claims: bool
+
+
 class SharesClaimed(msgspec.Struct, frozen=True):
     """Allocate claimed these shares for a container, or confirmed the claim.
 
@@ -424,6 +435,7 @@ Fact = (
     | RegistrationProblemGone
     | SharesOffered
     | TurnsChanged
+    | SlicesPublished
     | SharesClaimed
     | SharesPending
     | ResourceClaimsRead

@@ -44,6 +44,7 @@ from metagpu.core.state.facts import (
     SharesOffered,
     SharesPending,
     SharesReleased,
+    SlicesPublished,
     TopologyRead,
     TurnsChanged,
     UnreadableGpusFound,
@@ -94,6 +95,8 @@ def _follow(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return _shares_offered(snapshot, fact)
         case TurnsChanged():
             return _turns_changed(snapshot, fact)
+        case SlicesPublished():
+            return _slices_published(snapshot, fact)
         case SharesClaimed():
             return apply_claimed(snapshot, fact)
         case SharesPending():
@@ -247,7 +250,18 @@ def _turns_changed(snapshot: Snapshot, fact: TurnsChanged) -> tuple[Snapshot, tu
         for gpu, turn in fact.turns.items()
         if (state := snapshot.gpus.get(gpu)) is not None and state.turn != turn
     ]
+    # From now on the API server may have a slice without the taint.
+    states = [replace(it, shown_to_claims=True) if it.open_to_claims else it for it in states]
     return (with_states(snapshot, states), (fact,)) if states else (snapshot, ())
+
+
+def _slices_published(
+    snapshot: Snapshot, fact: SlicesPublished
+) -> tuple[Snapshot, tuple[Fact, ...]]:
+    state = snapshot.gpus.get(fact.gpu)
+    if state is None or state.shown_to_claims == fact.open_to_claims:
+        return snapshot, ()
+    return with_states(snapshot, [replace(state, shown_to_claims=fact.open_to_claims)]), (fact,)
 
 
 def _held(leases: Mapping[ShareId, Lease]) -> list[Share]:

@@ -21,6 +21,7 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.events import LayoutApplied
+from metagpu.core.state.facts import SlicesPublished
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.device_classes import DeviceClasses
 from metagpu.plugins.cluster.node_object import KubeObject
@@ -143,9 +144,11 @@ class SlicePublisher:
         self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
         self._bucket.rate = self.timing.writes_of(snapshot.gpus.values())
         waits, refused = list[float | None](), list[ClusterError]()
-        for specs in sorted(wanted.values(), key=self._last_written):
+        for gpu, specs in sorted(wanted.items(), key=lambda it: self._last_written(it[1])):
             try:
-                waits.append(await self._reconcile_pool(specs, node))
+                waits.append(wait := await self._reconcile_pool(specs, node))
+                if wait is None:
+                    self.registry.apply(SlicesPublished(gpu, snapshot.gpus[gpu].open_to_claims))
             except ClusterError as error:
                 if error.status != _INVALID:
                     raise

@@ -16,6 +16,7 @@ from metagpu.core.state.facts import (
     LeasesObserved,
     PodsListed,
     SharesClaimed,
+    SlicesPublished,
     TurnsChanged,
 )
 from metagpu.core.state.registry import Registry
@@ -45,6 +46,8 @@ class BothFronts:
         self.shares = layout.shares
         self.registry.apply(layout.offer_fact)
         self.runner = TurnRunner(self.registry, lambda: layout.gpus_in_turns(read))
+        self.written = True
+        """Whether the API server answers at once."""
 
     @property
     def allocatable(self) -> int:
@@ -74,6 +77,19 @@ class BothFronts:
         chosen = self.shares[at : at + shares]
         self.registry.apply(SharesClaimed(tuple(chosen), at=1, resource_claim=by))
 
+    def publish(self, *, tainted: bool = True) -> None:
+        """Note that the API server has the slices of now; before all turns they are tainted."""
+        for it, state in self.registry.snapshot.gpus.items():
+            shown = state.open_to_claims and not (state.turn is None and tainted)
+            self.registry.apply(SlicesPublished(it, shown))
+
+    async def follow_slices(self) -> None:
+        """Publish slices as the turns change, at once."""
+        view = self.registry.watch(lambda now: [it.open_to_claims for it in now.gpus.values()])
+        async for _ in view:
+            if self.written:
+                self.publish()
+
     def give(self, turn: OfferTurn | None) -> None:
         """Begin a turn of the first GPU."""
         self.registry.apply(TurnsChanged({gpu(0).id: turn}))
@@ -81,9 +97,12 @@ class BothFronts:
 
 @asynccontextmanager
 async def taking_turns(pool: BothFronts) -> AsyncIterator[BothFronts]:
-    """Run the turns until the block ends."""
+    """Run the turns until the block ends; the slices of before are those of no turn."""
     async with anyio.create_task_group() as group:
+        if pool.written:
+            pool.publish()
         group.start_soon(pool.runner.run)
+        group.start_soon(pool.follow_slices)
         await anyio.wait_all_tasks_blocked()
         yield pool
         group.cancel_scope.cancel()
@@ -210,4 +229,28 @@ async def test_a_turn_waits_for_pods_that_were_bound_in_it() -> None:
         await anyio.wait_all_tasks_blocked()
         assert pool.healthy == 0
         skip(TIMING.longest_arrival)  # it waits for no pod for ever
+        await becomes(lambda: pool.healthy == 100)
+
+
+async def test_pods_are_not_bound_before_the_api_server_has_the_end_of_a_claims_turn() -> None:
+    """At a start that is the turn of an earlier daemon; nobody waits for an answer for ever."""
+    pool = BothFronts(2)
+    pool.written = False
+    async with taking_turns(pool):
+        skip(TIMING.claims_grace)
+        await anyio.wait_all_tasks_blocked()
+        assert (pool.healthy, pool.open_to_claims) == (0, [0])
+        pool.publish()
+        await anyio.wait_all_tasks_blocked()
+        assert pool.healthy == 0  # a claim may have been allocated a moment before
+        skip(TIMING.claims_grace)
+        await becomes(lambda: pool.healthy == 100)
+
+        skip(TIMING.longest_turn)
+        await becomes(lambda: pool.open_to_claims == [])
+        skip(TIMING.claims_grace)
+        await becomes(lambda: pool.open_to_claims == [1])
+        await anyio.wait_all_tasks_blocked()
+        assert pool.healthy == 0
+        skip(TIMING.longest_write)
         await becomes(lambda: pool.healthy == 100)

@@ -8,13 +8,14 @@ from typing import Any
 
 import anyio
 
-from metagpu.core.model.shares import Fault, ResourceClaimRef
+from metagpu.core.model.shares import BY_CLAIMS, Fault, OfferTurn, ResourceClaimRef
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuCordoned,
     GpuFaulted,
     GpuUncordoned,
     SharesClaimed,
+    TurnsChanged,
 )
 from metagpu.plugins.cluster.leftovers import find_at_api_server
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
@@ -117,6 +118,25 @@ async def test_a_change_of_one_gpu_writes_its_pool_alone(tmp_path: Path) -> None
             await anyio.sleep(0.001)
         await it.server.until(lambda: "metagpu.io/cordoned" in taints(it.server, 1))
         assert len(writes(it.server)) - before <= _most(it.server, began) < 200
+
+
+async def test_the_end_of_a_turn_of_claims_is_noted_with_the_answer(tmp_path: Path) -> None:
+    """Until the API server has the taint, a claim may be allocated."""
+    text = FOUR.replace("[dra]", "[device-plugin, dra]")
+    async with publishing(tmp_path, text) as it:
+
+        def shown() -> bool:
+            return it.registry.snapshot.gpus[UUIDS[0]].shown_to_claims
+
+        it.server.failing.append(("PUT", COLLECTION))
+        it.registry.apply(TurnsChanged({UUIDS[0]: OfferTurn("fraction", 0)}))
+        await it.server.until(lambda: any(i.startswith("PUT") for i in writes(it.server)))
+        assert shown()
+        it.server.failing.clear()
+        await becomes(lambda: not shown())
+        assert "metagpu.io/out-of-turn" in taints(it.server, 0)
+        it.registry.apply(TurnsChanged({UUIDS[0]: OfferTurn(BY_CLAIMS, 0)}))
+        assert shown()
 
 
 def _most(server: SimApiServer, began: float) -> float:
