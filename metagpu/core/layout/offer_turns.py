@@ -159,9 +159,9 @@ class TurnSchedule:
     def _ending(
         self, it: TurnCandidate, known: OfferTurn | None, wanted: str, now: float
     ) -> OfferTurn | None:
-        """Return the last turn of a GPU; the end of one of claims begins with the API's answer.
+        """Return the last turn of a GPU; before the first one, an earlier daemon's.
 
-        Before the first turn that is the end of an earlier daemon's.
+        The end of a turn of claims begins with the API server's answer.
         """
         closing = known is not None and known.withdrawn and known.backend == BY_CLAIMS
         begins = known is None and it.shown_to_claims and wanted != BY_CLAIMS
