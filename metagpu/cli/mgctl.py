@@ -29,7 +29,7 @@ from metagpu.core.grants.injection import POD_FOLDER, POD_SOCKET, POD_SOCKET_NAM
 from metagpu.display.encoding import WIDE_FORMATS, encode
 from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
-from metagpu.display.usage import KINDS, Top, format_usage
+from metagpu.display.usage import KINDS, TOP, Top, format_usage, in_namespace
 from metagpu.display.usage_tables import Answer
 from metagpu.plugins.control.client import send_request
 
@@ -80,11 +80,16 @@ def parser() -> argparse.ArgumentParser:
         add_watch(kind)
         add_sort_by(kind)
         add_run_dir(kind)
+        if name != "devices":
+            _add_namespace(kind)
 
     top = add_command(
         commands, "top", "show the load and memory of the GPUs and processes, live", "mgctl top"
     )
-    top.set_defaults(do=_top)
+    top.set_defaults(do=_top, kind=TOP)
+    add_output(top)
+    add_watch(top)
+    add_sort_by(top)
     add_run_dir(top)
 
     doctor = add_command(
@@ -133,30 +138,46 @@ def parser() -> argparse.ArgumentParser:
     return program
 
 
+def _add_namespace(kind: argparse.ArgumentParser) -> None:
+    kind.add_argument(
+        "-n", "--namespace", metavar="NAME", default="", help="only of this one (default: of all)"
+    )
+    kind.add_argument(
+        "-A", "--all-namespaces", action="store_true", help="of all namespaces, as without -n"
+    )
+
+
 # --- the commands -------------------------------------------------------------------------
 
 
 def _get(args: argparse.Namespace) -> int:
     form = args.output
 
+    def usage() -> Answer:
+        everywhere = args.kind not in ("processes", "pods") or args.all_namespaces
+        return in_namespace(_usage(args), "" if everywhere else args.namespace)
+
     def text(answer: Answer, screen: Terminal, *, compact: bool = False) -> str:
         return format_usage(answer, args.kind, form, screen, compact=compact, sort_by=args.sort_by)
 
     if not args.watch:
-        answer = _usage(args)
+        answer = usage()
         for warning in answer["warnings"]:
             print(f"mgctl: {warning}", file=sys.stderr)  # noqa: T201
         print_text(text(answer, stdout_terminal()))
         return 0
 
     if form in {"json", "yaml"}:
-        return repeat(lambda: print_text(text(_usage(args), PLAIN, compact=True)))
-    return show_live(lambda screen: text(_usage(args), screen))
+        return repeat(lambda: print_text(text(usage(), PLAIN, compact=True)))
+    return show_live(lambda screen: text(usage(), screen))
 
 
 def _top(args: argparse.Namespace) -> int:
+    """Show the screen, live on a terminal; for programs, print the same data as `get`."""
+    if args.output != "table":
+        return _get(args)
     top = Top()
-    return show_live(lambda screen: top.screen(_usage(args), screen))
+    return show_live(lambda screen: top.screen(_usage(args), screen, args.sort_by))
 
 
 def _web(args: argparse.Namespace) -> int:

@@ -17,10 +17,13 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The objects of `get`, and their other names."""
 
+TOP: Final = "top"
+"""The kind of all that `top` shows, for programs."""
 _SORTED: Final = {
     "devices": ("gpus",),
     "processes": ("containers", "unauthorized"),
     "pods": ("containers",),
+    TOP: ("containers", "unauthorized"),
 }
 """The rows of each kind."""
 _DRAW: Final = {
@@ -39,7 +42,7 @@ def format_usage(
     compact: bool = False,
     sort_by: str = "",
 ) -> str:
-    """Return one of `KINDS` in one of `WIDE_FORMATS`.
+    """Return one of `KINDS` in one of `WIDE_FORMATS`, or `TOP` in one for programs.
 
     `compact` is for a series of answers: JSON is one line, YAML one document.
 
@@ -55,14 +58,27 @@ def format_usage(
     return render(_DRAW[kind](answer, wide=form == "wide"), terminal)
 
 
+def in_namespace(answer: Answer, namespace: str) -> Answer:
+    """Return an answer with the rows of a namespace; of all where it is empty."""
+    if not namespace:
+        return answer
+    rows = ("containers", "unauthorized")
+    kept = {name: [it for it in answer[name] if it["namespace"] == namespace] for name in rows}
+    return {**answer, **kept}
+
+
 class Top:
     """The live screen of `top`; it computes processor use from one answer to the next."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, float]] = {}
 
-    def screen(self, answer: Answer, terminal: Terminal) -> str:
-        """Draw the screen of one answer."""
+    def screen(self, answer: Answer, terminal: Terminal, sort_by: str = "") -> str:
+        """Draw the screen of one answer.
+
+        Raises:
+            UnknownField: processes have no field of the name `sort_by`.
+        """
         now, before = answer["at"], self._before
         spent = dict(_processor_time(answer))
         cpu = {
@@ -71,7 +87,7 @@ class Top:
             if pid in before and now > before[pid][0]
         }
         self._before = {pid: (now, seconds) for pid, seconds in spent.items()}
-        return render(usage_tables.top_screen(answer, cpu), terminal)
+        return render(usage_tables.top_screen(answer, cpu, sort_by), terminal)
 
 
 def _processor_time(answer: Answer) -> Iterator[tuple[int, float]]:
@@ -88,8 +104,9 @@ def _part(answer: Answer, kind: str) -> Mapping[str, Any]:
     if kind == "devices":
         events = {"events": answer["events"]} if "events" in answer else {}  # of a pod's own
         return {**head, "gpus": answer["gpus"], **events}
-    if kind == "processes":
-        return {**head, "containers": answer["containers"], "unauthorized": answer["unauthorized"]}
+    if kind in ("processes", TOP):
+        shown = {name: answer[name] for name in ("containers", "unauthorized")}
+        return {**head, **({"gpus": answer["gpus"]} if kind == TOP else {}), **shown}
 
     without = [
         {

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from metagpu.display.health import format_enforcement
+from metagpu.display.sorting import sort_items
 from metagpu.display.table import Cell, TextTable
 
 Answer = Mapping[str, Any]
@@ -113,10 +114,13 @@ def pods_table(answer: Answer, *, wide: bool = False) -> Drawing:
     return (rows, *(Cell(line) for line in format_enforcement(answer.get("enforcement"))))
 
 
-def top_screen(answer: Answer, cpu: Mapping[int, float]) -> Drawing:
-    """Draw bars for the GPUs and a line for each process, by memory.
+def top_screen(answer: Answer, cpu: Mapping[int, float], sort_by: str = "") -> Drawing:
+    """Draw bars for the GPUs and a line for each process, by memory or another field.
 
     `cpu` has the percent of a processor that each process uses, by pid.
+
+    Raises:
+        UnknownField: processes have no field of the name `sort_by`.
     """
     bars = TextTable(("GPU", "PRODUCT", "BUSY", "MEMORY", "HELD", "HEALTH"))
     for gpu in answer["gpus"]:
@@ -132,13 +136,11 @@ def top_screen(answer: Answer, cpu: Mapping[int, float]) -> Drawing:
     rows = TextTable(
         ("GPU", "PID", "POD (CONTAINER)", "BUSY", "MEMORY", "CPU", "HOST MEMORY", "CMD")
     )
-    for index, name, process in sorted(
-        _processes(answer), key=lambda it: -(it[2]["memoryMiB"] or 0)
-    ):
+    for process in sort_items(list(_processes(answer)), sort_by or "memoryMiB"):
         rows.add(
-            str(index),
+            str(process["index"]),
             _pid(process),
-            name,
+            process["holder"],
             _percent(process["utilization"]),
             _mib(process["memoryMiB"]),
             _percent(cpu.get(process["pid"])),
@@ -163,13 +165,14 @@ def _sum_of_one_resource(counts: Sequence[Answer], key: str) -> str:
     return str(sum(each[key] for each in counts))
 
 
-def _processes(answer: Answer) -> Iterator[tuple[int, str, Answer]]:
+def _processes(answer: Answer) -> Iterator[Answer]:
+    """Yield all processes, with the index of the GPU and the name of the holder."""
     for container, part in _parts(answer):
         name = f"{container['namespace']}/{container['pod']} ({container['container']})"
         for process in part["processes"]:
-            yield part["index"], name, process
+            yield {**process, "index": part["index"], "holder": name}
     for process in answer["unauthorized"]:
-        yield process["index"], "no lease", process
+        yield {**process, "holder": "no lease"}
 
 
 def _parts(answer: Answer) -> Iterator[tuple[Answer, Answer]]:

@@ -68,6 +68,8 @@ def _top(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "kubectl metagpu top gpus --sort-by utilization",
     )
     for one in _objects(it, "show", "kubectl metagpu top {kind}"):
+        add_output(one, WIDE_FORMATS)
+        add_watch(one)
         _add_connection(one)
 
 
@@ -332,7 +334,8 @@ def _seconds(least: float) -> Callable[[str], float]:
 def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
     if kind == "pods":
         _add_namespace(it)
-        it.add_argument("-A", "--all-namespaces", action="store_true", help="of all namespaces")
+    everywhere = "of all namespaces" if kind == "pods" else "no effect: these are of the cluster"
+    it.add_argument("-A", "--all-namespaces", action="store_true", help=everywhere)
     of = "nodes" if kind in ("nodes", "gpus") else "pods"
     it.add_argument(
         "-l",

@@ -37,6 +37,8 @@ def _get(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
+    if args.output in ("json", "yaml"):
+        return _get(args)  # bars are for people
     with connect(args) as (runner, viewer):
         rows = Rows(args, runner, viewer)
         answers: Sequence[NodeAnswer] = ()
@@ -45,7 +47,8 @@ def _top(args: argparse.Namespace) -> int:
             nonlocal answers
             shown, answers = rows.read()
             notes = [] if screen is PLAIN else [Cell(it, "yellow") for it in silent_nodes(answers)]
-            return render([*draw_top(args.kind, shown), *notes], screen)
+            wide = args.output == "wide"
+            return render([*draw_top(args.kind, shown, wide=wide), *notes], screen)
 
         status = show_live(draw)
         return _report_silence(answers) if stdout_terminal() is PLAIN else status

@@ -31,9 +31,9 @@ def draw_items(kind: str, items: Sequence[Item], *, wide: bool = False) -> Seque
     return [table]
 
 
-def draw_top(kind: str, items: Sequence[Item]) -> Sequence[TextTable]:
+def draw_top(kind: str, items: Sequence[Item], *, wide: bool = False) -> Sequence[TextTable]:
     """Draw rows of a kind with bars for what is used and held."""
-    columns = [_BARS[kind].get(it.head, it) for it in COLUMNS[kind] if not it.wide]
+    columns = [_BARS[kind].get(it.head, it) for it in COLUMNS[kind] if wide or not it.wide]
     table = TextTable(tuple(it.head for it in columns))
     for item in items:
         table.add(*(column.cell(item) for column in columns), style=_style(item))

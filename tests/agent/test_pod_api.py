@@ -124,6 +124,7 @@ async def test_no_output_shows_anything_of_a_neighbour(tmp_path: Path, form: str
     """No output has names, pids, memory or shares of another pod."""
     async with node(tmp_path) as it:
         result = {kind: await it.mgctl(ALICE, "get", kind, "-o", form) for kind in KINDS}
+        result["top"] = await it.mgctl(ALICE, "top", "-o", form)
 
     assert {each.status for each in result.values()} == {0}
     assert it.bobs

@@ -24,7 +24,9 @@ SHARED = {
     "uncordon": set(),
     "explain": {"--output", "--topology"},
     "doctor": {"--output"},
-    "get": {"--output", "--watch", "--sort-by"},
+    "get": {"--output", "--watch", "--sort-by", "--namespace", "--all-namespaces"},
+    "top": {"--output", "--watch", "--sort-by"},
+    "web": {"--address"},
 }
 """Commands of several programs -> the options that each of them has."""
 MANIFESTS = "kubectl metagpu translate"
@@ -63,6 +65,14 @@ def test_an_option_has_one_meaning(option: str) -> None:
     """Options of several programs have one help."""
     meanings = {action.help for _, action in OPTIONS if option in action.option_strings}
     assert len(meanings) == 1
+
+
+def test_each_object_takes_all_namespaces() -> None:
+    """`-A` is no error where objects are of the cluster, as kubectl takes it."""
+    for command in ("get", "top"):
+        parser = kubectl_arguments.parser()
+        for kind in kubectl_arguments.OBJECTS:
+            assert parser.parse_args([command, kind, "-A"]).all_namespaces
 
 
 def test_every_output_has_the_same_forms() -> None:

@@ -322,6 +322,24 @@ async def test_top_without_a_terminal_is_drawn_once(
     assert "\x1b" not in out
     assert "13000/40340 MiB" in out
     assert out.index("team/alice (main)") < out.index("no lease")
+    assert await run_mgctl(tmp_path, "top", "--sort-by", "utilization") == 0
+    assert capsys.readouterr().out.index("no lease") > 0
+    assert await run_mgctl(tmp_path, "top", "--sort-by", "nothing") == 1
+    assert await run_mgctl(tmp_path, "top", "-o", "json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown.keys() == {"node", "gpus", "containers", "unauthorized"}
+
+
+@pytest.mark.parametrize("kind", ["pods", "processes"])
+async def test_one_namespace(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """`-n` shows the containers and processes of one namespace, `-A` those of all."""
+    assert await run_mgctl(tmp_path, "get", kind, "-n", "elsewhere", "-o", "json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["containers"], shown.get("unauthorized", [])) == ([], [])
+    for words in (("-n", "team"), ("-n", "elsewhere", "-A")):
+        assert await run_mgctl(tmp_path, "get", kind, *words, "-o", "json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert {it["pod"] for it in shown["containers"]} == {"alice", "bob"}
 
 
 MIXED = [

@@ -135,6 +135,9 @@ async def test_the_objects_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFi
         status, bars, _ = await it.run("top", "gpus")
         assert (status, "█" in bars) == (0, True)
         assert "\x1b" not in table + bars  # no colours in a pipe
+        assert (await it.json("top", "gpus"))["items"] == (await it.json("get", "gpus"))["items"]
+        status, bars, _ = await it.run("top", "gpus", "-A", "-o", "wide")
+        assert (status, "█" in bars, "UUID" in bars) == (0, True, True)
         status, _, err = await it.run("get", "pods", "--sort-by", "share")
         assert (status, "did you mean shares?" in err) == (1, True)
 

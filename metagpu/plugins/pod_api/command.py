@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
 from metagpu.display.encoding import WIDE_FORMATS as FORMATS
-from metagpu.display.usage import KINDS
+from metagpu.display.usage import KINDS, TOP
 
 HELP: Final = """\
 usage: mgctl get devices|processes|pods [-o table|wide|json|yaml] [-w] [--sort-by FIELD]
-       mgctl top
+       mgctl top [-o table|json|yaml] [-w] [--sort-by FIELD]
        mgctl version
 
 Shows this pod's share of the node's GPUs and the pod's processes on them. All numbers are for this
@@ -83,7 +83,7 @@ def parse_command(arguments: Sequence[str]) -> PodCommand:
         else:
             words.append(word)
     command = _to_command(words)
-    if command.name != "get":
+    if command.name not in ("get", "top"):
         return command
     return replace(command, output_format=output_format, watch=watch, sort_by=sort_by)
 
@@ -98,8 +98,10 @@ def _to_command(words: Sequence[str]) -> PodCommand:
             raise UsageError(f"`get` needs one of: {', '.join(KINDS)}")
         case [] | ["help"]:
             return PodCommand("help")
-        case ["top" | "version" as name]:
-            return PodCommand(name)
+        case ["top"]:
+            return PodCommand("top", TOP)
+        case ["version"]:
+            return PodCommand("version")
         case ["top" | "version" | "get" | "g" as name, *_, last]:
             raise UsageError(f"unexpected argument {_quoted(last)} of {name}")
         case [word, *_] if word in _REPLACED:

@@ -129,13 +129,12 @@ class PodMgctlServer:
         form, top = command.output_format, Top()
         is_table = form in TABLES
         is_screen = is_table and terminal is not PLAIN
-        follow = (
-            is_screen if command.name == "top" else command.watch and (is_screen or not is_table)
-        )
+        is_top = command.name == "top" and is_table
+        follow = is_screen if is_top else command.watch and (is_screen or not is_table)
 
         def render(answer: Answer) -> str:
-            if command.name == "top":
-                return top.screen(answer, terminal)
+            if is_top:
+                return top.screen(answer, terminal, command.sort_by)
             return format_usage(
                 answer, command.kind, form, terminal, compact=follow, sort_by=command.sort_by
             )

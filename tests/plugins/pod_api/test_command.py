@@ -39,7 +39,9 @@ WORDS = st.sampled_from(
         ("get pods --output=yaml --watch", PodCommand("get", "pods", "yaml", watch=True)),
         ("get pods --sort-by usedMiB", PodCommand("get", "pods", sort_by="usedMiB")),
         ("get pods --sort-by=pod", PodCommand("get", "pods", sort_by="pod")),
-        ("top", PodCommand("top")),
+        ("top", PodCommand("top", "top")),
+        ("top -w -o json", PodCommand("top", "top", "json", watch=True)),
+        ("top --sort-by cpuSeconds", PodCommand("top", "top", sort_by="cpuSeconds")),
         ("version", PodCommand("version")),
     ],
 )
