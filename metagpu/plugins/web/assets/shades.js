@@ -1,6 +1,8 @@
 // Colours and patterns of pods.
 
 const SHADES = 8, PATTERNS = 4;
+// Of each colour in the first round: colours that some people cannot tell apart have different ones.
+const FIRST_PATTERN = [0, 1, 1, 3, 2, 0, 1, 2];
 
 const shades = new Map();
 
@@ -37,5 +39,6 @@ export function assignShades(pods) {
 
 export function shadeClass(pod) {
   const slot = shades.get(pod) ?? 0;
-  return `shade${slot % SHADES} pattern${Math.floor(slot / SHADES)}`;
+  const pattern = (Math.floor(slot / SHADES) + FIRST_PATTERN[slot % SHADES]) % PATTERNS;
+  return `shade${slot % SHADES} pattern${pattern}`;
 }
