@@ -31,6 +31,6 @@ def add_resource_names(
         )
 
 
-def resource_names_of(args: argparse.Namespace) -> Mapping[str, str]:
+def resource_names_of(args: argparse.Namespace) -> Mapping[str, Any]:
     """Return the names by the fields of `TranslationSettings`."""
     return {setting: getattr(args, setting) for _, setting, _ in _NAMES}
