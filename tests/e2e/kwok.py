@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.go_programs import KWOK_STAGES
@@ -18,8 +19,9 @@ LEASE_S = 40
 
 
 @contextmanager
-def kwok_nodes(node: Node, *names: str, amounts: Mapping[str, str]) -> Iterator[None]:
-    """Keep Nodes of these names and allocatable AMOUNTS until the block ends, with their pods."""
+def kwok_nodes(node: Node, *documents: Document) -> Iterator[None]:
+    """Keep these Nodes, of `node_object`, until the block ends, with their pods."""
+    names = [it["metadata"]["name"] for it in documents]
     tools = Tools.cached()
     stages = [tools.path(f"{Path(it).name}.yaml") for it in KWOK_STAGES]
     program = Program(
@@ -36,7 +38,7 @@ def kwok_nodes(node: Node, *names: str, amounts: Mapping[str, str]) -> Iterator[
     )
     program.start()
     try:
-        node.kubectl.apply(*(node_object(name, amounts) for name in names))
+        node.kubectl.apply(*documents)
         for name in names:
             wait_for(f"{name} to be ready", lambda: _ready(node, name), within_s=READY_S)  # noqa: B023 - called at once
         yield
@@ -50,12 +52,14 @@ def kwok_nodes(node: Node, *names: str, amounts: Mapping[str, str]) -> Iterator[
         program.stop()
 
 
-def node_object(name: str, amounts: Mapping[str, str]) -> Document:
-    """Return a Node that kwok keeps."""
+def node_object(
+    name: str, amounts: Mapping[str, str], labels: Mapping[str, str] = MappingProxyType({})
+) -> Document:
+    """Return a Node that kwok keeps, with allocatable AMOUNTS."""
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": MARK},
+        "metadata": {"name": name, "labels": {**labels, **MARK}},
         "status": {"capacity": dict(amounts), "allocatable": dict(amounts)},
     }
 

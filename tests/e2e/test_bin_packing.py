@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, Cluster, container, pod
-from tests.e2e.kwok import kwok_nodes
+from tests.e2e.kwok import kwok_nodes, node_object
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
@@ -35,7 +35,7 @@ def three_nodes(cluster: Cluster) -> Iterator[Cluster]:
     """Keep two nodes as large as the real one beside it."""
     own = cluster.kubectl.get("node", cluster.node.name)["status"]["allocatable"]
     amounts = {it: own[it] for it in ("cpu", "memory", "pods")} | {RESOURCE: str(ALL_SHARES)}
-    with kwok_nodes(cluster.node, *OTHERS, amounts=amounts):
+    with kwok_nodes(cluster.node, *(node_object(it, amounts) for it in OTHERS)):
         yield cluster
         cluster.clear()
 

@@ -136,6 +136,9 @@ def _layer(busybox: Path) -> bytes:
                 link = _entry(f"bin/{applet}", kind=tarfile.SYMTYPE, mode=0o777)
                 link.linkname = "busybox"
                 tar.addfile(link)
+        # Example pods of others start bash.
+        bash = b'#!/bin/sh\nexec sh "$@"\n'
+        tar.addfile(_entry("bin/bash", size=len(bash), mode=0o755), io.BytesIO(bash))
         users = b"root:x:0:0:root:/root:/bin/sh\n"
         tar.addfile(_entry("etc/passwd", size=len(users)), io.BytesIO(users))
     return buffer.getvalue()

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.e2e.rig import host_folders
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.programs import end_processes, running_processes
-from tests.e2e.rig.settings import KUBELET_HOME, LOOPBACK, NETWORK, NodePaths
+from tests.e2e.rig.settings import KUBELET_HOME, LOOPBACK, NETWORK, SERVICE_SUBNET, NodePaths
 from tests.e2e.rig.waiting import wait_for
 
 SYSCTLS = (
@@ -35,9 +35,6 @@ MARK = KUBELET_HOME / ".metagpu-e2e"
 """The file marks a kubelet's home as the rig's, to be used again and removed."""
 
 CONTAINER_LOGS = Path("/var/log/containers")
-SERVICE_ADDRESS = "10.96.0.1/32"
-"""The address of the Service `kubernetes`, which `service_address` gives to the machine."""
-
 NETWORK_RESULTS = Path("/var/lib/cni/results")
 SHIM_SOCKETS = Path("/run/containerd")
 
@@ -124,8 +121,11 @@ def clean(paths: NodePaths) -> None:
         unmount_under(KUBELET_HOME)
         shutil.rmtree(KUBELET_HOME)
     _remove_cgroups()
+    # The addresses that `service_address` gave to the machine.
     subprocess.run(
-        ["ip", "address", "delete", SERVICE_ADDRESS, "dev", "lo"], check=False, capture_output=True
+        ["ip", "address", "flush", "dev", "lo", "to", SERVICE_SUBNET],
+        check=False,
+        capture_output=True,
     )
     if Path(f"/sys/class/net/{NETWORK}").exists():
         subprocess.run(["ip", "link", "delete", NETWORK], check=True)

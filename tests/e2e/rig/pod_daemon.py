@@ -181,7 +181,7 @@ class PodDaemon(Daemon):
 
     def _pods(self) -> Mapping[str, Document]:
         """Return the containers' statuses, by pod; a pod that ends is one too."""
-        pods = self._node.kubectl.list("pods", SYSTEM, self._release.selector)
+        pods = self._node.kubectl.list("pods", SYSTEM, self._release.of_daemons)
         return {
             it["metadata"]["name"]: status
             for it in pods

@@ -46,6 +46,7 @@ class Release:
     def __init__(self, node: Node, name: str) -> None:
         self.node, self.name, self.helm = node, name, helm_of(node)
         self.selector = f"--selector=app.kubernetes.io/instance={name}"
+        self.of_daemons = f"{self.selector},app.kubernetes.io/name=metagpu"
         self.notes = ""
 
     def install(self, *options: str, chart: str = CHART) -> None:
@@ -58,7 +59,7 @@ class Release:
 
     def daemons(self) -> dict[str, Document]:
         """Return the pods of the DaemonSet that do not end, by uid."""
-        found = self.node.kubectl.list("pods", SYSTEM, self.selector)
+        found = self.node.kubectl.list("pods", SYSTEM, self.of_daemons)
         alive = [it for it in found if "deletionTimestamp" not in it["metadata"]]
         return {it["metadata"]["uid"]: it for it in alive}
 

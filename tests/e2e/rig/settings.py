@@ -21,6 +21,8 @@ NETWORK = "metagpu-e2e"
 """The pod network's name, and its bridge's."""
 POD_SUBNET = "10.244.0.0/24"
 SERVICE_SUBNET = "10.96.0.0/24"
+KUBERNETES_ADDRESS = "10.96.0.1"
+"""The address of the Service `kubernetes`: the API server takes the first one."""
 KUBELET_HOME = Path("/var/lib/kubelet")
 """Part of the device plugin API: plugins look for kubelet.sock under it."""
 
