@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
@@ -87,6 +87,11 @@ class Daemon:
         return found[0]
 
     @property
+    def pod_socket(self) -> Path:
+        """Return the path of the socket of `mgctl` in containers."""
+        return self._run_dir / "pod" / "mgctl.sock"
+
+    @property
     def log_tail(self) -> str:
         """Return the end of its log."""
         return self._log.read_text()[-2000:]
@@ -141,22 +146,20 @@ def start(
     kubelet: bool = True,
     further: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
-    host: Path | None = None,
+    program: Sequence[str] = ("-m", "metagpu"),
     root: Path = HERE,
 ) -> Daemon:
     """Start a daemon in a folder, with a minimal kubelet beside it; `with` ends both.
 
     Without `kubelet`, the caller has its own: the daemon serves nothing before a kubelet answers.
-    `further` are options beside the usual ones, `environment` variables; `host` is the folder of a
-    simulated host, whose processes the daemon sees in place of this machine's; `root` is the source
-    tree, another commit's where two are compared. Without `simulate` the daemon loads the machine's
-    NVML. The daemon's log goes to a file there, at the default level: logging on a measured path is
-    measured.
+    `further` are options beside the usual ones, `environment` variables; `program` are Python's
+    arguments, of a daemon in other surroundings; `root` is the source tree, another commit's where
+    two are compared. Without `simulate` the daemon loads the machine's NVML. The daemon's log goes
+    to a file there, at the default level: logging on a measured path is measured.
     """
     file = directory / "config.yaml"
     file.write_text(config)
-    program = ["metagpu"] if host is None else ["bench.contained", str(host)]
-    command = [sys.executable, "-m", *program, "run"]
+    command = [sys.executable, *program, "run"]
     options = {
         **({"--simulate": simulate} if simulate else {}),
         "--config": file,

@@ -110,7 +110,12 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
     """A kubelet that accepts every plugin, asks for its list, and does nothing else.
 
     It shows which part of the time is the simulated kubelet's own.
+
+    Attributes:
+        lists_plugins: whether it asks for lists; a kubelet that does not is about to die.
     """
+
+    lists_plugins = True
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -142,9 +147,10 @@ class MinimalKubelet(Kubelet, v1beta1.RegistrationBase):
         if not _is_there(socket):
             raise GRPCError(Status.UNKNOWN, "failed to dial device plugin")
         self._accepted += 1
-        task = asyncio.create_task(self._follow(socket))
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        if self.lists_plugins:
+            task = asyncio.create_task(self._follow(socket))
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
         self._tell()
         return v1beta1.Empty()
 

@@ -5,6 +5,7 @@ from typing import Final
 
 from bench.figures import Figure
 from bench.measure.admissions import admissions
+from bench.measure.attacked import attacked
 from bench.measure.calls import calls
 from bench.measure.claims import claims
 from bench.measure.commands import commands
@@ -29,6 +30,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "calls": calls,
     "preferences": preferences,
     "cordoned": cordoned,
+    "attacked": attacked,
     "admissions": admissions,
     "faults": faults,
     "claims": claims,

@@ -62,15 +62,37 @@ def questions(ids: Sequence[str]) -> list[Question]:
     ]
 
 
+def many_shares(ids: Sequence[str]) -> list[Question]:
+    """Return calls about 8 GPUs of 1000 shares, whose ids have three digits."""
+    shuffled = random.Random(1).sample(ids, len(ids))  # noqa: S311 - as Go's map order does
+    prefer = client.preferred_request(shuffled, 4)
+    return [
+        Question(
+            "Allocate, 50 ids, 1000 shares a GPU",
+            lambda plugin: plugin.allocate,
+            [client.allocate_request(ids[100:150])],
+            1.4,
+        ),
+        Question("Preferred, 4 of 8000", lambda plugin: plugin.prefer, [prefer], 3),
+    ]
+
+
 def calls(plan: Plan) -> list[Figure]:
     """Measure every kind of call, in batches that alternate with the null plugin's."""
+    return _measure(plan, 100, questions) + _measure(plan, 1000, many_shares)
+
+
+def _measure(
+    plan: Plan, shares: int, build: Callable[[Sequence[str]], list[Question]]
+) -> list[Figure]:
     figures = []
 
     with ExitStack() as stack:
         folder = stack.enter_context(daemon.folder())
-        subject = stack.enter_context(daemon.start(folder, config=daemon.POOL.format(shares=100)))
+        config = daemon.POOL.format(shares=shares)
+        subject = stack.enter_context(daemon.start(folder, config=config))
         plugin = stack.enter_context(client.connected(subject.socket))
-        asked = questions(client.ids_in(plugin.first_list()))
+        asked = build(client.ids_in(plugin.first_list()))
         answers = [question.method(plugin)(question.requests[0]) for question in asked]
         sockets = stack.enter_context(null_plugin(answers))
 

@@ -48,7 +48,34 @@ def restarts(plan: Plan) -> list[Figure]:
             samples.tail(f"{row}, p99", target=targets[1]),
             samples.worst(f"{row}, worst"),
         ]
-    return figures
+    unlisted = anyio.run(_unlisted, plan)
+    row = "kubelet.sock to registered, of a kubelet that died before the list"
+    return [*figures, unlisted.figure(row, target=20), unlisted.worst(f"{row}, worst")]
+
+
+async def _unlisted(plan: Plan) -> Samples:
+    """Time the kubelet after one that died between its answer and the list."""
+    samples = Samples()
+    with daemon.folder() as folder:
+        kubelet = MinimalKubelet(folder / "kubelet")
+        config = daemon.POOL.format(shares=100)
+        with daemon.start(folder, config=config, kubelet=False):
+            for number in range(-3, plan.count(100, 5)):
+                if number % 50 == 0:
+                    plan.report(f"restarts: without a list: {number}")
+                kubelet.lists_plugins = False
+                async with kubelet.life():
+                    await kubelet.registered(1)
+                    await anyio.sleep(_DOWN)  # the answer arrives, and the daemon waits for a list
+                await anyio.sleep(_DOWN)
+                kubelet.lists_plugins = True
+                async with kubelet.life():
+                    took = await kubelet.registered(1)
+                    await kubelet.listed(1)
+                if number >= 0:
+                    samples.seconds.append(took)
+                await anyio.sleep(_DOWN)
+    return samples
 
 
 async def _restarts(plan: Plan, kind: type[Kubelet], name: str) -> Samples:

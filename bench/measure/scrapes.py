@@ -96,7 +96,7 @@ async def _node(options: Sequence[str]) -> AsyncIterator[_Node]:
                 config=daemon.POOL.format(shares=SHARES),
                 pod_resources=asked,
                 kubelet=False,
-                host=host.folder,
+                program=("-m", "bench.contained", str(host.folder)),
                 further={option: f"127.0.0.1:{port}" for option, port in ports.items()},
             )
             try:
