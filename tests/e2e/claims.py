@@ -175,6 +175,16 @@ class ClaimsNode:
         """Return the environment and /dev of a running container."""
         return self.cluster.inspect_container(pod, container)
 
+    def unhealthy(self, pod: str) -> list[str]:
+        """Return what the kubelet says of each device of a pod's claims that is unhealthy."""
+        return [
+            it.get("message", "")
+            for container in self.kubectl.get("pod", pod, NAMESPACE)["status"]["containerStatuses"]
+            for claim in container.get("allocatedResourcesStatus", ())
+            for it in claim.get("resources", ())
+            if it["health"] == "Unhealthy"
+        ]
+
     def files(self) -> list[str]:
         """Return the names of the CDI files of prepared ResourceClaims."""
         return sorted(path.name for path in self.cdi.glob("metagpu.io-claim-*.json"))

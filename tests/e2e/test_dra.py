@@ -11,6 +11,7 @@ from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
 from tests.e2e.claims import (
     MIG_GPU,
+    SETTLED_S,
     ClaimsNode,
     claims_node,
     page_configuration,
@@ -180,10 +181,17 @@ def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
     )
     changed = {name for name, it in claims.slices().items() if it != slices.get(name)}
     assert {claims.slices()[it]["spec"]["pool"]["name"] for it in changed} == {allocation.pool}
+    reason = claims.daemon.status()["gpus"][gpu]["reason"]
+    wait_for(
+        "the status of the pod to have the reason",
+        lambda: claims.unhealthy("victim") == [reason],
+        within_s=SETTLED_S,
+    )
     claims.start(resource_claim("elsewhere", shares(30)), pod("elsewhere", "elsewhere"))
     assert claims.index_of(claims.allocation("elsewhere")[0]) != gpu
 
     claims.daemon.reset(gpu)
+    wait_for("a healthy device", lambda: not claims.unhealthy("victim"), within_s=SETTLED_S)
     wait_for("no taint", lambda: not set().union(*claims.taints(gpu).values()), within_s=20)
     assert claims.cluster.incarnations()["victim"] == before["victim"]
 

@@ -1,11 +1,23 @@
-"""`status.devices` of ResourceClaims, and claims that look at GPUs with `adminAccess`."""
+"""ResourceClaims as others see them: status, processes, metrics; claims with `adminAccess`."""
 
+import re
+import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
-from tests.e2e.claims import MIG_GPU, ClaimsNode, claims_node, pod, resource_claim, shares
+from tests.e2e.claims import (
+    MIG_GPU,
+    SETTLED_S,
+    ClaimsNode,
+    claims_node,
+    page_configuration,
+    pod,
+    resource_claim,
+    shares,
+)
 from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.fake_node import DRIVER, exactly
 from tests.e2e.joined import ACCOUNT, SYSTEM_NAMESPACE
@@ -14,6 +26,14 @@ from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_admission_policy import MERGE, Token
+from tests.e2e.test_enforcement import (
+    ABOVE_MIB,
+    SHARES,
+    WITHIN_MIB,
+    await_event,
+    await_named,
+    await_restarted,
+)
 
 APPLY = "application/apply-patch+yaml"
 SOON_S = 5.0
@@ -25,9 +45,18 @@ PROFILE = "device.attributes['gpu.metagpu.io'].profile == '2g.10gb'"
 
 
 @pytest.fixture(scope="module")
-def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[ClaimsNode]:
-    """Start the daemon with the configuration of the page."""
-    with claims_node(Cluster(node, daemon), account) as it:
+def metrics() -> str:
+    """Return the address of the metrics, with a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def shared_node(
+    node: Node, daemon: Daemon, account: tuple[str, ...], metrics: str
+) -> Iterator[ClaimsNode]:
+    """Start the daemon with the configuration of the page, and metrics."""
+    with claims_node(Cluster(node, daemon), (*account, "--metrics", metrics)) as it:
         yield it
 
 
@@ -122,3 +151,45 @@ def test_a_token_writes_the_devices_of_its_driver_and_node(claims: ClaimsNode) -
     assert "of no node" in nowhere.send("PATCH", path + query, body, APPLY)
     refused = own.send("PATCH", path, {"status": {"reservedFor": None}}, MERGE)
     assert "allocates no ResourceClaim" in refused or "resourceclaims/binding" in refused
+
+
+@pytest.fixture
+def strict(claims: ClaimsNode) -> Iterator[ClaimsNode]:
+    """Configure the GPUs to end processes above their limit; restore it afterwards."""
+    gpus = "    gpus: {index: 0-3}\n"
+    enforced = f"{gpus}    memoryEnforcement: {{policy: kill}}\n"
+    claims.daemon.configure(page_configuration().replace(gpus, enforced))
+    yield claims
+    claims.daemon.configure(page_configuration())
+
+
+def test_a_claims_container_is_as_any_other(strict: ClaimsNode, metrics: str) -> None:
+    """Metrics and mgctl name its pod; a process above its shares ends, and its neighbour stays."""
+    cluster, names = strict.cluster, ("greedy", "neighbour")
+    claims = (it for n in names for it in (resource_claim(n, shares(SHARES)), pod(n, n)))
+    strict.start(*claims)
+    strict.settled_leases()
+    (gpu,) = {strict.index_of(it) for name in names for it in strict.allocation(name)}
+    before = cluster.incarnations()
+    pids = {name: cluster.first_process(name) for name in names}
+    for pid in pids.values():
+        strict.daemon.use(gpu, pid, WITHIN_MIB)
+    await_named(cluster, {name: {pid} for name, pid in pids.items()})
+    used = {f"metagpu_container_memory_used_bytes {it} {WITHIN_MIB << 20}" for it in names}
+    wait_for("metrics of the claims' pods", lambda: used <= pods_of(metrics), within_s=SETTLED_S)
+    assert cluster.incarnations() == before
+
+    strict.daemon.use(gpu, pids["greedy"], ABOVE_MIB)
+    await_restarted(cluster, "greedy", before["greedy"])
+    await_event(cluster, "greedy", "GPUMemoryExceeded", f"{ABOVE_MIB} MiB")
+    assert cluster.incarnations()["neighbour"] == before["neighbour"]
+    for pid in pids.values():
+        strict.daemon.free(gpu, pid)
+
+
+def pods_of(metrics: str) -> set[str]:
+    """Return the names, pods and whole values of all series of pods."""
+    with urlopen(f"http://{metrics}/metrics", timeout=30) as page:
+        lines = page.read().decode().splitlines()
+    found = (re.fullmatch(r'(\w+){.*pod="([^"]*)".*} (\S+)', line) for line in lines)
+    return {f"{it[1]} {it[2]} {float(it[3]):.0f}" for it in found if it}
