@@ -9,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.settings import API_PORT, KUBERNETES_ADDRESS, LOOPBACK
@@ -53,10 +53,10 @@ async def _serve(
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, RigError):
+        with closing(writer), suppress(OSError, RigError):
             inner, outer = await asyncio.open_connection(*await asyncio.to_thread(endpoint))
-            await asyncio.gather(_pass_on(reader, outer), _pass_on(inner, writer))
-        writer.close()
+            with closing(outer):
+                await asyncio.gather(_pass_on(reader, outer), _pass_on(inner, writer))
 
     try:
         server = await asyncio.start_server(connect, address, SERVICE_PORT)
