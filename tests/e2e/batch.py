@@ -1,4 +1,4 @@
-"""Jobs and gangs on the node: actions and checks."""
+"""Jobs and gangs on the node, of one tenant or of several: actions and checks."""
 
 import copy
 import signal
@@ -23,17 +23,24 @@ COMMAND = [
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs in the tests' namespace."""
+    """Jobs in one namespace."""
 
     cluster: Cluster
+    namespace: str = NAMESPACE
 
     def create(self, *documents: Document) -> None:
-        """Create objects; the pods of Jobs idle until `finish`."""
-        self.cluster.kubectl.apply(*(_idling(it) for it in documents))
+        """Create objects, in this namespace; the pods of Jobs idle until `finish`."""
+        self.cluster.kubectl.apply(*(self._ours(_idling(it)) for it in documents))
+
+    def _ours(self, document: Document) -> Document:
+        metadata = document["metadata"]
+        if "namespace" not in metadata:
+            return document
+        return {**document, "metadata": {**metadata, "namespace": self.namespace}}
 
     def pods(self, job: str) -> list[Document]:
         """Return the pods of a Job that are not being deleted."""
-        found = self.cluster.kubectl.list("pods", NAMESPACE, f"--selector={OF_JOB}={job}")
+        found = self.cluster.kubectl.list("pods", self.namespace, f"--selector={OF_JOB}={job}")
         return [it for it in found if "deletionTimestamp" not in it["metadata"]]
 
     def running(self, job: str) -> list[str]:
@@ -78,7 +85,7 @@ class Batch:
         """Wait until a Job has completed; return its status."""
 
         def probe() -> Document | None:
-            status: Document = self.cluster.kubectl.get("job", job, NAMESPACE)["status"]
+            status: Document = self.cluster.kubectl.get("job", job, self.namespace)["status"]
             types = {it["type"] for it in status.get("conditions", ()) if it["status"] == "True"}
             if "Failed" in types:
                 raise AssertionError(f"job {job} has failed: {status}")
@@ -88,14 +95,14 @@ class Batch:
 
 
 @contextmanager
-def jobs(cluster: Cluster, *kinds: str) -> Iterator[Batch]:
+def jobs(cluster: Cluster, *kinds: str, namespace: str = NAMESPACE) -> Iterator[Batch]:
     """Yield a node for Jobs; delete them, and objects of KINDS, after the block."""
     try:
-        yield Batch(cluster)
+        yield Batch(cluster, namespace)
     finally:
         for kind in ("jobs", *kinds):
             cluster.kubectl(
-                *("delete", kind, "--all", f"--namespace={NAMESPACE}"),
+                *("delete", kind, "--all", f"--namespace={namespace}"),
                 *("--cascade=foreground", "--wait", "--timeout=50s"),
             )
 

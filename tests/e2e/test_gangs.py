@@ -21,7 +21,7 @@ from tests.e2e.test_mig import ON_DEMAND
 from tests.rigs.build import gpu
 
 pytestmark = pytest.mark.long
-PAGE = "batch.md"
+PAGE, TENANT = "batch.md", "research"
 API = "scheduling.k8s.io/v1alpha2"
 GANG, FEW = 8, 4
 THREE = "{model: a100-40gb, count: 3, mig: true}"
@@ -107,19 +107,31 @@ def test_a_gang_of_claims_waits_for_gpus_and_not_for_shares(node: Node) -> None:
             node.kubectl("delete", "podgroups", "--all", f"--namespace={NAMESPACE}", "--wait")
 
 
-def test_priority_evicts_a_gang_whole_that_says_so(batch: Batch) -> None:
+@pytest.fixture
+def tenant(batch: Batch) -> Iterator[Batch]:
+    """Return the node for gangs of another tenant."""
+    kubectl = batch.cluster.kubectl
+    kubectl.create_namespace(TENANT)
+    with jobs(batch.cluster, "podgroups", "workloads", namespace=TENANT) as it:
+        yield it
+    kubectl("delete", "namespace", TENANT, "--wait=false")
+
+
+def test_priority_evicts_another_tenants_gang_whole_that_says_so(
+    batch: Batch, tenant: Batch
+) -> None:
     """All pods of the other gang go, wait whole and come back; none counts as failed."""
     found = manifests(PAGE, "Priorities and preemption")
     batch.create(found["PodGroup/patient"], found["Job/patient"])
     before = set(batch.await_running("patient", GANG))
 
-    batch.create(*(found[f"{it}/urgent"] for it in ("PriorityClass", "PodGroup", "Job")))
-    batch.await_running("urgent", GANG)
+    tenant.create(*(found[f"{it}/urgent"] for it in ("PriorityClass", "PodGroup", "Job")))
+    tenant.await_running("urgent", GANG)
     batch.await_waiting("patient", GANG)
     assert batch.bound("patient") == []
 
-    batch.finish("urgent")
-    batch.await_complete("urgent")
+    tenant.finish("urgent")
+    tenant.await_complete("urgent")
     assert before.isdisjoint(batch.await_running("patient", GANG))
     status: dict[str, Any] = batch.cluster.kubectl.get("job", "patient", NAMESPACE)["status"]
     assert status.get("failed", 0) == 0
