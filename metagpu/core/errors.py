@@ -35,6 +35,7 @@ MetagpuError
 ├── AnotherDaemon           another metagpu has the node
 ├── TakeoverFailed          the other metagpu keeps the node: the exchange of the daemon failed
 ├── CdiError                the host: the CDI specification cannot be written
+├── ClaimAccountUnreadable  the kubelet: its account of ResourceClaims cannot be read
 ├── KubeletError            the kubelet: it refused a registration, or cannot be reached
 └── ClusterError            the API server: it refused a request, or cannot be reached
 """

@@ -24,7 +24,7 @@ def settings(server: SimApiServer, tmp_path: Path) -> ClusterSettings:
 
 
 async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -> SimPod:
-    """Bind a pod that names a GPU, as the scheduler does, and admit it."""
+    """Bind a pod that names a GPU, as the scheduler does, and run it."""
     admitted = SimPod.single(name, {METAGPU: size})
     server.add_pod(
         "default",
@@ -37,6 +37,8 @@ async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -
     )
     await it.wait_snapshot(lambda now: admitted.uid in now.pods.by_uid)
     await it.kubelet.admit(admitted)
+    running = {"status": {"phase": "Running"}}
+    server.store.merge(("pods", "default", name), running, status=True, manager="kubelet")
     return admitted
 
 
