@@ -220,7 +220,9 @@ async def test_instances_and_the_free_capacity_of_a_gpu(tmp_path: Path) -> None:
         page = await page_of(it)
         assert page.value("metagpu_mig_largest_placeable_slices") == 8
         assert page.value("metagpu_mig_fragmentation_ratio") == 0
-        assert page.value("metagpu_mig_instances", profile="2g.10gb", state="held") == 0
+        assert not page.values("metagpu_mig_instances")
+        free = "metagpu_gpu_resource_free_shares"
+        assert page.value(free, resource="nvidia.com/mig-1g.5gb") == 7
 
         asking = SimPod.single("train", {"nvidia.com/mig-2g.10gb": 1})
         await it.kubelet.admit(asking)
@@ -231,7 +233,8 @@ async def test_instances_and_the_free_capacity_of_a_gpu(tmp_path: Path) -> None:
         )
         assert page.value("metagpu_mig_largest_placeable_slices") == 2
         assert page.value("metagpu_mig_free_slices") == 6
-        assert page.value("metagpu_mig_placeable_instances", profile="7g.40gb") == 0
+        assert page.value(free, resource="nvidia.com/mig-1g.5gb") == 5
+        assert page.value(free, resource="nvidia.com/mig-7g.40gb") == 0
 
 
 async def test_probes(tmp_path: Path) -> None:
@@ -362,9 +365,8 @@ async def test_only_known_metrics_are_served(tmp_path: Path) -> None:
     assert names <= page.families.keys()
     assert {name.split("_")[0] for name in others} == {"metagpu", "process"}
     assert {name for name in others if name.startswith("metagpu")} == {
-        *("metagpu_mig_instances", "metagpu_mig_placeable_instances", "metagpu_mig_free_slices"),
+        *("metagpu_mig_instances", "metagpu_mig_free_slices", "metagpu_mps_control_daemon_up"),
         *("metagpu_mig_largest_placeable_slices", "metagpu_mig_fragmentation_ratio"),
-        "metagpu_mps_control_daemon_up",
     }
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
 

@@ -23,12 +23,12 @@ from tests.rigs.agent import METAGPU, UNHURRIED, Scene, agent_at_work
 from tests.rigs.mig import a_node, on_demand_pool
 
 MOST = 1000
-"""Series with up to three resources; `FURTHER` more for each further one."""
-FURTHER = 50
+"""Series of a node of 8 GPUs and 40 pods."""
 GPUS, PODS = 8, 40
 EVERY_PROFILE = "1g.5gb, 1g.5gb+me, 1g.10gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb"
 WARM = "keepWarm: 1h"
 SLICE = "example.com/slice"
+WHOLE = "nvidia.com/gpu"
 MIXED = """
 version: metagpu/v1
 pools:
@@ -38,6 +38,22 @@ pools:
       - {backend: timeslice, replicas: 4, resource: example.com/slice}
       - {backend: fraction, sharesPerGpu: 10}
 """
+WITHOUT_MIG = """
+version: metagpu/v1
+pools:
+  - name: cut
+    gpus: {index: [0, 1, 2, 3]}
+    backends:
+      - {backend: fraction, sharesPerGpu: 10}
+      - {backend: timeslice, replicas: 4, resource: example.com/slice}
+      - {backend: whole}
+  - name: large
+    gpus: {index: [4, 5, 6, 7]}
+    backends:
+      - {backend: fraction, sharesPerGpu: 2, resource: example.com/half}
+      - {backend: timeslice, replicas: 8, resource: example.com/eighth}
+"""
+HALF, EIGHTH = "example.com/half", "example.com/eighth"
 
 
 def of_mig(**counts: int) -> dict[str, int]:
@@ -107,16 +123,18 @@ async def test_a_full_node_with_mig_has_a_thousand_series_at_most(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("with_mig", "config", "pods"),
+    ("with_mig", "config", "resources", "pods"),
     [
-        (8, on_demand_pool(WARM, "1g.5gb, 2g.10gb, 3g.20gb"), of_mig(g3=2, g2=6, g1=32)),
-        (8, on_demand_pool(WARM, EVERY_PROFILE), of_mig(g4=2, g3=2, g2=4, me=2, g1=30)),
-        (5, MIXED, {**of_mig(g3=2, g2=4, g1=18), METAGPU: 12, SLICE: 4}),
+        (8, on_demand_pool(WARM, "1g.5gb, 2g.10gb, 3g.20gb"), 3, of_mig(g3=2, g2=6, g1=32)),
+        (8, on_demand_pool(WARM, EVERY_PROFILE), 7, of_mig(g4=2, g3=2, g2=4, me=2, g1=30)),
+        (5, MIXED, 5, {**of_mig(g3=2, g2=4, g1=18), METAGPU: 12, SLICE: 4}),
+        (5, MIXED, 5, {**of_mig(g3=1, g2=3, g1=12), METAGPU: 20, SLICE: 4}),
+        (0, WITHOUT_MIG, 5, {METAGPU: 20, WHOLE: 1, SLICE: 4, HALF: 4, EIGHTH: 11}),
     ],
-    ids=["three profiles", "every profile", "three backends"],
+    ids=["three profiles", "every profile", "mostly MIG", "mostly fractions", "without MIG"],
 )
 async def test_sizes_and_refusals_stay_within_the_number(
-    tmp_path: Path, with_mig: int, config: str, pods: dict[str, int]
+    tmp_path: Path, with_mig: int, config: str, resources: int, pods: dict[str, int]
 ) -> None:
     """With pods of all sizes and backends, and twelve reasons of refusals, the bound holds."""
     gpus = ["{model: a100-40gb, mig: true}"] * with_mig + ["{model: a100-40gb}"] * (GPUS - with_mig)
@@ -134,8 +152,8 @@ async def test_sizes_and_refusals_stay_within_the_number(
         page = await page_of(it)
     assert len(page.values("metagpu_container_shares")) == PODS
     assert len(page.values("metagpu_kubelet_refusals_total")) == 12
-    further = len(page.values("metagpu_resource_capacity_shares")) - 3
-    assert len(page.samples) <= MOST + FURTHER * further
+    assert len(page.values("metagpu_resource_capacity_shares")) == resources
+    assert len(page.samples) <= MOST
 
 
 async def test_sensors_and_their_dcgm_names_are_one_reading(tmp_path: Path) -> None:

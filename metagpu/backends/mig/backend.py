@@ -198,7 +198,7 @@ class MigBackend(
         names = self._options.profile_names
         for state in states:
             if state.gpu.mig_profiles:
-                yield from instance_metrics(state, names, self.name)
+                yield from instance_metrics(state, self.name)
                 if self._options.fixed_layout is None:
                     yield from capacity_metrics(state, frozenset(names), self.name)
 

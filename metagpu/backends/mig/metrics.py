@@ -1,7 +1,7 @@
 """Metrics of MIG: instances, free capacity, and fragmentation."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from metagpu.backends.mig.geometry import geometry_of
@@ -17,12 +17,6 @@ INSTANCES: Final = MetricKind(
     "released (not held, and not known to be idle yet), or faulty (out of service).",
     ("profile", "state"),
 )
-PLACEABLE: Final = MetricKind(
-    "mig_placeable_instances",
-    "More instances of a profile that could be created now, if pods asked for no other profile; "
-    "where instances are created on demand.",
-    ("profile",),
-)
 FREE: Final = MetricKind(
     "mig_free_slices",
     "Memory slices that nothing occupies; where instances are created on demand.",
@@ -36,23 +30,18 @@ FRAGMENTATION: Final = MetricKind(
     "Part of the largest instance possible with as many adjacent free slices that is lost to "
     "fragmentation: 0 when that instance fits, 1 when no instance fits.",
 )
-KINDS: Final = (INSTANCES, PLACEABLE, FREE, LARGEST, FRAGMENTATION)
+KINDS: Final = (INSTANCES, FREE, LARGEST, FRAGMENTATION)
 
 _HELD: Final = "held"
-_STATES: Final = (_HELD, "warm", "released", "faulty")
 
 
-def instance_metrics(
-    state: GpuState, names: Sequence[str], backend: str
-) -> Iterator[BackendMetric]:
-    """Count the instances of a GPU, by profile and state."""
-    profiles = [profile.name for profile in state.gpu.mig_profiles if profile.name in names]
-    counts = Counter(_instances(state, backend).values())
+def instance_metrics(state: GpuState, backend: str) -> Iterator[BackendMetric]:
+    """Count the instances of a GPU, by profile and state.
 
-    for profile in dict.fromkeys([*profiles, *(profile for profile, _ in counts)]):
-        for at in _STATES:
-            if counts[profile, at] or at == _HELD:  # four of each profile would be many series
-                yield BackendMetric(INSTANCES, state.gpu.id, counts[profile, at], (profile, at))
+    A GPU has seven at most: zeros, for each profile and state, would be many more series.
+    """
+    for labels, count in Counter(_instances(state, backend).values()).items():
+        yield BackendMetric(INSTANCES, state.gpu.id, count, labels)
 
 
 def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
@@ -81,8 +70,6 @@ def capacity_metrics(
     gpu, occupied, free = state.gpu.id, geometry.mask(slots), whole.free_slices(whole.mask(slots))
     gives = state.open_to(backend)
 
-    for profile, count in geometry.free_counts(occupied).items():
-        yield BackendMetric(PLACEABLE, gpu, count if gives else 0, (profile,))
     yield BackendMetric(FREE, gpu, free)
     yield BackendMetric(LARGEST, gpu, _largest(geometry, occupied) if gives else 0)
     yield BackendMetric(FRAGMENTATION, gpu, fragmentation(geometry, occupied, free))

@@ -184,8 +184,8 @@ class MigGeometry:
 
     def largest(self, occupied: int) -> ProfileGeometry | None:
         """Return the largest profile that fits, by memory, then compute slices."""
-        counts = self._free_counts(occupied)
-        fitting = [profile for profile, n in zip(self.profiles, counts, strict=True) if n]
+        counts = self.free_counts(occupied)
+        fitting = [profile for profile in self.profiles if counts[profile.name]]
         return max(fitting, default=None, key=lambda p: (p.memory_slices, p.compute_slices))
 
     def arrangements(self) -> Iterator[tuple[PlacedProfile, ...]]:

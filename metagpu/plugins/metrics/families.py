@@ -105,20 +105,11 @@ UNREADABLE_GPUS: Final = _gauge(
     "unreadable_gpus",
     "GPUs that NVML counts and metagpu could never read; they have no series of their own.",
 )
-GPU_CAPACITY: Final = _gpu_gauge(
-    "gpu_resource_capacity_shares", "Shares of the resource on the GPU.", "resource"
-)
-GPU_HELD: Final = _gpu_gauge(
-    "gpu_resource_held_shares",
-    "Shares of the resource on the GPU that containers hold.",
-    "resource",
-)
 GPU_FREE: Final = _gpu_gauge(
     "gpu_resource_free_shares",
     "Shares of the resource on the GPU that could be allocated now.",
     "resource",
 )
-
 GPU_HELD_BACK: Final = _gpu_gauge(
     "gpu_resource_held_back_shares",
     "Free shares of the resource on the GPU that are held back: no request could take them too.",

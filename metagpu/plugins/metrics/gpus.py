@@ -83,9 +83,7 @@ def _mig_devices(state: GpuState) -> Iterator[Sample]:
 
 def _resources(snapshot: Snapshot) -> Iterator[Sample]:
     held = Counter(
-        (lease.share.resource, gpu)
-        for gpu, state in snapshot.gpus.items()
-        for lease in state.leases.values()
+        lease.share.resource for state in snapshot.gpus.values() for lease in state.leases.values()
     )
     unhealthy = {gpu: state.unhealthy_shares for gpu, state in snapshot.gpus.items()}
 
@@ -99,16 +97,12 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             listed += len(_healthy(state, shares, unhealthy[gpu]))
             free, held_back = free + left, held_back + kept
 
-            yield Sample(f.GPU_CAPACITY, me, len(shares))
-            yield Sample(f.GPU_HELD, me, held[resource, gpu])
             yield Sample(f.GPU_FREE, me, left)
             if offer.rule.requests is not RequestRule.ANY:
                 yield Sample(f.GPU_HELD_BACK, me, kept)
         yield Sample(f.RESOURCE_CAPACITY, (resource,), len(offer.shares))
         yield Sample(f.RESOURCE_ALLOCATABLE, (resource,), listed)
-        yield Sample(
-            f.RESOURCE_HELD, (resource,), sum(held[resource, gpu] for gpu in snapshot.gpus)
-        )
+        yield Sample(f.RESOURCE_HELD, (resource,), held[resource])
         yield Sample(f.RESOURCE_FREE, (resource,), free)
         yield Sample(f.RESOURCE_HELD_BACK, (resource,), held_back)
         largest = largest_request(offer.rule.requests, list(parts.values()))
