@@ -21,7 +21,10 @@ def annotations_of(pod: Object) -> Object:
 
 def original_request(pod: Object) -> Mapping[str, Any]:
     """Return the request of a pod that is translated, by container."""
+    text = annotations_of(pod).get(ORIGINAL)
+    if not text:
+        return {}
     try:
-        return dict(json.loads(annotations_of(pod).get(ORIGINAL) or "{}"))
+        return dict(json.loads(text))
     except (ValueError, TypeError):
         return {}  # a value that nobody of ours wrote

@@ -97,6 +97,8 @@ def _size(choice: Choice) -> tuple[int, int, str]:
 
 def fits_together(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> bool:
     """Return whether a node could have all containers at once, if it had nothing else."""
+    if len(requests) == 1:
+        return True  # or it would not have been served
     parts = {choice.resource: choice.part for choice in choices}
     return all(
         _packs(part, [each for each in group if each[1].resource == resource])
@@ -107,6 +109,8 @@ def fits_together(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> 
 
 def demand_of(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> Mapping[str, int]:
     """Return the shares that all containers need at once, by resource."""
+    if len(choices) == 1:
+        return {choices[0].resource: choices[0].count}
     demand: Counter[str] = Counter()
     for group in _at_once(requests, choices):
         total: Counter[str] = Counter()

@@ -44,8 +44,12 @@ def expressions_for(
     """
     annotations = annotations_of(pod)
     serving, others = [], []
+    served: dict[int, bool] = {}
     for it in surveyed:
-        if not it.refused and _serves(plan, requests, it):
+        same_parts = id(it.parts)  # groups with equal parts share them
+        if same_parts not in served:
+            served[same_parts] = _serves(plan, requests, it)
+        if not it.refused and served[same_parts]:
             serving.append(it)
         elif not it.refused or refused_model(annotations, it.node):
             others.append(it)

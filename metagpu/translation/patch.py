@@ -16,6 +16,8 @@ from metagpu.translation.parts import FRACTION, MPS
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import Object
 
+_json: Final = json.JSONEncoder(sort_keys=True).encode
+_KINDS: Final = ("limits", "requests")
 _REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 
 Operation = dict[str, Any]
@@ -47,7 +49,7 @@ def _annotations(
     present = annotations_of(pod)
     requests = (*(request for request, _ in served), *released)
     original = {**original_request(pod), **{it.container: dict(it.names) for it in requests}}
-    added = {ORIGINAL: json.dumps(original, sort_keys=True)}
+    added = {ORIGINAL: _json(original)}
     for request, choice in served:
         divided = choice.part.technique in (FRACTION, MPS)
         if request.count > 1 and divided and not request.whole:
@@ -65,10 +67,10 @@ def _annotations(
 def _resources(pod: Object, request: GpuRequest, choice: Choice) -> Iterator[Operation]:
     resources = _resources_of(pod, request)
     yield from _removed(pod, request, but=choice.resource)
-    for where in ("limits", "requests"):
-        if any(name in (resources.get(where) or {}) for name in request.names):
-            yield _add(_amount(request, where, choice.resource), str(choice.count))
-    if not any(name in (resources.get("limits") or {}) for name in request.names):
+    named = [it for it in _KINDS if not request.names.keys().isdisjoint(resources.get(it) or ())]
+    for where in named:
+        yield _add(_amount(request, where, choice.resource), str(choice.count))
+    if "limits" not in named:
         # Kubernetes takes an extended resource in requests only beside the same limit.
         amount = {choice.resource: str(choice.count)}
         if resources.get("limits"):
@@ -79,9 +81,10 @@ def _resources(pod: Object, request: GpuRequest, choice: Choice) -> Iterator[Ope
 
 def _removed(pod: Object, request: GpuRequest, but: str = "") -> Iterator[Operation]:
     resources = _resources_of(pod, request)
-    for where in ("limits", "requests"):
+    for where in _KINDS:
+        amounts = resources.get(where) or ()
         for name in request.names:
-            if name in (resources.get(where) or {}) and name != but:
+            if name in amounts and name != but:
                 yield {"op": "remove", "path": _amount(request, where, name)}
 
 

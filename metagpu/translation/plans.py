@@ -1,6 +1,6 @@
 """The choice between nodes that would serve a pod by different resources."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -8,7 +8,7 @@ import msgspec
 from metagpu.translation.affinity import missing_label, required_terms
 from metagpu.translation.annotations import MODE, NODE_POLICY, annotations_of
 from metagpu.translation.choices import Choice, choose, demand_of, fits_together
-from metagpu.translation.models import refused_model
+from metagpu.translation.models import NOUSE_TYPE, USE_TYPE, refused_model
 from metagpu.translation.node_groups import NodeGroup, NodeGroups
 from metagpu.translation.parts import FRACTION, MPS, WHOLE, OfferedPart
 from metagpu.translation.requests import GpuRequest
@@ -41,13 +41,23 @@ class Plan(msgspec.Struct, frozen=True):
     Attributes:
         choices: one for each request.
         waste: MiB beyond the requests.
-        copies: how many such pods all nodes count shares for now.
+        demands: groups of nodes, and the shares that the pod needs of one node at once.
     """
 
     technique: str
     choices: tuple[Choice, ...]
     waste: int
-    copies: int
+    demands: tuple[tuple[NodeGroup, Mapping[str, int]], ...]
+
+    @property
+    def fits_now(self) -> bool:
+        """True if some node counts enough shares for the pod now."""
+        return any(group.has_room(demand) for group, demand in self.demands)
+
+    @property
+    def copies(self) -> int:
+        """The number of such pods that all nodes count shares for now."""
+        return sum(group.copies(demand) for group, demand in self.demands)
 
     @property
     def counts(self) -> tuple[tuple[str, int], ...]:
@@ -62,17 +72,23 @@ def survey(pod: Object, nodes: NodeGroups, needed: Iterable[str] = ()) -> Sequen
     """
     spec, annotations = pod.get("spec") or {}, annotations_of(pod)
     selector, terms = spec.get("nodeSelector") or {}, required_terms(spec)
-    own = spec.get("nodeName") or ""
-    found = []
-    for group in nodes.groups:
+    own, needed = str(spec.get("nodeName") or ""), sorted(needed)
+    models = [annotations.get(it) for it in (USE_TYPE, NOUSE_TYPE)]
+    key = msgspec.json.encode((selector, terms, own, needed, models))
+
+    def look_at_all() -> Sequence[NodeParts]:
+        return [it for group in nodes.groups for it in divided(group)]
+
+    def divided(group: NodeGroup) -> Iterator[NodeParts]:
         groups: Mapping[str, NodeGroup] = {"": group}
         if selector or terms or own:
             groups = _by_refusal(group, selector, terms, own)
         for refused, each in groups.items():
             one = NodeParts(each, refused)
             why = refused or refused_model(annotations, one.node) or _missing(each, needed)
-            found.append(one._replace(refused=why))
-    return found
+            yield one._replace(refused=why)
+
+    return nodes.remember(key, look_at_all)
 
 
 def _by_refusal(
@@ -123,15 +139,14 @@ def plans_of(
 ) -> Sequence[Plan]:
     """Return the ways to serve a pod by one technique; nodes of one way are together."""
     found: dict[tuple[tuple[str, int], ...], list[tuple[NodeParts, tuple[Choice, ...]]]] = {}
+    chosen: dict[int, tuple[Choice, ...]] = {}
     for each in surveyed:
         if each.refused:
             continue
-        choices = tuple(
-            choice
-            for request in requests
-            if (choice := choose(request, technique, each.parts)) is not None
-        )
-        if len(choices) == len(requests) and fits_together(requests, choices):
+        same_parts = id(each.parts)  # groups with equal parts share them
+        if same_parts not in chosen:
+            chosen[same_parts] = _choices(requests, each.parts, technique)
+        if choices := chosen[same_parts]:
             key = tuple((it.resource, it.count) for it in choices)
             found.setdefault(key, []).append((each, choices))
     return [
@@ -139,10 +154,23 @@ def plans_of(
             technique,
             same[0][1],
             min(sum(it.waste for it in choices) for _, choices in same),
-            sum(it.group.copies(demand_of(requests, choices)) for it, choices in same),
+            tuple((it.group, demand_of(requests, choices)) for it, choices in same),
         )
         for same in found.values()
     ]
+
+
+def _choices(
+    requests: Sequence[GpuRequest], parts: Sequence[OfferedPart], technique: str
+) -> tuple[Choice, ...]:
+    """Return the shares for each request, nothing unless a node serves all at once."""
+    found: list[Choice] = []
+    for request in requests:
+        choice = choose(request, technique, parts)
+        if choice is None:
+            return ()
+        found.append(choice)
+    return tuple(found) if fits_together(requests, found) else ()
 
 
 def best_plan(
@@ -159,10 +187,16 @@ def best_plan(
     waiting: Sequence[Plan] = ()
     for technique in techniques:
         plans = plans_of(requests, surveyed, technique)
-        if now := [it for it in plans if it.copies > 0]:
-            return min(now, key=lambda it: _rank(it, policy))
+        if now := [it for it in plans if it.fits_now]:
+            return _first(now, policy)
         waiting = waiting or plans
-    return min(waiting, key=lambda it: _rank(it, policy), default=None)
+    return _first(waiting, policy) if waiting else None
+
+
+def _first(plans: Sequence[Plan], policy: str) -> Plan:
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda it: _rank(it, policy))
 
 
 def _rank(plan: Plan, policy: str) -> tuple[int, int, tuple[tuple[str, int], ...]]:

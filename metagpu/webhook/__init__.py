@@ -1,4 +1,5 @@
 """The admission webhook: pods of other projects get resources of the nodes.
 
-`server` alone knows aiohttp; `reviews` is pure, and `translator` answers from memory.
+`connection` and `messages` alone know aiohttp; `reviews` is pure, and `translator` answers from
+memory.
 """

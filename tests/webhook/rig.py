@@ -20,8 +20,9 @@ from metagpu.plugins.http.address import ListenAddress
 from metagpu.translation.node_groups import NodeGroups
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from metagpu.webhook.certificate import ServingCertificate
+from metagpu.webhook.messages import PATH
 from metagpu.webhook.metrics import ReviewStats
-from metagpu.webhook.server import PATH, ReviewServer
+from metagpu.webhook.server import ReviewServer
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
 from metagpu.webhook.translator import Translator
 

@@ -14,9 +14,9 @@ from anyio import to_thread
 from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.webhook.messages import PATH
 from metagpu.webhook.metrics import FAMILIES
 from metagpu.webhook.program import Webhook
-from metagpu.webhook.server import PATH
 from metagpu.webhook.settings import WebhookSettings, WebhookTiming
 from tests.rigs.waiting import becomes, until
 from tests.webhook.rig import A100, LOOPBACK, NAME, Authority, pod, review

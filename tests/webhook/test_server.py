@@ -327,6 +327,55 @@ async def test_a_body_that_does_not_come_is_given_up(folder: Path, authority: Au
         assert await client.status() == 400
 
 
+async def test_requests_that_come_together_are_answered_in_order(
+    folder: Path, authority: Authority
+) -> None:
+    """Requests in one write, the last of them in pieces, get their answers one after the other."""
+    body = review(pod(TWO_GPUS))
+    whole = b"POST /mutate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    async with webhook_at_work(folder, authority) as webhook:
+        client = await webhook.connect()
+        await client.write(b"GET /else HTTP/1.1\r\nHost: a\r\n\r\n" + 2 * whole + whole[:-1])
+        assert [await client.status() for _ in range(3)] == [404, 200, 200]
+        assert webhook.server.busy == 1
+        await client.send_more(whole[-1:])
+        assert await client.status() == 200
+        assert webhook.server.busy == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /mut", b"whole"])
+async def test_an_idle_connection_ends(folder: Path, authority: Authority, sent: bytes) -> None:
+    """A client that sends no whole request for long is gone, whatever it had before."""
+    timing = WebhookTiming(keep_alive=600, drain=0)
+    async with webhook_at_work(folder, authority, timing=timing) as webhook:
+        client = await webhook.connect()
+        if sent == b"whole":
+            await client.send(review(pod(TWO_GPUS)))
+            assert await client.status() == 200
+        else:
+            await client.write(sent)
+        [connection] = webhook.server._open
+        await becomes(lambda: connection.connected)
+        skip(1201)
+        assert await client.ended()
+
+
+async def test_a_client_that_reads_nothing_is_not_read(folder: Path, authority: Authority) -> None:
+    """Answers that nobody reads do not pile up: further requests wait in the network."""
+    body = review(pod(TWO_GPUS))
+    async with webhook_at_work(folder, authority) as webhook, anyio.create_task_group() as group:
+        client = await webhook.connect()
+
+        async def send_for_ever() -> None:
+            while True:
+                await client.send(body)
+
+        group.start_soon(send_for_ever)
+        [connection] = webhook.server._open
+        await becomes(lambda: not connection.reads)
+        group.cancel_scope.cancel()
+
+
 async def test_announced_bodies_take_nothing(folder: Path, authority: Authority) -> None:
     """A body that is announced and does not come keeps no other review out, no large one either."""
     limits = WebhookLimits()

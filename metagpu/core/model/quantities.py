@@ -10,6 +10,7 @@ _SUFFIXES: Final = {
     **{letter: Fraction(1, 1000**power) for power, letter in enumerate("mun", 1)},
     "": Fraction(1),
 }
+_DIGITS: Final = 30
 _QUANTITY: Final = re.compile(
     r"([+-]?(?:\d{1,30}\.?\d{0,30}|\.\d{1,30}))(?:([eE][+-]?\d{1,2})|([KMGTPE]i|[kMGTPEmun]?))",
     re.ASCII,
@@ -31,5 +32,8 @@ def whole_number(amount: object) -> int | None:
 
     The API server writes numbers in the shortest way: 8000 comes back as 8k.
     """
-    value = quantity_value(str(amount))
+    text = str(amount)
+    if text.isascii() and text.isdecimal() and len(text) <= _DIGITS:  # nearly all
+        return int(text)
+    value = quantity_value(text)
     return int(value) if value is not None and value >= 0 and value.denominator == 1 else None
