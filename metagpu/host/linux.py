@@ -7,7 +7,7 @@ from pathlib import Path
 from signal import Signals, pidfd_send_signal
 from typing import Final
 
-from anyio import CapacityLimiter, move_on_after, to_thread
+from anyio import CapacityLimiter, Lock, move_on_after, to_thread
 
 from metagpu.core.contracts.host import (
     Container,
@@ -44,6 +44,14 @@ _REMEMBERED: Final = 1024
 """Cached names of containers: more than a node has at once, so each is read once."""
 
 
+class _Identification:
+    """One reading of processes for all callers that wait for it."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.found: Mapping[int, ProcessIdentity] | None = None
+
+
 class LinuxHost:
     """Processes, containers and cgroups of this machine (`core.contracts.host.Host`).
 
@@ -67,9 +75,10 @@ class LinuxHost:
         self._cgroups = cgroups
         self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
-        # Several at once would wait for each other, at four times the processor time. Details have
-        # a limiter of their own: the read of a command line may hang while its process does.
-        self._identifying, self._describing = CapacityLimiter(1), CapacityLimiter(1)
+        # Several at once would wait for each other, at four times the processor time.
+        self._identifying, self._next = Lock(fast_acquire=True), _Identification()
+        # Of its own: the read of a command line may hang while its process does.
+        self._describing = CapacityLimiter(1)
         # Callers that call too often wait for other callers, and delay nothing else.
         self._callers = CapacityLimiter(_CALLERS)
 
@@ -82,10 +91,20 @@ class LinuxHost:
         return ticks_since_boot()
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, ProcessIdentity]:
-        """Identify processes by their pids on the host; hidden ones are left out."""
+        """Identify processes by their pids on the host; hidden ones are left out.
+
+        Callers that come while a thread reads share its next turn: a scrape asks for each GPU, and
+        a turn costs as much as some processes.
+        """
         if not pids:  # an idle GPU costs no thread's turn
             return {}
-        return await to_thread.run_sync(self._identify, pids, limiter=self._identifying)
+        reading = self._next
+        reading.pids.update(pids)
+        async with self._identifying:
+            if reading.found is None:
+                self._next = _Identification()
+                reading.found = await to_thread.run_sync(self._identify, reading.pids)
+        return {pid: reading.found[pid] for pid in pids if pid in reading.found}
 
     async def peer(self, peer: Peer) -> ProcessIdentity | None:
         """Identify the process at the other end of a socket."""

@@ -4,9 +4,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import anyio
 import pytest
 from msgspec.structs import replace
 
@@ -46,6 +47,34 @@ async def test_processes_are_identified(rig: SimHost) -> None:
         assert {who.container for who in found.values()} == {container_of(ALICE)}
         assert found[one.pid] != found[other.pid]
         assert await rig.host.identify([one.pid, other.pid]) == found
+
+
+async def test_callers_at_the_same_time_share_a_reading(
+    rig: SimHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight callers have two readings: that of the first one, and one for all the others."""
+    readings: list[set[int]] = []
+    found: dict[int, ProcessIdentity] = {}
+    read = vars(LinuxHost)["_identify"]
+
+    def note(host: LinuxHost, pids: set[int]) -> Mapping[int, ProcessIdentity]:
+        readings.append(set(pids))
+        identities: Mapping[int, ProcessIdentity] = read(host, pids)
+        return identities
+
+    async def ask(pid: int) -> None:
+        [found[pid]] = (await rig.host.identify([pid])).values()
+
+    monkeypatch.setattr(LinuxHost, "_identify", note)
+    pids = range(100, 108)
+    for pid in pids:
+        rig.add_container_process(pid, ALICE, real=os.getpid())
+    async with anyio.create_task_group() as group:
+        for pid in pids:
+            group.start_soon(ask, pid)
+
+    assert readings == [{100}, set(pids) - {100}]
+    assert found == {pid: await identity(rig, pid) for pid in pids}
 
 
 async def test_a_process_that_is_gone_is_left_out(rig: SimHost) -> None:
