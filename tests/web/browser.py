@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LOOPBACK = ListenAddress("127.0.0.1", 0)
 DESKTOP = (1280, 800)
 PHONE = (390, 844)
+AXE_REPORT = """async () => (await axe.run()).violations.map(
+    (it) => [it.id, it.nodes.length, it.nodes[0].html, it.nodes[0].failureSummary].join(" | "))"""
+"""Runs axe-core, once its script is in the page."""
 
 
 @asynccontextmanager

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from tests.e2e.rig.errors import RigError
 from tests.web.browser import chromium
+from tests.web.programs import provide_axe
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -29,3 +31,12 @@ async def browser() -> AsyncIterator["Browser"]:
     """Run one Chromium for all tests."""
     async with chromium() as it:
         yield it
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """Return the script of axe-core; skip where it cannot be had."""
+    try:
+        return provide_axe()
+    except RigError as error:
+        pytest.skip(f"without axe-core: {error}")

@@ -13,11 +13,9 @@ import pytest
 from metagpu.display.status import show_status
 from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.web.server import WebServer
-from tests.e2e.rig.errors import RigError
 from tests.rigs.waiting import becomes
 from tests.web import views
-from tests.web.browser import DESKTOP, LOOPBACK, PHONE, Opened, opened, served
-from tests.web.programs import provide_axe
+from tests.web.browser import AXE_REPORT, DESKTOP, LOOPBACK, PHONE, Opened, opened, served
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, CDPSession
@@ -36,8 +34,6 @@ FRAME_MS = 50
 VIEWS = {"cluster": views.cluster_view, "pod": views.pod_view}
 TOKEN = "a-viewers-token"  # noqa: S105 - the test's own
 
-AXE_REPORT = """async () => (await axe.run()).violations.map(
-    (it) => [it.id, it.nodes.length, it.nodes[0].html, it.nodes[0].failureSummary].join(" | "))"""
 FOCUSED = "() => document.activeElement.getAttribute('aria-label') ?? document.activeElement.id"
 WATCH_FRAMES = """() => {
     window.frames_ms = [];
@@ -46,15 +42,6 @@ WATCH_FRAMES = """() => {
         requestAnimationFrame(step); };
     requestAnimationFrame(step);
 }"""
-
-
-@pytest.fixture(scope="module")
-def axe() -> str:
-    """Return the script of axe-core; skip where it cannot be had."""
-    try:
-        return provide_axe()
-    except RigError as error:
-        pytest.skip(f"without axe-core: {error}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -5,8 +5,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 
-from metagpu.plugins.web.changes import ChangeFeed
+from metagpu.plugins.web.changes import PERIOD, ChangeFeed
+from metagpu.plugins.web.node import USAGE_TIMEOUT
 from tests.rigs.waiting import becomes
 
 
@@ -92,3 +94,29 @@ async def test_a_slow_stream_misses_no_change() -> None:
             assert (await anext(stream)).startswith(b": ")
         group.cancel_scope.cancel()
     assert source.reported == 3
+
+
+async def test_changes_between_two_reports_are_reported_at_the_end_of_the_period() -> None:
+    """The first of many changes is reported at once, all others by one report a period later."""
+    source = Source()
+    feed = ChangeFeed(source.follow, source.report, period=1)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed.run)
+        async with aclosing(feed.stream()) as stream:
+            await anext(stream)
+            await anyio.wait_all_tasks_blocked()
+            source.changed.set()
+            await anext(stream)
+            for _ in range(5):
+                source.changed.set()
+                await anyio.lowlevel.checkpoint()
+            assert source.reported == 1
+            await anext(stream)
+            assert source.reported == 2
+        group.cancel_scope.cancel()
+
+
+def test_what_the_server_waits_for_is_a_second_at_most() -> None:
+    """A change waits for the period after the last one, and its view for NVML: a second in all."""
+    assert PERIOD + USAGE_TIMEOUT <= 1

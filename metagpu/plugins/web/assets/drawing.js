@@ -1,6 +1,6 @@
 // The sections of the page, and when they are drawn.
 
-import { $, element, keyed, setAttribute, setText, withParts } from './elements.js';
+import { $, element, keyed, setAttribute, setHidden, setText, withParts } from './elements.js';
 import { asked, filtered, hashOf, updateFilters } from './filters.js';
 import { makeGpu, makeMemory, makeReason, updateGpu, updateMemory, updateReason } from './gpu.js';
 import { makeNode, updateFree, updateNode } from './node.js';
@@ -45,7 +45,7 @@ function updateAttention(nodes, isCluster) {
       href: isCluster ? hashOf({ node: node.name }) : `#gpu-${gpu.index}`,
     }))),
   ]).sort((a, b) => RANK[a.level] - RANK[b.level]);
-  $('attention').hidden = !all.length;
+  setHidden($('attention'), !all.length);
   keyed($('problems'), all.slice(0, PROBLEMS), (it) => it.key, makeReason, updateReason);
   const fresh = all.filter((it) => !announced.has(it.key));
   if (fresh.length) setText($('news'), fresh.slice(0, 3).map((it) => `${it.where ?? ''} ${it.text}`).join('. '));
@@ -71,7 +71,7 @@ function updatePod(it, row, isCluster) {
   const known = row.usedMiB != null;
   const limit = !isOfPod() || row.limitMiB === row.heldMiB ? '' : `, limit ${gib(row.limitMiB)} GiB`;
   updateMemory(p.memory, row.usedMiB, row.heldMiB, row.heldMiB, known ? `${gib(row.usedMiB)} of ${gib(row.heldMiB)} GiB${limit}${row.over ? ', over its limit' : ''}` : '', row.over);
-  p.memory.parts.meter.hidden = !known;
+  setHidden(p.memory.parts.meter, !known);
   setText(p.busy, row.busy == null ? '' : `${row.busy} %`);
 }
 
@@ -81,7 +81,7 @@ function updatePods(nodes, isCluster) {
   keyed($('pods'), shown.length ? shown : [null], (row) => row?.key ?? 'none',
     (row) => (row ? makePod() : element('tr', {}, element('td', { colspan: 5, class: 'none' }, 'No pod holds a share.'))),
     (it, row) => row && updatePod(it, row, isCluster));
-  $('all-pods').hidden = shown.length === rows.length;
+  setHidden($('all-pods'), shown.length === rows.length);
   setText($('all-pods'), `Show all ${rows.length} pods`);
 }
 
@@ -121,9 +121,9 @@ function updateEvents(events, isCluster) {
 function updateWaiting(waiting, lacking) {
   const wanted = asked().namespace;
   const shown = waiting.filter((it) => !wanted || it.namespace === wanted);
-  $('waiting-part').hidden = !shown.length && !lacking;
-  $('waiting-table').hidden = !shown.length;
-  $('lacking').hidden = !lacking;
+  setHidden($('waiting-part'), !shown.length && !lacking);
+  setHidden($('waiting-table'), !shown.length);
+  setHidden($('lacking'), !lacking);
   setText($('lacking'), lacking);
   keyed($('waiting'), shown, (it) => `${it.namespace}/${it.pod}`,
     () => element('tr', {}, element('th', { scope: 'row' }), element('td', {}, element('b'), ' ', element('span'), element('small')), element('td')),
@@ -147,12 +147,12 @@ export function draw() {
   const title = pod ? `Pod ${pod}` : one ? `Node ${one.name}` : 'Cluster';
   setText($('title'), title);
   document.title = `${title} - metagpu`;
-  $('content').hidden = false;
+  setHidden($('content'), false);
   $('content').classList.toggle('picked', Boolean(state.selected));
-  $('filters').hidden = !isCluster;
-  $('nodes-part').hidden = Boolean(one);
-  $('gpus-part').hidden = !one;
-  $('offers-part').hidden = isOfPod();
+  setHidden($('filters'), !isCluster);
+  setHidden($('nodes-part'), Boolean(one));
+  setHidden($('gpus-part'), !one);
+  setHidden($('offers-part'), isOfPod());
   setText($('pods-title'), isOfPod() ? 'Containers' : 'Pods');
   if (isCluster) updateFilters(all);
   updateBack(isCluster && Boolean(one));
@@ -172,7 +172,7 @@ function updateBack(shown) {
   let back = $('back');
   if (shown && !back) $('filters').append((back = element('a', { id: 'back', class: 'back' }, '← All nodes')));
   if (!back) return;
-  back.hidden = !shown;
+  setHidden(back, !shown);
   setAttribute(back, 'href', hashOf({ node: '' }));
 }
 

@@ -28,6 +28,10 @@ export function setAttribute(it, name, value) {
   else it.setAttribute(name, value);
 }
 
+export function setHidden(it, hidden) {
+  if (it.hidden !== hidden) it.hidden = hidden;
+}
+
 export function setNumber(it, name, value) {
   if (isNew(it, name, value)) it.style.setProperty(name, value);
 }

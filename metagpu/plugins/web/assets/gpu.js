@@ -1,6 +1,6 @@
 // A GPU: its bars, its memory, its state.
 
-import { element, keyed, setAttribute, setNumber, setText, withParts } from './elements.js';
+import { element, keyed, setAttribute, setHidden, setNumber, setText, withParts } from './elements.js';
 import { shadeClass } from './shades.js';
 import { isOfPod, state } from './state.js';
 import { age, clock, gib, plural, product, setTime, shortName, sum } from './words.js';
@@ -78,7 +78,7 @@ function updateBars(parent, gpu) {
   keyed(parent, bars, (it) => it.resource, makeBar, (it, bar) => {
     const { list, note } = it.parts;
     setText(note, bars.length > 1 ? shortName(bar.resource) : '');
-    note.hidden = bars.length < 2;
+    setHidden(note, bars.length < 2);
     list.classList.toggle('slices', Boolean(bar.slices));
     if (bar.slices) setNumber(list, '--slices', bar.slices);
     setAttribute(list, 'aria-label', `GPU ${gpu.index}, ${bar.slices ? `${bar.slices} memory slices` : shortName(bar.resource)}`);
@@ -115,7 +115,7 @@ export function updateReason(it, reason) {
   const { mark, where, text, since } = it.parts;
   setAttribute(mark, 'data-level', reason.level);
   setText(where, reason.where ?? '');
-  where.hidden = !reason.where;
+  setHidden(where, !reason.where);
   setAttribute(where, 'href', reason.href ?? null);
   setText(text, reason.text);
   setTime(since, reason.since, reason.since ? `since ${clock(reason.since)} (${age(reason.since)})` : '');
@@ -148,7 +148,7 @@ function freeOf(gpu) {
 
 export function updateGpu(it, gpu) {
   const p = it.parts;
-  it.dataset.level = gpu.level;
+  setAttribute(it, 'data-level', gpu.level);
   setText(p.index, `GPU ${gpu.index}`);
   setText(p.model, product(gpu));
   setAttribute(p.model, 'title', `${gpu.uuid} ${gpu.pciBusId ?? ''}`);

@@ -21,10 +21,12 @@ function updateMini(it, gpu) {
   const word = gpu.reasons[0]?.word ?? 'healthy';
   setText(name, String(gpu.index));
   setAttribute(mark, 'data-level', gpu.level);
-  image.dataset.level = gpu.level;
+  setAttribute(image, 'data-level', gpu.level);
   image.classList.toggle('aside', Boolean(gpu.aside));
-  const holders = [...new Set(gpu.leases.map((lease) => lease.full))];
-  const text = `GPU ${gpu.index}, ${product(gpu)}: ${word}; ${holders.length ? `held by ${holders.join(', ')}` : 'held by nobody'}; ${gib(gpu.usedMiB)} of ${gib(gpu.total)} GiB used`;
+  const held = bar?.drawn.filter((cut) => cut.kind === 'held').map((cut) => cut.text) ?? [];
+  const rest = bar?.drawn.filter((cut) => cut.kind !== 'held' && cut.kind !== 'slot').map((cut) => cut.label) ?? [];
+  const cuts = [held.length ? `held by ${held.join(', ')}` : 'held by nobody', ...rest].join('; ');
+  const text = `GPU ${gpu.index}, ${product(gpu)}: ${word}; ${cuts}; ${gib(gpu.usedMiB)} of ${gib(gpu.total)} GiB used`;
   setAttribute(image, 'aria-label', text);
   image.hintText = gpu.reasons.length ? `${text}. ${gpu.reasons[0].text}` : text;
   setNumber(memory, '--part', gpu.total ? Math.min(1, (gpu.usedMiB ?? 0) / gpu.total) : 0);

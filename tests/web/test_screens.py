@@ -1,0 +1,54 @@
+"""The page on the smallest phone and on a wall screen, and for who sees no bars."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.web import views
+from tests.web.browser import AXE_REPORT, opened, served
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+VIEWS = {"node": views.node_view, "cluster": views.cluster_view, "pod": views.pod_view}
+TOO_WIDE = """() => [...document.querySelectorAll('main *')].filter((it) => {
+    const { left, right, width } = it.getBoundingClientRect();
+    return width > 1 && !it.closest('.scroll') && (left < -1 || right > innerWidth + 1);
+}).map((it) => it.outerHTML.slice(0, 100))"""
+"""Elements that reach over an edge of the screen; tables scroll within their frames."""
+OF_MAIN = "() => document.querySelector('main').getBoundingClientRect().width / innerWidth"
+
+
+@pytest.mark.parametrize("size", [(320, 568), (3840, 2160)], ids=["phone", "wall"])
+@pytest.mark.parametrize("kind", VIEWS)
+async def test_every_screen_fits(
+    browser: "Browser", axe: str, kind: str, size: tuple[int, int]
+) -> None:
+    """Nothing reaches over an edge, and axe-core finds no violation at this size either."""
+    async with (
+        served(VIEWS[kind]()) as server,
+        opened(browser, server.server.port, size=size, bypass_csp=True) as it,
+    ):
+        await it.live()
+        assert await it.run("() => document.documentElement.scrollWidth <= innerWidth")
+        assert await it.run(TOO_WIDE) == []
+        assert await it.run(OF_MAIN) > 0.9  # a wall screen is used as far as it goes
+        await it.run(axe)
+        assert await it.run(AXE_REPORT) == []
+
+
+async def test_each_bar_of_the_cluster_has_its_text(browser: "Browser") -> None:
+    """The picture of a GPU names each holder with its part, and what is free."""
+    async with served(views.cluster_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        minis = it.page.locator(".mini")
+        texts = [await one.get_attribute("aria-label") or "" for one in await minis.all()]
+    assert len(texts) > 20
+    assert all(text.startswith("GPU ") for text in texts)
+    for part in (
+        "held by vision/train-resnet (main): 50 of 100 metagpu, lab/notebook-ana (main): 20 of",
+        "lab/notebook-ben (main): 10 of 100 metagpu; 20 free; ",
+    ):
+        assert part in texts[0]
+    assert "2g.20gb rerank: serve/rerank (main), MIG device 2g.20gb@4; 1g.10gb idle" in texts[1]
+    assert "held by nobody; 100 free" in texts[7]
