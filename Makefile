@@ -68,7 +68,8 @@ man: $(VENV)/.build ## write the manual pages of all programs, into dist/man
 wheel: $(PROGRAMS) man ## build the package with everything in it, into dist/
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
-test: $(VENV)/.test $(PROGRAMS) ## run the tests
+test: export METAGPU_PIECE = $(PIECE)
+test: $(VENV)/.test $(PROGRAMS) ## run the tests (PIECE=N of the long ones)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
@@ -86,7 +87,7 @@ proto: $(VENV)/.test ## generate the protocol code anew
 	$(BIN)/python proto/generate.py
 
 e2e: export METAGPU_E2E_KUBERNETES = $(KUBERNETES)
-e2e: export METAGPU_E2E_PIECE = $(PIECE)
+e2e: export METAGPU_PIECE = $(PIECE)
 e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34; PIECE=N of the long ones)
 	$(BIN)/python -m tests.e2e.rig prepare
 	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps tests/web -m e2e -rs --timeout 600

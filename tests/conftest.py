@@ -1,5 +1,6 @@
 """Fixtures for all tests: blocking calls fail a test, and random numbers repeat."""
 
+import os
 import shutil
 import signal
 import tempfile
@@ -22,6 +23,25 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 # One piece of `make fuzz`: about a minute on one core, other inputs for each seed.
 settings.register_profile("piece", deadline=None, max_examples=1200, database=None)
 settings.load_profile("same")
+
+PIECE = "METAGPU_PIECE"
+"""Environment variable: a number that chooses some of the long tests; without it all run."""
+PIECES = 10
+"""Pieces of all long tests: in as many runs with successive numbers each long test runs once."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the long tests of other pieces, of those that pytest has selected by mark."""
+    if piece := os.environ.get(PIECE):
+        long = [item for item in items if item.get_closest_marker("long")]
+        kept = long[int(piece) % PIECES :: PIECES]
+        others = {*long} - {*kept}
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=[*others])
+        names = ", ".join(item.name for item in kept) or "none"
+        print(f"piece {piece}: {names} of {len(long)} long tests")  # noqa: T201 - for the log
+
 
 _STAT = ("os.stat",)
 _FILES = ("os.stat", "os.unlink", "os.mkdir")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import anyio
+import pytest
 from anyio.abc import Process
 
 from metagpu.sim.apiserver.server import SimApiServer
@@ -19,6 +20,8 @@ from metagpu.sim.kubelet.kubelet import SimKubelet
 from tests.rigs.agent import METAGPU, QUICK
 from tests.rigs.mgctl import assert_built
 from tests.rigs.nvml_library import NvmlLibrary
+
+pytestmark = pytest.mark.long
 
 METAGPU_ITSELF: Final = ("-m", "metagpu")
 IMPATIENT: Final = (

@@ -15,6 +15,8 @@ from tests.rigs.cdi import check_spec
 from tests.rigs.driver_layouts import DRIVER_CONTAINER, HOST_FOLDERS, NodeLayout
 from tests.rigs.file_systems import command_inside
 
+pytestmark = pytest.mark.long
+
 CONFIG = """
 version: metagpu/v1
 deviceListStrategy: cdi-cri

@@ -15,6 +15,8 @@ from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 
+pytestmark = pytest.mark.long
+
 SOON = HealthTiming(retry=0.01)
 
 

@@ -16,6 +16,8 @@ from tests.rigs.attack import attacker
 from tests.rigs.mgctl import PROGRAM, assert_built
 from tests.rigs.waiting import becomes, until
 
+pytestmark = pytest.mark.long
+
 BEFORE_6_16: Final = (
     "-c",
     (

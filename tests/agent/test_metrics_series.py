@@ -22,6 +22,8 @@ from tests.plugins.metrics.rig import Page, labels_of
 from tests.rigs.agent import METAGPU, UNHURRIED, Scene, agent_at_work
 from tests.rigs.mig import a_node, on_demand_pool
 
+pytestmark = pytest.mark.long
+
 MOST = 1000
 """Series of a node of 8 GPUs and 40 pods."""
 GPUS, PODS = 8, 40

@@ -18,6 +18,8 @@ from metagpu.sim.machine.gpu import SimProcess
 from tests.rigs.agent import Scene, agent_at_work
 from tests.rigs.mig import a_node, blocked, created, hurry, placements, pod, until, until_placed
 
+pytestmark = pytest.mark.long
+
 TWO = "nvidia.com/mig-2g.10gb"
 THREE = "nvidia.com/mig-3g.20gb"
 REASON = "XID 94: contained memory error"

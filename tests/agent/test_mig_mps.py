@@ -90,9 +90,7 @@ def pod(name: str, count: int = 1) -> SimPod:
     return SimPod.single(name, {SHARED: count})
 
 
-pytestmark = [
-    pytest.mark.usefixtures("left"),
-]
+pytestmark = [pytest.mark.usefixtures("left"), pytest.mark.long]
 
 
 async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:

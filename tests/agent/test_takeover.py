@@ -30,6 +30,8 @@ from tests.plugins.dra.rig import NODE as CLAIM_NODE
 from tests.rigs.agent import METAGPU, QUICK
 from tests.rigs.cdi import host
 
+pytestmark = pytest.mark.long
+
 SHARES = 200
 CONFIG = QUICK.replace("10}", "100, offer: all}")
 """Every share is on offer at each moment: a number that falls is a gap."""

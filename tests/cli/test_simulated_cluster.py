@@ -18,6 +18,8 @@ import pytest
 from metagpu.cli.metagpu import main
 from metagpu.sim.allocation.pools import gather_pools
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 METAGPU = "cnvrg.io/metagpu"
 LIMIT = 120.0

@@ -1,6 +1,5 @@
 """One node and one daemon for the session, restored before every test."""
 
-import os
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
@@ -17,11 +16,6 @@ from tests.e2e.rig.traces import traces
 HERE = Path(__file__).parent
 LONGEST_TEST_S = 300
 
-PIECE = "METAGPU_E2E_PIECE"
-"""Environment variable: a number that chooses some of the long tests; without it all run."""
-PIECES = 10
-"""Pieces of all long tests: in as many runs with successive numbers each long test runs once."""
-
 _nodes: list[Node] = []
 """The session's node, for the report of a failed test."""
 
@@ -34,23 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
     items.sort(key=lambda it: not _runs_in_pod(it))  # one installation serves all of them
-    if piece := os.environ.get(PIECE):
-        _keep_piece(items, int(piece))
 
 
 def _runs_in_pod(item: pytest.Item) -> bool:
     """Return whether the test's closest mark about its daemon is that of the DaemonSet."""
     mark = item.get_closest_marker("daemon")
     return mark is not None and mark.args == ("pod",)
-
-
-def _keep_piece(items: list[pytest.Item], piece: int) -> None:
-    """Remove the long tests of other pieces."""
-    long = [item for item in items if item.get_closest_marker("long")]
-    kept = long[piece % PIECES :: PIECES]
-    items[:] = [item for item in items if item not in long or item in kept]
-    names = ", ".join(item.name for item in kept) or "none"
-    print(f"piece {piece}: {names} of {len(long)} long tests")
 
 
 @pytest.hookimpl(wrapper=True)

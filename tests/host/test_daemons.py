@@ -28,6 +28,8 @@ from tests.rigs.daemons import DAEMONS, serving, stand_in
 from tests.rigs.privileges import require_mounts
 from tests.rigs.waiting import until
 
+pytestmark = pytest.mark.long
+
 HERE = os.getpid()
 
 

@@ -23,6 +23,8 @@ from tests.agent.test_status_api import NODE
 from tests.kubectl.test_program import Cluster, cluster
 from tests.rigs.agent import METAGPU
 
+pytestmark = pytest.mark.long
+
 EVICTED = "/eviction"
 
 

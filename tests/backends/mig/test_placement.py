@@ -315,6 +315,7 @@ def test_the_order_of_the_request_does_not_matter(
 # --- pods that come and go ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("load", [0.5, 0.7, 0.9, 1.2])
 @pytest.mark.parametrize("mix", [arrivals.even, arrivals.inverse])
 @pytest.mark.parametrize(
@@ -335,6 +336,7 @@ def test_more_pods_are_placed_than_by_simpler_rules(
     assert ours > max(placed.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("load", [0.3, 0.7, 1.2])
 @pytest.mark.parametrize("mix", [arrivals.even, arrivals.inverse])
 @pytest.mark.parametrize("geometry", [PLAIN, GEOMETRIES["A30"]], ids=["plain", "A30"])
@@ -370,6 +372,7 @@ def test_orders_of_arrival_are_placed_in_full(
     assert placed_orders(geometry, arrivals.first_fit) == first_fit
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("board", boards(), ids=lambda names: names.partition(",")[0])
 def test_no_set_of_profiles_is_placed_worse_than_by_first_fit(board: str) -> None:
     """A piece of `python -m bench.mig_placement`, which compares every set of profiles."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from bench.cluster_model import Cluster, Pod, job_back_off
 from metagpu.core.errors import RequestError
 from metagpu.core.grants.injection import Injection
@@ -32,6 +34,8 @@ from metagpu.plugins.cluster.node_object import allocatable_of, healthy_shares_o
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.pb import v1beta1
 from tests.rigs.build import config, gpu
+
+pytestmark = pytest.mark.long
 
 HOUR, DAY = 3600.0, 24 * 3600.0
 GPUS: Final = 4
