@@ -1,6 +1,6 @@
 """A pool with both fronts: what pods of the device plugin API see, and what ResourceClaims see."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -95,6 +95,16 @@ class BothFronts:
         self.registry.apply(TurnsChanged({gpu(0).id: turn}))
 
 
+async def becomes_after(seconds: float, is_so: Callable[[], object]) -> None:
+    """Skip time until a predicate holds: the next turn may be of the same front."""
+    for _ in range(20):
+        await anyio.wait_all_tasks_blocked()
+        if is_so():
+            return
+        skip(seconds)
+    await becomes(is_so)
+
+
 @asynccontextmanager
 async def taking_turns(pool: BothFronts) -> AsyncIterator[BothFronts]:
     """Run the turns until the block ends; the slices of before are those of no turn."""
@@ -119,19 +129,15 @@ async def test_a_single_gpu_goes_from_one_front_to_the_other() -> None:
     """Between the two nothing new is bound, and what was bound before is still granted."""
     async with taking_turns(BothFronts()) as pool:
         for _ in range(4):
-            await becomes(lambda: pool.allocatable == 100)
+            await becomes_after(TIMING.longest_turn, lambda: pool.allocatable == 100)
             assert pool.open_to_claims == []
-            skip(TIMING.longest_turn)
-            await becomes(lambda: pool.allocatable == 0)
+            await becomes_after(TIMING.longest_turn, lambda: pool.allocatable == 0)
             assert pool.open_to_claims == []
             assert pool.healthy == 100
-            skip(TIMING.grace)
-            await becomes(lambda: pool.open_to_claims == [0])
+            await becomes_after(TIMING.grace, lambda: pool.open_to_claims == [0])
             assert pool.healthy == 0
-            skip(TIMING.longest_turn)
-            await becomes(lambda: pool.open_to_claims == [])
+            await becomes_after(TIMING.longest_turn, lambda: pool.open_to_claims == [])
             assert pool.healthy == 0
-            skip(TIMING.claims_grace)
 
 
 async def test_the_rest_of_a_gpu_in_use_has_turns_and_a_full_gpu_has_none() -> None:
@@ -139,11 +145,13 @@ async def test_the_rest_of_a_gpu_in_use_has_turns_and_a_full_gpu_has_none() -> N
     async with taking_turns(BothFronts()) as pool:
         pool.hold(30)
         pool.hold(20, CLAIM, at=30)
-        await becomes(lambda: (pool.allocatable, pool.device()[1]) == (80, {OUT_OF_TURN}))
-        skip(TIMING.longest_turn)
-        await becomes(lambda: (pool.allocatable, pool.healthy) == (30, 80))
-        skip(TIMING.grace)
-        await becomes(lambda: pool.device() == (70, set()))
+        await becomes_after(
+            TIMING.longest_turn, lambda: (pool.allocatable, pool.device()[1]) == (80, {OUT_OF_TURN})
+        )
+        await becomes_after(
+            TIMING.longest_turn, lambda: (pool.allocatable, pool.healthy) == (30, 80)
+        )
+        await becomes_after(TIMING.grace, lambda: pool.device() == (70, set()))
         assert (pool.allocatable, pool.healthy) == (30, 30)
 
         pool.hold(50, CLAIM, at=50)
@@ -215,16 +223,16 @@ async def test_a_turn_waits_for_pods_that_were_bound_in_it() -> None:
     claiming = KnownPod("v", "team", "b", claims={"main": frozenset([("x", "")])}, arriving=True)
     async with taking_turns(BothFronts()) as pool:
         pool.registry.apply(PodsListed((limited,)))
-        skip(TIMING.longest_turn)
-        await becomes(lambda: pool.registry.snapshot.gpus[gpu(0).id].withdrawn_shares)
+        await becomes_after(
+            TIMING.longest_turn, lambda: pool.registry.snapshot.gpus[gpu(0).id].withdrawn_shares
+        )
         skip(TIMING.grace)
         await anyio.wait_all_tasks_blocked()
         assert (pool.healthy, pool.open_to_claims) == (100, [])
         pool.registry.apply(PodsListed((claiming,)))
-        await becomes(lambda: pool.open_to_claims == [0])
+        await becomes_after(TIMING.grace, lambda: pool.open_to_claims == [0])
 
-        skip(TIMING.longest_turn)
-        await becomes(lambda: pool.open_to_claims == [])
+        await becomes_after(TIMING.longest_turn, lambda: pool.open_to_claims == [])
         skip(TIMING.claims_grace)
         await anyio.wait_all_tasks_blocked()
         assert pool.healthy == 0
@@ -243,13 +251,10 @@ async def test_pods_are_not_bound_before_the_api_server_has_the_end_of_a_claims_
         pool.publish()
         await anyio.wait_all_tasks_blocked()
         assert pool.healthy == 0  # a claim may have been allocated a moment before
-        skip(TIMING.claims_grace)
-        await becomes(lambda: pool.healthy == 100)
+        await becomes_after(TIMING.claims_grace, lambda: pool.healthy == 100)
 
-        skip(TIMING.longest_turn)
-        await becomes(lambda: pool.open_to_claims == [])
-        skip(TIMING.claims_grace)
-        await becomes(lambda: pool.open_to_claims == [1])
+        await becomes_after(TIMING.longest_turn, lambda: pool.open_to_claims == [])
+        await becomes_after(TIMING.claims_grace, lambda: pool.open_to_claims == [1])
         await anyio.wait_all_tasks_blocked()
         assert pool.healthy == 0
         skip(TIMING.longest_write)
