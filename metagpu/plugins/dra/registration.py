@@ -4,9 +4,11 @@ The kubelet watches a folder for registration sockets, asks each for its service
 went. A kubelet that starts finds the socket that stands; the socket's end deregisters the driver.
 """
 
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from struct import Struct
 from typing import Final
 
 import anyio
@@ -26,6 +28,8 @@ from metagpu.plugins.kubelet.pb import pluginregistration as pb
 
 _PATH: Final = "/pluginregistration.Registration/"
 _TYPE: Final = "DRAPlugin"
+_CREDENTIALS: Final = Struct("3i")
+"""The kernel's `struct ucred`: pid, uid, gid."""
 
 log = structlog.get_logger()
 
@@ -122,22 +126,27 @@ class DraRegistration:
                 log.warning("dra socket lost", driver=self._driver)
 
     async def _wait_for_others(self) -> None:
-        """Wait while another driver of this name is registered on the node."""
+        """Wait while another process serves a driver of this name for the kubelet.
+
+        None of ours does so meanwhile. Another daemon has our endpoint too: each would remove the
+        other's sockets, for ever.
+        """
         while (other := await self._find_other()) is not None:
             self.status.registered = False
             self.status.problem = (
-                f"another driver is registered as {self._driver} and serves {other}; stop it, or "
-                "give this one another name by `dra.driver`"
+                f"{other} as the driver {self._driver} of this kubelet; stop it, or give this one "
+                "another name by `dra.driver`"
             )
             if self._logged.is_new("other", other):
                 log.error("competing dra driver found", problem=self.status.problem)
             await anyio.sleep(self._timing.poll)
 
     async def _find_other(self) -> str | None:
-        """Return the endpoint of another driver that answers on our registration socket."""
+        """Return who answers on our registration socket, and with which endpoint."""
         try:
             method = f"{_PATH}GetInfo"
             answer = await call_raw(self._socket, method, b"", self._timing.answer)
+            process = await to_thread.run_sync(_listening_process, self._socket)
         except (OSError, GRPCError, StreamTerminatedError):
             return None  # there is none, or its daemon has ended
         try:
@@ -151,7 +160,7 @@ class DraRegistration:
                 effect="metagpu serves there now",
             )
             return None
-        return None if endpoint == str(self._endpoint) else endpoint
+        return f"{process} serves {endpoint}"
 
     def _registration_methods(self) -> Mapping[str, Method]:
         calls = {"GetInfo": self._get_info, "NotifyRegistrationStatus": self._notify}
@@ -176,6 +185,21 @@ class DraRegistration:
         else:
             log.error("dra driver refused", driver=self._driver, error=said.error)
         return bytes(pb.RegistrationStatusResponse())
+
+
+def _listening_process(path: Path) -> str:
+    """Return the process that listens on a socket, for people.
+
+    Raises:
+        OSError: none does.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(TIMING.answer)
+        connection.connect(str(path))
+        size = _CREDENTIALS.size
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, _, _ = _CREDENTIALS.unpack(found)
+    return f"process {pid}" if pid else "a process of another pid namespace"
 
 
 @asynccontextmanager

@@ -1,11 +1,14 @@
 """Claims of the kubelet, from the socket to leases and CDI specifications."""
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from grpclib.exceptions import StreamTerminatedError
 from structlog.testing import capture_logs
 
 from metagpu.core.errors import CdiNameMissing
@@ -25,6 +28,7 @@ from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unar
 from metagpu.plugins.kubelet.pb import v1alpha1
 from tests.plugins.dra.rig import DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
+from tests.rigs import waiting as polling
 from tests.rigs.mig import until
 
 MEMORY = "METAGPU_MEMORY_MIB"
@@ -61,17 +65,44 @@ async def test_a_registration_socket_that_is_removed_is_made_again(node: DraNode
         await node.wait_registration()
 
 
-async def test_another_driver_of_the_name_keeps_its_socket(node: DraNode, tmp_path: Path) -> None:
-    """Two drivers of one name would take each other's claims."""
+@pytest.mark.parametrize("endpoint", ["other.sock", f"plugins/{DRIVER}/dra.sock"])
+async def test_another_driver_of_the_name_keeps_its_sockets(
+    node: DraNode, tmp_path: Path, endpoint: str
+) -> None:
+    """Two drivers of one name would take each other's claims, and daemons each other's sockets."""
     other = DraNode(tmp_path)
-    other.front.registration._endpoint = tmp_path / "other.sock"
-    async with other.running():
-        before = node.registration.stat().st_ino
-        async with anyio.create_task_group() as group:
+    other.front.registration._endpoint = tmp_path / endpoint
+    sockets = node.registration, tmp_path / endpoint
+    async with anyio.create_task_group() as group:
+        async with other.running():
+            await other.notify(registered=True)
+            before = [it.stat().st_ino for it in sockets]
             group.start_soon(node.front.run)
-            await until(lambda: "other.sock" in str(node.front.report()["problem"]))
-            assert node.registration.stat().st_ino == before
-            group.cancel_scope.cancel()
+            await until(lambda: endpoint in str(node.front.report()["problem"]))
+            assert f"process {os.getpid()} " in node.front.report()["problem"]
+            assert [it.stat().st_ino for it in sockets] == before
+            assert other.front.report()["problem"] is None
+        await node.wait_registration()
+        group.cancel_scope.cancel()
+
+
+async def test_of_two_daemons_that_start_at_once_one_serves(node: DraNode, tmp_path: Path) -> None:
+    """Each removes a socket of the other first; then one of them waits, and says for whom."""
+    fronts = [node.front, DraNode(tmp_path).front]
+
+    async def settled() -> bool:
+        with suppress(OSError, StreamTerminatedError):
+            await node.notify(registered=True)
+        served, other = sorted((it.report() for it in fronts), key=lambda it: not it["registered"])
+        return (served["registered"], other["registered"]) == (True, False) and (
+            f"process {os.getpid()} serves" in str(other["problem"])
+        )
+
+    async with anyio.create_task_group() as group:
+        for front in fronts:
+            group.start_soon(front.run)
+        await polling.until(settled)
+        group.cancel_scope.cancel()
 
 
 async def test_a_program_that_is_no_driver_does_not_keep_the_socket(node: DraNode) -> None:
