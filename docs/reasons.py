@@ -9,13 +9,16 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from metagpu.core.errors import RequestError
+from metagpu.core.model.remarks import RemarkReason
 from metagpu.core.model.shares import Fault
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.kubectl.obstacles import Obstacle
+from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.plugins.cluster import node_object
 from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.metrics.daemon import reason_of
@@ -138,10 +141,25 @@ def obstacles() -> Sequence[Cells]:
     return [(it, *rows[it]) for it in names]
 
 
+def _members(kinds: type[StrEnum]) -> Sequence[Cells]:
+    """Return each member of an enum, with the meaning that its docstring has."""
+    said = dict(re.findall(r"- (\w+): (.*)", kinds.__doc__ or ""))
+    return [(f"`{it}`", said[it]) for it in kinds]
+
+
 def faults() -> Sequence[Cells]:
-    """Return each kind of a GPU's fault, with the meaning that stands beside it."""
-    said = dict(re.findall(r"- (\w+): (.*)", Fault.__doc__ or ""))
-    return [(f"`{it}`", said[it]) for it in Fault]
+    """Return each kind of a GPU's fault."""
+    return _members(Fault)
+
+
+def remarks() -> Sequence[Cells]:
+    """Return the reason of each remark of `metagpu status`."""
+    return _members(RemarkReason)
+
+
+def answers() -> Sequence[Cells]:
+    """Return the reason of each answer about a pod."""
+    return _members(PodReason)
 
 
 def refusals() -> Sequence[Cells]:
@@ -205,6 +223,8 @@ TABLES: Final = (
     Table("## The log", logged, 2),
     Table("## The doctor", checks, 0),
     Table("## Faults of a GPU", faults, 0),
+    Table("## Remarks of the status", remarks, 1),
+    Table("## Answers about a pod", answers, 1),
     Table("## Obstacles of a pod", obstacles, 0),
     Table("## Refused requests", refusals, 1),
     Table("## Warnings of a translation", translation_warnings, 1),

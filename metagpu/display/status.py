@@ -73,7 +73,7 @@ def show_explanation(explained: Report, *, topology: bool = False) -> None:
         *reasons(explained["gpus"]),
         *_mixed_gpus(explained["gpus"]),
         *_unused_pools(explained.get("unusedPools", {})),
-        *map(Cell, explained["remarks"]),
+        *(Cell(it["text"]) for it in explained["remarks"]),
         *(_topology(explained) if topology else ()),
     )
 
@@ -123,7 +123,7 @@ def _status_parts(status: Report) -> Sequence[Part]:
         *_turns(status["gpus"]),
         leases_table(status["leases"]),
         *map(Cell, format_enforcement(status.get("enforcement"))),
-        *map(Cell, status.get("remarks", ())),
+        *(Cell(it["text"]) for it in status.get("remarks", ())),
     )
 
 

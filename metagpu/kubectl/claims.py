@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.config.units import Bytes
+from metagpu.kubectl.pod_reasons import Conclusion, PodReason
 
 Object = Mapping[str, Any]
 
@@ -74,15 +75,17 @@ class ReadClaims(msgspec.Struct, frozen=True):
     classes: Sequence[Object] = ()
     refusal: str = ""
 
-    def problem(self, refs: Iterable[ClaimRef]) -> tuple[str, str] | None:
+    def problem(self, refs: Iterable[ClaimRef]) -> Conclusion | None:
         """Return why claims cannot be judged, and what to change; `None` if they can."""
         if self.refusal:
             fix = "ask for the role metagpu-viewer of the cluster, and to read ResourceClaims"
-            return f"its ResourceClaims are not judged: {self.refusal}", fix
+            text = f"its ResourceClaims are not judged: {self.refusal}"
+            return PodReason.CLAIMS_UNREADABLE, text, fix
         for it in refs:
             if self.specs.get(it) is None:
                 missing = f"there is no {it.kind} {it.name} in the namespace {it.namespace}"
-                return missing, "create it, or correct the name in the pod"
+                fix = "create it, or correct the name in the pod"
+                return PodReason.CLAIM_MISSING, missing, fix
         return None
 
     def our_classes(self, reports: Iterable[Object]) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ import msgspec
 
 from metagpu.kubectl.device_obstacles import device_obstacles, free_devices
 from metagpu.kubectl.obstacles import ClusterNode, Found, Obstacle, resource_obstacles
+from metagpu.kubectl.pod_reasons import Conclusion, PodReason
 from metagpu.kubectl.pods import PodDemand, missing_label, tolerates
 
 Report = Mapping[str, Any]
@@ -50,27 +51,29 @@ def judge_all(demand: PodDemand, nodes: Iterable[ClusterNode]) -> Sequence[Judge
     )
 
 
-def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> tuple[str, str]:
-    """Return the sentence that helps, and what to change."""
+def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> Conclusion:
+    """Return the kind of the answer, the sentence that helps, and what to change."""
     if not demand.asks and demand.claims:
         claims = ", ".join(it.used_as for it in demand.claims)
-        return f"its ResourceClaims ({claims}) ask for no device of metagpu", ""
+        text = f"its ResourceClaims ({claims}) ask for no device of metagpu"
+        return PodReason.CLAIMS_OF_OTHERS, text, ""
     if not demand.asks:
         fix = "add a share to the limits of a container, as cnvrg.io/metagpu: 30"
-        return "the pod requests no GPU resource", fix
+        return PodReason.NO_REQUEST, "the pod requests no GPU resource", fix
     if not judged:
         if demand.node:
-            return f"there is no node {demand.node}", "correct the pod's nodeName"
-        return "the cluster has no node", "add one"
+            text = f"there is no node {demand.node}"
+            return PodReason.UNKNOWN_NODE, text, "correct the pod's nodeName"
+        return PodReason.NO_NODES, "the cluster has no node", "add one"
     best = judged[0]
     if best.obstacle is Obstacle.NONE:
         names = [it.node for it in judged if it.obstacle is Obstacle.NONE]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"it fits on {names[0]}{more}: {best.reason}", ""
+        return PodReason.FITS, f"it fits on {names[0]}{more}: {best.reason}", ""
     sentence = f"it fits on no node; of {len(judged)} the nearest is {best.node}: {best.reason}"
     if len(judged) == 1:
         sentence = f"it does not fit on {best.node}: {best.reason}"
-    return sentence, best.fix
+    return PodReason.FITS_NOWHERE, sentence, best.fix
 
 
 def what_else(demand: PodDemand) -> str:
@@ -78,7 +81,7 @@ def what_else(demand: PodDemand) -> str:
     return CLAIMS_NOT_COMPARED if demand.claims else NOT_OUR_OBSTACLE
 
 
-def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, str] | None:
+def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> Conclusion | None:
     """Return the quota that refuses a pod, and what to change; `None` if none does."""
     for quota in quotas:
         status = quota.get("status") or {}
@@ -95,7 +98,8 @@ def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> tuple[str, st
                     f"{used} are used, and the pod requests {count}"
                 )
                 left = max(0, int(hard) - int(used))
-                return reason, f"request at most {left}, end pods of the namespace, or raise it"
+                fix = f"request at most {left}, end pods of the namespace, or raise it"
+                return PodReason.QUOTA_EXCEEDED, reason, fix
     return None
 
 

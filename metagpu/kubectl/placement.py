@@ -22,6 +22,7 @@ from metagpu.kubectl.judgement import (
 )
 from metagpu.kubectl.manifests import read_documents
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
+from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in, scheduler_says
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
 
@@ -35,6 +36,7 @@ class PodAnswer(msgspec.Struct):
     """The answer about a pod.
 
     Attributes:
+        reason: the kind of the answer.
         sentence: the sentence that helps most.
         fix: what to change; empty where nothing has to be.
         notes: what others say of the pod, as the scheduler does.
@@ -42,6 +44,7 @@ class PodAnswer(msgspec.Struct):
     """
 
     pod: str
+    reason: PodReason
     sentence: str
     fix: str = ""
     notes: list[str] = msgspec.field(default_factory=list)
@@ -84,14 +87,16 @@ async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
     demand, status = demand_of(pod), pod.get("status") or {}
     name, phase = f"{demand.namespace}/{demand.name}", status.get("phase", "")
     if phase == "Running":
-        return PodAnswer(name, f"it runs on {demand.node}", notes=_waiting(status))
+        return PodAnswer(
+            name, PodReason.RUNNING, f"it runs on {demand.node}", notes=_waiting(status)
+        )
     if phase == "Succeeded":
-        return PodAnswer(name, "it has ended, with success")
+        return PodAnswer(name, PodReason.ENDED, "it has ended, with success")
     if phase == "Failed":
         return await _failed(viewer, demand, status)
     if demand.node:
         sentence = f"it is bound to {demand.node}, whose kubelet has not started it yet"
-        return PodAnswer(name, sentence, notes=_waiting(status))
+        return PodAnswer(name, PodReason.STARTING, sentence, notes=_waiting(status))
 
     answer = await _judged(viewer, demand, await _nodes(viewer), ())
     if said := scheduler_says(pod):
@@ -106,13 +111,14 @@ async def _failed(viewer: ClusterViewer, demand: PodDemand, status: Object) -> P
     name = f"{demand.namespace}/{demand.name}"
     reason, message = status.get("reason", ""), status.get("message", "")
     if reason != _REJECTED:
-        return PodAnswer(name, f"it failed: {': '.join(filter(None, (reason, message)))}")
+        text = f"it failed: {': '.join(filter(None, (reason, message)))}"
+        return PodAnswer(name, PodReason.FAILED, text)
     anywhere = msgspec.structs.replace(demand, node="")
     again = await _judged(viewer, anywhere, await _nodes(viewer), ())
     fix = "delete it: the kubelet never tries a rejected pod again; its controller makes another"
     sentence = f"{demand.node} rejected it: {message}"
     notes = [f"another pod like it: {again.sentence}", *([again.fix] if again.fix else [])]
-    return PodAnswer(name, sentence, fix, notes, again.nodes)
+    return PodAnswer(name, PodReason.REJECTED, sentence, fix, notes, again.nodes)
 
 
 async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) -> PodAnswer:
@@ -136,7 +142,7 @@ async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) 
         fix = "end other pods of the namespace, request less, or raise the quota"
     kind = latest["involvedObject"].get("kind", "controller")
     sentence = f"pods of {kind} {name} are refused: {latest['message']}"
-    return PodAnswer(f"{namespace}/{name}", sentence, fix)
+    return PodAnswer(f"{namespace}/{name}", PodReason.CONTROLLER_REFUSED, sentence, fix)
 
 
 async def _judged(
@@ -149,10 +155,10 @@ async def _judged(
     classes = claims.our_classes(it.report for it in nodes if it.report)
     demand = msgspec.structs.replace(demand, devices=claims.devices(demand.claims, classes))
     judged = judge_all(demand, nodes) if demand.asks else ()
-    sentence, fix = (
+    reason, sentence, fix = (
         claims.problem(demand.claims) or exceeded_quota(demand, quotas) or conclude(demand, judged)
     )
-    return PodAnswer(f"{demand.namespace}/{demand.name}", sentence, fix, nodes=judged)
+    return PodAnswer(f"{demand.namespace}/{demand.name}", reason, sentence, fix, nodes=judged)
 
 
 async def _nodes(viewer: ClusterViewer) -> Sequence[ClusterNode]:
@@ -266,6 +272,7 @@ def _table(judged: Sequence[Judgement]) -> TextTable:
 def _plain(answer: PodAnswer) -> Mapping[str, Any]:
     return {
         **msgspec.structs.asdict(answer),
+        "reason": str(answer.reason),
         "nodes": [
             {
                 "node": it.node,

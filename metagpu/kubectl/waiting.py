@@ -71,7 +71,7 @@ def _demand_of(pod: Object) -> PodDemand | None:
 def _answer(demand: PodDemand, nodes: Sequence[ClusterNode]) -> Object:
     """Return the obstacle of the nearest node, the sentence of `why`, and the advice."""
     judged = judge_all(demand, nodes)
-    text, advice = conclude(demand, judged)
+    _, text, advice = conclude(demand, judged)
     reason = judged[0].obstacle if judged else Obstacle.NO_DAEMON
     if reason is Obstacle.NONE:
         advice = what_else(demand)

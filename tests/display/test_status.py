@@ -197,7 +197,8 @@ def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixtur
 def test_a_status_ends_with_the_backends_notes(capsys: pytest.CaptureFixture[str]) -> None:
     """Each note of a backend is a line below the tables."""
     remarks = ["GPU 0: the GPU is full", "if a/b (c) moved, there would be room"]
-    show_status({"resources": {}, "gpus": [gpu_report()], "leases": [], "remarks": remarks})
+    notes = [{"text": it} for it in remarks]
+    show_status({"resources": {}, "gpus": [gpu_report()], "leases": [], "remarks": notes})
 
     assert capsys.readouterr().out.splitlines()[-2:] == remarks
 
@@ -233,7 +234,9 @@ def test_lines_in_a_pipe_are_not_folded(
     monkeypatch.delenv("COLUMNS", raising=False)
     pool, reason = "p" * 90, f"a reason that is longer than a terminal is wide: {'x ' * 60}"
     one = {**gpu_report(GpuFaulted(A.id, reason, at=0)), "product": "NVIDIA A100", "pool": pool}
-    show_status({"resources": {}, "gpus": [one], "leases": [], "remarks": ["words " * 40]})
+    show_status(
+        {"resources": {}, "gpus": [one], "leases": [], "remarks": [{"text": "words " * 40}]}
+    )
 
     lines = capsys.readouterr().out.splitlines()
     [head] = [line for line in lines if line.lstrip().startswith("GPU ") and "PRODUCT" in line]

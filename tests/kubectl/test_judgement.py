@@ -10,6 +10,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.kubectl.claims import ReadClaims, claim_refs
 from metagpu.kubectl.judgement import conclude, exceeded_quota, judge, judge_all
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
+from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
 
 SHARES = "cnvrg.io/metagpu"
@@ -313,19 +314,23 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
     near = node(gpu(0, 70), gpu(1, 60))
     far = replace(node(gpu(0, 0), taints=(TAINT,)), name="gpu-2")
     judged = judge_all(demand(50), [far, near])
-    sentence, fix = conclude(demand(50), judged)
+    reason, sentence, fix = conclude(demand(50), judged)
+    assert reason is PodReason.FITS_NOWHERE
     assert [it.node for it in judged] == ["gpu-1", "gpu-2"]
     assert "of 2 the nearest is gpu-1" in sentence
     assert "request at most 40" in fix
     control_plane = ClusterNode("control", taints=(TAINT,))  # without metagpu it is never near
     assert judge_all(demand(101), [control_plane, near])[0].node == "gpu-1"
     room = replace(node(gpu(0, 0)), name="gpu-3")
-    assert conclude(demand(50), judge_all(demand(50), [far, near, room]))[0].startswith(
+    assert conclude(demand(50), judge_all(demand(50), [far, near, room]))[1].startswith(
         "it fits on gpu-3"
     )
-    assert conclude(demand(), [])[0] == "the pod requests no GPU resource"
+    assert conclude(demand(), [])[:2] == (
+        PodReason.NO_REQUEST,
+        "the pod requests no GPU resource",
+    )
     claiming = demand(resourceClaims=[{"name": "gpu", "resourceClaimName": "a"}])
-    assert "(gpu) ask for no device of metagpu" in conclude(claiming, [])[0]
+    assert "(gpu) ask for no device of metagpu" in conclude(claiming, [])[1]
 
 
 def test_init_containers_count_where_they_need_more() -> None:
@@ -344,8 +349,10 @@ def test_quotas() -> None:
     assert exceeded_quota(demand(20), [quota]) is None
     found = exceeded_quota(demand(21), [quota])
     assert found is not None
-    assert "allows 50" in found[0]
-    assert "request at most 20" in found[1]
+    reason, sentence, fix = found
+    assert reason is PodReason.QUOTA_EXCEEDED
+    assert "allows 50" in sentence
+    assert "request at most 20" in fix
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,8 @@ async def test_a_rejected_pod_and_a_refused_one(
         store.put(("resourcequotas", "default", "gpu"), {"metadata": {}, "status": quota})
         status, out, _ = await it.run("fit", "-f", str(manifest(tmp_path, "web", 4)))
         assert (status, "request at most 2" in out) == (1, True)
+        status, out, _ = await it.run("fit", "-f", str(manifest(tmp_path, "web", 4)), "-o", "json")
+        assert (status, json.loads(out)["reason"]) == (1, "quota_exceeded")
 
 
 async def test_all_daemons_are_checked_and_one_explained(

@@ -107,7 +107,7 @@ async def test_text_stays_text(browser: "Browser") -> None:
         product=hostile,
         pool=hostile,
     )
-    node.status["remarks"] = [hostile]
+    node.status["remarks"] = [{"reason": hostile, "gpu": None, "text": hostile}]
     node.status["configuration"]["error"] = hostile
     events = [views.event(1, "error", hostile, hostile, node=node.name)]
     waiting = [{"namespace": hostile, "pod": hostile, "reason": hostile, "text": hostile}]

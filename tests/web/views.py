@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from metagpu.core.model.remarks import Remark, RemarkReason
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.obstacles import ClusterNode
 from metagpu.kubectl.waiting import claims_of, waiting_pods
@@ -339,11 +340,14 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
         "requestRule": "whole_gpus",
     }
     node.status["devices"] = {"gpu": {"devices": 4, "free": 1, "largest": {}}}
-    node.status["remarks"] = [
-        f"GPU 0: 20 free shares of {METAGPU} are held back: the GPU serves as many as it can",
-        "GPU 1: the largest instance that fits is 1g.10gb",
-        "if nlp/finetune-7b moved from 3g.40gb@0 of GPU 1 to GPU 3, a 4g.40gb would fit on GPU 1",
-    ]
+    back = f"20 free shares of {METAGPU} are held back: the GPU serves as many as it can"
+    move = "if nlp/finetune-7b moved from 3g.40gb@0 of GPU 1 to GPU 3, a 4g.40gb would fit on GPU 1"
+    remarks = (
+        Remark(RemarkReason.SHARES_HELD_BACK, back, 0),
+        Remark(RemarkReason.LARGEST_INSTANCE, "the largest instance that fits is 1g.10gb", 1),
+        Remark(RemarkReason.MOVE_FOR_INSTANCE, move),
+    )
+    node.status["remarks"] = [it.as_report() for it in remarks]
     return node
 
 

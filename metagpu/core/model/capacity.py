@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.remarks import Remark, RemarkReason
 from metagpu.core.model.shares import Holder
 
 
@@ -48,24 +49,27 @@ class FreeCapacity(msgspec.Struct, frozen=True):
     moves: tuple[DefragMove, ...] = ()
 
 
-def describe_capacity(capacities: Sequence[FreeCapacity]) -> Iterator[str]:
+def describe_capacity(capacities: Sequence[FreeCapacity]) -> Iterator[Remark]:
     """Yield sentences: the largest free instance of each GPU, then useful moves."""
     for capacity in capacities:
         index = capacity.gpu.index
         if capacity.closed:
-            yield f"GPU {index}: no instances are granted now"
+            text = "no instances are granted now"
+            yield Remark(RemarkReason.INSTANCES_CLOSED, text, index)
         elif capacity.largest is None:
-            yield f"GPU {index}: the GPU is full"
+            yield Remark(RemarkReason.INSTANCES_FULL, "the GPU is full", index)
         else:
-            yield f"GPU {index}: the largest instance that fits is {capacity.largest}"
+            text = f"the largest instance that fits is {capacity.largest}"
+            yield Remark(RemarkReason.LARGEST_INSTANCE, text, index)
 
     for capacity in capacities:
         index = capacity.gpu.index
         for it in capacity.moves:
-            yield (
+            text = (
                 f"if {it.holder} moved from {it.slot} of GPU {index} to {it.target_slot} of GPU "
                 f"{it.target_gpu.index}, a {it.profile} would fit on GPU {index}"
             )
+            yield Remark(RemarkReason.MOVE_FOR_INSTANCE, text)
 
 
 def to_dict(capacity: FreeCapacity) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from metagpu.core.model.defrag import LeasedPart, best_move
 from metagpu.core.model.offers import largest_request
+from metagpu.core.model.remarks import Remark, RemarkReason
 from metagpu.core.model.shares import CordonSource, Lease, Share
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, free_parts
@@ -92,7 +93,7 @@ def pause_reason(state: GpuState, backend: str) -> str:
     return ""
 
 
-def describe_held_back(snapshot: Snapshot) -> Iterator[str]:
+def describe_held_back(snapshot: Snapshot) -> Iterator[Remark]:
     """Yield which shares are held back on each GPU, and whose move would make room."""
     for resource, offer in snapshot.offers.items():
         parts = free_parts(snapshot, offer)
@@ -105,13 +106,15 @@ def describe_held_back(snapshot: Snapshot) -> Iterator[str]:
                 held_back = True
                 full = "the GPU serves as many containers as it can"
                 shares = f"{part.free} free shares of {resource} are held back"
-                yield f"GPU {state.gpu.index}: {shares}: {full if part.full else count_too_many}"
+                text = f"{shares}: {full if part.full else count_too_many}"
+                yield Remark(RemarkReason.SHARES_HELD_BACK, text, state.gpu.index)
         if held_back and (move := best_move(offer.rule.requests, parts, _held(snapshot, offer))):
             source, target = (snapshot.gpus[it].gpu.index for it in (move.part.gpu, move.target))
-            yield (
+            text = (
                 f"if {move.part.holder} moved with its {move.part.shares} {resource} from GPU "
                 f"{source} to GPU {target}, a request of {move.largest} would fit"
             )
+            yield Remark(RemarkReason.MOVE_FOR_REQUEST, text)
 
 
 def _held(snapshot: Snapshot, offer: Offer) -> list[LeasedPart]:

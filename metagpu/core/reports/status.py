@@ -77,7 +77,9 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
             resource: _offer_report(snapshot, offer) for resource, offer in snapshot.offers.items()
         },
         "devices": _devices_report(snapshot),
-        "remarks": [*describe_held_back(snapshot), *describe_capacity(capacities)],
+        "remarks": [
+            it.as_report() for it in (*describe_held_back(snapshot), *describe_capacity(capacities))
+        ],
         "competingPlugins": dict(snapshot.competing_plugins),
         "registrationProblems": dict(snapshot.registration_problems),
     }

@@ -33,8 +33,7 @@ def held(of: GpuId, *slots: str) -> dict[ShareId, Holder]:
 
 def capacity_lines(snapshot: Snapshot) -> list[str]:
     """Return the operator's lines."""
-    found: list[str] = explain_report(snapshot, LAYOUT)["remarks"]
-    return found
+    return [it["text"] for it in explain_report(snapshot, LAYOUT)["remarks"]]
 
 
 def node(*holders: dict[ShareId, Holder]) -> Snapshot:

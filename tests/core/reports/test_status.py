@@ -95,11 +95,11 @@ def test_what_is_held_back_is_reported_with_the_reason() -> None:
     assert report["offers"] == {
         METAGPU: {"free": 11, "heldBack": 5, "largestRequest": 6, "requestRule": "whole_gpus"}
     }
-    [remark] = report["remarks"]
-    assert remark == (
+    text = (
         "GPU 1: 5 free shares of cnvrg.io/metagpu are held back: with them more would count as "
         "free than one request can get: 6"
     )
+    assert report["remarks"] == [{"reason": "shares_held_back", "gpu": 1, "text": text}]
 
 
 def test_the_move_that_makes_room_is_reported() -> None:
@@ -114,7 +114,8 @@ def test_the_move_that_makes_room_is_reported() -> None:
     )
 
     _, move = explain_report(snapshot, layout)["remarks"]
-    assert move == (
+    assert (move["reason"], move["gpu"]) == ("move_for_request", None)
+    assert move["text"] == (
         "if ns/small (main) moved with its 2 cnvrg.io/metagpu from GPU 0 to GPU 1, a request of 4 "
         "would fit"
     )

@@ -64,11 +64,11 @@ export function readNode(it) {
   const status = it.status ?? {};
   const leases = (status.leases ?? []).map((lease) => readLease(lease, it.name));
   const byGpu = groupBy(leases, (lease) => lease.uuid);
-  const remarks = groupBy(status.remarks ?? [], (text) => /^GPU (\d+): /.exec(text)?.[1] ?? '');
-  const ofGpu = (gpu) => (remarks.get(String(gpu.index)) ?? []).map((text) => text.replace(/^GPU \d+: /, ''));
+  const remarks = groupBy(status.remarks ?? [], (remark) => remark.gpu ?? null);
+  const ofGpu = (gpu) => (remarks.get(gpu.index) ?? []).map((remark) => remark.text.replace(/^GPU \d+: /, ''));
   const gpus = (status.gpus ?? []).map((gpu) => ({ ...readGpu(gpu, it.name, byGpu.get(gpu.uuid) ?? [], it.usage), remarks: ofGpu(gpu) }));
   const problems = [...(it.problem ? [{ level: 'error', text: it.problem, since: null }] : []), ...problemsOf(status)];
-  return { name: it.name, problem: it.problem, status, usage: it.usage, remarks: remarks.get('') ?? [], gpus, leases, problems };
+  return { name: it.name, problem: it.problem, status, usage: it.usage, remarks: (remarks.get(null) ?? []).map((remark) => remark.text), gpus, leases, problems };
 }
 
 function groupBy(items, keyOf) {
