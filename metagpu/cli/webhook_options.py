@@ -52,7 +52,7 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
             "--impossible",
             "impossible",
             _IMPOSSIBLE,
-            "admit pods that no node could serve with a warning, or refuse them",
+            "admit pods that no node could serve or that cannot be read, or refuse them",
         ),
     ):
         parser.add_argument(
@@ -73,6 +73,18 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
         "they are",
     )
     add_resource_names(parser, _variable)
+    parser.add_argument(
+        "--events",
+        action="store_true",
+        default=Variable(
+            ("METAGPU_WEBHOOK_EVENTS",),
+            otherwise=False,
+            convert="true".__eq__,
+            allowed=("true", "false"),
+        ),
+        help="write an Event about the controller of a pod that no node could serve; needs the "
+        "right to create and patch Events",
+    )
 
 
 def _variable(option: str, name: str) -> Variable:
@@ -97,6 +109,7 @@ def webhook_of(args: argparse.Namespace) -> WebhookSettings:
             dra_resources=frozenset(_listed(args.dra_resources)),
             **resource_names_of(args),
         ),
+        events=args.events,
     )
 
 

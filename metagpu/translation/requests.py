@@ -79,7 +79,7 @@ def read_requests(
             if names:
                 found.append(_request(path, container, names, settings))
         except ValueError as error:
-            problems.append(f"container {name}: {error}; it is left as it is")
+            problems.append(f"container {name}: {error}")
     return PodRequests(found, problems, frozenset(others))
 
 

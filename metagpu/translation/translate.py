@@ -1,6 +1,6 @@
 """The translation of one pod."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from metagpu.translation.impossible import why_impossible
 from metagpu.translation.narrowing import expressions_for
@@ -27,7 +27,7 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
     """Translate a pod, as `translate`, among nodes that are grouped already."""
     found = read_requests(pod, nodes.offered, settings)
     if found.problems:
-        return Translation(warnings=tuple(found.problems), unreadable=True)
+        return _unreadable(found.problems)
     requests = [it for it in found.requests if it.count]
     released = [it for it in found.requests if not it.count]
     warnings = warnings_for_released(released, settings)
@@ -45,11 +45,16 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
         if choice.resource in request.others:
             problem = (
                 f"container {request.container} asks for {choice.resource} and for "
-                f"{', '.join(request.names)}; it is left as it is: ask for one of them"
+                f"{', '.join(request.names)}; ask for one of them"
             )
-            return Translation(warnings=(problem,), unreadable=True)
+            return _unreadable((problem,))
     expressions = expressions_for(pod, plan, requests, surveyed)
     return Translation(
         operations_for(pod, served, released, expressions),
         (*warnings, *warnings_for(pod, served, settings)),
     )
+
+
+def _unreadable(problems: Sequence[str]) -> Translation:
+    warnings = tuple(f"{it}; it is left as it is" for it in problems)
+    return Translation(warnings=warnings, unreadable="; ".join(problems))

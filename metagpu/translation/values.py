@@ -79,11 +79,11 @@ class Translation(msgspec.Struct, frozen=True):
     Attributes:
         operations: a JSON Patch (RFC 6902); empty where the pod is left untouched.
         warnings: sentences for the pod's author.
-        unreadable: whether the request cannot be read, as a warning says.
+        unreadable: why the request cannot be read, as a warning says too; empty where it can.
         impossible: why no node could serve the pod, and what would fit; `None` where one could.
     """
 
     operations: tuple[dict[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
-    unreadable: bool = False
+    unreadable: str = ""
     impossible: str | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from socket import gethostname
 from typing import Any
 
 import anyio
@@ -11,9 +12,11 @@ from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.runtime.serve import serve
 from metagpu.plugins.cluster.client import open_client
+from metagpu.plugins.cluster.event_recorder import PER_POD, EventRecorder
 from metagpu.plugins.metrics.samples import Sample
 from metagpu.webhook import metrics
 from metagpu.webhook.certificate import ServingCertificate
+from metagpu.webhook.impossible_events import ImpossibleRequests
 from metagpu.webhook.metrics import ReviewStats, WebhookExporter
 from metagpu.webhook.nodes import NodeOffers
 from metagpu.webhook.server import ReviewServer
@@ -51,10 +54,15 @@ class Webhook:
         settings, timing = self._settings, self._settings.timing
         async with open_client(settings.kubeconfig, self._run_command, timing.cluster) as client:
             self._nodes = nodes = NodeOffers(client)
+            recorder = EventRecorder(client, gethostname(), per_subject=PER_POD)
+            impossible = ImpossibleRequests(recorder.record)
+            answers = Translator(nodes, settings.translation)
+            if settings.events:
+                answers = Translator(nodes, settings.translation, impossible.report)
             self.server = ReviewServer(
                 settings.address,
                 self._certificate.context,
-                Translator(nodes, settings.translation).answer,
+                answers.answer,
                 record=self._stats.record,
                 timing=timing,
                 limits=settings.limits,
@@ -65,6 +73,8 @@ class Webhook:
                 partial(run_with_restart, self._certificate.run, "watch of the certificate"),
                 self.server.run,
             ]
+            if settings.events:
+                tasks.append(partial(run_with_restart, recorder.reconciler.run, "events"))
             if settings.metrics is not None:
                 self.exporter = WebhookExporter(
                     settings.metrics, self._stats, self._gauges, self.problems, timing

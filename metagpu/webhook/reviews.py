@@ -80,6 +80,7 @@ class ReviewRequest(msgspec.Struct, frozen=True):
     operation: str = ""
     sub_resource: str = msgspec.field(default="", name="subResource")
     namespace: str = ""
+    dry_run: bool | None = msgspec.field(default=None, name="dryRun")
     object: msgspec.Raw = msgspec.Raw(b"null")
 
     @property

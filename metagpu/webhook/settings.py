@@ -61,6 +61,7 @@ class WebhookSettings(msgspec.Struct, frozen=True):
             the pod.
         translation: names of resources, order of techniques, and what happens to requests that no
             node can meet.
+        events: whether an Event says which pods no node could serve.
     """
 
     address: ListenAddress
@@ -68,5 +69,6 @@ class WebhookSettings(msgspec.Struct, frozen=True):
     metrics: ListenAddress | None = None
     kubeconfig: Path | None = None
     translation: TranslationSettings = TranslationSettings()
+    events: bool = False
     timing: WebhookTiming = WebhookTiming()
     limits: WebhookLimits = WebhookLimits()

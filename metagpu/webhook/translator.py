@@ -1,5 +1,6 @@
 """Answers to reviews: from memory, without a wait, whatever the request holds."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
@@ -66,11 +67,20 @@ class Translator:
     """Answers reviews with translations; equal requests are translated once.
 
     A fault of metagpu's own lets a pod pass as it is: a webhook stands in nobody's way.
+
+    Args:
+        report: takes each request that is admitted though no node could serve it, and why.
     """
 
-    def __init__(self, nodes: KnownNodes, settings: TranslationSettings) -> None:
+    def __init__(
+        self,
+        nodes: KnownNodes,
+        settings: TranslationSettings,
+        report: Callable[[reviews.ReviewRequest, str], None] = lambda *_: None,
+    ) -> None:
         self._nodes = nodes
         self._settings = settings
+        self._report = report
         self._version = -1
         self._cache: dict[bytes, _Remembered] = {}
 
@@ -96,10 +106,13 @@ class Translator:
             return ReviewAnswer(Outcome.UNREADY, reviews.allow(request.uid, warnings=[UNREADY]))
         try:
             found = self._translate(key)
+            answer = self._judge(request.uid, found)
+            if answer.outcome is Outcome.IMPOSSIBLE:
+                self._report(request, found.translation.impossible or "")
         except Exception:
             log.exception("translation failed", namespace=request.namespace)
             return ReviewAnswer(Outcome.FAILED, reviews.allow(request.uid, warnings=[FAILED]))
-        return self._judge(request.uid, found)
+        return answer
 
     def _translate(self, key: bytes) -> _Remembered:
         if self._version != self._nodes.version:
@@ -117,13 +130,14 @@ class Translator:
 
     def _judge(self, uid: str, found: _Remembered) -> ReviewAnswer:
         translation, patch = found
+        problem = translation.unreadable or translation.impossible
+        if problem and self._settings.impossible == "refuse":
+            others = () if translation.unreadable else translation.warnings
+            return ReviewAnswer(Outcome.REFUSED, reviews.refuse(uid, problem, others))
         if translation.impossible is None:
             outcome = Outcome.TRANSLATED if patch else Outcome.UNTOUCHED
             if translation.unreadable:
                 outcome = Outcome.UNREADABLE
             return ReviewAnswer(outcome, reviews.allow(uid, patch, translation.warnings))
-        if self._settings.impossible == "refuse":
-            body = reviews.refuse(uid, translation.impossible, translation.warnings)
-            return ReviewAnswer(Outcome.REFUSED, body)
         warnings = list(dict.fromkeys((translation.impossible, *translation.warnings)))
         return ReviewAnswer(Outcome.IMPOSSIBLE, reviews.allow(uid, patch, warnings))

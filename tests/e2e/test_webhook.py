@@ -58,7 +58,7 @@ class Webhook:
     def _rendered(self) -> dict[str, Document]:
         authority = base64.b64encode(self._authority.certificate.read_bytes()).decode()
         values = (
-            *("webhook.enabled=true", "webhook.certificate.from=secret"),
+            *("webhook.enabled=true", "webhook.events=true", "webhook.certificate.from=secret"),
             *("webhook.certificate.secret=mine", f"webhook.certificate.caBundle={authority}"),
         )
         options = [part for it in values for part in ("--set", it)]
@@ -89,7 +89,13 @@ class Webhook:
                 [
                     *(sys.executable, "-m", "metagpu", "webhook"),
                     *("--address", f"127.0.0.1:{PORT}", "--metrics", f"127.0.0.1:{METRICS_PORT}"),
-                    *("--certificate", self._certificate, "--kubeconfig", self._kubeconfig),
+                    *(
+                        "--certificate",
+                        self._certificate,
+                        "--kubeconfig",
+                        self._kubeconfig,
+                        "--events",
+                    ),
                 ],
                 stdout=log,
                 stderr=log,
@@ -220,7 +226,7 @@ def test_only_pods_in_such_terms_of_labelled_namespaces_are_sent(webhook: Webhoo
 
 
 def test_an_impossible_request_warns(webhook: Webhook) -> None:
-    """The pod is stored as it is, and kubectl prints why no node could serve it."""
+    """The pod is stored as it is; kubectl and an Event say why no node could serve it."""
     container = {
         "name": "main",
         "image": BUSYBOX_IMAGE,
@@ -234,6 +240,12 @@ def test_an_impossible_request_warns(webhook: Webhook) -> None:
         )
     stored = webhook.node.kubectl.get("pod", "huge", LABELLED)
     assert limits(stored) == {"nvidia.com/gpumem": "90001"}
+    about = ("--field-selector=reason=GPURequestImpossible,involvedObject.name=huge", "-o", "name")
+    wait_for(
+        "an Event",
+        lambda: webhook.node.kubectl("get", "events", f"--namespace={LABELLED}", *about).strip(),
+        within_s=SOON_S,
+    )
 
 
 def test_a_stopped_webhook_holds_up_no_other_namespace(webhook: Webhook) -> None:

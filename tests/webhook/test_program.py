@@ -34,10 +34,16 @@ def add_node(api: SimApiServer, name: str, shares: int) -> None:
 
 @asynccontextmanager
 async def program(
-    api: SimApiServer, tmp_path: Path, folder: Path
+    api: SimApiServer,
+    tmp_path: Path,
+    folder: Path,
+    *,
+    events: bool = False,
 ) -> AsyncIterator[tuple[Webhook, aiohttp.ClientSession]]:
     """Run the webhook until the block ends, by the signal that Kubernetes sends."""
-    settings = WebhookSettings(LOOPBACK, folder, LOOPBACK, api.kubeconfig(tmp_path), timing=TIMING)
+    settings = WebhookSettings(
+        LOOPBACK, folder, LOOPBACK, api.kubeconfig(tmp_path), timing=TIMING, events=events
+    )
     webhook = Webhook(settings, run_command)
     async with anyio.create_task_group() as group, aiohttp.ClientSession() as session:
         group.start_soon(webhook.run)

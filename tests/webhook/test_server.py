@@ -157,6 +157,35 @@ async def test_an_impossible_request_is_refused_where_settings_say_so(
     assert webhook.stats.outcomes[Outcome.REFUSED] == 1
 
 
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        ({"nvidia.com/gpumem": "1500m"}, "main: nvidia.com/gpumem: '1500m' is no whole number"),
+        ({"nvidia.com/gpumem": "lots"}, "main: nvidia.com/gpumem: 'lots' is no whole number"),
+        (
+            {"nvidia.com/gpumem-percentage": "101"},
+            "main: nvidia.com/gpumem-percentage: 101 is more than a GPU has",
+        ),
+        (
+            {"nvidia.com/gpumem": "8000", "cnvrg.io/metagpu": "20"},
+            "main asks for cnvrg.io/metagpu and for nvidia.com/gpumem; ask for one of them",
+        ),
+    ],
+)
+async def test_an_unreadable_request_is_refused_where_settings_say_so(
+    folder: Path, authority: Authority, limits: dict[str, str], sentence: str
+) -> None:
+    """With `--impossible refuse` a request that cannot be read is refused, by key and value."""
+    settings = TranslationSettings(impossible="refuse")
+    async with webhook_at_work(folder, authority, settings) as webhook:
+        response = await webhook.review(review(pod(limits)))
+
+    assert response["allowed"] is False
+    assert response["status"]["message"] == f"container {sentence}"
+    assert "warnings" not in response
+    assert webhook.stats.outcomes[Outcome.REFUSED] == 1
+
+
 async def test_nothing_changes_before_the_nodes_are_known(
     folder: Path, authority: Authority
 ) -> None:

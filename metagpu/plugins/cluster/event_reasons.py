@@ -25,6 +25,7 @@ class EventReason(StrEnum):
     GPU_PREFERENCE_NOT_MET = "GPUPreferenceNotMet"
     GPU_PROCESS_SIGNALED = "GPUProcessSignaled"
     GPU_RECOVERED = "GPURecovered"
+    GPU_REQUEST_IMPOSSIBLE = "GPURequestImpossible"
     GPU_REQUEST_REFUSED = "GPURequestRefused"
     GPU_REQUEST_TOO_LARGE = "GPURequestTooLarge"
     GPU_RESET_NEEDED = "GPUResetNeeded"
