@@ -253,6 +253,26 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
     )
     add_resource_names(it)
     it.add_argument(
+        "--dra-resources",
+        metavar="NAMES",
+        default="",
+        help="names in limits that DRA serves, and no Node counts: requests for them are left as "
+        "they are (default: those of the cluster's DeviceClasses, with --nodes none)",
+    )
+    it.add_argument(
+        "--claims",
+        action="store_true",
+        help="print ResourceClaimTemplates with the alternatives in order, and pods that claim "
+        "them, in place of resources of the nodes",
+    )
+    it.add_argument(
+        "--claims-driver",
+        metavar="NAME",
+        default="gpu.metagpu.io",
+        help="the name of the DRA driver, as in the configuration: gpu.nvidia.com asks for MIG "
+        "devices and whole GPUs by NVIDIA's DeviceClasses (default: %(default)s)",
+    )
+    it.add_argument(
         "--explain", action="store_true", help="show what each node would give, not the manifest"
     )
     it.add_argument(

@@ -10,6 +10,7 @@ from metagpu.kubectl.viewer import ClusterViewer, Object, in_parallel
 
 _CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
 _FORBIDDEN: Final = 403
+_NOT_FOUND: Final = 404
 
 
 async def read_claims(viewer: ClusterViewer, refs: Iterable[ClaimRef]) -> ReadClaims:
@@ -30,6 +31,18 @@ async def read_claims(viewer: ClusterViewer, refs: Iterable[ClaimRef]) -> ReadCl
             raise
         return ReadClaims(dict.fromkeys(wanted), refusal=error.message)
     return ReadClaims(dict(zip(wanted, specs, strict=True)), classes)
+
+
+async def read_extended_resources(viewer: ClusterViewer) -> frozenset[str]:
+    """Return the names in limits that DeviceClasses serve, as far as they can be read."""
+    try:
+        classes = await viewer.items(_CLASSES)
+    except ClusterError as error:
+        if error.status not in (_FORBIDDEN, _NOT_FOUND):
+            raise
+        return frozenset()
+    specs = (it.get("spec") or {} for it in classes)
+    return frozenset(it["extendedResourceName"] for it in specs if it.get("extendedResourceName"))
 
 
 async def _read_spec(viewer: ClusterViewer, ref: ClaimRef) -> Object | None:

@@ -112,6 +112,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _translate(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.claim_reader import read_extended_resources
     from metagpu.kubectl.translation import print_translation, read_nodes
 
     if args.nodes is not None:
@@ -119,7 +120,8 @@ def _translate(args: argparse.Namespace) -> int:
 
     with connect(args) as (runner, viewer):
         nodes = runner.run(viewer.items("/api/v1/nodes"))
-    return print_translation(args, nodes)
+        names = runner.run(read_extended_resources(viewer))
+    return print_translation(args, nodes, names)
 
 
 COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {

@@ -20,6 +20,7 @@ from metagpu.kubectl.manifests import (
     read_documents,
     template_path,
 )
+from metagpu.translation.claims import claim_pod
 from metagpu.translation.explanation import NodeWay, explain
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.translate import translate
@@ -35,12 +36,14 @@ class TranslatedObject(msgspec.Struct):
         name: kind and name, for sentences.
         document: the object as it is to be applied.
         ways: what each node would give, for `--explain`.
+        template: the ResourceClaimTemplate that its pods claim, for `--claims`.
     """
 
     name: str
     document: Object
     outcome: Translation | None = None
     ways: Sequence[NodeWay] = ()
+    template: Object | None = None
 
 
 def read_nodes(file: Path) -> Sequence[Object]:
@@ -53,23 +56,31 @@ def read_nodes(file: Path) -> Sequence[Object]:
     return [it for it in found if it["kind"] == "Node"]
 
 
-def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
+def print_translation(
+    args: argparse.Namespace, nodes: Iterable[Object], dra_resources: Iterable[str] = ()
+) -> int:
     """Print a translated manifest; return 1 if no node could serve a pod.
 
-    The same is returned for a request that cannot be read.
+    The same is returned for a request that cannot be read. DeviceClasses of the cluster serve the
+    `dra_resources`.
 
     Raises:
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
     """
     offers = [NodeOffer.from_node(it) for it in nodes]
     names = resource_names_of(args)
-    settings = TranslationSettings(order=args.order, policy=args.policy, **names)
+    served = frozenset(filter(None, args.dra_resources.split(","))) or frozenset(dra_resources)
+    settings = TranslationSettings(
+        order=args.order, policy=args.policy, dra_resources=served, **names
+    )
     objects = objects_in(read_documents(args.filename), args.filename)
-    found = [_translated(it, offers, settings) for it in objects]
+    driver = args.claims_driver if args.claims else ""
+    found = [_translated(it, offers, settings, driver) for it in objects]
     if args.explain:
         _print_ways(found)
     else:
-        print_text(_encoded([it.document for it in found], args.output))
+        documents = [each for it in found for each in (it.template, it.document) if each]
+        print_text(_encoded(documents, args.output))
     for it in found:
         for sentence in _sentences(it):
             print(f"kubectl metagpu: {it.name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command line speaks so
@@ -78,16 +89,32 @@ def print_translation(args: argparse.Namespace, nodes: Iterable[Object]) -> int:
 
 
 def _translated(
-    document: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
+    document: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings, driver: str
 ) -> TranslatedObject:
+    """Translate an object, into claims where a driver is named."""
     name = name_of(document)
     path = template_path(document)
     pod = pod_at(document, path)
     if pod is None:
         return TranslatedObject(name, document)
+    ways = explain(pod, nodes, settings)
+    if driver:
+        claimed = claim_pod(pod, _template_name(document), nodes, settings, driver)
+        template: Object | None = claimed.template
+        if template and (namespace := document["metadata"].get("namespace")):
+            template = {**template, "metadata": {**template["metadata"], "namespace": namespace}}
+        changed = _with_pod(document, path, claimed.pod)
+        return TranslatedObject(name, changed, claimed.outcome, ways, template)
     outcome = translate(pod, nodes, settings)
     changed = _with_pod(document, path, apply_patch(pod, outcome.operations))
-    return TranslatedObject(name, changed, outcome, explain(pod, nodes, settings))
+    return TranslatedObject(name, changed, outcome, ways)
+
+
+def _template_name(document: Object) -> str:
+    """Return the name of an object's template, of 63 characters at most."""
+    metadata = document.get("metadata") or {}
+    own = str(metadata.get("name") or metadata.get("generateName") or "pod").rstrip("-.")
+    return f"{own[:58].rstrip('-.')}-gpus"
 
 
 def _with_pod(document: Object, path: Sequence[str], pod: Object) -> Object:

@@ -10,9 +10,14 @@ import pytest
 import yaml
 
 from metagpu.kubectl.program import main
+from metagpu.plugins.cluster.gpu_labels import node_labels
 from metagpu.translation.values import NodeOffer
+from tests.backends.mig.gpus import mig_gpu
 from tests.kubectl.test_program import cluster
 from tests.rigs.agent import METAGPU
+from tests.rigs.build import gpu as build_gpu
+from tests.rigs.build import offered
+from tests.sim.allocation.slices import found, published
 from tests.translation.nodes import node, pod
 
 SEED = {"nvidia.com/gpu": 2, "nvidia.com/gpumem": 8000}
@@ -289,3 +294,160 @@ async def test_nodes_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixtur
         text = out[out.index("apiVersion:") :]  # the daemon of the test logs before it
         assert containers(yaml.safe_load(text))[0]["resources"]["limits"] == {METAGPU: "20"}
         assert "gpu-pod1" not in json.dumps(it.scene.server.store.dump())
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+
+def claimed(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    asked: object,
+    *nodes: NodeOffer,
+    more: str = "",
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the template and the object that `--claims` prints."""
+    options = ("--claims", *more.split())
+    status, out, err = run(capsys, written(folder, asked), nodes_file(folder, *nodes), *options)
+    assert (status, err) == (0, "")
+    template, document = yaml.safe_load_all(out)
+    assert (template["apiVersion"], template["kind"]) == (
+        "resource.k8s.io/v1",
+        "ResourceClaimTemplate",
+    )
+    return template, document
+
+
+def alternatives(template: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return class and selector of each alternative of the only request."""
+    [asked] = template["spec"]["spec"]["devices"]["requests"]
+    return [
+        (it["deviceClassName"], it["selectors"][0]["cel"]["expression"].partition("'].")[2])
+        for it in asked["firstAvailable"]
+    ]
+
+
+def test_claims_have_the_alternatives_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profile of each model with the least waste comes first, then a fraction."""
+    nodes = (MIG, node("b", "a100-40gb"), node("c", "a30", "mig", gpus=8))
+    template, document = claimed(capsys, tmp_path, pod(SEED), *nodes)
+    [main] = document["spec"]["containers"]
+    name = template["metadata"]["name"]
+
+    assert alternatives(template) == [
+        ("mig.metagpu.io", "profile == '2g.10gb'"),
+        ("mig.metagpu.io", "profile == '2g.12gb'"),
+        ("fraction.metagpu.io", "resource == 'cnvrg.io/metagpu'"),
+        ("fraction.metagpu.io", "resource == 'cnvrg.io/metagpu'"),
+    ]
+    [asked] = template["spec"]["spec"]["devices"]["requests"]
+    assert {it["count"] for it in asked["firstAvailable"]} == {2}
+    assert [it["capacity"]["requests"] for it in asked["firstAvailable"][2:]] == [
+        {"shares": "20"},
+        {"memory": "8000Mi"},
+    ]
+    assert document["spec"]["resourceClaims"] == [
+        {"name": "gpus", "resourceClaimTemplateName": name}
+    ]
+    assert main["resources"] == {"claims": [{"name": "gpus", "request": main["name"]}]}
+    assert "affinity" not in document["spec"]
+
+
+def test_claims_follow_order_and_driver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--order` decides the order; with NVIDIA's driver its classes and attributes are named."""
+    nodes = (MIG, node("b", "a100-40gb"))
+    order = "--order hami-core,mig"
+    template, _ = claimed(capsys, tmp_path, pod(SEED), *nodes, more=order)
+    assert [it for it, _ in alternatives(template)] == [
+        "fraction.metagpu.io",
+        "fraction.metagpu.io",
+        "mig.metagpu.io",
+    ]
+    nvidia = "--claims-driver gpu.nvidia.com"
+    template, _ = claimed(capsys, tmp_path, workload("Deployment"), MIG, more=nvidia)
+    [asked] = template["spec"]["spec"]["devices"]["requests"]
+    [only] = asked["firstAvailable"]
+    assert template["metadata"]["name"] == "work-gpus"
+    assert only["deviceClassName"] == "mig.nvidia.com"
+    expression = only["selectors"][0]["cel"]["expression"]
+    assert expression == "device.attributes['gpu.nvidia.com'].profile == '2g.10gb'"
+
+
+def test_claims_keep_what_is_not_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other resources and claims of a container stay, and each container has its own request."""
+    asked = pod(SEED, resourceClaims=[{"name": "net", "resourceClaimName": "net"}])
+    [first] = asked["spec"]["containers"]
+    first["resources"]["limits"]["cpu"] = "1"
+    first["resources"]["claims"] = [{"name": "net"}]
+    plain = {"name": "plain", "image": "x", "resources": {"limits": {"cpu": "2"}}}
+    asked["spec"]["containers"].append(plain)
+    _, document = claimed(capsys, tmp_path, asked, MIG)
+    one, two = document["spec"]["containers"]
+
+    assert two == plain
+    assert one["resources"]["limits"] == {"cpu": "1"}
+    assert [it["name"] for it in one["resources"]["claims"]] == ["net", "gpus"]
+    assert [it["name"] for it in document["spec"]["resourceClaims"]] == ["net", "gpus"]
+
+
+def test_names_that_dra_serves_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that a DeviceClass serves stays, as at the webhook, though no Node counts it."""
+    asked = pod({"nvidia.com/gpu": 1})
+    nodes = nodes_file(tmp_path, node("b", "a100-40gb"))
+    manifest = written(tmp_path, asked)
+    _, translated, _ = run(capsys, manifest, nodes)
+    _, left, _ = run(capsys, manifest, nodes, "--dra-resources", "nvidia.com/gpu")
+
+    assert containers(yaml.safe_load(translated))[0]["resources"] != {
+        "limits": {"nvidia.com/gpu": 1}
+    }
+    assert yaml.safe_load(left) == asked
+
+
+def test_an_impossible_pod_has_no_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pod is printed as it was, with the sentence, and no template."""
+    asked = pod({"nvidia.com/gpumem": 90000})
+    status, out, err = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG), "--claims")
+    assert (status, yaml.safe_load(out)) == (1, asked)
+    assert "90000" in err
+
+
+DRA = """\
+version: metagpu/v1
+pools:
+  - name: all
+    fronts: [dra]
+    backends: [{BACKEND}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("backend: mig, profiles: [1g.5gb, 2g.10gb, 7g.40gb]", ("mig.metagpu.io", {})),
+        ("backend: fraction, sharesPerGpu: 100", ("fraction.metagpu.io", {"shares": "20"})),
+        ("backend: fraction, memoryUnit: 1Gi", ("fraction.metagpu.io", {"memory": "8Gi"})),
+    ],
+)
+def test_the_scheduler_allocates_what_a_claim_asks_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    backend: str,
+    device: tuple[str, dict[str, str]],
+) -> None:
+    """A pool with the front DRA alone serves the claim, by the slices that its daemon publishes."""
+    config = DRA.replace("BACKEND", backend)
+    gpu = mig_gpu() if "mig" in backend else build_gpu(0)
+    _, snapshot = offered(gpu, text=config)
+    offer = NodeOffer("node-1", node_labels(snapshot, {}))
+    template, _ = claimed(capsys, tmp_path, pod({"nvidia.com/gpumem": 8000}), offer)
+    wanted = {"metadata": {"name": "c", "namespace": "default"}, "spec": template["spec"]["spec"]}
+    result = found(published(config, gpu), wanted)
+
+    assert result is not None
+    [[one]] = result
+    assert (one.device_class, dict(one.consumed or {})) == device
+    if device[0] == "mig.metagpu.io":
+        assert "mig-2g10gb" in one.id.device

@@ -1,0 +1,213 @@
+"""A pod's request as a ResourceClaimTemplate, for clusters with DRA.
+
+A resource name is one way to serve a pod; a claim has several, in order of preference, and the
+scheduler takes the first that a node has free.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.model.quantities import whole_number
+from metagpu.translation.annotations import GPUS_PREFIX, annotations_of
+from metagpu.translation.choices import Choice, choose
+from metagpu.translation.models import NOUSE_TYPE, USE_TYPE, names_model
+from metagpu.translation.node_groups import NodeGroups
+from metagpu.translation.parts import FRACTION, MIG, MPS, WHOLE
+from metagpu.translation.patch import apply_patch
+from metagpu.translation.plans import NodeParts, policy_of, survey, techniques_of
+from metagpu.translation.requests import GpuRequest, read_requests
+from metagpu.translation.translate import translate_among
+from metagpu.translation.values import NodeOffer, Object, Translation, TranslationSettings
+from metagpu.translation.warnings import warnings_for
+
+DRIVER: Final = "gpu.metagpu.io"
+NVIDIA: Final = "gpu.nvidia.com"
+CLAIM: Final = "gpus"
+"""The name of the claim in a pod."""
+MOST_ALTERNATIVES: Final = 8
+"""The API server's limit of `firstAvailable`."""
+_CLASSES: Final = {
+    FRACTION: "fraction.metagpu.io",
+    MPS: "mps.metagpu.io",
+    MIG: "mig.metagpu.io",
+    WHOLE: "gpu.metagpu.io",
+}
+_OF_NVIDIA: Final = {MIG: "mig.nvidia.com", WHOLE: "gpu.nvidia.com"}
+
+
+class ClaimedPod(msgspec.Struct, frozen=True):
+    """A pod that asks by a claim.
+
+    Attributes:
+        template: the ResourceClaimTemplate, `None` where there is nothing to claim.
+        outcome: the translation that the claim takes the place of.
+    """
+
+    pod: Object
+    template: Mapping[str, Any] | None
+    outcome: Translation
+
+
+def claim_pod(
+    pod: Object, name: str, nodes: Iterable[NodeOffer], settings: TranslationSettings, driver: str
+) -> ClaimedPod:
+    """Return a pod that asks for a claim of a template of this name.
+
+    A pod that nothing is translated of, or that no node could serve, stays as it is.
+    """
+    groups = NodeGroups(map(offer_by_labels, nodes))
+    outcome = translate_among(pod, groups, settings)
+    found = read_requests(pod, groups.offered, settings)
+    requests = [it for it in found.requests if it.count]
+    if not outcome.operations or not requests:
+        return ClaimedPod(apply_patch(pod, outcome.operations), None, outcome)
+    techniques = techniques_of(pod, requests, settings)
+    allowed = [it for it in survey(pod, groups, found.others & groups.offered) if not it.refused]
+    spread = policy_of(pod, settings) == "spread"
+    asked = [
+        {
+            "name": it.container,
+            "firstAvailable": _alternatives(it, allowed, techniques, driver, spread=spread),
+        }
+        for it in requests
+    ]
+    template = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": {"devices": {"requests": asked}}},
+    }
+    kept = [it for it in outcome.operations if not it["path"].startswith("/spec/affinity")]
+    claimed = _with_claim(apply_patch(pod, kept), requests, name)
+    warnings = tuple(_warnings(pod, requests, settings))
+    return ClaimedPod(claimed, template, msgspec.structs.replace(outcome, warnings=warnings))
+
+
+def offer_by_labels(node: NodeOffer) -> NodeOffer:
+    """Return a Node with what its labels name, and its device plugins do not count.
+
+    A pool with the front DRA alone has labels and no extended resource.
+    """
+    counted = dict(node.allocatable)
+    for label in node.labels:
+        if label.startswith("metagpu.io/") and label.endswith(".backend"):
+            key = label.removesuffix(".backend")
+            resource = key.removeprefix("metagpu.io/").replace("_", "/", 1)
+            shares, gpus = (
+                whole_number(node.labels.get(f"{key}.{it}")) for it in ("replicas", "gpus")
+            )
+            counted.setdefault(resource, (shares or 0) * (gpus or 0))
+    return msgspec.structs.replace(node, allocatable=counted)
+
+
+def _alternatives(
+    request: GpuRequest,
+    allowed: Sequence[NodeParts],
+    techniques: Sequence[str],
+    driver: str,
+    *,
+    spread: bool,
+) -> list[dict[str, Any]]:
+    """Return the ways to serve a request, the preferred one first."""
+    ways: dict[str, dict[str, Any]] = {}
+    for technique in techniques:
+        choices = [
+            choice for it in allowed if (choice := choose(request, technique, it.parts)) is not None
+        ]
+        for choice in sorted(choices, key=lambda it: _rank(it, spread=spread)):
+            for way in _ways(request, choice, choices, driver):
+                ways.setdefault(msgspec.json.encode(way).decode(), way)
+    return [
+        {"name": f"{number}-{way['deviceClassName'].split('.')[0]}", **way}
+        for number, way in enumerate([*ways.values()][:MOST_ALTERNATIVES], 1)
+    ]
+
+
+def _rank(choice: Choice, *, spread: bool) -> tuple[int, int, str]:
+    room = choice.part.most if spread else 0
+    return -room, choice.waste, choice.resource
+
+
+def _ways(
+    request: GpuRequest, choice: Choice, choices: Sequence[Choice], driver: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the devices of one choice; shares are counted by number, or by memory."""
+    technique = choice.part.technique
+    way: dict[str, Any] = {"deviceClassName": _class_of(technique, driver)}
+    if request.count > 1:
+        way["count"] = request.count
+    if technique == WHOLE:
+        if request.memory:
+            quantity = f"quantity('{request.memory}Mi')"
+            memory = f"device.capacity['{driver}'].memory.compareTo({quantity}) >= 0"
+            way["selectors"] = _selectors(memory)
+        yield way
+    elif technique == MIG:
+        profile = re.sub(r"\.(me|gfx)\b", r"+\1", choice.resource.partition("/mig-")[2])
+        name, value = ("profile", profile) if profile else ("resource", choice.resource)
+        way["selectors"] = _selectors(f"device.attributes['{driver}'].{name} == '{value}'")
+        yield way
+    else:
+        same = [it for it in choices if it.resource == choice.resource]
+        shares = max(it.count for it in same) // request.count
+        way["selectors"] = _selectors(
+            f"device.attributes['{driver}'].resource == '{choice.resource}'"
+        )
+        yield {**way, "capacity": {"requests": {"shares": str(shares)}}}
+        if technique == FRACTION and request.memory:  # where the pool has a memoryUnit
+            yield {**way, "capacity": {"requests": {"memory": f"{request.memory}Mi"}}}
+
+
+def _class_of(technique: str, driver: str) -> str:
+    own = _CLASSES[technique]
+    return _OF_NVIDIA.get(technique, own) if driver == NVIDIA else own
+
+
+def _selectors(expression: str) -> list[dict[str, Any]]:
+    return [{"cel": {"expression": expression}}]
+
+
+def _with_claim(
+    pod: dict[str, Any], requests: Sequence[GpuRequest], template: str
+) -> dict[str, Any]:
+    """Change a pod: the claim takes the place of the resources of a translation."""
+    annotations = pod["metadata"]["annotations"]
+    for it in requests:
+        annotations.pop(GPUS_PREFIX + it.container, None)  # the claim has the count
+    spec = pod["spec"]
+    own = {"name": CLAIM, "resourceClaimTemplateName": template}
+    spec["resourceClaims"] = [*(spec.get("resourceClaims") or ()), own]
+    for it in requests:
+        *_, kind, index = it.path.split("/")
+        container = spec[kind][int(index)]
+        resources = container["resources"]
+        for where in ("limits", "requests"):
+            amounts = resources.get(where) or {}
+            kept = {name: amounts[name] for name in amounts if name in it.others}
+            resources[where] = kept
+            if not kept:
+                del resources[where]
+        claims = resources.get("claims") or ()
+        resources["claims"] = [*claims, {"name": CLAIM, "request": it.container}]
+    return pod
+
+
+def _warnings(
+    pod: Object, requests: Sequence[GpuRequest], settings: TranslationSettings
+) -> Iterator[str]:
+    """Yield what a pod asks for and a claim does not say."""
+    for it in requests:
+        if it.cores and not it.whole:
+            yield (
+                f"container {it.container}: {settings.cores}: {it.cores} has no effect but on "
+                "shares of backend mps, which limit threads by their number"
+            )
+    yield from warnings_for(pod, (), settings)
+    if names_model(annotations_of(pod)):
+        yield (
+            f"{USE_TYPE} and {NOUSE_TYPE} choose the alternatives of the claim, and no GPU: add a "
+            "selector of productName"
+        )
