@@ -105,10 +105,19 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
         commands,
         "explain",
         "print what a configuration offers to the kubelet, and why, without serving it",
-        "metagpu explain --config metagpu.yaml --simulate a100-40gb:4,t4:2",
+        "metagpu explain --config metagpu.yaml --simulate a100-40gb:4,t4:2\n"
+        "  metagpu explain --config metagpu.yaml --claim pod.yaml",
     )
     _add_node(it)
     add_json(it)
+    it.add_argument(
+        "--claim",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="also print what the ResourceClaims of a manifest, and of its pods, would get on this "
+        "node without any other pod, or why they get nothing; `-` for stdin",
+    )
     it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
 
 

@@ -182,6 +182,8 @@ def _explain(args: argparse.Namespace) -> int:
     explained = explain_report(snapshot, agent.layout)
     if snapshot.offers_of(Front.DRA):
         explained["resourceSlices"] = _slices(agent)
+    if args.claim:
+        explained["claims"] = _claim_fits(args.claim, agent, explained.get("resourceSlices", ()))
 
     if args.output != "table":
         _print_encoded(explained, args.output)
@@ -191,7 +193,22 @@ def _explain(args: argparse.Namespace) -> int:
             from metagpu.display.resource_slices import slices_table
 
             show("", slices_table(explained["resourceSlices"]))
+        if args.claim:
+            from metagpu.display.claim_fits import claim_fits_parts
+
+            show("", *claim_fits_parts(explained["claims"]))
     return 0
+
+
+def _claim_fits(
+    files: Sequence[str], agent: "Agent", slices: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return what the claims of manifests would get on this node, if it were idle."""
+    from metagpu.cli.claim_fits import claim_fits, read_documents
+
+    documents = [it for file in files for it in read_documents(file)]
+    gpus = {gpu: it.gpu.index for gpu, it in agent.registry.snapshot.gpus.items()}
+    return claim_fits(documents, slices, gpus, agent.config.root.dra.driver)
 
 
 def _slices(agent: "Agent") -> list[Mapping[str, Any]]:

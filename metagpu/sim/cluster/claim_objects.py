@@ -10,18 +10,22 @@ from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.cluster.pod_objects import ENDED, Patch, phase_of
 
 DRIVER: Final = "gpu.metagpu.io"
+_NVIDIA: Final = "gpu.nvidia.com"
 _TYPES: Final = ("gpu", "fraction", "timeslice", "mps", "mig", "monitor")
 _POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
 
 
-def device_classes() -> Iterator[tuple[Key, Object]]:
-    """Yield the DeviceClasses that the chart brings, with their keys."""
-    for kind in _TYPES:
+def device_classes(driver: str = DRIVER) -> Iterator[tuple[Key, Object]]:
+    """Yield the DeviceClasses that the chart brings for a driver, with their keys."""
+    classes = {f"{kind}.metagpu.io": kind for kind in _TYPES}
+    if driver == _NVIDIA:
+        classes |= {f"{kind}.nvidia.com": kind for kind in ("gpu", "mig")}
+    for name, kind in classes.items():
         expression = (
-            f"device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{kind}'"
+            f"device.driver == '{driver}' && device.attributes['{driver}'].type == '{kind}'"
         )
         content = {"metadata": {}, "spec": {"selectors": [{"cel": {"expression": expression}}]}}
-        yield ("deviceclasses", "", f"{kind}.metagpu.io"), content
+        yield ("deviceclasses", "", name), content
 
 
 def claim_key(claim: Object) -> Key:

@@ -1,0 +1,183 @@
+"""Claims of a manifest that fit on the idle node: `metagpu explain --claim`."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.devices.devices import gpu_of_pool
+from metagpu.core.errors import ConfigError, describe_error
+from metagpu.core.model.gpu import GpuId
+from metagpu.sim.allocation.allocator import AllocationResult, HeldDevices, allocate
+from metagpu.sim.allocation.obstacles import find_obstacle
+from metagpu.sim.allocation.pools import DevicePools, gather_pools
+from metagpu.sim.cluster.claim_objects import device_classes
+from metagpu.sim.cluster.document_forms import check_document
+
+Document = Mapping[str, Any]
+
+_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
+    "Pod": ("spec",),
+    "CronJob": ("spec", "jobTemplate", "spec", "template", "spec"),
+}
+"""Where the specification of a pod is, by the kind of its object; elsewhere in `spec.template`."""
+_OF_CLAIMS: Final = {"resourceClaimName": "ResourceClaim"} | {
+    "resourceClaimTemplateName": "ResourceClaimTemplate"
+}
+
+
+class _Used(msgspec.Struct, frozen=True):
+    """Claims that are allocated together: those of a pod, or one that no pod names."""
+
+    pod: str
+    names: tuple[tuple[str, str], ...]
+
+
+def read_documents(file: str) -> Sequence[Document]:
+    """Read the objects of a manifest, or of stdin for `-`; blocks.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    import yaml
+
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        found = [it for it in yaml.safe_load_all(text) if it is not None]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {describe_error(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {describe_error(error)}") from error
+    if not found or not all(isinstance(it, dict) and it.get("kind") for it in found):
+        raise ConfigError(f"{file}: no objects of Kubernetes; write each with apiVersion and kind")
+    return found
+
+
+def claim_fits(
+    documents: Sequence[Document],
+    slices: Sequence[Document],
+    gpus: Mapping[GpuId, int],
+    driver: str,
+) -> list[dict[str, Any]]:
+    """Return what each claim would get on the idle node, or why it gets nothing.
+
+    Args:
+        documents: claims, templates, pods and DeviceClasses, in any order; others are skipped.
+        slices: the specifications of the node's ResourceSlices.
+        gpus: the indices of its GPUs.
+        driver: the name of the DRA driver, for the chart's DeviceClasses.
+
+    Raises:
+        MetagpuError: an object has not the form of its kind.
+    """
+    classes: dict[str, Document] = {key[2]: it for key, it in device_classes(driver)}
+    specs: dict[tuple[str, str], Document] = {}
+    for it in documents:
+        kind = it["kind"]
+        if kind in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
+            check_document(it)
+        if kind == "DeviceClass":
+            classes[it["metadata"]["name"]] = it
+        elif kind in _OF_CLAIMS.values():
+            spec = it["spec"]["spec"] if kind == "ResourceClaimTemplate" else it["spec"]
+            specs[kind, it["metadata"]["name"]] = _as_any_other(spec)
+    nodes = {it["nodeName"] for it in slices}
+    published = [
+        {"metadata": {"name": f"{at:05x}"}, "spec": spec} for at, spec in enumerate(slices)
+    ]
+    pools = gather_pools(published, next(iter(nodes), ""))
+    return [
+        row
+        for used in _used_claims(documents, specs)
+        for row in _rows(used, specs, pools, classes, gpus)
+    ]
+
+
+def _as_any_other(spec: Document) -> Document:
+    """Return a claim without `adminAccess`: on an idle node it is as any other."""
+    devices = spec.get("devices") or {}
+    requests = [
+        {key: _without(it, "adminAccess") if key == "exactly" else it for key, it in each.items()}
+        for each in devices.get("requests") or ()
+    ]
+    return {"devices": {**devices, "requests": requests}}
+
+
+def _without(spec: Document, key: str) -> Document:
+    return {name: it for name, it in spec.items() if name != key}
+
+
+def _used_claims(
+    documents: Sequence[Document], specs: Mapping[tuple[str, str], Document]
+) -> Iterator[_Used]:
+    """Yield the claims of each pod, then those that no pod names."""
+    named: set[tuple[str, str]] = set()
+    for it in documents:
+        claims = (_pod_spec(it) or {}).get("resourceClaims") or ()
+        names = tuple(
+            (kind, str(claim[key]))
+            for claim in claims
+            for key, kind in _OF_CLAIMS.items()
+            if claim.get(key)
+        )
+        named.update(names)
+        if names:
+            yield _Used(f"{it['kind']} {it['metadata']['name']}", names)
+    for name in specs:
+        if name not in named:
+            yield _Used("", (name,))
+
+
+def _pod_spec(document: Document) -> Document | None:
+    found: Any = document
+    for key in _TEMPLATES.get(document["kind"], ("spec", "template", "spec")):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _rows(
+    used: _Used,
+    specs: Mapping[tuple[str, str], Document],
+    pools: DevicePools,
+    classes: Mapping[str, Document],
+    gpus: Mapping[GpuId, int],
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each claim of a pod."""
+    common = [{"pod": used.pod or None, "claim": " ".join(it)} for it in used.names]
+    if missing := [it for it in used.names if it not in specs]:
+        for row, name in zip(common, used.names, strict=True):
+            absent = f"the file has no {' '.join(missing[0])}"
+            request = "" if name == missing[0] else None
+            yield _refused(row, request, absent)
+        return
+    claims = [{"metadata": {"name": name}, "spec": specs[kind, name]} for kind, name in used.names]
+    obstacle = find_obstacle(pools, claims, classes)
+    if obstacle is not None:
+        for place, row in enumerate(common):
+            at = place == obstacle.claim
+            beside = f"the pod's {common[obstacle.claim]['claim']} has no device"
+            yield _refused(row, obstacle.request if at else None, obstacle.reason if at else beside)
+        return
+    found = allocate(pools, claims, classes, HeldDevices()) or ()
+    for row, results in zip(common, found, strict=True):
+        devices = [_device(it, gpus) for it in results]
+        yield {**row, "fits": True, "devices": devices, "problem": None}
+
+
+def _refused(row: Document, request: str | None, reason: str) -> dict[str, Any]:
+    problem = {"request": request or None, "reason": reason}
+    return {**row, "fits": False, "devices": [], "problem": problem}
+
+
+def _device(result: AllocationResult, gpus: Mapping[GpuId, int]) -> dict[str, Any]:
+    gpu = gpu_of_pool(result.id.pool)
+    return {
+        "request": result.request,
+        "gpu": gpus.get(gpu),
+        "class": result.device_class,
+        "pool": result.id.pool,
+        "device": result.id.device,
+        "consumed": dict(result.consumed or {}),
+    }

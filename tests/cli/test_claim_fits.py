@@ -1,0 +1,152 @@
+"""`metagpu explain --claim`: which claims of a manifest fit on the idle node."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metagpu.cli.metagpu import main
+
+CONFIG = """
+version: metagpu/v1
+{dra}
+pools: [{{name: all, fronts: [dra], backends: [{{backend: fraction}}, {{backend: whole}}]}}]
+"""
+MANIFEST = """
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: half}
+spec:
+  spec:
+    devices:
+      requests:
+        - name: gpu
+          exactly:
+            deviceClassName: fraction.metagpu.io
+            capacity: {requests: {shares: "50"}}
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: three}
+spec: {devices: {requests: [{name: gpus, exactly: {deviceClassName: own, count: 3}}]}}
+---
+apiVersion: resource.k8s.io/v1
+kind: DeviceClass
+metadata: {name: own}
+spec: {selectors: [{cel: {expression: "device.attributes['gpu.metagpu.io'].type == 'gpu'"}}]}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: web}
+spec:
+  template:
+    spec:
+      containers: [{name: main}]
+      resourceClaims:
+        - {name: a, resourceClaimTemplateName: half}
+        - {name: b, resourceClaimTemplateName: half}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: lost}
+spec:
+  containers: [{name: main}]
+  resourceClaims: [{name: a, resourceClaimName: gone}]
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """Return the arguments of `explain` on a node of two GPUs, for the manifest above."""
+    (tmp_path / "metagpu.yaml").write_text(CONFIG.format(dra=""))
+    (tmp_path / "claims.yaml").write_text(MANIFEST)
+    files = ["--config", str(tmp_path / "metagpu.yaml"), "--claim", str(tmp_path / "claims.yaml")]
+    return ["explain", "--simulate", "a100-40gb:2", *files]
+
+
+def explained(options: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the claims of `explain` as data."""
+    assert main([*options, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["claims"]
+    return found
+
+
+def test_each_claim_has_its_devices_or_a_reason(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Claims of a pod come together, also those of a Deployment; others come alone."""
+    first, second, gone, three = explained(options, capsys)
+    assert (first["pod"], first["claim"]) == ("Deployment web", "ResourceClaimTemplate half")
+    assert [it["fits"] for it in (first, second, gone, three)] == [True, True, False, False]
+    (device,) = first["devices"]
+    assert second["devices"] == [device]  # both halves of one GPU
+    assert device["consumed"] == {"shares": "50"}
+    assert device["device"].endswith("-fraction")
+    assert (device["class"], device["gpu"] in {0, 1}) == ("fraction.metagpu.io", True)
+    assert gone["problem"] == {"request": None, "reason": "the file has no ResourceClaim gone"}
+    reason = "3 devices are requested, and 2 of own fit"
+    assert three["problem"] == {"request": "gpus", "reason": reason}
+
+
+def test_the_table_has_a_line_for_each_claim(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stdin is a file too."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.stdin", io.StringIO(MANIFEST))
+    assert main([*options[:-1], "-"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpu: fraction.metagpu.io (50 shares) of GPU" in shown
+    assert "request gpus: 3 devices are requested, and 2 of own fit" in shown
+
+
+def test_under_nvidias_driver_name_its_classes_are_there(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chart brings them under that name alone, and who looks at GPUs holds none."""
+    claim = """
+    kind: ResourceClaim
+    metadata: {name: whole}
+    spec:
+      devices:
+        requests:
+          - {name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}
+          - name: looking
+            exactly: {deviceClassName: monitor.metagpu.io, adminAccess: true, allocationMode: All}
+    """
+    (tmp_path / "claims.yaml").write_text(claim)
+    (whole,) = explained(options, capsys)
+    assert whole["problem"]["reason"] == "device class gpu.nvidia.com does not exist"
+    (tmp_path / "metagpu.yaml").write_text(CONFIG.format(dra="dra: {driver: gpu.nvidia.com}"))
+    (whole,) = explained(options, capsys)
+    assert [it["request"] for it in whole["devices"]] == ["gpu", "looking", "looking"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "claims.yaml is no YAML: "),
+        ("a: b", "write each with apiVersion and kind"),
+        ("kind: ResourceClaim\nmetadata: {name: a}\nspec: {devices: 3}", "the ResourceClaim a"),
+    ],
+)
+def test_what_is_no_claim_is_refused(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+) -> None:
+    """The line says what, without a traceback."""
+    (tmp_path / "claims.yaml").write_text(text)
+    assert main(options) == 1
+    assert error in capsys.readouterr().err
+
+
+def test_without_the_front_no_claim_fits(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node whose pools serve the device plugin API alone publishes nothing."""
+    text = CONFIG.format(dra="").replace("fronts: [dra], ", "")
+    (tmp_path / "metagpu.yaml").write_text(text)
+    first, *_ = explained(options, capsys)
+    reason = "no device is of the class fraction.metagpu.io"
+    assert first["problem"] == {"request": "gpu", "reason": reason}
