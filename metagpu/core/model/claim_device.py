@@ -8,6 +8,7 @@ the node. So a name alone tells the leases of a claim: there is no state file. A
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -75,6 +76,7 @@ class ClaimDevice(msgspec.Struct, frozen=True):
         return f"{KIND}={self.name}"
 
 
+@lru_cache(maxsize=256)  # claims of a node: each round of their statuses asks for all
 def parse_claim_device(qualified_name: str) -> ClaimDevice | None:
     """Return what a CDI name stands for, `None` for a name of another kind."""
     kind, _, name = qualified_name.partition("=")

@@ -48,12 +48,15 @@ class ClaimStatusTiming(msgspec.Struct, frozen=True):
     """The delays of the writer, in seconds.
 
     Attributes:
-        rest: before the claims of a change are written: the answers to the kubelet go out first.
+        rest: from the last claim that was prepared to the writing of all: each takes as long as the
+            answer to the kubelet for another claim, and answers go out first.
+        longest_rest: the longest of these delays, while the kubelet asks for one after the other.
         first_retry: after the first failure; the delay doubles with each further one.
         longest_retry: the longest of these delays.
     """
 
     rest: float = 0.2
+    longest_rest: float = 2.0
     first_retry: float = 1.0
     longest_retry: float = 300.0
 
@@ -119,7 +122,8 @@ class ClaimStatuses:
             backoff = Backoff(timing.first_retry, timing.longest_retry, jitter=True)
             while True:
                 await self._changed.wait()
-                await anyio.sleep(timing.rest)
+                with anyio.move_on_after(timing.longest_rest):
+                    await self._rest()
                 self._changed = anyio.Event()
                 failure = await self._write_changed()
                 if failure is None:
@@ -127,6 +131,12 @@ class ClaimStatuses:
                 else:
                     await anyio.sleep(backoff.next(failure.retry_after))
                     self._changed.set()
+
+    async def _rest(self) -> None:
+        """Wait until no claim has been prepared for a moment."""
+        while self._changed.is_set():
+            self._changed = anyio.Event()
+            await anyio.sleep(self._timing.rest)
 
     async def _follow_devices(self) -> None:
         """Write claims again whose MIG devices were created again."""

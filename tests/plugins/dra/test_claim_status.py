@@ -19,7 +19,7 @@ from metagpu.plugins.dra.claim_status import ClaimStatuses, ClaimStatusTiming
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.dra.rig import DRIVER, DraNode
 from tests.rigs.build import gpu
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip
 
 MIG = """
 version: metagpu/v1
@@ -40,7 +40,9 @@ class Server:
         drops: whether it drops the field.
     """
 
-    def __init__(self, registry: Registry | None = None) -> None:
+    def __init__(
+        self, registry: Registry | None = None, timing: ClaimStatusTiming | None = None
+    ) -> None:
         self.written: list[str] = []
         self.errors: dict[str, ClusterError] = {}
         self.uids: dict[str, str] = {}
@@ -53,7 +55,7 @@ class Server:
             self.states.prepared,
             read=self.read,
             apply=self.apply,
-            timing=ClaimStatusTiming(rest=0, first_retry=0.01),
+            timing=timing or ClaimStatusTiming(rest=0, first_retry=0.01),
         )
 
     async def read(self, ref: ResourceClaimRef) -> Mapping[str, Any]:
@@ -85,6 +87,27 @@ class Server:
             group.start_soon(self.statuses.run)
             yield
             group.cancel_scope.cancel()
+
+
+async def test_claims_that_the_kubelet_asks_for_come_before_the_status_of_others() -> None:
+    """A burst of claims has no status until it is over, or lasts too long."""
+    timing = ClaimStatusTiming(rest=100, longest_rest=450)
+    server = Server(timing=timing)
+    async with server.running():
+        for name in ("a", "b", "c"):
+            server.prepare(name)
+            await anyio.wait_all_tasks_blocked()
+            skip(60)
+            await anyio.wait_all_tasks_blocked()
+            assert server.written == []
+        skip(60)
+        await becomes(lambda: server.written == ["a", "b", "c"])
+
+        for number in range(8):
+            server.prepare(f"burst-{number}")
+            await anyio.wait_all_tasks_blocked()
+            skip(60)
+        await becomes(lambda: "burst-0" in server.written)
 
 
 async def test_a_field_that_is_dropped_is_not_sent_again() -> None:
