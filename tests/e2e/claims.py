@@ -45,7 +45,7 @@ def page_documents() -> dict[str, list[Document]]:
     found = dict[str, list[Document]]()
     for section in re.split(r"^###? ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         for block in re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
-            found[section.splitlines()[0]] = [_ready(it) for it in yaml.safe_load_all(block)]
+            found[section.splitlines()[0]] = [ready(it) for it in yaml.safe_load_all(block)]
     return found
 
 
@@ -57,7 +57,7 @@ def page_configuration() -> str:
     return f"{text}health: {{quietPeriod: 1s}}\n"
 
 
-def _ready(document: Document) -> Document:
+def ready(document: Document) -> Document:
     """Return a manifest in the tests' namespace, with the tests' image."""
     if document.get("kind") == "Pod":
         for container in document["spec"]["containers"]:
@@ -88,7 +88,7 @@ def pod(name: str, claim: str, **containers: str) -> Document:
     gets all.
     """
     wanted = {key: {"name": "gpu", "request": it} for key, it in containers.items()}
-    return _ready(
+    return ready(
         {
             "apiVersion": "v1",
             "kind": "Pod",

@@ -195,9 +195,9 @@ class Cluster:
 
         wait_for(f"{capacity} {resource}, {allocatable} allocatable", probe, within_s=AMOUNTS_S)
 
-    def await_running(self) -> None:
+    def await_running(self, within_s: float = RUNNING_S) -> None:
         """Wait until every pod of the namespace runs."""
-        wait_for("all pods to run", self._all_run, within_s=RUNNING_S)
+        wait_for("all pods to run", self._all_run, within_s=within_s)
 
     def await_readmitted(self, name: str, before: Incarnation) -> bool:
         """Wait until a booted kubelet has admitted or refused an earlier pod.

@@ -32,6 +32,98 @@ GPU_TEST5 = (
 """The `config` of the claim of gpu-test5: one GPU by time-slices, one by MPS."""
 
 
+QUICKSTART = """
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: single-gpu}
+spec: {spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}}}
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: single-gpu}
+spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}}
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: mig-devices}
+spec:
+  spec:
+    devices:
+      requests:
+        - name: mig-1g-5gb-0
+          exactly:
+            deviceClassName: mig.nvidia.com
+            selectors:
+              - cel: {expression: "device.attributes['gpu.nvidia.com'].profile == '1g.5gb'"}
+        - name: mig-1g-5gb-1
+          exactly:
+            deviceClassName: mig.nvidia.com
+            selectors:
+              - cel: {expression: "device.attributes['gpu.nvidia.com'].profile == '1g.5gb'"}
+        - name: mig-2g-10gb
+          exactly:
+            deviceClassName: mig.nvidia.com
+            selectors:
+              - cel: {expression: "device.attributes['gpu.nvidia.com'].profile == '2g.10gb'"}
+        - name: mig-3g-20gb
+          exactly:
+            deviceClassName: mig.nvidia.com
+            selectors:
+              - cel: {expression: "device.attributes['gpu.nvidia.com'].profile == '3g.20gb'"}
+      constraints: [{requests: [], matchAttribute: gpu.nvidia.com/parentUUID}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gpu-test1-pod1}
+spec:
+  containers: [{name: ctr, resources: {claims: [{name: gpu}]}}]
+  resourceClaims: [{name: gpu, resourceClaimTemplateName: single-gpu}]
+  tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gpu-test1-pod2}
+spec:
+  containers: [{name: ctr, resources: {claims: [{name: gpu}]}}]
+  resourceClaims: [{name: gpu, resourceClaimTemplateName: single-gpu}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gpu-test2}
+spec:
+  containers:
+    - {name: ctr0, resources: {claims: [{name: shared-gpu}]}}
+    - {name: ctr1, resources: {claims: [{name: shared-gpu}]}}
+  resourceClaims: [{name: shared-gpu, resourceClaimTemplateName: single-gpu}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gpu-test3-pod1}
+spec:
+  containers: [{name: ctr, resources: {claims: [{name: shared-gpu}]}}]
+  resourceClaims: [{name: shared-gpu, resourceClaimName: single-gpu}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gpu-test3-pod2}
+spec:
+  containers: [{name: ctr, resources: {claims: [{name: shared-gpu}]}}]
+  resourceClaims: [{name: shared-gpu, resourceClaimName: single-gpu}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: gpu-test4}
+spec:
+  containers:
+    - {name: ctr0, resources: {claims: [{name: mig-devices, request: mig-1g-5gb-0}]}}
+    - {name: ctr1, resources: {claims: [{name: mig-devices, request: mig-1g-5gb-1}]}}
+    - {name: ctr2, resources: {claims: [{name: mig-devices, request: mig-2g-10gb}]}}
+    - {name: ctr3, resources: {claims: [{name: mig-devices, request: mig-3g-20gb}]}}
+  resourceClaims: [{name: mig-devices, resourceClaimTemplateName: mig-devices}]
+"""
+"""gpu-test1 to gpu-test4; the last as a pod, of which NVIDIA has a Deployment."""
+
+
 @contextmanager
 def nvidia_classes(kubectl: Kubectl) -> Iterator[None]:
     """Create NVIDIA's DeviceClasses until the block ends."""

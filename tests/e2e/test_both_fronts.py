@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import anyio
 import pytest
@@ -82,10 +83,12 @@ class FrontsCrowd(Crowd):
     """Pods of both kinds.
 
     Attributes:
+        claims_part: the part of pods that have claims.
         claimed: the pods with claims.
         log_from: the place in the daemon's log where these arrivals begin.
     """
 
+    claims_part: ClassVar[float] = 1 / 2
     claimed: set[str] = field(default_factory=set)
     kinds: Counter[str] = field(default_factory=Counter)
     log_from: int = 0
@@ -94,7 +97,7 @@ class FrontsCrowd(Crowd):
         """Create one more pod, half of them with a claim."""
         name = f"pod-{self.arrived}"
         whole, amount = self.chance.random() < 1 / 4, self.chance.randint(10, 100)
-        if self.chance.random() < 1 / 2:
+        if self.chance.random() < self.claims_part:
             request = exactly("gpu", "gpu.metagpu.io") if whole else shares(amount)
             self.api.call("POST", CLAIMS, resource_claim(name, request))
             document = claiming_pod(name, name)

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 
 import anyio
 import pytest
@@ -17,13 +18,14 @@ from tests.e2e.claims import (
     page_configuration,
     page_documents,
     pod,
+    ready,
     resource_claim,
     shares,
 )
 from tests.e2e.cluster import NAMESPACE, Cluster, container
 from tests.e2e.cluster import pod as pod_of
 from tests.e2e.fake_node import DRIVER, exactly
-from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, gpu_config, nvidia_classes
+from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, QUICKSTART, gpu_config, nvidia_classes
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
@@ -164,6 +166,18 @@ def test_many_claims_fill_a_gpu(claims: ClaimsNode) -> None:
     assert claims.leased(gpu) == claims.leased() == 100
     claims.start(resource_claim("next", shares(10)), pod("next", "next"))
     assert (claims.leased(gpu), claims.leased()) == (100, 110)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_hundred_claims_fill_a_gpu(claims: ClaimsNode) -> None:
+    """A hundred pods have a hundred distinct shares of one GPU; afterwards all are free."""
+    names = [f"part-{n}" for n in range(100)]
+    claims.kubectl.apply(*(it for n in names for it in (resource_claim(n, shares(1)), pod(n, n))))
+    claims.cluster.await_running(within_s=600)
+    (gpu,) = {claims.index_of(it) for name in names for it in claims.allocation(name)}
+    assert claims.leased(gpu) == claims.leased() == 100
+    assert len(claims.files()) == 100
 
 
 def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
@@ -313,6 +327,32 @@ def test_nvidias_manifests_run(under_nvidias_name: ClaimsNode) -> None:
         assert held[name].environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         assert held[name].environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
     wait_for("the length", lambda: "--set-timeslice 3" in claims.daemon.log, within_s=SOON_S)
+
+
+def test_nvidias_quickstart_runs(under_nvidias_name: ClaimsNode) -> None:
+    """GPUs of gpu-test1 are distinct, those of 2 and 3 shared, and gpu-test4 is on one GPU."""
+    claims = under_nvidias_name
+    claims.start(*map(ready, yaml.safe_load_all(QUICKSTART)))
+    (one,), (two,) = (claims.inspect(f"gpu-test1-pod{n}").gpu_devices for n in (1, 2))
+    (inside,), (beside,) = (claims.inspect("gpu-test2", f"ctr{n}").gpu_devices for n in (0, 1))
+    (third,), (fourth,) = (claims.inspect(f"gpu-test3-pod{n}").gpu_devices for n in (1, 2))
+    assert (inside, third) == (beside, fourth)
+    assert len({one, two, inside, third}) == 4
+
+    parts = [claims.inspect("gpu-test4", f"ctr{n}") for n in range(4)]
+    assert [it.gpu_devices for it in parts] == [{f"nvidia{MIG_GPU}"}] * 4
+    memory = [int(it.environment["METAGPU_MEMORY_MIB"].rpartition("=")[2]) for it in parts]
+    assert memory[0] == memory[1] < memory[2] < memory[3]
+    files = [mig_devices(claims, "gpu-test4", f"ctr{n}") for n in range(4)]
+    assert all(files)
+    assert not any(one & other for one, other in combinations(files, 2))
+    assert len(claims.instances()) == 4
+
+
+def mig_devices(claims: ClaimsNode, name: str, container: str) -> frozenset[str]:
+    """Return the device files of MIG devices in a container."""
+    command = "ls", "/dev/nvidia-caps"
+    return frozenset(claims.cluster.execute(name, *command, container=container).split())
 
 
 def prepare(name: str, uid: str) -> Mapping[str, v1.NodePrepareResourceResponse]:

@@ -73,6 +73,7 @@ class Crowd:
     waited: set[str] = field(default_factory=set)
     lost: Counter[str] = field(default_factory=Counter)
     leaving: set[str] = field(default_factory=set)
+    settled_s: float = SETTLED_S
 
     def arrive(self) -> None:
         """Create one more pod."""
@@ -99,7 +100,7 @@ class Crowd:
                 raise RigError(f"nothing runs, and there are {sorted(staying)}")
             return staying or {"": {}}
 
-        found = wait_for("pods to settle", probe, within_s=SETTLED_S, pause_s=0.05)
+        found = wait_for("pods to settle", probe, within_s=self.settled_s, pause_s=0.05)
         return {name: pod for name, pod in found.items() if name}
 
     def _note_all(self, pods: dict[str, Document]) -> None:
