@@ -8,10 +8,13 @@ an error. So no call of grpclib's client runs in a task that has scopes of ours.
 
 import asyncio
 from collections.abc import Coroutine
+from errno import ECONNRESET
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from grpclib.client import Channel, UnaryUnaryMethod
+from grpclib.encoding.base import CodecBase
+from grpclib.protocol import H2Protocol
 
 from metagpu.plugins.kubelet.messages import RawCodec
 
@@ -21,16 +24,27 @@ ResultT = TypeVar("ResultT")
 class UnixChannel(Channel):
     """A connection to a gRPC server on a unix socket."""
 
-    def __init__(self, path: Path, codec: RawCodec | None = None) -> None:
+    def __init__(self, path: Path, codec: CodecBase | None = None) -> None:
         super().__init__(path=str(path), codec=codec)
 
     async def connect(self) -> None:
         """Connect, unless the connection is open.
 
         Raises:
-            OSError: no server listens.
+            OSError: no server listens, or it is gone.
         """
         await self.__connect__()
+
+    async def __connect__(self) -> H2Protocol:
+        """Connect for a call.
+
+        grpclib returns a connection that its server ended meanwhile, and a call on it fails with an
+        AttributeError.
+        """
+        protocol = await super().__connect__()
+        if not self._connected:
+            raise ConnectionResetError(ECONNRESET, "the server ended the connection")
+        return protocol
 
 
 async def call_raw(socket: Path, method: str, request: bytes, deadline: float) -> bytes:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from anyio import to_thread
-from grpclib.client import Channel
 from grpclib.const import Status
 from grpclib.encoding.proto import ProtoCodec
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server
 
-from metagpu.plugins.kubelet.grpc_client import call_alone
+from metagpu.plugins.kubelet.grpc_client import UnixChannel, call_alone
 from metagpu.plugins.kubelet.grpc_server import stop_accepting
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.kubelet.pods import DeviceError
@@ -116,7 +115,7 @@ class _GreetingProtocol(H2Protocol):
         self.greeted.set()
 
 
-class _LocalChannel(Channel):
+class _LocalChannel(UnixChannel):
     """A channel with the kubelet's `:authority: localhost` (§1.2)."""
 
     def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002  grpclib's signature
@@ -163,7 +162,7 @@ class PluginClient:
     def __init__(self, resource: str, path: str) -> None:
         self.resource = resource
         self.path = path
-        self._channel = _LocalChannel(path=path, codec=_LimitedCodec())
+        self._channel = _LocalChannel(Path(path), _LimitedCodec())
         self._closed = False
         self._stub = v1beta1.DevicePluginStub(self._channel)
 

@@ -1,12 +1,15 @@
 """Calls to the kubelet: what is left of a call whose connection is lost."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
+from grpclib.exceptions import StreamTerminatedError
 
-from metagpu.plugins.kubelet.grpc_client import call_alone
+from metagpu.plugins.kubelet.grpc_client import call_alone, call_raw
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.kubelet.registration import RegistrationService
 from tests.plugins.kubelet.rig import FOUR_RESOURCES, RESOURCES, gpu, node
@@ -71,3 +74,28 @@ async def test_call_that_cancels_itself_is_an_error() -> None:
 
     with pytest.raises(ConnectionAbortedError):
         await call_alone(give_up())
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_server_that_ends_while_a_call_connects_is_an_error_of_the_connection(
+    tmp_path: Path, steps: int
+) -> None:
+    """Wherever in the connecting a kubelet ends, its caller gets an error that it knows."""
+    path = tmp_path / "kubelet.sock"
+    ended = anyio.Event()
+
+    async def call() -> None:
+        with pytest.raises((OSError, StreamTerminatedError)):
+            await call_raw(path, "/v1.PodResourcesLister/List", b"", 30)
+        ended.set()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        async with anyio.create_task_group() as group:
+            group.start_soon(call)
+            for _ in range(steps):
+                await checkpoint()
+            listener.close()
+            with anyio.fail_after(30):
+                await ended.wait()
