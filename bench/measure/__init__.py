@@ -5,6 +5,7 @@ from typing import Final
 
 from bench.figures import Figure
 from bench.measure.admissions import admissions
+from bench.measure.amounts import amounts
 from bench.measure.attacked import attacked
 from bench.measure.calls import calls
 from bench.measure.claims import claims
@@ -34,6 +35,7 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "admissions": admissions,
     "faults": faults,
     "claims": claims,
+    "amounts": amounts,
     "prepares": prepares,
     "slices": slices,
     "restarts": restarts,
