@@ -54,7 +54,7 @@ def published(cluster: Cluster) -> list[Document]:
     ]
 
 
-def test_whole_gpus_work_and_what_was_dropped_is_told(old_node: MigNode) -> None:
+def test_whole_gpus_work_and_dropped_fields_are_named(old_node: MigNode) -> None:
     """A device that others share would be allocated beside its GPU: whole ones alone are there."""
     cluster, daemon = old_node.cluster, old_node.cluster.daemon
     problem = wait_for(
